@@ -1,0 +1,58 @@
+# Each target sets itself up: `make demo` and `make test` work on a machine that has only Python and make.
+#
+#   make demo    train a policy on CartPole, its workers kept current by this library
+#   make test    run the tests                        make test ARGS="-k patch -x"
+#   make check   format, lint and types, as CI runs them
+#   make format  rewrite the files as `make check` wants them
+#   make bench   compare our schemes with TorchRL's   make bench ARGS=--help
+#   make docs    build docs/_build/html
+#   make clean   remove the environment and everything built
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+# Every install reads constraints.txt: without it pip may fetch a newer torch, of several GB.
+INSTALL := $(BIN)/python -m pip install -c constraints.txt
+READY := $(VENV)/.ready
+DOCS_READY := $(VENV)/.ready-docs
+
+.PHONY: demo test check format bench docs setup clean
+.DEFAULT_GOAL := test
+
+setup: $(READY)
+
+$(READY): setup.py constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) -e ".[test,lz4,zstd]"
+	touch $@
+
+$(DOCS_READY): $(READY)
+	$(INSTALL) -e ".[docs]"
+	touch $@
+
+demo: $(READY)
+	$(BIN)/python examples/train_cartpole.py $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.compare $(ARGS)
+
+docs: $(DOCS_READY)
+	$(BIN)/python -m sphinx -W -E --keep-going -b html docs docs/_build/html $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

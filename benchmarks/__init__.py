@@ -1,0 +1,1 @@
+"""Measurements of this library beside what a user would have otherwise; see ``docs/benchmarks.rst``."""

@@ -1,0 +1,71 @@
+"""One call of the policy: under one version of all weights, which it writes into the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from collectors.versions import stamp
+from weight_update import Gate, WeightSyncScheme
+
+__all__ = ["PolicyCall"]
+
+Policy = Callable[[TensorDictBase], TensorDictBase]
+
+
+class PolicyCall:
+    """Stands in for the policy of a collector.
+
+    Args:
+        policy: what attributes are looked up on.
+        run: what is called; ``policy`` itself, or ``policy`` compiled or captured.
+        gate: held during each call.
+        schemes: receivers, held during each call too.
+        unhooked: those of ``schemes`` whose hooks on the model have to go, because ``run`` cannot contain
+            them; the calls made here hold for them.
+        version: the version in force; None writes no version.
+    """
+
+    def __init__(
+        self,
+        policy: Any,
+        run: Policy,
+        *,
+        gate: Gate,
+        schemes: Iterable[WeightSyncScheme],
+        unhooked: Iterable[WeightSyncScheme],
+        version: Callable[[], int] | None,
+    ) -> None:
+        self._policy = policy
+        self._run = run
+        self._gate = gate
+        self._version = version
+        unhooked = list(unhooked)
+        self._schemes = [scheme for scheme in schemes if scheme not in unhooked]
+        self._held: Policy = self._stamped
+        for scheme in unhooked:
+            self._held = scheme.guarded(self._held)
+
+    def __call__(self, data: TensorDictBase) -> TensorDictBase:
+        """Run the policy on ``data`` of shape ``(*env.batch_size,)``."""
+        with ExitStack() as stack:
+            for scheme in self._schemes:
+                stack.enter_context(scheme.hold())
+            stack.enter_context(self._gate.hold())
+            return self._held(data)
+
+    def _stamped(self, data: TensorDictBase) -> TensorDictBase:
+        version = None if self._version is None else self._version()
+        output = self._run(data)
+        if version is not None:
+            stamp(output, version)
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of the policy."""
+        if name == "_policy":  # not initialized yet, as while being copied
+            raise AttributeError(name)
+        return getattr(self._policy, name)

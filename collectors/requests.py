@@ -1,0 +1,117 @@
+"""What a call of ``update_policy_weights_`` asks for, and how schemes are asked to do it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from weight_update import (
+    NoWeightSyncScheme,
+    SyncReport,
+    WeightSyncScheme,
+    group_schemes,
+    send_together,
+)
+
+__all__ = ["Request", "group_once", "real", "require_ours", "send"]
+
+Schemes = Mapping[str, WeightSyncScheme]
+
+
+@dataclass(frozen=True)
+class Request:
+    """Weights for one or several models.
+
+    Attributes:
+        weights: by model id; None stands for the collector's own source of that model.
+        worker_ids: which workers; None for all.
+        several: whether the caller gave ``weights_dict``, and so expects a dict of reports.
+    """
+
+    weights: dict[str, Any]
+    worker_ids: Any = None
+    several: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        policy_or_weights: Any,
+        *,
+        weights: Any,
+        policy: Any,
+        worker_ids: Any,
+        model_id: str | None,
+        weights_dict: Mapping[str, Any] | None,
+        policy_weights: Any,
+    ) -> Request:
+        """Read the arguments of ``update_policy_weights_``.
+
+        Raises:
+            ValueError: they contradict each other.
+        """
+        if policy_weights is not None:
+            warnings.warn("policy_weights was renamed to policy_or_weights", DeprecationWarning, stacklevel=3)
+        given = {
+            "policy_or_weights": policy_or_weights,
+            "weights": weights,
+            "policy": policy,
+            "weights_dict": weights_dict,
+            "policy_weights": policy_weights,
+        }
+        names = [name for name, value in given.items() if value is not None]
+        if len(names) > 1:
+            raise ValueError(f"give only one of {', '.join(names)}")
+        if weights_dict is None:
+            chosen = given[names[0]] if names else None
+            return cls({model_id or "policy": chosen}, worker_ids)
+        if model_id is not None:
+            raise ValueError("model_id and weights_dict cannot be given together")
+        if not weights_dict:
+            raise ValueError("weights_dict is empty")
+        return cls(dict(weights_dict), worker_ids, several=True)
+
+
+def send(schemes: Schemes, request: Request) -> SyncReport | dict[str, SyncReport]:
+    """Send as asked; several models are one step, applied on a worker all together or not at all.
+
+    Raises:
+        KeyError: there is no scheme for one of the models; nothing was sent.
+        SyncFailedError: a worker failed; see :func:`~weight_update.send_together`.
+    """
+    unknown = [model_id for model_id in request.weights if model_id not in schemes]
+    if unknown:
+        raise KeyError(f"no weight sync scheme for {unknown}; there are schemes for {sorted(schemes)}")
+    if not request.several:
+        ((model_id, weights),) = request.weights.items()
+        return schemes[model_id].send(weights, request.worker_ids)
+    chosen = {model_id: schemes[model_id] for model_id in request.weights}
+    idle = {model_id: SyncReport(0, "none") for model_id in chosen.keys() - real(chosen).keys()}
+    step = {scheme: request.weights[model_id] for model_id, scheme in real(chosen).items()}
+    reports = send_together(step, request.worker_ids) if step else {}
+    return {**idle, **{model_id: reports[scheme] for model_id, scheme in real(chosen).items()}}
+
+
+def real(schemes: Schemes) -> dict[str, WeightSyncScheme]:
+    """The schemes that move weights."""
+    return {key: scheme for key, scheme in schemes.items() if not isinstance(scheme, NoWeightSyncScheme)}
+
+
+def require_ours(schemes: Mapping[str, Any]) -> None:
+    """Raise TypeError for schemes of another library: their versions and forward passes are unknown."""
+    for model_id, scheme in schemes.items():
+        if not isinstance(scheme, WeightSyncScheme):
+            kind = f"{type(scheme).__module__}.{type(scheme).__name__}"
+            raise TypeError(
+                f"the scheme of {model_id!r} is a {kind}; these collectors need one of weight_update "
+                "(usually it is enough to change the import)"
+            )
+
+
+def group_once(schemes: Iterable[WeightSyncScheme]) -> None:
+    """Make one group of them, unless their owner did."""
+    schemes = list(schemes)
+    groups = {scheme.group for scheme in schemes}
+    if len(groups) > 1 or None in groups:
+        group_schemes(schemes)

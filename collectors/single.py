@@ -1,0 +1,265 @@
+"""The collector of one process; also what runs inside each worker of the others."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torchrl.collectors
+from tensordict import TensorDictBase
+from torch import nn
+
+from collectors.in_process import apply_all, receive_here
+from collectors.policy_call import PolicyCall
+from collectors.requests import Request, group_once, real, require_ours
+from collectors.updating import Updating
+from collectors.versions import KEY, FrameVersion, VersionSource, stamp
+from weight_update import (
+    Gate,
+    LifecycleError,
+    NothingToSendError,
+    SyncReport,
+    UnknownWorkerError,
+    UnsupportedSourceError,
+    WeightSyncScheme,
+)
+
+__all__ = ["Collector"]
+
+
+class Collector(Updating, torchrl.collectors.Collector):
+    """TorchRL's ``Collector``, whose data says exactly which version of the policy made each frame.
+
+    Args:
+        create_env_fn: as in TorchRL.
+        policy: as in TorchRL. With a scheme in ``weight_sync_schemes`` the collector runs a copy of it, which
+            changes only when ``update_policy_weights_`` is called; without, and without a device of its
+            own, it runs this very module.
+        track_policy_version: write the version into ``"policy_version"`` and ``("next",
+            "policy_version")``, as int64 of the shape of the batch.
+        weight_sync_schemes: by model id. One that is not initialized yet gets its receiver in this process,
+            whatever its transport; one that is initialized belongs to its owner and is only connected.
+        options: all other options of TorchRL's ``Collector``.
+    """
+
+    def __init__(
+        self,
+        create_env_fn: Any,
+        policy: Any = None,
+        *,
+        track_policy_version: Any = True,
+        weight_sync_schemes: dict[str, WeightSyncScheme] | None = None,
+        **options: Any,
+    ) -> None:
+        require_ours(weight_sync_schemes or {})
+        self._gate = Gate()
+        self._versions = VersionSource()
+        self._receivers: dict[str, WeightSyncScheme] = {}
+        self._weight_sync_schemes = None
+        self._here = {
+            model_id: scheme
+            for model_id, scheme in (weight_sync_schemes or {}).items()
+            if not scheme.initialized_on_sender
+        }
+        self._source: Any = None
+        self._installed = False
+        self.env: Any
+        self._policy_output_keys: Any
+        super().__init__(
+            create_env_fn,
+            policy,
+            track_policy_version=track_policy_version,
+            weight_sync_schemes=weight_sync_schemes,
+            **options,
+        )
+
+    # -- versions ----------------------------------------------------------------------------------
+
+    @property
+    def policy_version(self) -> Any:
+        """The version in force: that of the policy's receiver, or the number of updates without one."""
+        if self._has_foreign_tracker:
+            return self.policy_version_tracker.version
+        return self._versions.now()
+
+    def increment_version(self) -> None:
+        """Count an update that came without a scheme; with a scheme, its numbers count."""
+        if self._has_foreign_tracker:
+            super().increment_version()
+        self._versions.count += 1
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
+        """As in TorchRL. The versions of a scheme begin anew with each run."""
+        super().load_state_dict(state_dict, **kwargs)
+        if self._stamps:
+            self._versions.count = int(state_dict.get(KEY, self._versions.count))
+
+    @property
+    def _stamps(self) -> bool:
+        return isinstance(self.policy_version_tracker, FrameVersion)
+
+    @property
+    def _has_foreign_tracker(self) -> bool:
+        """Whether the caller brought a transform of their own, as TorchRL allows."""
+        return self.policy_version_tracker is not None and not self._stamps
+
+    def _setup_policy_version_tracking(self, track_policy_version: Any) -> None:
+        if track_policy_version is True:
+            self.policy_version_tracker = FrameVersion()
+            self.env = self.env.append_transform(self.policy_version_tracker)
+        else:
+            super()._setup_policy_version_tracking(track_policy_version)
+
+    def _should_use_random_frames(self) -> bool:
+        random = bool(super()._should_use_random_frames())
+        if random and self._stamps:
+            stamp(self._carrier, self._versions.now())  # TorchRL asks before each frame: no policy will run
+        return random
+
+    # -- the policy --------------------------------------------------------------------------------
+
+    def _init_policy(self, policy: Any, *args: Any, **kwargs: Any) -> Any:
+        policy = super()._init_policy(policy, *args, **kwargs)
+        self._source = policy
+        if "policy" in real(self._here) and isinstance(policy, nn.Module):
+            return copy.deepcopy(policy)
+        return policy
+
+    def _compile_wrapped_policy(self, policy: Any) -> Any:
+        return policy  # it is compiled when its receivers are known: see _install_policy_call
+
+    def _maybe_make_final_rollout(self, make_rollout: bool) -> None:
+        super()._maybe_make_final_rollout(make_rollout)
+        if self._stamps:
+            self._policy_output_keys = [*(key for key in self._policy_output_keys if key != KEY), KEY]
+
+    def rollout(self) -> TensorDictBase | None:
+        """As in TorchRL."""
+        if not self._installed:
+            self._install_policy_call()
+        rollout: TensorDictBase | None = super().rollout()
+        return rollout
+
+    def _install_policy_call(self) -> None:
+        policy = run = self._wrapped_policy_uncompiled
+        schemes = real(self._receivers)
+        unhooked: list[WeightSyncScheme] = []
+        if self.compiled_policy or self.cudagraphed_policy:
+            unhooked = [scheme for model_id, scheme in schemes.items() if _in_policy(model_id)]
+            run = super()._compile_wrapped_policy(policy)
+        self._wrapped_policy_maybe_compiled = PolicyCall(
+            policy,
+            run,
+            gate=self._gate,
+            schemes=schemes.values(),
+            unhooked=unhooked,
+            version=self._versions.now if self._stamps else None,
+        )
+        self._installed = True
+
+    # -- receiving ---------------------------------------------------------------------------------
+
+    def register_scheme_receiver(
+        self, weight_recv_schemes: dict[str, WeightSyncScheme], *, synchronize_weights: bool = True
+    ) -> None:
+        """As in TorchRL, for schemes of ``weight_update``.
+
+        Raises:
+            LifecycleError: the policy is captured in a CUDA graph, but a scheme that is connected already
+                moves its parameters.
+        """
+        require_ours(weight_recv_schemes)
+        if self.cudagraphed_policy:
+            _keep_addresses(real(weight_recv_schemes))
+        super().register_scheme_receiver(weight_recv_schemes, synchronize_weights=synchronize_weights)
+        self._add_receivers(weight_recv_schemes)
+
+    def _add_receivers(self, receivers: Mapping[str, WeightSyncScheme]) -> None:
+        self._receivers.update(receivers)
+        inside = [scheme for model_id, scheme in real(self._receivers).items() if _in_policy(model_id)]
+        self._versions.scheme = inside[0] if inside else None
+        self._installed = False
+
+    def receive_weights(self, policy_or_weights: Any = None, **named: Any) -> None:
+        """As in TorchRL; weights given here are checked, and applied all or not at all."""
+        if self._receivers or (policy_or_weights is None and not named):
+            super().receive_weights(policy_or_weights, **named)
+        else:
+            self.update_policy_weights_(policy_or_weights, **named)
+
+    def _setup_weight_sync(
+        self, weight_updater: Any, weight_sync_schemes: dict[str, WeightSyncScheme] | None
+    ) -> None:
+        group_once(self._here.values())
+        for model_id, scheme in self._here.items():
+            if self.cudagraphed_policy:
+                scheme.stable_addresses = True
+            model = self.get_model(model_id)
+            source = self._source if model_id == "policy" else model
+            self._add_receivers({model_id: receive_here(scheme, model_id, source, model)})
+        super()._setup_weight_sync(weight_updater, weight_sync_schemes)
+
+    def _update_by_legacy(self, request: Request) -> None:
+        super()._update_by_legacy(request)
+        self.increment_version()
+
+    def _update_without_scheme(self, request: Request) -> SyncReport | dict[str, SyncReport]:
+        """Apply weights to models of this collector itself."""
+        if request.worker_ids not in (None, 0, [0]):
+            raise UnknownWorkerError(f"no worker {request.worker_ids}: this collector has one process")
+        start = time.perf_counter()
+        models = {model_id: self._target(model_id) for model_id in request.weights}
+        weights = {model_id: self._given(model_id, given) for model_id, given in request.weights.items()}
+        moving = {model_id: model for model_id, model in models.items() if weights[model_id] is not model}
+
+        def apply() -> None:
+            apply_all(moving, weights)
+            if any(map(_in_policy, models)):
+                self.increment_version()
+
+        with ExitStack() as stack:
+            for scheme in real(self._receivers).values():
+                stack.enter_context(scheme.hold())
+            self._gate.run(apply)
+        report = SyncReport(self._versions.now(), "local", seconds={"apply": time.perf_counter() - start})
+        return dict.fromkeys(models, report) if request.several else report
+
+    def _target(self, model_id: str) -> nn.Module:
+        model = self.get_model(model_id)
+        if not isinstance(model, nn.Module):
+            raise UnsupportedSourceError(f"{model_id!r} is a {type(model).__name__}, which has no weights")
+        return model
+
+    def _given(self, model_id: str, weights: Any) -> Any:
+        if weights is None and model_id != "policy":
+            raise NothingToSendError(f"give the weights of {model_id!r}; only those of the policy are known")
+        return self._source if weights is None else weights
+
+    # -- end ---------------------------------------------------------------------------------------
+
+    def shutdown(
+        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
+    ) -> None:
+        """As in TorchRL; the schemes of this collector end with it."""
+        try:
+            super().shutdown(timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
+        finally:
+            for scheme in (*self._receivers.values(), *(self._weight_sync_schemes or {}).values()):
+                scheme.shutdown()
+
+
+def _in_policy(model_id: str) -> bool:
+    return model_id == "policy" or model_id.startswith(("policy.", "policy["))
+
+
+def _keep_addresses(schemes: Mapping[str, WeightSyncScheme]) -> None:
+    for model_id, scheme in schemes.items():
+        if scheme.synchronized_on_receiver and not scheme.stable_addresses:
+            raise LifecycleError(
+                f"the scheme of {model_id!r} moves parameters that a CUDA graph has captured; make it with "
+                "stable_addresses=True"
+            )
+        scheme.stable_addresses = True

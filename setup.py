@@ -1,0 +1,86 @@
+"""Packaging. Tool settings are in pyproject.toml, the versions seen working in constraints.txt."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+
+
+def version() -> str:
+    """Read the version without importing the package, so that a build needs setuptools alone."""
+    text = (ROOT / "weight_update" / "__init__.py").read_text(encoding="utf-8")
+    found = re.search(r"^__version__\s*(?::\s*str\s*)?=\s*[\"']([^\"']+)[\"']", text, re.MULTILINE)
+    if found is None:
+        raise RuntimeError("weight_update/__init__.py defines no __version__ string")
+    return found.group(1)
+
+
+def long_description() -> str:
+    """Return the README, or nothing where a partial checkout lacks it."""
+    readme = ROOT / "README.rst"
+    return readme.read_text(encoding="utf-8") if readme.is_file() else ""
+
+
+def union(*groups: list[str]) -> list[str]:
+    """Merge requirement lists; sorted, each requirement once."""
+    return sorted({requirement for group in groups for requirement in group})
+
+
+COLLECTORS = ["torchrl>=0.14", "gymnasium>=1.0"]
+RAY = ["ray>=2.40"]
+LZ4 = ["lz4>=4.0"]
+ZSTD = ["zstandard>=0.19"]
+NVCOMP = ["nvidia-nvcomp-cu12"]
+EXAMPLES = ["matplotlib>=3.8", "tqdm>=4.66"]
+BENCH = union(COLLECTORS, EXAMPLES, ["psutil>=5.9"])
+DOCS = ["sphinx>=8.0", "furo>=2024.8.6"]
+TEST = union(
+    COLLECTORS,
+    EXAMPLES,
+    [
+        "hypothesis>=6.100",
+        "mypy>=1.18",
+        "psutil>=5.9",
+        "pytest>=8.0",
+        "pytest-timeout>=2.3",
+        "ruff>=0.15",
+    ],
+)
+
+setup(
+    name="weight-update",
+    version=version(),
+    description="Keeps the policies of reinforcement-learning workers current with their trainer",
+    long_description=long_description(),
+    long_description_content_type="text/x-rst",
+    author="the weight_update authors",
+    license="MIT",
+    license_files=["LICENSE"],
+    packages=find_packages(include=["weight_update*", "collectors*"]),
+    package_data={"weight_update": ["py.typed"], "collectors": ["py.typed"]},
+    python_requires=">=3.10",
+    install_requires=["torch>=2.11", "tensordict>=0.14"],
+    extras_require={
+        "collectors": COLLECTORS,
+        "ray": RAY,
+        "nvcomp": NVCOMP,
+        "lz4": LZ4,
+        "zstd": ZSTD,
+        "bench": BENCH,
+        "docs": DOCS,
+        "test": TEST,
+        # Everything that runs anywhere. nvcomp is left out: it needs CUDA.
+        "all": union(COLLECTORS, RAY, LZ4, ZSTD, BENCH, DOCS, TEST),
+    },
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)

@@ -1,0 +1,14 @@
+import multiprocessing
+
+import pytest
+from torch import multiprocessing as torch_multiprocessing
+
+
+@pytest.fixture(autouse=True, scope="package")
+def quick_workers():
+    """Workers are forked from a server that has imported everything: 0.1 s each instead of 5 s."""
+    before = torch_multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_forkserver_preload(["torchrl.collectors", "torchrl.envs", "collectors"])
+    torch_multiprocessing.set_start_method("forkserver", force=True)
+    yield
+    torch_multiprocessing.set_start_method(before, force=True)

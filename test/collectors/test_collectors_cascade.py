@@ -1,0 +1,101 @@
+"""Workers that have workers, and the legacy weight updaters."""
+
+from multiprocessing import get_context
+
+import pytest
+import torch
+from collector_parts import OPTIONS, Env, make_policy, require_stamps, weights_of
+from tensordict import TensorDict
+
+from collectors import (
+    Collector,
+    MultiProcessedWeightUpdater,
+    MultiSyncCollector,
+    VanillaWeightUpdater,
+    WeightUpdaterBase,
+)
+from weight_update import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
+
+
+def middle(scheme, orders, answers):
+    """A process between the trainer and two workers: receives, and passes on."""
+    collector = MultiSyncCollector(
+        [Env] * 2,
+        make_policy(),
+        frames_per_batch=8,
+        total_frames=-1,
+        worker_idx=0,
+        weight_recv_schemes={"policy": scheme},
+        weight_sync_schemes={"policy": SharedMemWeightSyncScheme()},
+        **OPTIONS,
+    )
+    frames = iter(collector)
+    while orders.get():
+        data = next(frames)
+        require_stamps(data)
+        answers.put((data["action"].unique().tolist(), data["policy_version"].unique().tolist()))
+    collector.shutdown()
+
+
+@pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
+def test_an_update_reaches_the_workers_of_a_worker(kind):
+    ctx = get_context("forkserver")
+    policy, scheme = make_policy(1.0), kind()
+    scheme.init_on_sender(model_id="policy", model=policy, num_workers=1, ctx=ctx)
+    orders, answers = ctx.Queue(), ctx.Queue()
+    process = ctx.Process(target=middle, args=(scheme, orders, answers))
+    process.start()
+    try:
+        with scheme:
+            scheme.connect()
+            orders.put(True)
+            assert answers.get(timeout=60) == ([1.0], [0])
+            for version in (1, 2, 3):
+                assert scheme.send(weights_of(10.0 * version)).version == version
+                orders.put(True)
+                assert answers.get(timeout=60) == ([10.0 * version], [version])
+            orders.put(False)
+            process.join(30)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+
+
+@pytest.mark.filterwarnings("ignore:Using WeightUpdaterBase is deprecated:DeprecationWarning")
+def test_legacy_updaters_in_one_process():
+    policy = make_policy()
+    updater = VanillaWeightUpdater(policy_weights=TensorDict.from_module(policy).data)
+    collector = Collector(Env, policy, frames_per_batch=8, total_frames=-1, weight_updater=updater, **OPTIONS)
+    frames = iter(collector)
+    assert collector.update_policy_weights_(weights_of(3.0)) is None
+    data = next(frames)
+    assert data["action"].unique().tolist() == [3.0]
+    assert data["policy_version"].unique().tolist() == [1]
+    with pytest.raises(ValueError, match="serves one model"):
+        collector.update_policy_weights_(weights_dict={"policy": weights_of(1.0)})
+    collector.shutdown()
+
+
+def test_legacy_updaters_with_workers():
+    policy = make_policy()
+    weights = TensorDict.from_module(policy).share_memory_()
+    updater = MultiProcessedWeightUpdater(
+        get_server_weights=lambda: weights_of(4.0), policy_weights={torch.device("cpu"): weights}
+    )
+    assert isinstance(updater, WeightUpdaterBase)
+    collector = MultiSyncCollector(
+        [Env] * 2,
+        policy,
+        frames_per_batch=8,
+        total_frames=-1,
+        policy_device="cpu",
+        weight_updater=updater,
+        **OPTIONS,
+    )
+    try:
+        frames = iter(collector)
+        assert next(frames)["action"].unique().tolist() == [0.0]
+        assert collector.update_policy_weights_() is None
+        assert next(frames)["action"].unique().tolist() == [4.0]
+    finally:
+        collector.shutdown()

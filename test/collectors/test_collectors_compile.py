@@ -1,0 +1,157 @@
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
+
+import pytest
+import torch
+from collector_parts import OPTIONS, Env, fill, make_policy, require_exact, see_versions, updates
+
+from collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from weight_update import (
+    LifecycleError,
+    MemoryWeightSyncScheme,
+    MultiProcessWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),  # torch, on importing inductor
+    pytest.mark.filterwarnings("ignore:This module is instantiated on a machine without CUDA"),
+    pytest.mark.filterwarnings("ignore:Tensordict is registered in PyTree"),
+]
+
+
+def require_current(collector, policy, rounds=3):
+    frames = iter(collector)
+    for value in range(1, rounds + 1):
+        require_exact(next(frames))
+        report = collector.update_policy_weights_(fill(policy, value))
+        data = next(frames)
+        assert data["policy_version"].unique().tolist() == [report.version] == [value]
+        require_exact(data)
+
+
+@pytest.mark.parametrize("scheme", [None, SharedMemWeightSyncScheme, MemoryWeightSyncScheme])
+def test_a_policy_compiled_as_one_graph(scheme):
+    policy = make_policy()
+    collector = Collector(
+        Env,
+        policy,
+        frames_per_batch=6,
+        total_frames=-1,
+        compile_policy={"fullgraph": True},
+        weight_sync_schemes=None if scheme is None else {"policy": scheme()},
+        **OPTIONS,
+    )
+    require_current(collector, policy)
+    collector.shutdown()
+
+
+def test_a_compiled_policy_under_back_to_back_updates():
+    policy = make_policy()
+    collector = MultiAsyncCollector(
+        [Env] * 2,
+        policy,
+        frames_per_batch=30,
+        total_frames=-1,
+        compile_policy={"fullgraph": True},
+        weight_sync_schemes={"policy": MultiProcessWeightSyncScheme()},
+        **OPTIONS,
+    )
+    try:
+        frames = iter(collector)
+        for _ in range(4):
+            next(frames)  # both workers have compiled
+        with updates(collector, policy):
+            see_versions(frames, require_exact)
+    finally:
+        collector.shutdown()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"cudagraph_policy": True}, {"compile_policy": {"mode": "reduce-overhead"}}],
+    ids=["cudagraph_policy", "reduce-overhead"],
+)
+def test_captured_policies_keep_their_addresses(options):
+    """Without a GPU nothing is captured, but the policy runs and its parameters must not move."""
+    policy = make_policy()
+    scheme = SharedMemWeightSyncScheme()
+    collector = MultiSyncCollector(
+        [Env] * 2,
+        policy,
+        frames_per_batch=12,
+        total_frames=-1,
+        weight_sync_schemes={"policy": scheme},
+        **options,
+        **OPTIONS,
+    )
+    try:
+        assert scheme.stable_addresses
+        path = "policy.module.layers[0].data_ptr"
+        before = collector.map_fn(path)
+        require_current(collector, policy)
+        assert collector.map_fn(path) == before
+    finally:
+        collector.shutdown()
+
+
+def test_captured_policy_of_one_process():
+    policy = make_policy()
+    collector = Collector(
+        Env,
+        policy,
+        frames_per_batch=6,
+        total_frames=-1,
+        cudagraph_policy=True,
+        weight_sync_schemes={"policy": SharedMemWeightSyncScheme()},
+        **OPTIONS,
+    )
+    address = collector.policy.module.layers[0].data_ptr()
+    require_current(collector, policy)
+    assert collector.policy.module.layers[0].data_ptr() == address
+    collector.shutdown()
+
+
+def test_a_scheme_that_moves_captured_weights_is_refused():
+    sender, receiver = connected_here(make_policy(), mirror := make_policy())
+    collector = Collector(Env, mirror, frames_per_batch=6, total_frames=-1, cudagraph_policy=True, **OPTIONS)
+    with pytest.raises(LifecycleError, match="stable_addresses=True"):
+        collector.register_scheme_receiver({"policy": receiver})
+    collector.shutdown()
+    receiver.shutdown()
+    sender.shutdown()
+
+
+def connected_here(policy, mirror):
+    sender = MemoryWeightSyncScheme()
+    sender.init_on_sender(model_id="policy", model=policy, num_workers=1)
+    receiver = copy(sender)
+    receiver.init_on_receiver(model_id="policy", model=mirror, worker_idx=0)
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(receiver.connect)
+        sender.connect()
+        joined.result()
+    return sender, receiver
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    "options", [{"cudagraph_policy": True}, {"compile_policy": {"mode": "reduce-overhead"}}]
+)
+def test_graphs_on_a_gpu_see_new_weights(options):
+    policy = make_policy().to("cuda:0")
+    collector = Collector(
+        Env,
+        policy,
+        frames_per_batch=12,
+        total_frames=-1,
+        policy_device="cuda:0",
+        env_device="cpu",
+        storing_device="cpu",
+        weight_sync_schemes={"policy": SharedMemWeightSyncScheme()},
+        **options,
+        **OPTIONS,
+    )
+    require_current(collector, policy)
+    collector.shutdown()

@@ -1,0 +1,189 @@
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from collector_parts import OPTIONS, Env, make_policy, weights_of
+
+from collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from weight_update import (
+    LifecycleError,
+    MultiProcessWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    SyncFailedError,
+    WorkerError,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+class Dies(Env):
+    def __init__(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Fails(Env):
+    def __init__(self):
+        raise ZeroDivisionError("this environment is broken")
+
+
+def ours():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("weight_update")]
+
+
+@pytest.mark.parametrize("scheme", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
+def test_a_worker_that_dies_before_it_connects_is_named_at_once(scheme):
+    start = time.monotonic()
+    with pytest.raises(SyncFailedError, match=r"worker 1: .*(died|gone)") as caught:
+        MultiSyncCollector(
+            [Env, Dies],
+            make_policy(),
+            frames_per_batch=8,
+            weight_sync_schemes={"policy": scheme()},
+            **OPTIONS,
+        )
+    assert set(caught.value.failures) == {1}
+    assert time.monotonic() - start < 30
+    assert ours() == []
+
+
+def test_what_a_worker_raised_before_it_connected_is_told():
+    with pytest.raises(WorkerError, match=r"worker 0: (.|\n)*this environment is broken"):
+        MultiSyncCollector([Fails, Env], make_policy(), frames_per_batch=8, **OPTIONS)
+    assert ours() == []
+
+
+@pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
+def test_shutdown_ends_workers_threads_and_schemes(cls):
+    scheme = SharedMemWeightSyncScheme()
+    collector = cls(
+        [Env] * 2,
+        make_policy(),
+        frames_per_batch=8,
+        weight_sync_schemes={"policy": scheme},
+        **OPTIONS,
+    )
+    next(iter(collector))
+    workers = [psutil.Process(process.pid) for process in collector.procs]
+    collector.update_policy_weights_(weights_of(1.0))
+    collector.shutdown()
+    collector.shutdown()
+    assert not any(worker.is_running() for worker in workers)
+    assert ours() == []
+    with pytest.raises(LifecycleError):
+        scheme.send()
+
+
+def test_shutdown_of_one_process_ends_its_schemes():
+    collector = Collector(
+        Env,
+        make_policy(),
+        frames_per_batch=8,
+        weight_sync_schemes={"policy": SharedMemWeightSyncScheme()},
+        **OPTIONS,
+    )
+    next(iter(collector))
+    assert ours() != []
+    collector.shutdown()
+    collector.shutdown()
+    assert ours() == []
+
+
+def test_a_collector_that_is_dropped_ends():
+    collector = MultiSyncCollector([Env] * 2, make_policy(), frames_per_batch=8, **OPTIONS)
+    next(iter(collector))
+    workers = [psutil.Process(process.pid) for process in collector.procs]
+    del collector
+    assert not any(worker.is_running() for worker in workers)
+    assert ours() == []
+
+
+def test_the_update_after_a_worker_was_killed_names_it():
+    collector = MultiAsyncCollector([Env] * 2, make_policy(), frames_per_batch=8, **OPTIONS)
+    next(iter(collector))
+    collector.procs[0].kill()
+    collector.procs[0].join()
+    with pytest.raises(SyncFailedError) as caught:
+        collector.update_policy_weights_(weights_of(1.0))
+    assert set(caught.value.failures) == {0}
+    assert sorted(caught.value.report.apply_seconds) == [1]
+    collector.shutdown()
+    assert ours() == []
+
+
+FORGETFUL = """
+    import sys
+    sys.path.insert(0, {here!r})
+    from collector_parts import OPTIONS, Env, make_policy, weights_of
+    from collectors import Collector, MultiSyncCollector
+    from weight_update import SharedMemWeightSyncScheme
+
+    if __name__ == "__main__":
+        workers = MultiSyncCollector([Env] * 2, make_policy(), frames_per_batch=8, **OPTIONS)
+        next(iter(workers))
+        workers.update_policy_weights_(weights_of(1.0))
+        schemes = {{"policy": SharedMemWeightSyncScheme()}}
+        single = Collector(Env, make_policy(), frames_per_batch=8, weight_sync_schemes=schemes, **OPTIONS)
+        next(iter(single))
+        {end}
+        print("the end", flush=True)
+"""
+
+
+@pytest.mark.parametrize("end", ["pass", "raise KeyError('on purpose')"])
+def test_an_interpreter_exits_without_shutdown(end, tmp_path):
+    """With workers started the usual way, by spawn."""
+    program = tmp_path / "forgetful.py"
+    program.write_text(textwrap.dedent(FORGETFUL).format(here=str(Path(__file__).parent), end=end))
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, program],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert ("the end" in done.stdout) == (done.returncode == 0) == (end == "pass"), done.stderr
+    assert ("on purpose" in done.stderr) == (end != "pass")
+    assert time.monotonic() - start < 90
+
+
+def test_without_torchrl_the_error_names_the_extra():
+    program = "import sys; sys.modules['torchrl'] = None; import collectors"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "ImportError: collectors needs torchrl: pip install weight-update[collectors]" in done.stderr
+
+
+def test_collectors_use_only_public_names():
+    import ast
+
+    import weight_update
+
+    found = set()
+    for path in (ROOT / "collectors").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("weight_update"):
+                assert node.module == "weight_update", path
+                found |= {alias.name for alias in node.names}
+    assert "SyncReport" in found
+    assert found <= set(weight_update.__all__)
+
+
+def test_exported_names_are_sorted():
+    import collectors
+
+    assert collectors.__all__ == sorted(collectors.__all__)
+    assert all(hasattr(collectors, name) for name in collectors.__all__)

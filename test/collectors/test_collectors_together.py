@@ -1,0 +1,174 @@
+import threading
+
+import pytest
+import torch
+from collector_parts import OPTIONS, Env, fill, require_exact, see_versions
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+from collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from weight_update import (
+    MultiProcessWeightSyncScheme,
+    SchemaMismatchError,
+    SharedMemWeightSyncScheme,
+    WeightStrategy,
+)
+
+ACTOR, CRITIC = "policy.module.actor", "policy.module.critic"
+
+
+class Part(nn.Module):
+    def __init__(self, size=40):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+
+
+class Pair(nn.Module):
+    """Its output tells what both parts hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.actor, self.critic = Part(), Part()
+
+    def forward(self, observation):
+        return torch.stack([self.actor.weight.mean(), self.critic.weight.mean()]) + 0 * observation
+
+
+def pair():
+    return TensorDictModule(Pair(), in_keys=["observation"], out_keys=["action"])
+
+
+def part_of(value, size=40):
+    return TensorDict({"weight": torch.full((size,), float(value))})
+
+
+def both(value):
+    return {ACTOR: part_of(value), CRITIC: part_of(value)}
+
+
+@pytest.mark.parametrize("scheme", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
+@pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
+def test_a_pair_is_never_mixed(cls, scheme):
+    collector = cls(
+        [Env] * 2,
+        pair(),
+        frames_per_batch=40,
+        total_frames=-1,
+        weight_sync_schemes={ACTOR: scheme(), CRITIC: scheme()},
+        **OPTIONS,
+    )
+    sent, stop = [], threading.Event()
+
+    def update():
+        while not stop.is_set():
+            reports = collector.update_policy_weights_(weights_dict=both(len(sent) + 1))
+            sent.append({key: report.version for key, report in reports.items()})
+
+    thread = threading.Thread(target=update)
+    try:
+        frames = iter(collector)
+        next(frames)
+        thread.start()
+        see_versions(frames, require_exact)
+    finally:
+        stop.set()
+        thread.join()
+        collector.shutdown()
+    assert sent == [{ACTOR: number, CRITIC: number} for number in range(1, len(sent) + 1)]
+
+
+@pytest.mark.parametrize("bad", [ACTOR, CRITIC])
+def test_one_bad_model_changes_nothing_anywhere(bad):
+    collector = MultiSyncCollector(
+        [Env] * 2,
+        pair(),
+        frames_per_batch=8,
+        total_frames=-1,
+        weight_sync_schemes={ACTOR: SharedMemWeightSyncScheme(), CRITIC: SharedMemWeightSyncScheme()},
+        **OPTIONS,
+    )
+    try:
+        frames = iter(collector)
+        collector.update_policy_weights_(weights_dict=both(1))
+        with pytest.raises(SchemaMismatchError, match="weight"):
+            collector.update_policy_weights_(weights_dict={**both(2), bad: part_of(2, size=39)})
+        with pytest.raises(KeyError, match="other"):
+            collector.update_policy_weights_(weights_dict={**both(2), "other": part_of(2)})
+        assert next(frames)["action"].unique().tolist() == [1.0]
+        collector.update_policy_weights_(weights_dict=both(3))
+        assert next(frames)["action"].unique().tolist() == [3.0]
+        collector.update_policy_weights_(part_of(4), model_id=CRITIC)
+        assert next(frames)["action"].unique().tolist() == [3.0, 4.0]
+    finally:
+        collector.shutdown()
+
+
+class Refuses(nn.Module):
+    """Takes any extra state but the number 13."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+        self.number = 0
+
+    def get_extra_state(self):
+        return self.number
+
+    def set_extra_state(self, state):
+        if state == 13:
+            raise ValueError("not that number")
+        self.number = state
+
+
+class Superstitious(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.actor, self.critic = Part(4), Refuses()
+
+    forward = Pair.forward
+
+
+def test_a_worker_that_cannot_apply_one_model_applies_none():
+    policy = TensorDictModule(Superstitious(), in_keys=["observation"], out_keys=["action"])
+    strategy = WeightStrategy("state_dict")
+    collector = MultiSyncCollector(
+        [Env] * 2,
+        policy,
+        frames_per_batch=8,
+        total_frames=-1,
+        weight_sync_schemes={
+            ACTOR: SharedMemWeightSyncScheme(strategy),
+            CRITIC: SharedMemWeightSyncScheme(strategy),
+        },
+        **OPTIONS,
+    )
+    try:
+        frames = iter(collector)
+        fill(policy, 1.0)
+        policy.module.critic.number = 13
+        with pytest.raises(RuntimeError, match="not that number"):
+            collector.update_policy_weights_(weights_dict={ACTOR: None, CRITIC: None})
+        assert next(frames)["action"].unique().tolist() == [0.0]
+        policy.module.critic.number = 14
+        collector.update_policy_weights_(weights_dict={ACTOR: None, CRITIC: None})
+        assert next(frames)["action"].unique().tolist() == [1.0]
+    finally:
+        collector.shutdown()
+
+
+@pytest.mark.parametrize("scheme", [None, SharedMemWeightSyncScheme])
+def test_in_one_process(scheme):
+    schemes = None if scheme is None else {ACTOR: scheme(), CRITIC: scheme()}
+    collector = Collector(
+        Env, pair(), frames_per_batch=8, total_frames=-1, weight_sync_schemes=schemes, **OPTIONS
+    )
+    frames = iter(collector)
+    reports = collector.update_policy_weights_(weights_dict=both(1))
+    assert {key: report.version for key, report in reports.items()} == {ACTOR: 1, CRITIC: 1}
+    with pytest.raises(SchemaMismatchError):
+        collector.update_policy_weights_(weights_dict={**both(2), CRITIC: part_of(2, size=39)})
+    data = next(frames)
+    assert data["action"].unique().tolist() == [1.0]
+    assert data["policy_version"].unique().tolist() == [1]
+    collector.shutdown()

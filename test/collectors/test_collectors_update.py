@@ -1,0 +1,326 @@
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
+
+import pytest
+import torch
+from collector_parts import (
+    OPTIONS,
+    Env,
+    fill,
+    make_policy,
+    policy_of_nine,
+    policy_of_seven,
+    require_exact,
+    weights_of,
+)
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule, TensorDictModuleBase
+from torch import nn
+from torchrl.envs import TransformedEnv
+from torchrl.envs.transforms import Compose, ModuleTransform
+from torchrl.modules import RandomPolicy
+from torchrl.weight_update import SharedMemWeightSyncScheme as TorchRLScheme
+
+from collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from weight_update import (
+    LifecycleError,
+    MemoryWeightSyncScheme,
+    MultiProcessWeightSyncScheme,
+    NothingToSendError,
+    NoWeightSyncScheme,
+    SchemaMismatchError,
+    SharedMemWeightSyncScheme,
+    SyncReport,
+    UnknownWorkerError,
+    UnsupportedSourceError,
+)
+
+
+def two_workers(policy=None, cls=MultiSyncCollector, **options):
+    return cls([Env] * 2, policy, frames_per_batch=8, total_frames=-1, **OPTIONS, **options)
+
+
+def used(frames):
+    """The weights that each worker computed the next batch with."""
+    return [float(worker.unique()) for worker in next(frames)["action"]]
+
+
+# The ways of calling that TorchRL documents, each given the value that the weights should get.
+CALLS = {
+    "module": lambda c, v: c.update_policy_weights_(make_policy(v)),
+    "tensordict": lambda c, v: c.update_policy_weights_(weights_of(v)),
+    "policy=": lambda c, v: c.update_policy_weights_(policy=make_policy(v)),
+    "weights=": lambda c, v: c.update_policy_weights_(weights=weights_of(v), model_id="policy"),
+    "policy_or_weights=": lambda c, v: c.update_policy_weights_(policy_or_weights=weights_of(v)),
+    "state_dict": lambda c, v: c.update_policy_weights_(make_policy(v).state_dict()),
+    "nested dict": lambda c, v: c.update_policy_weights_(weights_of(v).to_dict()),
+    "params": lambda c, v: c.update_policy_weights_(TensorDict.from_module(make_policy(v), as_module=True)),
+    "weights_dict": lambda c, v: c.update_policy_weights_(weights_dict={"policy": weights_of(v)})["policy"],
+}
+
+
+def require_every_call(collector, used_now, policy):
+    for number, (name, call) in enumerate(CALLS.items(), start=1):
+        report = call(collector, float(number))
+        assert isinstance(report, SyncReport), name
+        assert report.version == number == collector.policy_version, name
+        assert set(used_now()) == {float(number)}, name
+    fill(policy, 50.0)
+    assert collector.update_policy_weights_().version == number + 1
+    assert set(used_now()) == {50.0}
+    with pytest.warns(DeprecationWarning, match="renamed"):
+        collector.update_policy_weights_(policy_weights=weights_of(51.0))
+    assert set(used_now()) == {51.0}
+
+
+def require_refusals(collector, used_now):
+    before, version = used_now(), collector.policy_version
+    with pytest.raises(ValueError, match=r"only one of weights, policy"):
+        collector.update_policy_weights_(weights=weights_of(1.0), policy=make_policy())
+    with pytest.raises(ValueError, match="only one of policy_or_weights, weights_dict"):
+        collector.update_policy_weights_(weights_of(1.0), weights_dict={"policy": weights_of(1.0)})
+    with pytest.raises(ValueError, match="model_id and weights_dict"):
+        collector.update_policy_weights_(model_id="policy", weights_dict={"policy": weights_of(1.0)})
+    with pytest.raises(ValueError, match="empty"):
+        collector.update_policy_weights_(weights_dict={})
+    with pytest.raises(UnknownWorkerError):
+        collector.update_policy_weights_(weights_of(1.0), worker_ids=9)
+    with pytest.raises(SchemaMismatchError, match=r"module\.layers\.0"):
+        collector.update_policy_weights_(weights_of(1.0).exclude(("module", "layers", "0")))
+    with pytest.raises(UnsupportedSourceError, match="int"):
+        collector.update_policy_weights_(5)
+    assert (used_now(), collector.policy_version) == (before, version)
+
+
+@pytest.mark.parametrize(
+    "scheme", [None, MultiProcessWeightSyncScheme("state_dict")], ids=["default", "queues"]
+)
+def test_all_ways_to_call_with_workers(scheme):
+    policy = make_policy()
+    given = {} if scheme is None else {"weight_sync_schemes": {"policy": scheme}}
+    collector = two_workers(policy, **given)
+    frames = iter(collector)
+    try:
+        require_every_call(collector, lambda: used(frames), policy)
+        require_refusals(collector, lambda: used(frames))
+        with pytest.raises(KeyError, match=r"no weight sync scheme for .*critic"):
+            collector.update_policy_weights_(weights_of(1.0), model_id="critic")
+        collector.update_policy_weights_(weights_of(60.0), worker_ids=[1])
+        assert used(frames) == [51.0, 60.0]
+        collector.update_policy_weights_(weights_of(61.0), worker_ids=0)
+        assert used(frames) == [61.0, 60.0]
+        collector.update_policy_weights_({0: weights_of(62.0), 1: make_policy(63.0)})
+        assert used(frames) == [62.0, 63.0]
+    finally:
+        collector.shutdown()
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [None, MemoryWeightSyncScheme, SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme],
+)
+def test_all_ways_to_call_in_one_process(scheme):
+    policy = make_policy()
+    schemes = None if scheme is None else {"policy": scheme()}
+    collector = Collector(
+        Env, policy, frames_per_batch=4, total_frames=-1, weight_sync_schemes=schemes, **OPTIONS
+    )
+    frames = iter(collector)
+
+    def used_now():
+        return [float(next(frames)["action"].unique())]
+
+    require_every_call(collector, used_now, policy)
+    require_refusals(collector, used_now)
+    if scheme is None:
+        with pytest.raises(NothingToSendError, match="give the weights"):
+            collector.update_policy_weights_(model_id="policy.module")
+        collector.receive_weights(weights_of(70.0))
+        assert used_now() == [70.0]
+    else:
+        fill(policy, 80.0)  # the collector has its own copy
+        assert used_now() == [51.0]
+    collector.shutdown()
+
+
+def test_one_process_without_weights():
+    collector = Collector(Env, RandomPolicy(Env().action_spec), frames_per_batch=4, total_frames=-1)
+    with pytest.raises(UnsupportedSourceError, match="RandomPolicy"):
+        collector.update_policy_weights_(weights_of(1.0))
+    collector.shutdown()
+
+
+class Shift(nn.Module):
+    """Adds its weight to the observation."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(2))
+
+    def forward(self, observation):
+        return observation + self.shift
+
+
+def shifted_env():
+    module = TensorDictModule(Shift(), in_keys=["observation"], out_keys=["observation"])
+    return TransformedEnv(Env(), Compose(ModuleTransform(module_factory=lambda: module)))
+
+
+def shift_of(value):
+    return TensorDict({"module": {"shift": torch.full((2,), value)}})
+
+
+def test_a_model_inside_the_environment():
+    path = "env.transform[0].module"
+    scheme = MultiProcessWeightSyncScheme()
+    scheme.init_on_sender(model_id=path, weights=shift_of(0.0), num_workers=2)
+    collector = MultiSyncCollector(
+        [shifted_env] * 2,
+        make_policy(),
+        frames_per_batch=8,
+        total_frames=-1,
+        weight_sync_schemes={"policy": SharedMemWeightSyncScheme(), path: scheme},
+        **OPTIONS,
+    )
+    try:
+        frames = iter(collector)
+        collector.update_policy_weights_(weights=shift_of(3.0), model_id=path)
+        data = next(frames)
+        assert set(data["next", "observation"].unique().tolist()) == {3.0}
+        assert data["policy_version"].max() == 0
+        reports = collector.update_policy_weights_(
+            weights_dict={path: shift_of(4.0), "policy": weights_of(1.0)}
+        )
+        assert {key: report.version for key, report in reports.items()} == {path: 2, "policy": 1}
+        data = next(frames)
+        assert set(data["next", "observation"].unique().tolist()) == {4.0}
+        assert data["policy_version"].max() == 1
+    finally:
+        collector.shutdown()
+
+
+def test_a_model_inside_the_environment_of_one_process():
+    path = "env.transform[0].module"
+    for schemes in (None, {path: SharedMemWeightSyncScheme()}):
+        collector = Collector(
+            shifted_env,
+            make_policy(),
+            frames_per_batch=4,
+            total_frames=-1,
+            weight_sync_schemes=schemes,
+            **OPTIONS,
+        )
+        frames = iter(collector)
+        collector.update_policy_weights_(weights=shift_of(3.0), model_id=path)
+        data = next(frames)
+        assert set(data["next", "observation"].unique().tolist()) == {3.0}
+        assert data["policy_version"].max() == 0
+        collector.shutdown()
+
+
+def test_distinct_factories_and_weights_for_each_worker():
+    collector = two_workers(
+        policy_factory=[policy_of_seven, policy_of_nine],
+        weight_sync_schemes={"policy": SharedMemWeightSyncScheme()},
+    )
+    try:
+        frames = iter(collector)
+        assert used(frames) == [7.0, 9.0]
+        report = collector.update_policy_weights_({0: weights_of(1.0), 1: weights_of(2.0)})
+        assert sorted(report.apply_seconds) == [0, 1]
+        assert used(frames) == [1.0, 2.0]
+        collector.update_policy_weights_({1: weights_of(3.0)})
+        assert used(frames) == [1.0, 3.0]
+    finally:
+        collector.shutdown()
+
+
+def test_a_factory_without_scheme_cannot_be_updated():
+    collector = MultiAsyncCollector(
+        [Env], policy_factory=policy_of_seven, frames_per_batch=8, total_frames=-1, **OPTIONS
+    )
+    try:
+        assert next(iter(collector))["action"].unique().tolist() == [7.0]
+        with pytest.raises(LifecycleError, match="no weight_sync_schemes"):
+            collector.update_policy_weights_(weights_of(1.0))
+    finally:
+        collector.shutdown()
+
+
+def test_policies_without_weights():
+    for policy in (RandomPolicy(Env().action_spec), Constant()):
+        collector = two_workers(policy)
+        try:
+            assert next(iter(collector))["policy_version"].max() == 0
+        finally:
+            collector.shutdown()
+    assert collector.policy_version == 0
+
+
+class Constant(TensorDictModuleBase):
+    in_keys = ("observation",)
+    out_keys = ("action",)
+
+    def forward(self, tensordict):
+        return tensordict.set("action", torch.ones_like(tensordict["observation"]))
+
+
+def test_a_model_that_is_never_synchronized():
+    collector = two_workers(
+        policy_factory=policy_of_seven, weight_sync_schemes={"policy": NoWeightSyncScheme()}
+    )
+    try:
+        collector.update_policy_weights_(weights_of(1.0))
+        collector.update_policy_weights_(weights_dict={"policy": weights_of(1.0)})
+        data = next(iter(collector))
+        assert data["action"].unique().tolist() == [7.0]
+        assert data["policy_version"].max() == 0
+    finally:
+        collector.shutdown()
+
+
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
+def test_schemes_of_torchrl_are_refused_by_name(cls):
+    with pytest.raises(TypeError, match=r"torchrl\.weight_update.*change the import"):
+        cls(
+            [Env] if cls is MultiSyncCollector else Env,
+            make_policy(),
+            frames_per_batch=8,
+            weight_sync_schemes={"policy": TorchRLScheme()},
+        )
+
+
+def test_a_scheme_of_another_sender_is_only_connected():
+    """A single collector that is itself a worker's trainer: its owner cares for the receivers."""
+    scheme = MemoryWeightSyncScheme()
+    policy = make_policy()
+    scheme.init_on_sender(model_id="policy", model=policy, num_workers=1)
+    mirror, receiver = make_policy(), copy(scheme)
+    receiver.init_on_receiver(model_id="policy", model=mirror, worker_idx=0)
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(receiver.connect)
+        collector = Collector(
+            Env,
+            policy,
+            frames_per_batch=4,
+            total_frames=-1,
+            weight_sync_schemes={"policy": scheme},
+            **OPTIONS,
+        )
+        joined.result()
+    collector.update_policy_weights_(fill(policy, 5.0))
+    assert all((parameter == 5.0).all() for parameter in mirror.parameters())
+    assert next(iter(collector))["action"].unique().tolist() == [5.0]
+    collector.shutdown()
+    receiver.shutdown()
+
+
+def test_every_call_is_exact_in_the_data():
+    collector = two_workers(make_policy())
+    try:
+        frames = iter(collector)
+        for value in range(1, 4):
+            collector.update_policy_weights_(weights_of(float(value)))
+            require_exact(next(frames))
+    finally:
+        collector.shutdown()

@@ -1,0 +1,183 @@
+import pytest
+from collector_parts import (
+    OPTIONS,
+    Env,
+    fill,
+    make_policy,
+    policy_of_seven,
+    require_exact,
+    require_stamps,
+    see_versions,
+    updates,
+)
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+from torchrl.envs import SerialEnv
+from torchrl.envs.llm.transforms import PolicyVersion
+
+from collectors import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from weight_update import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
+
+
+@pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
+@pytest.mark.parametrize("scheme", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
+def test_every_frame_names_its_version_while_updates_flow(cls, scheme):
+    policy = make_policy()
+    collector = cls(
+        [Env] * 2,
+        policy,
+        frames_per_batch=60,
+        total_frames=-1,
+        weight_sync_schemes={"policy": scheme()},
+        **OPTIONS,
+    )
+    try:
+        frames = iter(collector)
+        with updates(collector, policy) as sent:
+            seen = see_versions(frames, require_exact, enough=100)
+        assert max(seen) <= len(sent)
+        assert collector.policy_version == sent[-1]
+    finally:
+        collector.shutdown()
+
+
+def test_random_frames_name_the_version_in_force():
+    policy = make_policy()
+    collector = MultiSyncCollector(
+        [Env] * 2, policy, frames_per_batch=20, total_frames=60, init_random_frames=40, **OPTIONS
+    )
+    try:
+        for number, data in enumerate(collector):
+            require_stamps(data)
+            assert set(data["policy_version"].unique().tolist()) == {number}
+            made_by_policy = bool((data["action"] == number).all())
+            assert made_by_policy == (number == 2)
+            collector.update_policy_weights_(fill(policy, number + 1))
+    finally:
+        collector.shutdown()
+
+
+@pytest.mark.parametrize("extend_buffer", [True, False])
+def test_replay_buffer_holds_versions(extend_buffer):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(200), batch_size=10)
+    policy = make_policy()
+    collector = MultiSyncCollector(
+        [Env] * 2,
+        policy,
+        frames_per_batch=20,
+        total_frames=100,
+        replay_buffer=buffer,
+        extend_buffer=extend_buffer,
+        **OPTIONS,
+    )
+    try:
+        with updates(collector, policy):
+            for _ in collector:
+                pass
+        assert len(buffer) >= 100
+        stored = buffer[:]
+        require_exact(stored)
+        assert stored["policy_version"].max() > 1
+    finally:
+        collector.shutdown()
+
+
+def test_policy_factory_and_user_named_versions():
+    collector = MultiSyncCollector(
+        [Env] * 2,
+        policy_factory=policy_of_seven,
+        frames_per_batch=20,
+        total_frames=60,
+        weight_sync_schemes={"policy": SharedMemWeightSyncScheme()},
+        **OPTIONS,
+    )
+    try:
+        for number, data in enumerate(collector):
+            require_stamps(data)
+            assert set(data["policy_version"].unique().tolist()) == {number}
+            assert set(data["action"].unique().tolist()) == {7.0 + number}
+            report = collector.update_policy_weights_(make_policy(8.0 + number))
+            assert report.version == number + 1
+    finally:
+        collector.shutdown()
+
+
+@pytest.mark.parametrize("env", [Env, lambda: Env([3]), lambda: SerialEnv(2, Env)])
+def test_one_process(env):
+    policy = make_policy()
+    collector = Collector(env, policy, frames_per_batch=24, total_frames=96, device="cpu", **OPTIONS)
+    for number, data in enumerate(collector):
+        require_exact(data)
+        assert data["policy_version"].max() == number == collector.policy_version
+        fill(policy, number + 1)
+        assert collector.update_policy_weights_().version == number + 1
+    assert number == 3
+    collector.shutdown()
+
+
+@pytest.mark.parametrize("extend_buffer", [True, False])
+def test_one_process_into_a_buffer_with_a_copy_of_the_policy(extend_buffer):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(400), batch_size=10)
+    policy = make_policy()
+    collector = Collector(
+        Env,
+        policy,
+        frames_per_batch=20,
+        total_frames=400,
+        init_random_frames=20,
+        replay_buffer=buffer,
+        extend_buffer=extend_buffer,
+        weight_sync_schemes={"policy": SharedMemWeightSyncScheme()},
+        **OPTIONS,
+    )
+    with updates(collector, policy):
+        for _ in collector:
+            pass
+    stored = buffer[:]
+    require_stamps(stored)
+    require_exact(stored[20:])
+    assert stored["policy_version"].max() > 3
+    collector.shutdown()
+
+
+def test_versions_survive_a_checkpoint():
+    collector = Collector(Env, make_policy(), frames_per_batch=10, total_frames=20, **OPTIONS)
+    for value in (1, 2, 3):
+        collector.update_policy_weights_(make_policy(value))
+    saved = collector.state_dict()
+    collector.shutdown()
+    other = Collector(Env, make_policy(), frames_per_batch=10, total_frames=20, **OPTIONS)
+    other.load_state_dict(saved)
+    data = next(iter(other))
+    assert set(data["policy_version"].tolist()) == {3}
+    require_exact(data)
+    other.shutdown()
+
+
+def test_tracking_can_be_left_to_the_caller():
+    silent = Collector(
+        Env, make_policy(), frames_per_batch=10, total_frames=10, track_policy_version=False, **OPTIONS
+    )
+    assert "policy_version" not in list(next(iter(silent)).keys())
+    silent.shutdown()
+    named = Collector(
+        Env,
+        make_policy(),
+        frames_per_batch=10,
+        total_frames=20,
+        track_policy_version=PolicyVersion("uuid"),
+        **OPTIONS,
+    )
+    before = named.policy_version
+    named.update_policy_weights_()
+    assert isinstance(before, str)
+    assert named.policy_version != before
+    named.shutdown()
+
+
+def test_multi_collector_chooses_its_kind():
+    for sync, kind in ((True, MultiSyncCollector), (False, MultiAsyncCollector)):
+        collector = MultiCollector([Env], make_policy(), sync=sync, frames_per_batch=10, **OPTIONS)
+        assert type(collector) is kind
+        assert isinstance(collector, MultiCollector)
+        require_exact(next(iter(collector)))
+        collector.shutdown()

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from faults_tools import Crew
+
+from weight_update import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightSyncScheme
+
+
+@pytest.fixture(
+    params=[SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme], ids=["shared_mem", "queues"]
+)
+def kind(request: pytest.FixtureRequest) -> type[WeightSyncScheme]:
+    """The class of the scheme under test."""
+    return request.param
+
+
+@pytest.fixture
+def crew() -> Iterator[Crew]:
+    """Starts workers, and ends them whatever happens."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a child forked after OpenMP ran hangs in its own parallel loops
+    crew = Crew()
+    try:
+        yield crew
+    finally:
+        crew.close()
+        torch.set_num_threads(threads)

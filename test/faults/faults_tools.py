@@ -1,0 +1,282 @@
+"""Real worker processes that tests kill, stop, slow down and question."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from weight_update import WeightSyncScheme
+
+WAIT = 30.0
+"""Seconds after which a worker that does not answer is a failure of the test."""
+
+
+class WorkerRaised(Exception):
+    """An exception of a worker, with its traceback."""
+
+
+class Layer(nn.Module):
+    """Widens the range of values seen so far by those of its weights."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(numel))
+
+    def forward(self, seen: torch.Tensor) -> torch.Tensor:
+        low, high = self.weight.aminmax()
+        return torch.stack([torch.minimum(seen[0], low), torch.maximum(seen[1], high)])
+
+
+class Stripes(nn.Module):
+    """Its forward pass gives the smallest and the largest of all weights that it used.
+
+    Every weight of version ``v`` is ``v``, so a pass that saw two versions shows two values.
+    """
+
+    def __init__(self, layers: int, numel: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(Layer(numel), Layer(numel)) for _ in range(layers // 2))
+
+    def forward(self, start: torch.Tensor) -> torch.Tensor:
+        seen = start
+        for block in self.blocks:
+            seen = block(seen)
+        return seen
+
+
+START = torch.tensor([float("inf"), float("-inf")])
+
+
+@torch.no_grad()
+def fill(model: nn.Module, value: float) -> nn.Module:
+    """Make every weight ``value``."""
+    torch._foreach_copy_(list(model.parameters()), [torch.full((), value)] * len(list(model.parameters())))
+    return model
+
+
+class Worker:
+    """What lives in a worker process."""
+
+    def __init__(self, scheme: WeightSyncScheme, idx: int, model: Any) -> None:
+        self.scheme, self.idx, self.model = scheme, idx, model
+        self.held = contextlib.ExitStack()
+        self.passes: list[Passes] = []
+
+
+class Passes:
+    """A thread that calls ``look`` without pause and keeps what it saw."""
+
+    def __init__(self, look: Callable[[], torch.Tensor]) -> None:
+        self._look, self._stop = look, threading.Event()
+        self.torn: list[tuple[float, float]] = []
+        self.count, self.newest, self.error = 0, -1.0, ""
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            with torch.no_grad():
+                while not self._stop.is_set():
+                    self._once()
+        except Exception:  # noqa: BLE001 - the test reads it
+            self.error = traceback.format_exc()
+
+    def _once(self) -> None:
+        low, high = self._look().tolist()
+        if low != high or low < self.newest:
+            self.torn.append((low, high))
+        self.newest = max(self.newest, high)
+        self.count += 1
+
+    def report(self) -> dict[str, Any]:
+        """What was seen until now."""
+        return {"torn": self.torn[:5], "count": self.count, "newest": self.newest, "error": self.error}
+
+    def end(self) -> dict[str, Any]:
+        """Stop, and :meth:`report`."""
+        self._stop.set()
+        self._thread.join(WAIT)
+        return self.report()
+
+
+# -- what a worker can be asked to do ------------------------------------------------------------------
+
+
+def join(me: Worker) -> int | None:
+    me.scheme.init_on_receiver(model=me.model, worker_idx=me.idx)
+    me.scheme.connect()
+    return me.scheme.version
+
+
+def weights_of(me: Worker) -> dict[str, torch.Tensor]:
+    with me.scheme.hold():
+        return {name: value.detach().clone() for name, value in me.model.state_dict().items()}
+
+
+def version_of(me: Worker) -> int | None:
+    return me.scheme.version
+
+
+def compute(me: Worker, threads: int = 1) -> None:
+    me.passes = [Passes(lambda: me.model(START)) for _ in range(threads)]
+
+
+def report(me: Worker) -> list[dict[str, Any]]:
+    return [one.report() for one in me.passes]
+
+
+def end_compute(me: Worker) -> list[dict[str, Any]]:
+    return [one.end() for one in me.passes]
+
+
+def hold(me: Worker) -> None:
+    me.held.enter_context(me.scheme.hold())
+
+
+def let_go(me: Worker) -> None:
+    me.held.close()
+
+
+def leave(me: Worker) -> None:
+    me.scheme.shutdown()
+
+
+def wait_version(me: Worker, version: int, timeout: float = WAIT) -> int | None:
+    deadline = time.monotonic() + timeout
+    while (me.scheme.version or 0) < version and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return me.scheme.version
+
+
+# -- the trainer's side --------------------------------------------------------------------------------
+
+
+def _live(pipe: Any, scheme: WeightSyncScheme, idx: int, make_model: Callable[[], Any]) -> None:
+    torch.set_num_threads(1)
+    me = Worker(scheme, idx, make_model())
+    with contextlib.suppress(EOFError, OSError):
+        while (asked := pipe.recv()) is not None:
+            function, args = asked
+            try:
+                answer = (True, function(me, *args))
+            except Exception:  # noqa: BLE001 - the test reads it
+                answer = (False, traceback.format_exc())
+            pipe.send(answer)
+
+
+class Remote:
+    """A worker process, seen from the test."""
+
+    def __init__(self, ctx: Any, scheme: WeightSyncScheme, idx: int, make_model: Callable[[], Any]) -> None:
+        self._pipe, theirs = ctx.Pipe()
+        self.idx = idx
+        self.process = ctx.Process(target=_live, args=(theirs, scheme, idx, make_model), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def begin(self, function: Callable[..., Any], *args: Any) -> None:
+        """Let it run ``function(worker, *args)``."""
+        self._pipe.send((function, args))
+
+    def result(self, timeout: float = WAIT) -> Any:
+        """What the function returned."""
+        if not self._pipe.poll(timeout):
+            raise TimeoutError(f"worker {self.idx} did not answer within {timeout} s")
+        fine, value = self._pipe.recv()
+        if not fine:
+            raise WorkerRaised(value)
+        return value
+
+    def call(self, function: Callable[..., Any], *args: Any, timeout: float = WAIT) -> Any:
+        """:meth:`begin` and :meth:`result`."""
+        self.begin(function, *args)
+        return self.result(timeout)
+
+    def dismiss(self) -> None:
+        """Let its main function return."""
+        self._pipe.send(None)
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it at once, as the kernel does when memory runs out."""
+        if self.process.is_alive():
+            self.signal(signal.SIGKILL)
+        self.process.join(WAIT)
+
+    def close(self) -> None:
+        self.kill()
+        self._pipe.close()
+        self.process.close()
+
+
+class Crew:
+    """Schemes and worker processes of one test; all of them end with it."""
+
+    def __init__(self) -> None:
+        self._ctx = mp.get_context("fork")
+        self._schemes: list[WeightSyncScheme] = []
+        self._remotes: list[Remote] = []
+
+    def scheme(self, cls: type[WeightSyncScheme], **options: Any) -> WeightSyncScheme:
+        scheme = cls(**options)
+        self._schemes.append(scheme)
+        return scheme
+
+    def start(self, scheme: WeightSyncScheme, idx: int, make_model: Callable[[], Any]) -> Remote:
+        """A worker that did not join yet."""
+        self._remotes.append(Remote(self._ctx, scheme, idx, make_model))
+        return self._remotes[-1]
+
+    def launch(
+        self, scheme: WeightSyncScheme, model: nn.Module, make_model: Callable[[], Any], count: int
+    ) -> list[Remote]:
+        """Initialize, start ``count`` workers and connect all."""
+        scheme.init_on_sender(model=model, num_workers=count, ctx=self._ctx)
+        workers = [self.start(scheme, idx, make_model) for idx in range(count)]
+        for worker in workers:
+            worker.begin(join)
+        scheme.connect(timeout=WAIT)
+        for worker in workers:
+            worker.result()
+        return workers
+
+    def close(self) -> None:
+        for remote in self._remotes:
+            remote.close()
+        for scheme in self._schemes:
+            scheme.shutdown()
+
+
+def eventually(condition: Callable[[], bool], timeout: float = WAIT) -> bool:
+    """Whether ``condition`` became true within ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def assert_whole(reports: Iterable[dict[str, Any]], at_least: int = 1) -> None:
+    """No pass saw two versions, none went back in time, and there were some."""
+    for one in reports:
+        assert not one["error"], one["error"]
+        assert one["torn"] == []
+        assert one["count"] >= at_least

@@ -1,0 +1,133 @@
+"""The trainer's weights and each worker's are their own: only send() moves values, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from faults_tools import WAIT, Crew, Remote, Worker, wait_version, weights_of
+from torch import nn
+
+from weight_update import WeightSyncScheme
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 300), nn.BatchNorm1d(300), nn.ReLU(), nn.Linear(300, 8))
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name].view(-1).view(torch.uint8), value.view(-1).view(torch.uint8)), name
+
+
+def step(model: nn.Module) -> None:
+    """One in-place optimizer step with the batch statistics that come with it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(16, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def write_in_place(me: Worker) -> None:
+    with torch.no_grad(), me.scheme.hold():
+        for parameter in me.model.parameters():
+            parameter.add_(torch.randn_like(parameter))
+
+
+def train_passes(me: Worker) -> None:
+    me.model.train()
+    for _ in range(5):
+        me.model(torch.randn(32, 64))  # moves the running statistics of the batch norm in place
+
+
+def optimizer_steps(me: Worker) -> None:
+    with me.scheme.hold():
+        me.model.train()
+        for _ in range(3):
+            step(me.model)
+
+
+def check_all(workers: list[Remote], version: int, expected: dict[str, torch.Tensor]) -> None:
+    for worker in workers:
+        assert worker.call(wait_version, version) == version
+        assert_same(worker.call(weights_of), expected)
+
+
+@pytest.fixture
+def pair(kind: type[WeightSyncScheme], crew: Crew) -> tuple[WeightSyncScheme, nn.Module, list[Remote]]:
+    scheme, model = crew.scheme(kind, timeout=WAIT), make_model()
+    return scheme, model, crew.launch(scheme, model, make_model, 2)
+
+
+def test_optimizer_steps_stay_with_the_trainer_until_sent(pair) -> None:
+    scheme, model, workers = pair
+    before = state_of(model)
+    for _ in range(3):
+        step(model)
+    assert not torch.equal(before["0.weight"], model[0].weight)
+    check_all(workers, 0, before)
+    scheme.send()
+    check_all(workers, 1, state_of(model))
+
+
+def test_sending_other_weights_leaves_the_trainers_alone(pair) -> None:
+    scheme, model, workers = pair
+    before, addresses = state_of(model), [p.data_ptr() for p in model.parameters()]
+    other = make_model()
+    step(other)
+    scheme.send(other)
+    check_all(workers, 1, state_of(other))
+    assert_same(state_of(model), before)
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+
+
+@pytest.mark.parametrize("write", [write_in_place, train_passes, optimizer_steps])
+def test_what_a_worker_writes_stays_its_own_and_is_forgotten(pair, write) -> None:
+    scheme, model, workers = pair
+    writer, reader = workers
+    for version in range(1, 6):  # slots alternate: each holds a written version two and three updates later
+        before = state_of(model)
+        writer.call(write)
+        changed = writer.call(weights_of)
+        assert any(not torch.equal(changed[name], before[name]) for name in before)
+        assert_same(state_of(model), before)
+        assert_same(reader.call(weights_of), before)
+        step(model)
+        scheme.send()
+        check_all(workers, version, state_of(model))
+
+
+def test_one_written_version_then_several_clean_ones(pair) -> None:
+    scheme, model, workers = pair
+    workers[0].call(write_in_place)
+    for version in range(1, 5):
+        step(model)
+        scheme.send()
+        check_all(workers, version, state_of(model))
+
+
+def test_a_worker_that_left_keeps_its_weights(pair) -> None:
+    scheme, model, (leaver, stayer) = pair
+    step(model)
+    scheme.send()
+    kept = state_of(model)
+    leaver.call(_leave)
+    for version in range(2, 6):
+        step(model)
+        scheme.send(worker_ids=[1])
+        check_all([stayer], version, state_of(model))
+        assert_same(leaver.call(_plain_weights), kept)
+
+
+def _leave(me: Worker) -> None:
+    me.scheme.shutdown()
+
+
+def _plain_weights(me: Worker) -> dict[str, torch.Tensor]:
+    return state_of(me.model)

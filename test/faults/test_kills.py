@@ -1,0 +1,233 @@
+"""Promise 5: a process that dies is named within the timeout, and all others go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from faults_tools import (
+    WAIT,
+    Crew,
+    Remote,
+    Stripes,
+    assert_whole,
+    compute,
+    end_compute,
+    eventually,
+    fill,
+    hold,
+    join,
+    report,
+    version_of,
+    wait_version,
+)
+
+from weight_update import (
+    LinkClosedError,
+    SyncFailedError,
+    SyncTimeoutError,
+    WeightSyncError,
+    WeightSyncScheme,
+    group_schemes,
+    send_together,
+)
+
+LIMIT = 2.0
+"""Timeout of the schemes here; deaths are noticed sooner than that."""
+
+
+def small() -> Stripes:
+    return Stripes(8, 64)
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < seconds
+
+
+def send_on(scheme: WeightSyncScheme, model: Stripes, survivors: list[Remote], versions: range) -> None:
+    """The survivors keep getting updates."""
+    for version in versions:
+        report = scheme.send(fill(model, version), worker_ids=[worker.idx for worker in survivors])
+        assert sorted(report.apply_seconds) == [worker.idx for worker in survivors]
+        assert [worker.call(version_of) for worker in survivors] == [version] * len(survivors)
+
+
+def test_killed_before_connect(kind, crew: Crew) -> None:
+    scheme, model = crew.scheme(kind, timeout=LIMIT), fill(small(), 0)
+    scheme.init_on_sender(model=model, num_workers=2)
+    alive, dead = crew.start(scheme, 0, small), crew.start(scheme, 1, small)
+    dead.kill()
+    alive.begin(join)
+    with within(LIMIT + 1), pytest.raises(SyncTimeoutError, match=r"\[1\]"):
+        scheme.connect(timeout=LIMIT)
+    assert alive.result() == 0
+    send_on(scheme, model, [alive], range(1, 4))
+    with within(LIMIT + 1), pytest.raises(SyncFailedError, match="worker 1"):
+        scheme.send(fill(model, 4))
+    assert alive.call(version_of) == 4
+
+
+def test_a_caller_that_knows_the_processes_need_not_wait(kind, crew: Crew) -> None:
+    scheme = crew.scheme(kind, timeout=WAIT)
+    scheme.init_on_sender(model=small(), num_workers=2)
+    workers = [crew.start(scheme, idx, small) for idx in range(2)]
+    workers[1].kill()
+    workers[0].begin(join)
+    scheme.worker_alive = lambda idx: workers[idx].process.is_alive()
+    with within(5.0), pytest.raises(SyncFailedError, match="worker 1") as caught:
+        scheme.connect(timeout=WAIT)
+    assert set(caught.value.failures) == {1}
+    assert workers[0].result() == 0
+
+
+def test_killed_while_idle(kind, crew: Crew) -> None:
+    scheme, model = crew.scheme(kind, timeout=LIMIT), small()
+    workers = crew.launch(scheme, model, small, 3)
+    workers[1].kill()
+    with within(LIMIT + 1), pytest.raises(SyncFailedError, match="worker 1") as caught:
+        scheme.send(fill(model, 1))
+    assert set(caught.value.failures) == {1}
+    assert isinstance(caught.value.failures[1], LinkClosedError)
+    assert caught.value.report is not None
+    assert sorted(caught.value.report.apply_seconds) == [0, 2]
+    assert [workers[idx].call(version_of) for idx in (0, 2)] == [1, 1]
+    assert scheme.worker_versions == {0: 1, 1: None, 2: 1}
+    send_on(scheme, model, [workers[0], workers[2]], range(2, 5))
+
+
+def test_killed_while_it_applies(kind, crew: Crew) -> None:
+    scheme, model = crew.scheme(kind, timeout=WAIT), small()
+    workers = crew.launch(scheme, model, small, 2)
+    workers[1].call(hold)  # the update waits for the end of a pass that never ends
+    handle = scheme.send_async(fill(model, 1))
+    assert workers[0].call(wait_version, 1) == 1
+    assert not handle.done()
+    workers[1].kill()
+    with within(3.0), pytest.raises(SyncFailedError, match="worker 1"):
+        handle.wait(WAIT)
+    assert handle.done()
+    send_on(scheme, model, [workers[0]], range(2, 5))
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.01, 0.03, 0.1])
+def test_killed_in_the_middle_of_large_sends(kind, crew: Crew, delay: float) -> None:
+    def large() -> Stripes:
+        return Stripes(8, 1 << 20)
+
+    scheme, model = crew.scheme(kind, timeout=10.0), large()
+    workers = crew.launch(scheme, model, large, 2)
+    for worker in workers:
+        worker.call(compute)
+    killer = threading.Timer(delay, workers[1].signal, [signal.SIGKILL])
+    killer.start()
+    version = 0
+    with within(10.0), pytest.raises(SyncFailedError, match="worker 1"):  # noqa: PT012 - some send will fail
+        while True:
+            version += 1
+            scheme.send(fill(model, version))
+    killer.join()
+    assert workers[0].call(wait_version, version) == version
+    send_on(scheme, model, [workers[0]], range(version + 1, version + 4))
+    assert_whole(workers[0].call(end_compute))
+
+
+def test_killed_with_an_update_staged(kind, crew: Crew) -> None:
+    schemes = [crew.scheme(kind, timeout=WAIT) for _ in range(1)]
+    group_schemes(schemes)
+    scheme, model = schemes[0], small()
+    workers = crew.launch(scheme, model, small, 2)
+    handle = scheme.stage(fill(model, 1), None, "step/1")
+    assert handle.wait_staged() == {}
+    workers[1].kill()
+    handle.commit()
+    with within(3.0), pytest.raises(SyncFailedError, match="worker 1"):
+        handle.wait(WAIT)
+    assert workers[0].call(wait_version, 1) == 1
+    send_on(scheme, model, [workers[0]], range(2, 5))
+
+
+def test_restarted_after_a_staged_update(kind, crew: Crew) -> None:
+    """Who joins after send_together() gets what was committed, not something to wait with."""
+    scheme, model = crew.scheme(kind, timeout=WAIT), small()
+    group_schemes([scheme])
+    workers = crew.launch(scheme, model, small, 2)
+    send_together({scheme: fill(model, 1)})
+    workers[1].kill()
+    workers[1] = crew.start(scheme, 1, small)
+    assert workers[1].call(join, timeout=10.0) == 1
+    send_together({scheme: fill(model, 2)})
+    send_on(scheme, model, workers, range(3, 5))
+
+
+def test_everybody_killed(kind, crew: Crew) -> None:
+    scheme, model = crew.scheme(kind, timeout=LIMIT), small()
+    workers = crew.launch(scheme, model, small, 2)
+    for worker in workers:
+        worker.kill()
+    with within(LIMIT + 1), pytest.raises(SyncFailedError) as caught:
+        scheme.send(fill(model, 1))
+    assert set(caught.value.failures) == {0, 1}
+    with within(5.0):
+        scheme.shutdown()
+
+
+# -- the sender dies -----------------------------------------------------------------------------------
+
+
+def sender_that_never_rests(scheme: WeightSyncScheme, layers: int, numel: int, ready) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    model = Stripes(layers, numel)
+    scheme.init_on_sender(model=model, num_workers=2)
+    ready.send(scheme)
+    scheme.connect(timeout=WAIT)
+    version = 0
+    while True:
+        version += 1
+        scheme.send(fill(model, version))
+        if version == 3:
+            ready.send("running")
+
+
+def our_shared_files() -> list[str]:
+    return [name for name in os.listdir("/dev/shm") if "weight_update" in name or name.startswith("torch_")]
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.013, 0.05, 0.11])
+def test_sender_killed_at_any_moment(kind, delay: float) -> None:
+    """Workers keep one whole version, go on computing, learn of it, and leave promptly."""
+    from faults_orphans import Orphans
+
+    before = our_shared_files()
+    with Orphans(kind) as family:
+        family.run_until_sending()
+        time.sleep(delay)
+        family.kill_sender()
+        for worker in family.workers:
+            seen = worker.expect("bereaved", 10.0)
+            assert issubclass(seen["error"], WeightSyncError)
+            assert seen["passes"]["torn"] == []
+            assert seen["after"]["torn"] == []
+            assert seen["after"]["count"] > seen["passes"]["count"]  # it goes on computing
+            assert seen["whole"]
+            assert worker.exits_within(5.0)
+    assert our_shared_files() == before
+
+
+def test_workers_in_the_report(kind, crew: Crew) -> None:
+    """A death between two sends shows in worker_versions without any call."""
+    scheme, model = crew.scheme(kind, timeout=LIMIT), small()
+    workers = crew.launch(scheme, model, small, 2)
+    workers[0].call(compute)
+    workers[1].kill()
+    assert eventually(lambda: scheme.worker_versions == {0: 0, 1: None}, 5.0)
+    assert_whole(workers[0].call(report), at_least=0)

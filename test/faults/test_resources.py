@@ -1,0 +1,189 @@
+"""Descriptors, threads, processes and memory: few are taken, all are given back."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults_tools import Crew, Remote, Stripes, Worker, eventually, fill, leave, version_of, weights_of
+
+
+def held() -> dict[str, Any]:
+    """What this process has open."""
+    descriptors = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            descriptors.append(re.sub(r"\d+", "N", os.readlink(f"/proc/self/fd/{fd}")))
+        except OSError:
+            continue  # the descriptor of the listing itself
+    maps = Path("/proc/self/maps").read_text()
+    return {
+        "descriptors": Counter(descriptors),
+        "threads": sorted(t.name for t in threading.enumerate() if "weight_update" in t.name),
+        "slots": maps.count("weight_update-"),
+        "shm": sorted(name for name in os.listdir("/dev/shm") if not name.startswith("sem.")),  # not ours
+    }
+
+
+def held_there(me: Worker) -> dict[str, Any]:
+    return held()
+
+
+def work(crew: Crew, kind: type, workers: int = 2) -> list[Remote]:
+    """One life of a scheme, to its shutdown on both sides."""
+    scheme, model = crew.scheme(kind, timeout=20.0), Stripes(4, 1000)
+    remotes = crew.launch(scheme, model, lambda: Stripes(4, 1000), workers)
+    for version in range(1, 4):
+        scheme.send(fill(model, version))
+    for remote in remotes:
+        remote.call(leave)
+    scheme.shutdown()
+    return remotes
+
+
+def live_once(crew: Crew, kind: type) -> None:
+    for remote in work(crew, kind):
+        remote.close()
+    crew._remotes.clear()  # their pipes are the test's own
+    crew._schemes.clear()
+    gc.collect()
+
+
+def test_all_is_given_back_by_the_sender(kind: type, crew: Crew) -> None:
+    live_once(crew, kind)
+    before = held()
+    for _ in range(5):
+        live_once(crew, kind)
+    assert eventually(lambda: held()["threads"] == before["threads"], 5.0)
+    assert eventually(lambda: held()["descriptors"] <= before["descriptors"], 5.0), (before, held())
+    assert held()["shm"] == before["shm"]
+    assert held()["slots"] <= before["slots"]
+
+
+def test_all_is_given_back_by_a_worker(kind: type, crew: Crew) -> None:
+    remote = work(crew, kind, workers=1)[0]
+    assert remote.call(held_there)["threads"] == []
+    assert remote.call(weights_of_model) == {3.0}, "the model keeps its weights"
+
+
+def weights_of_model(me: Worker) -> set[float]:
+    return {float(value) for parameter in me.model.parameters() for value in parameter.detach().unique()}
+
+
+def test_no_process_but_the_workers(kind: type, crew: Crew) -> None:
+    def children() -> int:
+        listed = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text()
+        return len(listed.split())
+
+    before = children()
+    scheme, model = crew.scheme(kind), Stripes(4, 8)
+    crew.launch(scheme, model, lambda: Stripes(4, 8), 2)
+    scheme.send(fill(model, 1))
+    assert children() - before == 2
+
+
+MANY = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+import torch, torch.multiprocessing as mp
+from torch import nn
+import weight_update
+torch.set_num_threads(1)
+
+def make(count, value):
+    return nn.ParameterList([nn.Parameter(torch.full((256,), value)) for _ in range(count)])
+
+def worker(scheme, idx, count, answers):
+    torch.set_num_threads(1)
+    model = make(count, 0.0)
+    scheme.init_on_receiver(model=model, worker_idx=idx)
+    scheme.connect()
+    while scheme.version < 3:
+        scheme.receive(timeout=30.0)
+    answers.put({float(value) for parameter in model for value in parameter.detach().unique()})
+
+if __name__ == "__main__":
+    count = int(sys.argv[2])
+    ctx = mp.get_context("fork")
+    scheme = getattr(weight_update, sys.argv[1])()
+    model, answers = make(count, 1.0), ctx.Queue()
+    scheme.init_on_sender(model=model, num_workers=2, ctx=ctx)
+    workers = [ctx.Process(target=worker, args=(scheme, i, count, answers)) for i in range(2)]
+    for process in workers:
+        process.start()
+    scheme.connect()
+    for value in (2.0, 3.0, 4.0):
+        with torch.no_grad():
+            for parameter in model:
+                parameter.fill_(value)
+        scheme.send()
+    print(answers.get(timeout=30), answers.get(timeout=30))
+    for process in workers:
+        process.join(30)
+    scheme.shutdown()
+"""
+
+
+@pytest.mark.parametrize("count", [400, 5000])
+def test_many_tensors_under_the_usual_limit_of_descriptors(kind: type, count: int, tmp_path: Path) -> None:
+    program = tmp_path / "many.py"
+    program.write_text(MANY)
+    done = subprocess.run(
+        [sys.executable, str(program), kind.__name__, str(count)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        check=False,
+    )
+    assert done.stdout.strip() == "{4.0} {4.0}", done.stderr
+
+
+def test_a_worker_takes_no_memory_of_its_own(kind: type, crew: Crew) -> None:
+    """Two workers that hold 64 MB of weights each add no private copy of them."""
+    scheme, model = crew.scheme(kind), Stripes(2, 8 << 20)
+    workers = crew.launch(scheme, model, lambda: Stripes(2, 8 << 20), 2)
+    for version in (1, 2, 3):
+        scheme.send(fill(model, version))
+    for worker in workers:
+        assert worker.call(version_of) == 3
+        assert set(weights_of_sums(worker)) == {3.0}
+        private = worker.call(private_bytes_of_slots)
+        assert private < 1 << 20, f"{private / 1e6:.1f} MB of the slots are private"
+
+
+def weights_of_sums(worker: Remote) -> list[float]:
+    return [float(value.mean()) for value in worker.call(weights_of).values()]
+
+
+def private_bytes_of_slots(me: Worker) -> int:
+    """Pages of slots that were copied on write."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = "weight_update-" in line
+        elif inside and line.startswith("Anonymous:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def test_the_measure_of_private_pages_can_fail(crew: Crew, kind: type) -> None:
+    scheme, model = crew.scheme(kind), Stripes(2, 1 << 20)
+    (worker,) = crew.launch(scheme, model, lambda: Stripes(2, 1 << 20), 1)
+    worker.call(write_into_weights)
+    assert worker.call(private_bytes_of_slots) >= 8 << 20
+
+
+def write_into_weights(me: Worker) -> None:
+    with torch.no_grad():
+        for parameter in me.model.parameters():
+            parameter.add_(1)

@@ -1,0 +1,134 @@
+"""Promise 7: a slow worker costs the sender no growing memory; the newest version wins."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import psutil
+import pytest
+from faults_tools import (
+    Crew,
+    Stripes,
+    Worker,
+    fill,
+    hold,
+    let_go,
+    version_of,
+    wait_version,
+    weights_of,
+)
+
+from weight_update import SyncFailedError, WeightSyncScheme
+
+LAYERS, NUMEL = 10, 1 << 19  # 20 MB
+MODEL_BYTES = LAYERS * NUMEL * 4
+SENDS = 200
+
+
+def big() -> Stripes:
+    return Stripes(LAYERS, NUMEL)
+
+
+def own_pss() -> int:
+    return psutil.Process().memory_full_info().pss
+
+
+def dev_shm_used() -> int:
+    return psutil.disk_usage("/dev/shm").used
+
+
+def count_versions(me: Worker) -> None:
+    """From now on keep every version that becomes visible."""
+    me.seen = []
+
+    def watch() -> None:
+        while True:
+            version = me.scheme.version
+            if not me.seen or me.seen[-1] != version:
+                me.seen.append(version)
+            time.sleep(0.0005)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def seen(me: Worker) -> list[int]:
+    return me.seen
+
+
+@pytest.mark.parametrize("how", ["sync=False", "send_async"])
+def test_held_worker_costs_bounded_memory(kind, crew: Crew, how: str) -> None:
+    scheme: WeightSyncScheme = crew.scheme(kind, sync=how != "sync=False", timeout=60.0)
+    model = big()
+    (worker,) = crew.launch(scheme, model, big, 1)
+    send = scheme.send if how == "sync=False" else scheme.send_async
+    worker.call(count_versions)
+    worker.call(hold)
+    send(fill(model, 1))
+    pss, shm, start = own_pss(), dev_shm_used(), time.monotonic()
+    peak = 0
+    for version in range(2, SENDS + 1):
+        send(fill(model, version))
+        if version % 20 == 0:
+            peak = max(peak, own_pss() - pss)
+    assert peak < 4 * MODEL_BYTES
+    assert dev_shm_used() - shm < 4 * MODEL_BYTES
+    assert time.monotonic() - start < 20.0  # nobody waited for the worker
+    assert worker.call(version_of) == 0
+    worker.call(let_go)
+    assert worker.call(wait_version, SENDS, 10.0) == SENDS
+    assert {float(v.max()) for v in worker.call(weights_of).values()} == {float(SENDS)}
+    assert len(worker.call(seen)) <= 4  # 0, the one that waited, the newest: those between were dropped
+
+
+def test_the_fast_workers_do_not_wait_for_a_held_one(kind, crew: Crew) -> None:
+    scheme, model = crew.scheme(kind, timeout=60.0), Stripes(8, 1024)
+    held, fast = crew.launch(scheme, model, lambda: Stripes(8, 1024), 2)
+    held.call(hold)
+    for version in range(1, 31):
+        scheme.send_async(fill(model, version))
+        assert fast.call(wait_version, version, 5.0) == version
+    assert held.call(version_of) == 0
+    held.call(let_go)
+    assert held.call(wait_version, 30, 5.0) == 30
+
+
+def leave_inside_hold(me: Worker) -> tuple[float, list[str]]:
+    start = time.monotonic()
+    me.scheme.shutdown()
+    names = [thread.name for thread in threading.enumerate()]
+    return time.monotonic() - start, [name for name in names if "receiver" in name]
+
+
+def test_shutdown_inside_hold_does_not_wait_for_its_end(kind, crew: Crew) -> None:
+    scheme, model = crew.scheme(kind, timeout=30.0), Stripes(4, 16)
+    (worker,) = crew.launch(scheme, model, lambda: Stripes(4, 16), 1)
+    worker.call(hold)
+    handle = scheme.send_async(fill(model, 1))
+    time.sleep(0.3)  # the update waits at the gate now
+    seconds, threads = worker.call(leave_inside_hold)
+    assert seconds < 2.0
+    assert threads == []
+    with pytest.raises(SyncFailedError, match="worker 0"):
+        handle.wait(5.0)
+
+
+def leave_and_say_when(me: Worker) -> float:
+    start = time.monotonic()
+    me.scheme.shutdown()
+    return time.monotonic() - start
+
+
+def test_prompt_exit_after_8000_async_sends(kind, crew: Crew) -> None:
+    scheme, model = crew.scheme(kind), Stripes(2, 4)
+    (worker,) = crew.launch(scheme, model, lambda: Stripes(2, 4), 1)
+    for _ in range(8000):
+        handle = scheme.send_async(model)
+    assert worker.call(wait_version, 8000) == 8000
+    assert handle.wait(10.0).version == 8000
+    assert worker.call(leave_and_say_when) < 2.0
+    start = time.monotonic()
+    worker.dismiss()
+    worker.process.join(5.0)
+    assert worker.process.exitcode == 0
+    assert time.monotonic() - start < 3.0

@@ -1,0 +1,123 @@
+"""A worker that was stopped (SIGSTOP) delays nobody for longer than the timeout, and catches up."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import psutil
+import pytest
+from faults_tools import (
+    Crew,
+    Stripes,
+    assert_whole,
+    compute,
+    end_compute,
+    eventually,
+    fill,
+    report,
+    version_of,
+    weights_of,
+)
+
+from weight_update import SyncFailedError
+
+LIMIT = 1.0
+
+
+def newest(worker) -> float:
+    return worker.call(report)[0]["newest"]
+
+
+def test_named_within_the_timeout_and_current_after_it_goes_on(kind, crew: Crew) -> None:
+    scheme, model = crew.scheme(kind, timeout=LIMIT), Stripes(24, 4096)
+    workers = crew.launch(scheme, model, lambda: Stripes(24, 4096), 3)
+    for worker in workers:
+        worker.call(compute)
+    workers[1].signal(signal.SIGSTOP)
+    for version in (1, 2):
+        start = time.monotonic()
+        with pytest.raises(SyncFailedError, match="worker 1") as caught:
+            scheme.send(fill(model, version))
+        assert time.monotonic() - start < LIMIT + 1.0
+        assert set(caught.value.failures) == {1}
+        assert [workers[idx].call(version_of) for idx in (0, 2)] == [version, version]
+    workers[1].signal(signal.SIGCONT)
+    assert eventually(lambda: newest(workers[1]) == 2, 10.0)
+    scheme.send(fill(model, 3))
+    assert eventually(lambda: [newest(worker) for worker in workers] == [3, 3, 3], 10.0)
+    for worker in workers:
+        assert_whole(worker.call(end_compute))
+
+
+@pytest.mark.parametrize("stopped", [[1], [1, 2]], ids=["one", "two"])
+def test_many_sends_past_stopped_workers_keep_memory_bounded(kind, crew: Crew, stopped: list[int]) -> None:
+    numel, layers = 1 << 18, 8  # 8 MB
+    scheme, model = crew.scheme(kind, timeout=LIMIT), Stripes(layers, numel)
+    workers = crew.launch(scheme, model, lambda: Stripes(layers, numel), 3)
+    for worker in workers:
+        worker.call(compute)
+    version = 0
+    me = psutil.Process()
+    before = me.memory_info().rss
+    for idx in stopped:  # one after the other, so that each keeps other slots from being reused
+        workers[idx].signal(signal.SIGSTOP)
+        version += 1
+        with pytest.raises(SyncFailedError, match=f"worker {idx}"):
+            scheme.send(fill(model, version))
+    for _ in range(60):
+        version += 1
+        handle = scheme.send_async(fill(model, version))
+        assert eventually(lambda at=version: newest(workers[0]) == at, 10.0)
+    assert handle.failures().keys() <= set(stopped)
+    grown = me.memory_info().rss - before
+    assert grown < 8 * model_bytes(model)
+    for idx in stopped:
+        workers[idx].signal(signal.SIGCONT)
+    assert eventually(lambda: all(newest(worker) == version for worker in workers), 15.0)
+    for worker in workers:
+        assert_whole(worker.call(end_compute))
+        assert {float(v.min()) for v in worker.call(weights_of).values()} == {float(version)}
+
+
+def model_bytes(model: Stripes) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def test_stopped_again_and_again(kind, crew: Crew) -> None:
+    scheme, model = crew.scheme(kind, timeout=5.0), Stripes(24, 1 << 14)
+    workers = crew.launch(scheme, model, lambda: Stripes(24, 1 << 14), 2)
+    for worker in workers:
+        worker.call(compute)
+    version = 0
+    for _ in range(10):
+        workers[1].signal(signal.SIGSTOP)
+        for _ in range(20):
+            version += 1
+            handle = scheme.send_async(fill(model, version))
+        workers[1].signal(signal.SIGCONT)
+        assert handle.wait(5.0).version == version
+    assert eventually(lambda: all(newest(worker) == version for worker in workers), 10.0)
+    for worker in workers:
+        assert_whole(worker.call(end_compute))
+
+
+def test_stopped_before_it_joins(kind, crew: Crew) -> None:
+    from faults_tools import join
+
+    from weight_update import SyncTimeoutError
+
+    scheme, model = crew.scheme(kind, timeout=LIMIT), fill(Stripes(8, 64), 0)
+    scheme.init_on_sender(model=model, num_workers=2)
+    workers = [crew.start(scheme, idx, lambda: Stripes(8, 64)) for idx in range(2)]
+    workers[1].signal(signal.SIGSTOP)
+    for worker in workers:
+        worker.begin(join)
+    with pytest.raises(SyncTimeoutError, match=r"\[1\]"):
+        scheme.connect(timeout=LIMIT)
+    assert workers[0].result() == 0
+    assert scheme.send(fill(model, 1), worker_ids=[0]).version == 1
+    workers[1].signal(signal.SIGCONT)
+    workers[1].result(10.0)  # it comes late, and is let in
+    assert scheme.send(fill(model, 2)).apply_seconds.keys() == {0, 1}
+    assert [worker.call(version_of) for worker in workers] == [2, 2]

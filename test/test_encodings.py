@@ -1,0 +1,44 @@
+"""The encodings keep their contract; names that are not known."""
+
+import pytest
+import torch
+
+from weight_update import DenseEncoding, WeightSchema, WeightStrategy
+from weight_update.encodings import Encoding, decoder_for, register_encoding, resolve_encoding
+from weight_update.errors import FormatError
+from weight_update.testing import EncodingContract
+
+
+class TestDenseEncoding(EncodingContract):
+    def make_encoding(self) -> Encoding:
+        return DenseEncoding()
+
+
+SCHEMA = WeightSchema.of({"a": torch.zeros(2)})
+
+
+def test_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"unknown encoding 'dens' \(known encodings: .*dense"):
+        WeightStrategy(encoding="dens")
+
+
+def test_unknown_name_on_the_wire() -> None:
+    with pytest.raises(FormatError, match=r"unknown encoding 'dense/9' \(known: .*dense/1"):
+        decoder_for("dense/9", SCHEMA)
+
+
+def test_own_encoding_is_found_by_both_ends() -> None:
+    @register_encoding
+    class Own(DenseEncoding):
+        name = "own/7"
+
+    assert isinstance(resolve_encoding("own"), Own)
+    assert decoder_for("own/7", SCHEMA).decode([torch.zeros(64, dtype=torch.uint8)])[0].tolist() == [0, 0]
+
+
+def test_tied_tensors_travel_once() -> None:
+    weight = torch.ones(1000)
+    tied = WeightSchema.of({"a": weight, "b": weight})
+    apart = WeightSchema.of({"a": weight, "b": weight.clone()})
+    assert apart.nbytes == 2 * tied.nbytes
+    assert tied.dense_bytes == weight.nbytes

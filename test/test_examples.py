@@ -1,0 +1,108 @@
+"""The examples run as a reader would run them, and say what the text around them promises."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(name: str, *args: str, timeout: float = 110.0) -> subprocess.CompletedProcess[str]:
+    """Run an example in a process of its own."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), *args],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def succeed(name: str, *args: str, timeout: float = 110.0) -> str:
+    """What the example prints; fails if it fails, or complains on stderr about anything."""
+    done = run(name, *args, timeout=timeout)
+    assert done.returncode == 0, done.stderr
+    complaints = [
+        line for line in re.split(r"[\r\n]", done.stderr) if line.strip() and "frames/s" not in line
+    ]
+    assert complaints in ([], ["0 frames [00:00, ? frames/s]"]), done.stderr
+    return done.stdout
+
+
+def is_plot(path: Path) -> bool:
+    return path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+
+
+def test_cartpole_gets_through(tmp_path: Path) -> None:
+    printed = succeed("train_cartpole.py", "--smoke", "--workers", "2", "--out", str(tmp_path))
+    assert re.search(r"updates +6\n", printed)
+    assert re.search(r"stale frames +0 of 3,072\n", printed)
+    for stage in ("extract", "encode", "send", "ack", "an update in all", "stall of a worker"):
+        median, worst = map(float, re.search(rf"{stage} +(\S+) +(\S+)\n", printed).groups())
+        assert 0.0 <= median <= worst < 30_000.0
+    assert is_plot(tmp_path / "train_cartpole.png")
+
+
+@pytest.mark.timeout(30)
+def test_cartpole_names_its_choices() -> None:
+    done = run("train_cartpole.py", "--scheme", "pigeon")
+    assert done.returncode == 2
+    assert "'pigeon' (choose from" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize("scheme", ["shared_mem", "multiprocess"])
+@pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
+def test_cartpole_is_solved(scheme: str, strategy: str, tmp_path: Path) -> None:
+    args = ["--scheme", scheme, "--strategy", strategy, "--out", str(tmp_path)]
+    printed = succeed("train_cartpole.py", *args, timeout=400.0)
+    verdict = re.search(r"CartPole-v1 solved: mean return (\d+\.\d)", printed)
+    assert verdict
+    assert float(verdict[1]) > 450
+    assert is_plot(tmp_path / "train_cartpole.png")
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    ["shared_mem", pytest.param("multiprocess", marks=pytest.mark.slow)],  # the same but for the class
+)
+def test_standalone(scheme: str) -> None:
+    lines = succeed("standalone.py", "--scheme", scheme).splitlines()
+    assert lines[-2:] == [
+        f"worker {index}: ended with version 5, weights equal to the trainer's" for index in range(2)
+    ]
+    assert {f"worker {index}: connected, version 0" for index in range(2)} <= set(lines)
+    rollouts = [re.findall(r"\d+", line) for line in lines if line.startswith("worker 1: rollout")]
+    assert rollouts, lines
+    assert all(len(set(versions[1:])) == 1 for versions in rollouts), "hold() let an update in"
+
+
+def test_multiple_models() -> None:
+    def state(step: int, version: str = "") -> list[str]:
+        return [f"  worker {idx}: actor of step {step}, critic of step {step}{version}" for idx in range(2)]
+
+    refused = ["  refused: 0.weight: float32[64, 4]: shape [64, 5] in the weights given"]
+    assert succeed("multiple_models.py").splitlines() == [
+        "by hand",
+        *state(0),
+        *state(1),
+        *refused,
+        *state(1),
+        "through a collector",
+        *state(0, ", version 0"),
+        *state(1, ", version 1"),
+        *refused,
+        *state(1, ", version 1"),
+    ]
+
+
+def test_custom_scheme() -> None:
+    lines = succeed("custom_scheme.py").splitlines()
+    assert [line.partition(":")[0] for line in lines[:3]] == ["version 1", "version 2", "version 3"]
+    assert lines[3:] == [f"worker {index}: version 3, the trainer's weights" for index in range(2)]

@@ -1,0 +1,76 @@
+"""What the packages offer by name."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+
+import pytest
+
+import weight_update
+from weight_update import errors
+
+PACKAGES = [
+    "weight_update",
+    "weight_update.encodings",
+    "weight_update.schemes",
+    "weight_update.testing",
+    "weight_update.transports",
+    "collectors",
+]
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_all_is_sorted_and_exists(name: str) -> None:
+    package = importlib.import_module(name)
+    assert list(package.__all__) == sorted(package.__all__)
+    for member in package.__all__:
+        assert hasattr(package, member), member
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_all_is_complete(name: str) -> None:
+    package = importlib.import_module(name)
+    public = {
+        member
+        for member, value in vars(package).items()
+        if not member.startswith("_") and not inspect.ismodule(value)
+    }
+    assert public <= set(package.__all__)
+
+
+def test_public_classes_and_functions_are_documented() -> None:
+    for member in weight_update.__all__:
+        assert inspect.getdoc(getattr(weight_update, member)), member
+
+
+def test_every_error_is_exported_and_drawn() -> None:
+    classes = {
+        name: value
+        for name, value in vars(errors).items()
+        if inspect.isclass(value) and issubclass(value, Exception)
+    }
+    assert set(classes) <= set(weight_update.__all__)
+    drawn = re.findall(r"([│├└─ ]*)(\w+Error)\b(?:\s+\((\w+)\))?", errors.__doc__ or "")
+    assert {name for _, name, _ in drawn} >= set(classes)
+    depths = {name: len(lead) for lead, name, _ in drawn if name in classes}
+    for lead, name, builtin in drawn:
+        if name not in classes:
+            continue
+        if builtin:
+            assert issubclass(classes[name], getattr(__import__("builtins"), builtin)), name
+        parent = classes[name].__mro__[1]
+        if parent is not Exception:
+            assert depths[parent.__name__] < len(lead), f"{name} is drawn beside its parent"
+
+
+def test_import_needs_torch_and_tensordict_alone() -> None:
+    program = (
+        "import sys, weight_update; "
+        "print([m for m in ('torchrl', 'ray', 'gymnasium', 'pytest', 'hypothesis') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert result.stdout.strip() == "[]", result.stdout + result.stderr

@@ -1,0 +1,172 @@
+"""The gate: forward passes and updates keep out of each other's way."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from weight_update import LifecycleError, SyncTimeoutError
+from weight_update.gate import Gate, shared_gate
+
+WAIT = 10.0
+
+
+class Inside:
+    """A thread that stays inside a gate until told to leave."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.entered, self.leave = threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=self._run, args=(gate,), daemon=True)
+        self.thread.start()
+
+    def _run(self, gate: Gate) -> None:
+        with gate.hold():
+            self.entered.set()
+            self.leave.wait(WAIT)
+
+    def end(self) -> None:
+        self.leave.set()
+        self.thread.join(WAIT)
+        assert not self.thread.is_alive()
+
+
+def test_runs_at_once_when_nobody_is_inside() -> None:
+    done: list[int] = []
+    seconds = Gate().run(lambda: done.append(1))
+    assert done == [1]
+    assert seconds >= 0
+
+
+def test_waits_for_the_end_of_a_forward_pass_and_is_run_by_the_thread_that_leaves() -> None:
+    gate, ran_in = Gate(), []
+    inside = Inside(gate)
+    assert inside.entered.wait(WAIT)
+    update = threading.Thread(target=gate.run, args=(lambda: ran_in.append(threading.get_ident()),))
+    update.start()
+    update.join(0.1)
+    assert update.is_alive()
+    assert not ran_in
+    inside.end()
+    update.join(WAIT)
+    assert ran_in == [inside.thread.ident]
+
+
+def test_nesting_counts() -> None:
+    gate = Gate()
+    done: list[int] = []
+    with gate.hold():
+        with gate.hold():
+            update = threading.Thread(target=gate.run, args=(lambda: done.append(1),))
+            update.start()
+        time.sleep(0.05)
+        assert not done
+    update.join(WAIT)
+    assert done == [1]
+
+
+def test_threads_that_overlap_without_pause_do_not_starve_an_update() -> None:
+    gate, stop, done = Gate(), threading.Event(), threading.Event()
+
+    def compute() -> None:
+        while not stop.is_set():
+            with gate.hold():
+                time.sleep(0.002)
+
+    threads = [threading.Thread(target=compute) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(20):
+            gate.run(lambda: None, timeout=WAIT)
+        done.set()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(WAIT)
+    assert done.is_set()
+
+
+def test_timeout_gives_up_and_leaves_nothing_behind() -> None:
+    gate, done = Gate(), []
+    inside = Inside(gate)
+    assert inside.entered.wait(WAIT)
+    with pytest.raises(SyncTimeoutError, match=r"longer than 0\.05"):
+        gate.run(lambda: done.append(1), timeout=0.05)
+    inside.end()
+    assert not done
+    gate.run(lambda: done.append(2), timeout=WAIT)
+    assert done == [2]
+
+
+def test_an_exception_reaches_the_updater_not_the_forward_pass() -> None:
+    gate = Gate()
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    inside = Inside(gate)
+    assert inside.entered.wait(WAIT)
+    caught: list[BaseException] = []
+
+    def update() -> None:
+        try:
+            gate.run(fail)
+        except ValueError as error:
+            caught.append(error)
+
+    updater = threading.Thread(target=update)
+    updater.start()
+    inside.end()
+    updater.join(WAIT)
+    assert [str(error) for error in caught] == ["no"]
+
+
+def test_an_update_from_inside_is_an_error() -> None:
+    gate = Gate()
+    with gate.hold(), pytest.raises(LifecycleError):
+        gate.run(lambda: None)
+
+
+class Failing(nn.Module):
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("in forward")
+
+
+def test_a_forward_pass_that_raises_leaves_the_gate() -> None:
+    gate, module = Gate(), Failing()
+    gate.guard(module)
+    with pytest.raises(RuntimeError, match="in forward"):
+        module(torch.ones(1))
+    done: list[int] = []
+    gate.run(lambda: done.append(1), timeout=1.0)
+    assert done == [1]
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_of_a_guarded_module_is_not_guarded(duplicate: object) -> None:
+    gate, module = Gate(), nn.Linear(2, 2)
+    undo = gate.guard(module)
+    twin = duplicate(module)  # type: ignore[operator]
+    entered: list[int] = []
+    gate.enter = lambda: entered.append(1)  # type: ignore[method-assign]
+    gate.leave = lambda: None  # type: ignore[method-assign]
+    twin(torch.ones(1, 2))
+    assert not entered
+    module(torch.ones(1, 2))
+    assert entered == [1]
+    undo()
+    module(torch.ones(1, 2))
+    assert entered == [1]
+
+
+def test_a_group_shares_one_gate() -> None:
+    first = shared_gate("a name")
+    assert shared_gate("a name") is first
+    assert shared_gate("another") is not first
+    assert shared_gate(None) is not shared_gate(None)

@@ -1,0 +1,110 @@
+"""CUDA on either side; needs torch, tensordict and a GPU alone."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from weight_update import MemoryWeightSyncScheme, WeightSyncScheme
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def make(device: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    net = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.Tanh(), nn.Linear(128, 8))
+    return net.to(device=device, dtype=dtype).eval()
+
+
+@contextmanager
+def connected(
+    source: nn.Module, target: nn.Module, **options: bool
+) -> Iterator[tuple[WeightSyncScheme, WeightSyncScheme]]:
+    sender = MemoryWeightSyncScheme(**options)
+    sender.init_on_sender(model=source, num_workers=1)
+    receiver = copy.copy(sender)
+    receiver.init_on_receiver(model=target, worker_idx=0)
+    waiting = threading.Thread(target=sender.connect)
+    waiting.start()
+    with sender, receiver:
+        receiver.connect()
+        waiting.join()
+        yield sender, receiver
+
+
+@torch.no_grad()
+def change(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter))
+
+
+def assert_same(source: nn.Module, target: nn.Module) -> None:
+    for (name, ours), theirs in zip(source.state_dict().items(), target.state_dict().values(), strict=True):
+        expected = ours.to(dtype=theirs.dtype).cpu()
+        assert torch.equal(expected.view(-1).view(torch.uint8), theirs.cpu().view(-1).view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("devices", [("cuda", "cpu"), ("cpu", "cuda"), ("cuda", "cuda")])
+def test_weights_are_equal(devices: tuple[str, str], dtype: torch.dtype) -> None:
+    source, target = make(devices[0]), make(devices[1], dtype)
+    with connected(source, target) as (sender, _):
+        for _ in range(3):
+            change(source)
+            sender.send()
+            assert_same(source, target)
+            assert next(target.parameters()).device.type == devices[1]
+
+
+def test_cuda_graph_replays_new_weights() -> None:
+    source, target = make("cuda"), make("cuda")
+    with connected(source, target, stable_addresses=True) as (sender, receiver):
+        given = torch.randn(4, 64, device="cuda")
+        with torch.no_grad():
+            receiver.guarded(target)(given)  # takes the hooks off before capture
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = target(given)
+            change(source)
+            sender.send()
+            with receiver.hold():
+                graph.replay()
+                torch.cuda.synchronize()
+            torch.testing.assert_close(out, source(given))
+
+
+def test_no_mixture_on_a_side_stream() -> None:
+    source, target = make("cuda"), make("cuda")
+    seen: list[torch.Tensor] = []
+    stop = threading.Event()
+
+    def compute() -> None:
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+            given = torch.ones(4, 64, device="cuda")
+            while not stop.is_set():
+                seen.append(target(given).clone())
+        torch.cuda.synchronize()
+
+    versions: list[torch.Tensor] = []
+    with connected(source, target) as (sender, _), torch.no_grad():
+        given = torch.ones(4, 64, device="cuda")
+        versions.append(source(given))
+        worker = threading.Thread(target=compute)
+        worker.start()
+        for _ in range(50):
+            change(source)
+            versions.append(source(given))
+            sender.send()
+        stop.set()
+        worker.join()
+    assert seen
+    for out in seen[:: max(1, len(seen) // 200)]:
+        assert any(torch.allclose(out, version, rtol=1e-4, atol=1e-4) for version in versions)

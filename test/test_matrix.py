@@ -1,0 +1,126 @@
+"""Strategy x encoding x scheme x way of applying: the same bits, update after update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from weight_update import (
+    MemoryWeightSyncScheme,
+    MultiProcessWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    WeightStrategy,
+    WeightSyncScheme,
+)
+from weight_update.testing import Crew, Zoo, fingerprint, mlp, scramble
+from weight_update.testing.workers import Method, context_of
+
+SCHEMES: dict[str, tuple[type[WeightSyncScheme], Method]] = {
+    "shared_mem": (SharedMemWeightSyncScheme, "fork"),
+    "multiprocess": (MultiProcessWeightSyncScheme, "fork"),
+    "memory": (MemoryWeightSyncScheme, "thread"),
+}
+STRATEGIES = ["tensordict", "state_dict"]
+ENCODINGS = ["dense"]
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    return model.to("meta")
+
+
+def as_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in WeightStrategy().named(model).tensors.items()}
+
+
+DESTINATIONS: dict[str, Callable[[nn.Module], Any]] = {
+    "module": lambda model: model,
+    "meta module": on_meta,
+    "TensorDict": lambda model: TensorDict(as_dict(model)).unflatten_keys("."),
+    "dict": as_dict,
+}
+
+
+@pytest.fixture(params=SCHEMES, ids=str)
+def hire(request: pytest.FixtureRequest) -> Any:
+    """Builds a connected crew of one worker."""
+    cls, method = SCHEMES[request.param]
+    crews: list[Crew] = []
+
+    def build(source: Any, target: Any, **options: Any) -> Crew:
+        scheme = cls(timeout=20.0, connect_timeout=30.0, **options)
+        scheme.init_on_sender(model=source, num_workers=1, ctx=context_of(method))
+        crews.append(Crew(scheme, method))
+        crews[-1].hire(0, target)
+        crews[-1].connect()
+        return crews[-1]
+
+    yield build
+    for crew in crews:
+        crew.__exit__()
+
+
+@pytest.mark.parametrize("stable", [False, True], ids=["pointing", "copying"])
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_same_bits(hire: Any, strategy: str, encoding: str, stable: bool) -> None:
+    source, made = Zoo(1), WeightStrategy(strategy, encoding=encoding)
+    crew = hire(source, Zoo(2), strategy=made, stable_addresses=stable)
+    for seed in range(5):
+        assert crew.ask("fingerprint") == [fingerprint(source, made)]
+        source.load_state_dict(Zoo(10 + seed).state_dict())
+        with torch.no_grad():
+            source.cache.copy_(Zoo(10 + seed).cache)
+        crew.scheme.send()
+    assert crew.ask("fingerprint") == [fingerprint(source, made)]
+
+
+@pytest.mark.parametrize("destination", DESTINATIONS)
+@pytest.mark.parametrize("stable", [False, True], ids=["pointing", "copying"])
+def test_every_destination(hire: Any, destination: str, stable: bool) -> None:
+    source = Zoo(1)
+    crew = hire(source, DESTINATIONS[destination](Zoo(2)), stable_addresses=stable)
+    for seed in range(4):
+        assert crew.ask("fingerprint") == [fingerprint(source)]
+        scramble(source, seed)
+        source.note = {"seed": seed}
+        crew.scheme.send()
+    assert crew.ask("fingerprint") == [fingerprint(source)]
+
+
+@pytest.mark.parametrize("stable", [False, True], ids=["pointing", "copying"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn])
+def test_receiver_of_another_dtype_gets_its_own(hire: Any, dtype: torch.dtype, stable: bool) -> None:
+    source = mlp(1)
+    crew = hire(source, mlp(2).to(dtype), stable_addresses=stable)
+    for seed in range(3):
+        scramble(source, seed, finite=True)
+        crew.scheme.send()
+        expected = {name: value.to(dtype) for name, value in source.state_dict().items()}
+        assert crew.ask("fingerprint") == [fingerprint(expected)]
+
+
+def test_addresses_move_only_if_they_may(hire: Any) -> None:
+    source = mlp(1)
+    for stable in (False, True):
+        crew = hire(source, mlp(2), stable_addresses=stable)
+        before = crew.ask("pointers")
+        crew.scheme.send()
+        assert (crew.ask("pointers") == before) is stable
+
+
+@pytest.mark.parametrize("view", ["conj", "neg"])
+def test_lazy_views_are_sent_as_what_they_show(hire: Any, view: str) -> None:
+    numbers = torch.arange(6).to(torch.complex64) * (1 + 2j)
+    shown = numbers.conj() if view == "conj" else numbers.conj().imag
+    assert shown.is_conj() or shown.is_neg()
+    crew = hire({"x": shown}, {"x": torch.zeros_like(shown.resolve_conj().resolve_neg())})
+    for _ in range(3):
+        expected = shown.resolve_conj().resolve_neg().clone()
+        assert crew.ask("fingerprint") == [fingerprint({"x": expected})]
+        numbers.mul_(2)
+        crew.scheme.send()

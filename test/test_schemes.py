@@ -1,0 +1,63 @@
+"""The schemes keep their contract."""
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from weight_update import (
+    MemoryWeightSyncScheme,
+    MultiProcessWeightSyncScheme,
+    NoWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    WeightSyncScheme,
+)
+from weight_update.testing import Crew, SchemeContract, mlp, scramble
+from weight_update.testing.cases import assert_equal
+from weight_update.testing.workers import context_of
+
+
+class TestSharedMem(SchemeContract):
+    def make_scheme(self, **options: Any) -> WeightSyncScheme:
+        return SharedMemWeightSyncScheme(**options)
+
+
+class TestMultiProcess(SchemeContract):
+    def make_scheme(self, **options: Any) -> WeightSyncScheme:
+        return MultiProcessWeightSyncScheme(**options)
+
+
+class TestMemory(SchemeContract):
+    method = "thread"
+
+    def make_scheme(self, **options: Any) -> WeightSyncScheme:
+        return MemoryWeightSyncScheme(**options)
+
+
+@pytest.mark.parametrize("make", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
+def test_spawned_workers(make: type[WeightSyncScheme]) -> None:
+    """The scheme is pickled to a process that shares nothing with the trainer."""
+    source = mlp(1)
+    scheme = make()
+    scheme.init_on_sender(model=source, num_workers=1, ctx=context_of("spawn"))
+    with Crew(scheme, "spawn") as crew:
+        crew.hire(0, mlp(2))
+        crew.connect()
+        for version in range(3):
+            assert_equal(crew, source)
+            scramble(source, version)
+            scheme.send()
+        assert_equal(crew, source)
+
+
+def test_no_scheme_does_nothing() -> None:
+    sender, receiver, model = NoWeightSyncScheme(), NoWeightSyncScheme(), nn.Linear(2, 2)
+    sender.init_on_sender(model=model, num_workers=3, anything="else")
+    receiver.init_on_receiver(model=model, worker_idx=0)
+    assert (sender.initialized_on_sender, receiver.initialized_on_receiver) == (True, True)
+    for side in (sender, receiver):
+        side.connect()
+    report = sender.send(nn.Linear(3, 3), worker_ids=[0])
+    assert (report.version, report.wire_bytes) == (0, 0)
+    assert receiver.receive(timeout=None) is None
+    sender.shutdown()

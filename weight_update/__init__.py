@@ -1,0 +1,81 @@
+"""Synchronize the weights of a policy from its trainer to its rollout workers."""
+
+from weight_update.chunks import TensorMeta, WeightChunk, WeightSchema
+from weight_update.encodings import DenseEncoding, Encoding, register_encoding
+from weight_update.errors import (
+    FormatError,
+    JoinRefusedError,
+    LifecycleError,
+    LinkClosedError,
+    NotEnoughMemoryError,
+    NothingToSendError,
+    SchemaMismatchError,
+    SyncFailedError,
+    SyncTimeoutError,
+    TransportError,
+    UnknownWorkerError,
+    UnsupportedSourceError,
+    WeightSyncError,
+    WorkerError,
+)
+from weight_update.gate import Gate
+from weight_update.report import SyncReport
+from weight_update.schemes import (
+    MemoryWeightSyncScheme,
+    MultiProcessWeightSyncScheme,
+    NoWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    WeightSyncScheme,
+    group_schemes,
+    send_together,
+)
+from weight_update.sender import SendHandle
+from weight_update.strategy import WeightStrategy
+from weight_update.transports import (
+    Buffer,
+    MemoryTransport,
+    MPTransport,
+    SharedMemTransport,
+    TransportBackend,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Buffer",
+    "DenseEncoding",
+    "Encoding",
+    "FormatError",
+    "Gate",
+    "JoinRefusedError",
+    "LifecycleError",
+    "LinkClosedError",
+    "MPTransport",
+    "MemoryTransport",
+    "MemoryWeightSyncScheme",
+    "MultiProcessWeightSyncScheme",
+    "NoWeightSyncScheme",
+    "NotEnoughMemoryError",
+    "NothingToSendError",
+    "SchemaMismatchError",
+    "SendHandle",
+    "SharedMemTransport",
+    "SharedMemWeightSyncScheme",
+    "SyncFailedError",
+    "SyncReport",
+    "SyncTimeoutError",
+    "TensorMeta",
+    "TransportBackend",
+    "TransportError",
+    "UnknownWorkerError",
+    "UnsupportedSourceError",
+    "WeightChunk",
+    "WeightSchema",
+    "WeightStrategy",
+    "WeightSyncError",
+    "WeightSyncScheme",
+    "WorkerError",
+    "group_schemes",
+    "register_encoding",
+    "send_together",
+]

@@ -1,0 +1,111 @@
+"""Every error this library raises on purpose.
+
+::
+
+    WeightSyncError
+     ├── LifecycleError            (RuntimeError)  a call out of order: send before connect, ...
+     ├── NothingToSendError        (ValueError)    send(None) with no model, weights or context to read
+     ├── UnknownWorkerError        (ValueError)    a worker id this scheme does not serve
+     ├── UnsupportedSourceError    (TypeError)     weights of a type or dtype that cannot be extracted
+     ├── SchemaMismatchError       (ValueError)    names, shapes or dtypes differ; lists all of them
+     ├── FormatError               (ValueError)    bytes that are not a valid frame of ours
+     ├── NotEnoughMemoryError      (MemoryError)   the shared slots do not fit on this machine
+     ├── TransportError            (ConnectionError)
+     │    ├── LinkClosedError                      the other end is gone
+     │    └── JoinRefusedError                     the sender did not let this receiver in
+     ├── SyncTimeoutError          (TimeoutError)  a wait ran out; the message says for whom
+     └── WorkerError               (RuntimeError)  something raised inside a worker; carries its traceback
+          └── SyncFailedError                      some workers failed in one send; ``failures`` by worker
+
+Each also derives from the builtin in parentheses, so ``except TimeoutError`` works as expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weight_update.report import SyncReport
+
+
+class WeightSyncError(Exception):
+    """Base of every error raised by ``weight_update``."""
+
+
+class LifecycleError(WeightSyncError, RuntimeError):
+    """A method was called in a state in which it makes no sense; the message names the next step."""
+
+
+class NothingToSendError(WeightSyncError, ValueError):
+    """``send(None)`` was called but the sender knows no model, weights or context to read from."""
+
+
+class UnknownWorkerError(WeightSyncError, ValueError):
+    """A worker id was given that this sender does not serve."""
+
+
+class UnsupportedSourceError(WeightSyncError, TypeError):
+    """Weights cannot be read from, or written to, an object of this type."""
+
+
+class SchemaMismatchError(WeightSyncError, ValueError):
+    """Two sides describe their tensors differently.
+
+    Attributes:
+        problems: one line for each name that is missing, unexpected or of another shape or kind.
+    """
+
+    def __init__(self, message: str, problems: tuple[str, ...] = ()) -> None:
+        self.problems = tuple(problems)
+        shown = "".join(f"\n  - {line}" for line in self.problems[:50])
+        more = len(self.problems) - 50
+        super().__init__(message + shown + (f"\n  ... and {more} more" if more > 0 else ""))
+
+
+class FormatError(WeightSyncError, ValueError):
+    """Bytes do not form a valid frame (see ``docs/wire_format.rst``)."""
+
+
+class NotEnoughMemoryError(WeightSyncError, MemoryError):
+    """The machine has too little memory for the shared slots; the message says how much is needed."""
+
+
+class TransportError(WeightSyncError, ConnectionError):
+    """A link failed."""
+
+
+class LinkClosedError(TransportError):
+    """The other end of a link is gone."""
+
+
+class JoinRefusedError(TransportError):
+    """The sender refused this receiver (wrong token, unknown worker id, ...)."""
+
+
+class SyncTimeoutError(WeightSyncError, TimeoutError):
+    """A wait ran out."""
+
+
+class WorkerError(WeightSyncError, RuntimeError):
+    """An exception was raised inside a worker; the message carries the worker's traceback."""
+
+
+class SyncFailedError(WorkerError):
+    """One or more workers did not take an update; all others did.
+
+    Attributes:
+        failures: the exception of each worker that failed, by worker index.
+        report: the :class:`~weight_update.SyncReport` of the update, which covers the others.
+    """
+
+    def __init__(
+        self, message: str, failures: Mapping[int, Exception], report: SyncReport | None = None
+    ) -> None:
+        self.failures = dict(failures)
+        self.report = report
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors travel between processes."""
+        return type(self), (str(self), self.failures, self.report)

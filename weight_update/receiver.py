@@ -1,0 +1,478 @@
+"""The receiving end of a scheme: joins, stages updates, and makes each visible at one moment."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from weight_update.chunks import Kind, WeightChunk, WeightSchema
+from weight_update.encodings import Decoder, decoder_for
+from weight_update.errors import (
+    FormatError,
+    JoinRefusedError,
+    LinkClosedError,
+    SchemaMismatchError,
+    SyncTimeoutError,
+    TransportError,
+)
+from weight_update.extra_state import decode_extra
+from weight_update.gate import Gate
+from weight_update.strategy import Binding, NamedWeights, WeightStrategy
+from weight_update.transports.base import TransportBackend, payloads_of
+
+__all__ = ["Receiver"]
+
+_log = logging.getLogger(__name__)
+_REJOIN_SECONDS = 10.0
+_GOODBYE_SECONDS = 1.0
+_IDLE_SECONDS = 0.05
+
+
+@dataclass
+class _Staged:
+    """An update that arrived whole and was checked, not yet visible."""
+
+    version: int
+    group: str | None
+    payloads: list[torch.Tensor]
+    values: list[torch.Tensor]
+    extra: dict[str, Any]
+    arrived: float = field(default_factory=time.perf_counter)
+    undo: Callable[[], None] = lambda: None
+
+
+class Receiver:
+    """Keeps one model at the version its sender last sent.
+
+    Call sequence: :meth:`connect` joins the sender and applies the first weights; :meth:`start` then runs
+    a background thread that applies updates as they come; :meth:`close` ends it.
+
+    Args:
+        link: this end of the link.
+        strategy: how weights enter the model.
+        gate: when they may.
+        model: module, TensorDict or dict to keep current; None only keeps the weights for
+            :meth:`receive`.
+        worker: index of this receiver.
+        token: what lets it in.
+        stable_addresses: copy into the model's tensors instead of pointing them at received memory.
+        timeout: seconds that an update waits for the running forward pass to end.
+        on_switched: called with the version at the moment it becomes visible, inside the gate.
+        on_applied: called with version and weights after that, outside the gate, before the sender hears
+            of it.
+    """
+
+    def __init__(
+        self,
+        *,
+        link: TransportBackend,
+        strategy: WeightStrategy,
+        gate: Gate,
+        model: Any,
+        worker: int,
+        token: str,
+        stable_addresses: bool,
+        timeout: float,
+        on_switched: Callable[[int], None],
+        on_applied: Callable[[int, NamedWeights], None],
+    ) -> None:
+        self.link, self.gate, self.worker = link, gate, worker
+        self.version: int | None = None
+        self.error: Exception | None = None
+        self._strategy, self._token, self._timeout = strategy, token, timeout
+        self._stable = stable_addresses
+        self._on_switched, self._on_applied = on_switched, on_applied
+        self._schema: WeightSchema | None = None
+        self._decoders: dict[str, Decoder] = {}
+        self._memory: list[torch.Tensor] = []
+        self._parts: list[WeightChunk] = []
+        self._current: _Staged | None = None
+        self._staged: _Staged | None = None
+        self._left: list[torch.Tensor] = []  # payloads switched away from, not yet released
+        self._applied = 0
+        self._pid = os.getpid()
+        self._returned: int | None = None
+        self._news = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._busy = threading.RLock()  # held while a frame is handled and answered
+        self._unguard: Callable[[], None] | None = None
+        self._guarded_outside = False
+        self._binding: Binding | None = None
+        self.bind(model)
+
+    # -- joining -----------------------------------------------------------------------------------
+
+    def bind(self, model: Any) -> None:
+        """Keep ``model`` current from now on, beginning with the version that is in force."""
+        if self._unguard is not None:
+            self._unguard()
+            self._unguard = None
+        self._binding = None if model is None else Binding(self._strategy, model)
+        if isinstance(model, torch.nn.Module) and not self._guarded_outside:
+            self._unguard = self.gate.guard(model)
+        if self._current is not None and self._binding is not None and self._schema is not None:
+            self._schema.require_same(self._binding.schema(), "the new model")
+            current = self._prepared(self._current)
+            self.gate.run(lambda: self._write(current), self._timeout)
+
+    def guard_outside(self) -> None:
+        """The caller holds the gate around every forward pass itself; drop the hooks of the model."""
+        self._guarded_outside = True
+        if self._unguard is not None:
+            self._unguard()
+            self._unguard = None
+
+    def connect(self, timeout: float) -> None:
+        """Join the sender and apply the weights it has now.
+
+        Raises:
+            SchemaMismatchError: the model's weights are not the sender's; both sides stay usable.
+            JoinRefusedError: the sender does not let this worker in.
+            SyncTimeoutError: it did not answer within ``timeout`` seconds.
+            TransportError: it cannot be reached.
+        """
+        deadline = time.monotonic() + timeout
+        mine = None if self._binding is None else self._binding.schema().to_header()
+        hello = {
+            "token": self._token,
+            "worker": self.worker,
+            "pid": os.getpid(),
+            "version": self.version,
+            "schema": mine,
+        }
+        self.link.restart()
+        self.link.send_chunk(WeightChunk(Kind.HELLO, hello), timeout)
+        reply = self._expect(deadline)
+        while reply.kind in (Kind.UPDATE, Kind.COMMIT, Kind.ABORT):  # meant for the worker before this one
+            reply = self._expect(deadline)
+        if reply.kind is Kind.REFUSED:
+            raise _refusal(reply)
+        if reply.kind is not Kind.WELCOME:
+            raise FormatError(f"expected WELCOME, got {reply.kind.name}")
+        self._begin_with(reply)
+        applied = self._applied
+        while self._applied == applied:
+            error = self._handle(self._expect(deadline))
+            if error is not None:
+                raise error
+
+    def start(self) -> None:
+        """Apply updates in a background thread from now on."""
+        self._thread = threading.Thread(
+            target=self._run, name=f"weight_update-receiver-{self.worker}", daemon=True
+        )
+        self._thread.start()
+
+    def abandon(self) -> None:
+        """Give up after a failed :meth:`connect`, leaving the link open."""
+        if self._unguard is not None:
+            self._unguard()
+            self._unguard = None
+
+    def close(self) -> None:
+        """Leave; the model keeps the version it has."""
+        if os.getpid() != self._pid:
+            return  # a forked child does not speak for its parent
+        self._closing = True
+        self.gate.look_again()  # shutdown() inside hold() does not wait for its end
+        if self._busy.acquire(timeout=_GOODBYE_SECONDS):  # the sender hears what was applied, then goodbye
+            with contextlib.suppress(TransportError, TimeoutError):  # the sender may have left first
+                self.link.send_chunk(WeightChunk(Kind.GOODBYE, {}), _GOODBYE_SECONDS)
+            self._busy.release()
+        self.link.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(5.0)
+        self.abandon()
+        self._current = self._staged = None
+        self._left, self._parts, self._memory = [], [], []
+        self._decoders.clear()
+        with self._news:
+            self._news.notify_all()
+
+    # -- updates -----------------------------------------------------------------------------------
+
+    def receive(self, timeout: float | None) -> Any | None:
+        """The weights of the next version that was not returned yet, or None on timeout.
+
+        Raises:
+            LinkClosedError: the sender is gone and nothing new is left.
+        """
+        with self._news:
+            self._news.wait_for(
+                lambda: self.version != self._returned or self.error or self._closing, timeout
+            )
+            if self.version == self._returned:
+                if self.error is not None:
+                    raise self.error
+                return None
+            self._returned = self.version
+        return self._strategy.export(self.weights())
+
+    def mark_returned(self) -> None:
+        """Let :meth:`receive` wait for versions after the one in force."""
+        self._returned = self.version
+
+    def weights(self) -> NamedWeights:
+        """The weights in force: live tensors of the model, or copies where there is no model."""
+        if self._binding is not None:
+            return self._strategy.named(self._binding.destination)
+        if self._current is None or self._schema is None:
+            return NamedWeights({})
+        with self.gate.hold():
+            copies = [value.clone() for value in self._current.values]
+            extra = dict(self._current.extra)
+        return NamedWeights(dict(zip(self._schema.names, copies, strict=True)), extra)
+
+    def _run(self) -> None:
+        while not self._closing:
+            try:
+                chunk = self.link.recv_chunk(_IDLE_SECONDS if self._left else None, self._allocate)
+                if chunk is None:
+                    self._tidy()
+                elif chunk.kind is Kind.GOODBYE:
+                    return self._end(LinkClosedError("the sender was shut down"))
+                with self._busy:
+                    if chunk is not None and not self._closing:
+                        self._handle(chunk)
+            except (TransportError, FormatError, TimeoutError) as error:
+                if self._closing or not self._rejoin():
+                    return self._end(error)
+        return None
+
+    def _end(self, error: Exception) -> None:
+        with self._news:
+            self.error = error.with_traceback(None)  # its frames hold the last update
+            self._news.notify_all()
+
+    def _rejoin(self) -> bool:
+        try:
+            with self._busy:
+                self.connect(_REJOIN_SECONDS)
+        except Exception as error:  # noqa: BLE001 - the thread ends in order, whatever it is
+            if not isinstance(error, TransportError | TimeoutError):
+                _log.warning("worker %d could not join again", self.worker, exc_info=error)
+            self.link.disconnect()  # the sender learns of it, if it lives
+            return False
+        return True
+
+    def _expect(self, deadline: float) -> WeightChunk:
+        left = deadline - time.monotonic()
+        chunk = self.link.recv_chunk(left, self._allocate) if left > 0 else None
+        if chunk is None:
+            raise SyncTimeoutError(
+                f"worker {self.worker}: the sender did not answer in time; has it called connect()?"
+            )
+        return chunk
+
+    def _handle(self, chunk: WeightChunk) -> Exception | None:
+        """Act on one frame; an error goes to the sender and is returned."""
+        version = chunk.header.get("version", 0)
+        try:
+            if chunk.kind is Kind.UPDATE:
+                self._update(chunk)
+            elif chunk.kind is Kind.COMMIT:
+                self._commit(version)
+            elif chunk.kind is Kind.ABORT:
+                self._staged = None
+            elif chunk.kind is Kind.WELCOME:  # the answer to an earlier attempt came late; this one follows
+                self._begin_with(chunk)
+            else:
+                raise FormatError(f"unexpected {chunk.kind.name} frame")
+        except (TransportError, FormatError):
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, the sender must hear of it
+            self._staged = None
+            text = "".join(traceback.format_exception(error))
+            failed = {
+                "version": version,
+                "error": f"{type(error).__name__}: {error}",
+                "traceback": text,
+            }
+            self.link.send_chunk(WeightChunk(Kind.FAILED, failed), self._timeout)
+            return error
+        return None
+
+    def _begin_with(self, welcome: WeightChunk) -> None:
+        self._schema = WeightSchema.from_header(welcome.header["schema"])
+        self._decoders.clear()
+        self._parts.clear()
+
+    def _update(self, chunk: WeightChunk) -> None:
+        header = chunk.header
+        if self._schema is None or header["schema"] != self._schema.digest:
+            raise FormatError("an update for another schema")
+        if header["index"] != len(self._parts):
+            raise FormatError(f"chunk {header['index']} came, {len(self._parts)} was next")
+        self._tidy()
+        self._parts.append(chunk)
+        if len(self._parts) < header["count"]:
+            return
+        parts, self._parts = self._parts, []
+        self._staged = self._stage(parts)
+        if header["commit"]:
+            self._commit(header["version"])
+        else:
+            staged = WeightChunk(Kind.STAGED, {"version": header["version"]})
+            self.link.send_chunk(staged, self._timeout)
+
+    def _tidy(self) -> None:
+        """Let go of the memory that the last update left; not at once, while others still wait for a core."""
+        for payload in self._left:
+            self.link.release(payload)
+        self._left = []
+
+    def _stage(self, parts: list[WeightChunk]) -> _Staged:
+        header = parts[0].header
+        schema = self._schema
+        assert schema is not None
+        encoding = header["encoding"]
+        if encoding not in self._decoders:
+            self._decoders[encoding] = decoder_for(encoding, schema)
+        payloads = payloads_of(parts)
+        values = self._decoders[encoding].decode(payloads)
+        extra = {name: decode_extra(value) for name, value in header["extra"].items()}
+        return self._prepared(_Staged(header["version"], header["group"], payloads, values, extra))
+
+    def _prepared(self, staged: _Staged) -> _Staged:
+        """Do all that can fail or take long before anybody has to wait."""
+        binding, schema = self._binding, self._schema
+        if binding is not None and schema is not None:
+            binding.check_extra(staged.extra)
+            staged.values = binding.prepare(schema.names, staged.values)
+        return staged
+
+    def _commit(self, version: int) -> None:
+        staged, self._staged = self._staged, None
+        if staged is None or staged.version != version:
+            raise LinkClosedError(f"version {version} is to be applied but was not received")
+        before = self._current
+        if staged.group is None:
+            stall = self._through_gate([(self, staged)])
+        else:
+            stall = _joint_commit(staged.group, self, staged)
+        self._after(staged, stall, before)
+
+    def _through_gate(self, members: list[tuple[Receiver, _Staged]]) -> float:
+        return self.gate.run(lambda: self._apply_all(members), self._timeout, lambda: self._closing)
+
+    @staticmethod
+    def _apply_all(members: list[tuple[Receiver, _Staged]]) -> None:
+        """Inside the gate: all members switch, or none."""
+        begun: list[_Staged] = []
+        try:
+            for receiver, staged in members:
+                receiver._begin(staged)
+                begun.append(staged)
+        except BaseException:
+            for staged in begun:
+                staged.undo()
+            raise
+        for receiver, staged in members:
+            receiver._switch(staged)
+
+    def _begin(self, staged: _Staged) -> None:
+        if self._binding is not None:
+            staged.undo = self._binding.exchange_extra(staged.extra)
+
+    def _switch(self, staged: _Staged) -> None:
+        self._write(staged)
+        self._current = staged
+        self.version = staged.version
+        self._applied += 1
+        self._on_switched(staged.version)
+
+    def _write(self, staged: _Staged) -> None:
+        if self._binding is not None and self._schema is not None:
+            names = self._schema.names
+            self._binding.finish_kernels()
+            if self._binding.points and not self._stable:
+                self._binding.switch(names, staged.values)
+            else:
+                self._binding.copy(names, staged.values)
+            self._binding.finish_kernels()
+
+    def _after(self, staged: _Staged, stall: float, before: _Staged | None) -> None:
+        with self._news:
+            self._news.notify_all()
+        assert self._schema is not None
+        named = NamedWeights(dict(zip(self._schema.names, staged.values, strict=True)), staged.extra)
+        self._on_applied(staged.version, named)
+        applied = {
+            "version": staged.version,
+            "apply_seconds": time.perf_counter() - staged.arrived,
+            "stall_seconds": stall,
+        }
+        self.link.send_chunk(WeightChunk(Kind.APPLIED, applied), self._timeout)
+        self._left = [] if before is None else before.payloads
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        """Memory that no weights in force, staged or half received lie in."""
+        taken = {id(part.payload) for part in self._parts}
+        for staged in (self._current, self._staged):
+            if staged is not None:
+                taken.update(id(payload) for payload in staged.payloads)
+        for memory in self._memory:
+            if memory.numel() == nbytes and id(memory) not in taken:
+                return memory
+        fresh = torch.empty(nbytes, dtype=torch.uint8)
+        self._memory = [memory for memory in self._memory if id(memory) in taken] + [fresh]
+        return fresh
+
+
+class _Joint:
+    """Members of one group in this process that are about to switch together."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.members: list[tuple[Receiver, _Staged]] = []
+        self.done = threading.Event()
+        self.error: Exception | None = None
+        self.stall = 0.0
+
+
+_joints: dict[str, _Joint] = {}
+_joints_lock = threading.Lock()
+
+
+def _joint_commit(group: str, receiver: Receiver, staged: _Staged) -> float:
+    """Switch together with the other members of ``group`` (``"<id>/<members>"``)."""
+    size = int(group.rpartition("/")[2])
+    key = f"{group}:{receiver.worker}"
+    with _joints_lock:
+        joint = _joints.setdefault(key, _Joint(size))
+        joint.members.append((receiver, staged))
+        last = len(joint.members) == joint.size
+        if last:
+            del _joints[key]
+    if last:
+        try:
+            joint.stall = receiver._through_gate(joint.members)
+        except Exception as error:  # noqa: BLE001 - every member reports it
+            joint.error = error
+        joint.done.set()
+    elif not joint.done.wait(2 * receiver._timeout):
+        with _joints_lock:
+            if not joint.done.is_set():
+                _joints.pop(key, None)
+                joint.error = SyncTimeoutError("the other models of the group did not arrive")
+                joint.done.set()
+    if joint.error is not None:
+        raise joint.error
+    return joint.stall
+
+
+def _refusal(reply: WeightChunk) -> Exception:
+    problems = tuple(str(line) for line in reply.header["problems"])
+    if problems:
+        return SchemaMismatchError(reply.header["reason"], problems)
+    return JoinRefusedError(f"the sender refused this worker: {reply.header['reason']}")

@@ -1,0 +1,52 @@
+"""What one synchronization did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["SyncReport"]
+
+
+@dataclass
+class SyncReport:
+    """The account of one update.
+
+    Attributes:
+        version: number of the update.
+        encoding: how it travelled, e.g. ``"dense"``.
+        dense_bytes: bytes of the weights when sent whole, once.
+        wire_bytes: bytes handed to the transport, for all workers together. A shared buffer that all
+            workers read counts once.
+        changed_fraction: share of the elements that were sent (1.0 when sent whole).
+        seconds: time of each stage in seconds: ``extract``, ``convert``, ``encode``, ``send``, ``ack``.
+        apply_seconds: by worker, from the arrival of the update to its being visible.
+        stall_seconds: by worker, how long forward passes were kept waiting by it.
+    """
+
+    version: int
+    encoding: str
+    dense_bytes: int = 0
+    wire_bytes: int = 0
+    changed_fraction: float = 1.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    apply_seconds: dict[int, float] = field(default_factory=dict)
+    stall_seconds: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def total_seconds(self) -> float:
+        """Sum over the stages, in seconds."""
+        return sum(self.seconds.values())
+
+    def __str__(self) -> str:
+        stages = ", ".join(f"{name} {1e3 * value:.2f}" for name, value in self.seconds.items())
+        count = len(self.apply_seconds)
+        workers = f", applied by {count} worker{'s' * (count != 1)}" if count else ""
+        took = f" in {1e3 * self.total_seconds:.2f} ms ({stages})" if stages else ""
+        return f"version {self.version}: {self.encoding}, {_size(self.wire_bytes)}{workers}{took}"
+
+
+def _size(nbytes: int) -> str:
+    for unit, step in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= step:
+            return f"{nbytes / step:.3g} {unit}"
+    return f"{nbytes} B"

@@ -1,0 +1,603 @@
+"""The lifecycle, once for all schemes."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+
+from weight_update.chunks import WeightSchema
+from weight_update.errors import FormatError, LifecycleError, TransportError
+from weight_update.gate import shared_gate
+from weight_update.receiver import Receiver
+from weight_update.report import SyncReport
+from weight_update.schemes.context import (
+    cascade,
+    count_update,
+    register_with_torchrl,
+    resolve_model,
+    resolve_path,
+)
+from weight_update.schemes.sources import DeviceMap, ModelOf, Sources
+from weight_update.sender import Sender, SendHandle, failed
+from weight_update.strategy import NamedWeights, WeightStrategy, resolve_strategy
+from weight_update.transports.base import TransportBackend
+
+__all__ = ["WeightSyncScheme"]
+
+End = Literal["sender", "receiver"]
+_F = TypeVar("_F", bound=Callable[..., Any])
+_REMEMBERED = 64
+"""How many updates of ``sync=False`` that nobody waits for are looked after for errors."""
+
+
+class Door(Protocol):
+    """Something that lets workers in while the sender lives."""
+
+    def start(self) -> None:
+        """Begin to listen."""
+
+    def close(self) -> None:
+        """Stop, and free everything."""
+
+
+class WeightSyncScheme(ABC):
+    """Keeps one model of many workers equal to one model of a trainer.
+
+    Call sequence, on the sender (trainer) and on each receiver (worker):
+
+    1. ``init_on_sender(...)``: local; nothing is communicated.
+    2. The scheme is pickled to each worker, which calls ``init_on_receiver(...)``: local too.
+    3. ``connect()`` on both sides: blocks until both are there; the worker then has the sender's weights.
+    4. ``send()`` on the sender, as often as wanted; receivers apply it in the background, between
+       forward passes. ``receive()`` on a receiver waits for the next update.
+    5. ``shutdown()`` on both, or use the scheme as a context manager.
+
+    A subclass writes :meth:`create_transport`; see ``examples/custom_scheme.py``.
+
+    Args:
+        strategy: ``"tensordict"``, ``"state_dict"`` or a :class:`~weight_update.WeightStrategy`.
+        sync: whether ``send()`` waits until all workers have applied the update. If False it returns at
+            once, the newest version wins, and an error of an earlier update is raised by a later call.
+        timeout: seconds that ``send()`` waits for workers, and a worker for its forward pass to end.
+        connect_timeout: seconds that ``connect()`` waits for the other side.
+        stable_addresses: receivers copy into their tensors instead of pointing them at received memory;
+            needed where addresses were captured, as by CUDA graphs.
+
+    Attributes:
+        last_report: the :class:`~weight_update.SyncReport` of the last update sent; None before.
+        worker_alive: set it to a function of the worker index if you can tell whether a worker's process
+            lives; ``connect()`` then need not wait for the dead.
+        group: name shared by schemes whose models one worker holds and that are updated together by
+            :func:`~weight_update.send_together`; set by :func:`~weight_update.group_schemes`.
+    """
+
+    def __init__(
+        self,
+        strategy: str | WeightStrategy = "tensordict",
+        sync: bool = True,
+        *,
+        timeout: float = 60.0,
+        connect_timeout: float = 120.0,
+        stable_addresses: bool = False,
+    ) -> None:
+        for name, seconds in (("timeout", timeout), ("connect_timeout", connect_timeout)):
+            if not seconds > 0:
+                raise ValueError(f"{name} is a positive number of seconds, got {seconds!r}")
+        self.strategy = resolve_strategy(strategy)
+        self.sync = sync
+        self.timeout, self.connect_timeout = timeout, connect_timeout
+        self.stable_addresses = stable_addresses
+        self.model_id: str | None = None
+        self.group: str | None = None
+        self._token = secrets.token_hex(16)
+        self._reset()
+
+    def _forget_parent(self) -> None:
+        """In a forked child: give up the parent's side, which came along without being asked."""
+        if self._owner != os.getpid():
+            if self._finalizer is not None:
+                self._finalizer.detach()
+            self._reset()
+
+    def _reset(self) -> None:
+        """All that one process knows and another must not inherit."""
+        self.last_report: SyncReport | None = None
+        self.worker_alive: Callable[[int], bool] | None = None
+        self._sources: Sources | None = None
+        self._sender: Sender | None = None
+        self._receiver: Receiver | None = None
+        self._worker_idx: int | None = None
+        self._model: Any = None
+        self._context: weakref.ref[Any] | None = None
+        self._receiving = False
+        self._connected = False
+        self._link: TransportBackend | None = None
+        self._unchecked: list[SendHandle] = []
+        self._door: Door | None = None
+        self._owner = os.getpid()
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._sending = threading.Lock()
+
+    # -- for subclasses ----------------------------------------------------------------------------
+
+    @abstractmethod
+    def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
+        """One end of the link to a worker. Called at initialization; must not communicate.
+
+        Args:
+            worker_idx: which worker.
+            end: ``"sender"`` in the trainer, ``"receiver"`` in the worker.
+        """
+
+    def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
+        """The sender's end of all links; the default creates one transport for each worker.
+
+        What workers need to find the sender goes into attributes of self; a listener goes into
+        ``self._door``, which is started in :meth:`connect` and closed in :meth:`shutdown`.
+
+        Args:
+            workers: indices.
+            ctx: a multiprocessing context, or None.
+        """
+        del ctx
+        return {idx: self.create_transport(worker_idx=idx, end="sender") for idx in workers}
+
+    # -- phase 1: local ----------------------------------------------------------------------------
+
+    def init_on_sender(
+        self,
+        *,
+        model_id: str | None = None,
+        context: Any = None,
+        model: Any = None,
+        weights: Any = None,
+        params_map: Mapping[int, Any] | None = None,
+        devices: Sequence[torch.device | str | None] | None = None,
+        device_map_fn: DeviceMap | None = None,
+        num_workers: int | None = None,
+        ctx: Any = None,
+    ) -> None:
+        """Set up the sender. Nothing is communicated.
+
+        Give exactly one source of weights: ``context`` (with ``model_id``), ``model``, ``weights`` or
+        ``params_map``; and for ``model`` and ``weights`` the number of workers, by ``devices`` or
+        ``num_workers``.
+
+        Args:
+            model_id: name of the model, e.g. ``"policy"``.
+            context: a collector; it knows the model and its workers. Only a weak reference is kept.
+            model: module whose weights ``send()`` reads.
+            weights: TensorDict, dict or callable that ``send()`` reads.
+            params_map: weights for each worker index.
+            devices: device of each worker.
+            device_map_fn: called as ``device_map_fn(worker_idx, weights)`` for each worker and update; what
+                it returns is sent to that worker.
+            num_workers: number of workers.
+            ctx: multiprocessing context that the workers are started with.
+
+        Raises:
+            ValueError: the arguments contradict each other, are too few, or the scheme was initialized.
+            TypeError: the model of the context has no weights.
+            NotEnoughMemoryError: shared memory for the model does not fit on this machine.
+        """
+        self._forget_parent()
+        if self.initialized_on_sender or self.initialized_on_receiver:
+            raise LifecycleError("this scheme is initialized already; use one scheme for each model")
+        register_with_torchrl(WeightSyncScheme)
+        sources = Sources.of(
+            context=context,
+            model_id=model_id,
+            model=model,
+            weights=weights,
+            params_map=params_map,
+            devices=devices,
+            device_map_fn=device_map_fn,
+            num_workers=num_workers,
+        )
+        workers = sorted(sources.by_worker)
+        schemas: dict[int, WeightSchema] = {}
+        known: dict[int, WeightSchema] = {}
+        for idx, named in sources.read(self.strategy, None, workers).items():
+            if id(named) not in known:
+                known[id(named)] = WeightSchema.of(named.tensors)
+            schemas[idx] = known[id(named)]
+        links = self.open_sender(workers, ctx)
+        try:
+            sender = Sender(links, schemas, self.strategy, self._token, self.timeout)
+        except BaseException:
+            _close_all(*links.values(), self._door)
+            raise
+        self.model_id, self.context = model_id, context
+        self._sources, self._sender = sources, sender
+        self._finalizer = weakref.finalize(self, _close_all, sender, self._door)
+
+    def init_on_receiver(
+        self,
+        *,
+        model_id: str | None = None,
+        context: Any = None,
+        model: Any = None,
+        worker_idx: int | None = None,
+    ) -> None:
+        """Set up a receiver. Nothing is communicated.
+
+        Args:
+            model_id: name of the model in the context.
+            context: a collector that has the model, and its index as ``worker_idx``.
+            model: module, TensorDict or dict to keep current; None keeps weights for :meth:`receive` only.
+            worker_idx: index of this worker; may also be given to :meth:`connect`.
+
+        Raises:
+            LifecycleError: this very object is the sender, or is initialized already.
+        """
+        self._forget_parent()
+        if self.initialized_on_sender or self.initialized_on_receiver:
+            raise LifecycleError(
+                "this scheme is initialized already; give each receiver its own copy (a scheme that is "
+                "pickled, as by passing it to a process, arrives fresh)"
+            )
+        if context is not None and model is None:
+            if model_id is None:
+                raise ValueError("init_on_receiver(context=...) needs model_id as well")
+            model = resolve_model(context, model_id)
+        if worker_idx is None:
+            worker_idx = getattr(context, "worker_idx", None)
+        self.model_id, self.context = model_id, context
+        self._model, self._worker_idx = model, worker_idx
+        self._receiving = True
+
+    # -- phase 2: rendezvous -----------------------------------------------------------------------
+
+    def connect(
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Wait for the other side; returns when the workers have the first weights.
+
+        Args:
+            worker_idx: receiver: its index, if ``init_on_receiver`` was not told.
+            weights: sender: first weights, if not those of its source.
+            timeout: seconds; None takes the scheme's ``connect_timeout``.
+
+        Raises:
+            LifecycleError: called before initialization, or connected already.
+            SchemaMismatchError: the two models differ; raised on both sides, which may then try again.
+            SyncTimeoutError: the other side did not come in time; the message says who.
+            SyncFailedError: sender: workers died or failed; it names them.
+            TransportError: receiver: the sender is gone or refuses this worker.
+        """
+        limit = self.connect_timeout if timeout is None else timeout
+        if self._connected:
+            raise LifecycleError("this scheme is connected already")
+        if self._sender is not None:
+            self._connect_sender(self._sender, worker_idx, weights, limit)
+        elif self._receiving:
+            self._connect_receiver(worker_idx, weights, limit)
+        else:
+            raise LifecycleError("call init_on_sender() or init_on_receiver() before connect()")
+        self._connected = True
+
+    def _connect_sender(self, sender: Sender, worker_idx: int | None, weights: Any, limit: float) -> None:
+        if worker_idx is not None:
+            raise LifecycleError("connect(worker_idx=...) is for receivers")
+        assert self._sources is not None
+        if self._door is not None:
+            self._door.start()
+        named = self._sources.read(self.strategy, weights, sender.workers)
+        self.last_report = sender.connect(named, limit, self.worker_alive)
+
+    def _connect_receiver(self, worker_idx: int | None, weights: Any, limit: float) -> None:
+        if weights is not None:
+            raise LifecycleError("connect(weights=...) is for the sender")
+        idx = self._worker_idx if worker_idx is None else worker_idx
+        if idx is None:
+            raise ValueError("a receiver needs worker_idx, in init_on_receiver() or connect()")
+        self._worker_idx = idx
+        myself = weakref.ref(self)
+        link, self._link = self._link or self.create_transport(worker_idx=idx, end="receiver"), None
+        receiver = Receiver(
+            link=link,
+            strategy=self.strategy,
+            gate=shared_gate(self.group),
+            model=self._model,
+            worker=idx,
+            token=self._token,
+            stable_addresses=self.stable_addresses,
+            timeout=self.timeout,
+            on_switched=lambda version: _on_switched(myself),
+            on_applied=lambda version, named: _on_applied(myself, named),
+        )
+        try:
+            receiver.connect(limit)
+        except (TransportError, FormatError):
+            receiver.close()
+            raise
+        except BaseException:
+            receiver.abandon()  # the link is fine: it is for the next attempt
+            self._link = link
+            self._finalizer = weakref.finalize(self, link.close)
+            raise
+        receiver.mark_returned()
+        receiver.start()
+        self._receiver = receiver
+        self._finalizer = weakref.finalize(self, receiver.close)
+
+    # -- phase 3: updates --------------------------------------------------------------------------
+
+    def send(self, weights: Any = None, worker_ids: Any = None) -> SyncReport:
+        """Send weights to workers and, if ``sync``, wait until they have applied them.
+
+        Args:
+            weights: module, TensorDict, dict, callable or name of a model in the context; a dict of worker
+                indices for different weights each; None reads the source given to ``init_on_sender``.
+            worker_ids: index, device, or a list of them; None sends to all.
+
+        Returns:
+            the report of this update; with ``sync=False``, what is known of it so far.
+
+        Raises:
+            LifecycleError: not a connected sender.
+            NothingToSendError: no weights were given and the sender has no source.
+            UnknownWorkerError: ``worker_ids`` names a worker that does not exist.
+            SchemaMismatchError: the weights are not those agreed on in ``connect``; nothing was sent.
+            SyncFailedError: workers failed, died or were late; it names them, and all others have it.
+        """
+        if self.sync:
+            return self.send_async(weights, worker_ids).wait()
+        handle = self.send_async(weights, worker_ids)
+        earlier = self._unchecked[-_REMEMBERED:]
+        bad = next((one for one in earlier if one.failures()), None)
+        self._unchecked = [one for one in earlier if one is not bad and not one.done()] + [handle]
+        if bad is not None:
+            raise failed(bad.version, bad.failures(), bad.report)
+        return handle.report
+
+    def send_async(self, weights: Any = None, worker_ids: Any = None) -> SendHandle:
+        """As :meth:`send`, but returns at once; the weights may be changed when it returns.
+
+        A worker that is still busy with an earlier version gets the newest one when it is done; those in
+        between are dropped.
+
+        Returns:
+            a handle with ``version``, ``done()`` and ``wait(timeout) -> SyncReport``.
+        """
+        return self._publish(weights, worker_ids)
+
+    def stage(self, weights: Any, worker_ids: Any, step: str) -> SendHandle:
+        """First half of :func:`~weight_update.send_together`: workers keep it until told to apply it."""
+        return self._publish(weights, worker_ids, commit=False, group=step)
+
+    def _publish(self, weights: Any, worker_ids: Any, **how: Any) -> SendHandle:
+        sender = self._require_sender()
+        with self._sending:
+            start = time.perf_counter()
+            named = self._read(weights, worker_ids)
+            extract = time.perf_counter() - start
+            handle = sender.publish(named, **how)
+            handle.report.seconds = {"extract": extract, **handle.report.seconds}
+            self.last_report = handle.report
+        return handle
+
+    def prepare_weights(self, weights: Any = None) -> Any:
+        """The weights that ``send(weights)`` would send, in the format of the strategy."""
+        named = self._read(weights, None)
+        return self.strategy.export(next(iter(named.values())))
+
+    def receive(self, timeout: float | None = None) -> Any | None:
+        """Wait for the next update to be applied.
+
+        Args:
+            timeout: seconds; None waits as long as the sender lives, 0 only looks.
+
+        Returns:
+            the weights now in force, in the format of the strategy (live tensors of the model, or copies
+            where the receiver has none), or None when no new version came in time.
+
+        Raises:
+            LifecycleError: not a connected receiver.
+            TransportError: the sender is gone.
+        """
+        return self._require_receiver().receive(timeout)
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Write weights into the receiver's model, between forward passes; no version is counted.
+
+        Raises:
+            LifecycleError: not a receiver, or it has no model.
+            SchemaMismatchError: they do not fit; nothing was written.
+        """
+        if not self._receiving:
+            raise LifecycleError("apply_weights() is for receivers; call init_on_receiver() first")
+        if self._model is None:
+            raise LifecycleError("this receiver has no model")
+        if self._receiver is None:
+            self.strategy.apply_weights(self._model, weights, inplace)
+        else:
+            self._receiver.gate.run(
+                lambda: self.strategy.apply_weights(self._model, weights, inplace), self.timeout
+            )
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """On a receiver: no update lands inside this context; updates that come wait for its end.
+
+        Forward passes of the model hold by themselves; use this around several of them, or where parts of
+        the model are called on their own.
+        """
+        with self._require_receiver().gate.hold():
+            yield
+
+    def guarded(self, function: _F) -> _F:
+        """``function``, holding during each call; for policies whose own hooks cannot run.
+
+        The hooks that hold during forward passes of the model are taken off: compile or capture the model
+        after this.
+        """
+        receiver = self._require_receiver()
+        receiver.guard_outside()
+
+        def held(*args: Any, **kwargs: Any) -> Any:
+            with receiver.gate.hold():
+                return function(*args, **kwargs)
+
+        return held  # type: ignore[return-value]
+
+    # -- state -------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int | None:
+        """Sender: the last version that a worker applied. Receiver: the one in force. None before."""
+        side = self._sender or self._receiver
+        return None if side is None else side.version
+
+    @property
+    def worker_versions(self) -> dict[int, int | None]:
+        """Sender: the version each worker has applied; None for a worker that is not connected."""
+        return self._sender.worker_versions if self._sender is not None else {}
+
+    @property
+    def initialized_on_sender(self) -> bool:
+        """Whether this object was initialized as a sender, in this process."""
+        return self._sender is not None and self._owner == os.getpid()
+
+    @property
+    def initialized_on_receiver(self) -> bool:
+        """Whether this object was initialized as a receiver, in this process."""
+        return self._receiving and self._owner == os.getpid()
+
+    @property
+    def synchronized_on_sender(self) -> bool:
+        """Whether ``connect()`` succeeded on the sender."""
+        return self.initialized_on_sender and self._connected
+
+    @property
+    def synchronized_on_receiver(self) -> bool:
+        """Whether ``connect()`` succeeded on the receiver."""
+        return self.initialized_on_receiver and self._connected
+
+    @property
+    def strategy_str(self) -> str:
+        """The format of the strategy: ``"tensordict"`` or ``"state_dict"``."""
+        return self.strategy.extract_as
+
+    @property
+    def context(self) -> Any | None:
+        """The context, if it still exists."""
+        return None if self._context is None else self._context()
+
+    @context.setter
+    def context(self, context: Any) -> None:
+        self._context = None if context is None else weakref.ref(context)
+
+    @property
+    def worker_idx(self) -> int | None:
+        """Index of this receiver; None on a sender."""
+        return self._worker_idx
+
+    @property
+    def model(self) -> Any | None:
+        """Receiver: the model kept current. Sender: the model that ``send()`` reads, if it is one."""
+        if self._sources is not None:
+            first = next(iter(self._sources.by_worker.values()))
+            return first() if isinstance(first, ModelOf) else first
+        return self._model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        self._model = model
+        if self._receiver is not None:
+            self._receiver.bind(model)
+
+    @property
+    def weights(self) -> Any | None:
+        """The weights now: those in force on a receiver, those of the source on a sender."""
+        if self._receiver is not None:
+            return self.strategy.export(self._receiver.weights())
+        return None if self._sources is None else self.prepare_weights()
+
+    # -- end ---------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """End all threads and free all memory; calling it twice is fine. Models keep their weights."""
+        if self._owner == os.getpid() and self._finalizer is not None:
+            self._finalizer()
+        self._connected = False
+
+    def __enter__(self) -> WeightSyncScheme:
+        """The scheme itself; ``shutdown()`` is called at the end."""
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """See :meth:`shutdown`."""
+        self.shutdown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a worker needs: options, token and addresses; no models, links or threads."""
+        fresh = object.__new__(type(self))
+        fresh._reset()
+        return {name: value for name, value in self.__dict__.items() if name not in fresh.__dict__}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Inverse of :meth:`__getstate__`."""
+        self.__dict__.update(state)
+        self._reset()
+
+    # -- insides -----------------------------------------------------------------------------------
+
+    def _read(self, weights: Any, worker_ids: Any) -> dict[int, NamedWeights]:
+        self._require_sender()
+        assert self._sources is not None
+        if isinstance(weights, str):
+            if self.context is None:
+                raise ValueError(f"weights={weights!r} names a model, but there is no context to find it in")
+            weights = resolve_path(self.context, weights)
+        workers = self._sources.select(worker_ids, weights)
+        return self._sources.read(self.strategy, weights, workers)
+
+    def _require_sender(self) -> Sender:
+        if self._sender is None:
+            raise LifecycleError("this is not a sender; call init_on_sender() first")
+        if not self._sender.serving:  # connect() may have failed for some workers: the others are there
+            ended = self._finalizer is not None and not self._finalizer.alive
+            cure = "was shut down; make a new scheme" if ended else "is not connected; call connect() first"
+            raise LifecycleError(f"the sender {cure}")
+        return self._sender
+
+    def _require_receiver(self) -> Receiver:
+        if self._receiver is None:
+            raise LifecycleError(
+                "this is not a connected receiver; call init_on_receiver() and connect() first"
+            )
+        return self._receiver
+
+
+def _close_all(*parts: Sender | TransportBackend | Door | None) -> None:
+    for part in parts:
+        if part is not None:
+            part.close()
+
+
+def _on_switched(scheme: weakref.ref[WeightSyncScheme]) -> None:
+    me = scheme()
+    context = None if me is None else me.context
+    if context is not None:
+        count_update(context)
+
+
+def _on_applied(scheme: weakref.ref[WeightSyncScheme], named: NamedWeights) -> None:
+    me = scheme()
+    context = None if me is None else me.context
+    if me is not None and context is not None:
+        cascade(context, me.model_id or "policy", lambda: me.strategy.export(named))

@@ -1,0 +1,106 @@
+"""All that a scheme asks of its context, usually a collector of TorchRL. Nothing else touches one.
+
+A context may offer, all optional:
+
+- ``get_model(model_id)``: the model of that name; without it, ``model_id`` is looked up as a path of
+  attributes and subscripts such as ``"env.transform[0]"``.
+- ``num_workers``, ``policy_device`` (one or a list), ``policy_factory`` (a list): what a sender with
+  several workers needs to know.
+- ``increment_version()``: called once an update, when it becomes visible.
+- ``update_policy_weights_(model_id=..., policy_or_weights=...)``: called after an update if the context
+  has weight sync schemes of its own, so that the update reaches the workers of this worker.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+import torch
+
+__all__ = [
+    "cascade",
+    "count_update",
+    "devices_of",
+    "factories_of",
+    "register_with_torchrl",
+    "resolve_model",
+]
+
+_STEP = re.compile(r"\.?([^.\[\]]+)|\[([^\]]+)\]")
+
+
+def resolve_model(context: Any, model_id: str) -> Any:
+    """The model called ``model_id`` in ``context``.
+
+    Raises:
+        AttributeError: there is none; the message names the path.
+    """
+    if hasattr(context, "get_model"):
+        return context.get_model(model_id)
+    return resolve_path(context, model_id)
+
+
+def resolve_path(root: Any, path: str) -> Any:
+    """Follow a path such as ``"env.transform[0]"`` or ``"models['actor']"``.
+
+    Raises:
+        AttributeError: a step does not exist.
+    """
+    found = root
+    for name, subscript in _STEP.findall(path):
+        try:
+            if name:
+                found = getattr(found, name)
+            else:
+                key = subscript.strip("'\"")
+                found = found[int(key) if key.lstrip("-").isdigit() else key]
+        except (AttributeError, LookupError, TypeError) as error:
+            raise AttributeError(f"no {path!r} in {type(root).__name__}: {error}") from None
+    return found
+
+
+def devices_of(context: Any) -> list[torch.device | None]:
+    """The policy device of each worker of ``context``; one entry when it does not say."""
+    devices = getattr(context, "policy_device", None)
+    if isinstance(devices, (list, tuple)):
+        return list(devices)
+    return [devices] * int(getattr(context, "num_workers", None) or 1)
+
+
+def factories_of(context: Any) -> list[Any]:
+    """The policy factories of ``context``, one for each worker; empty if it has none."""
+    factories = getattr(context, "policy_factory", None)
+    if factories is None:
+        return []
+    factories = list(factories) if isinstance(factories, (list, tuple)) else [factories]
+    return factories if any(factory is not None for factory in factories) else []
+
+
+def count_update(context: Any) -> None:
+    """Raise the policy version of a context that counts updates itself."""
+    if not _has_own_schemes(context) and hasattr(context, "increment_version"):
+        context.increment_version()
+
+
+def cascade(context: Any, model_id: str, weights: Any) -> None:
+    """Pass weights on to the workers of a context that has workers of its own.
+
+    Workers that are still to connect get them when they do.
+    """
+    if _has_own_schemes(context):
+        scheme = context._weight_sync_schemes.get(model_id)
+        if scheme is None or scheme.synchronized_on_sender:
+            context.update_policy_weights_(model_id=model_id, policy_or_weights=weights())
+
+
+def _has_own_schemes(context: Any) -> bool:
+    return bool(getattr(context, "_weight_sync_schemes", None))
+
+
+def register_with_torchrl(cls: type) -> None:
+    """Let TorchRL's collectors accept our schemes: they check for their own abstract base class."""
+    module = sys.modules.get("torchrl.weight_update")
+    if module is not None:
+        module.WeightSyncScheme.register(cls)

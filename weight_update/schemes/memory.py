@@ -1,0 +1,32 @@
+"""Receivers in the sender's own process, for threads, tests and single-process programs."""
+
+from __future__ import annotations
+
+from weight_update.errors import LifecycleError
+from weight_update.schemes.base import End, WeightSyncScheme
+from weight_update.transports.base import TransportBackend
+from weight_update.transports.memory import MemoryTransport
+
+__all__ = ["MemoryWeightSyncScheme"]
+
+_waiting: dict[tuple[str, int], MemoryTransport] = {}
+
+
+class MemoryWeightSyncScheme(WeightSyncScheme):
+    """Sender and receivers are threads of one process.
+
+    Give each receiver a copy of the scheme (``copy.copy(scheme)``) after ``init_on_sender()``.
+    """
+
+    def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
+        """See :meth:`WeightSyncScheme.create_transport`."""
+        key = (self._token, worker_idx)
+        if end == "sender":
+            mine, _waiting[key] = MemoryTransport.pair()
+            return mine
+        try:
+            return _waiting[key]
+        except KeyError:
+            raise LifecycleError(
+                f"no link for worker {worker_idx}: the sender is not in this process, or not initialized"
+            ) from None

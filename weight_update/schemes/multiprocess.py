@@ -1,0 +1,63 @@
+"""Multiprocessing queues: for workers started with ``multiprocessing`` by the sender."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch.multiprocessing as mp
+
+from weight_update.errors import LifecycleError
+from weight_update.schemes.base import End, WeightSyncScheme
+from weight_update.strategy import WeightStrategy
+from weight_update.transports.base import TransportBackend
+from weight_update.transports.multiprocess import MPTransport
+
+__all__ = ["MultiProcessWeightSyncScheme"]
+
+
+class MultiProcessWeightSyncScheme(WeightSyncScheme):
+    """Each worker has a queue for weights and one for answers.
+
+    An update is one item of the queue, however many tensors it carries: the item names a flat buffer that
+    the worker maps. The queues travel with the scheme when it is passed to a process being started.
+
+    Args:
+        strategy: see :class:`WeightSyncScheme`.
+        sync: see :class:`WeightSyncScheme`.
+        directory: where buffers lie, as in :class:`SharedMemWeightSyncScheme`.
+        options: the other options of :class:`WeightSyncScheme`.
+    """
+
+    def __init__(
+        self,
+        strategy: str | WeightStrategy = "tensordict",
+        sync: bool = True,
+        *,
+        directory: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(strategy, sync, **options)
+        self.directory = directory
+        self._queues: dict[int, tuple[Any, Any]] = {}
+        self._sender_pid = 0
+
+    def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
+        """See :meth:`WeightSyncScheme.open_sender`."""
+        ctx = ctx or mp.get_context()
+        self._sender_pid = os.getpid()
+        self._queues = {idx: (ctx.Queue(), ctx.Queue()) for idx in workers}
+        return super().open_sender(workers, ctx)
+
+    def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
+        """See :meth:`WeightSyncScheme.create_transport`."""
+        if worker_idx not in self._queues:
+            raise LifecycleError(
+                f"no queues for worker {worker_idx}; pass the scheme to the worker's process after "
+                "init_on_sender()"
+            )
+        link = MPTransport(*self._queues[worker_idx], end=end, directory=self.directory)
+        if end == "receiver":
+            link.watch(self._sender_pid)
+        return link

@@ -1,0 +1,65 @@
+"""The scheme that does nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weight_update.errors import LifecycleError
+from weight_update.report import SyncReport
+from weight_update.schemes.base import End, WeightSyncScheme
+from weight_update.schemes.context import register_with_torchrl
+from weight_update.strategy import WeightStrategy
+from weight_update.transports.base import TransportBackend
+
+__all__ = ["NoWeightSyncScheme"]
+
+
+class NoWeightSyncScheme(WeightSyncScheme):
+    """For models that need no synchronization: every call succeeds at once and does nothing."""
+
+    def __init__(self, strategy: str | WeightStrategy = "tensordict", sync: bool = True) -> None:
+        super().__init__(strategy, sync)
+        self._end: End | None = None
+
+    def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
+        """There is none.
+
+        Raises:
+            LifecycleError: always.
+        """
+        raise LifecycleError("NoWeightSyncScheme has no transport")
+
+    def init_on_sender(self, *, model_id: str | None = None, **ignored: Any) -> None:
+        """Remember to be a sender; arguments are ignored."""
+        register_with_torchrl(WeightSyncScheme)
+        self.model_id, self._end = model_id, "sender"
+
+    def init_on_receiver(self, *, model_id: str | None = None, **ignored: Any) -> None:
+        """Remember to be a receiver; arguments are ignored."""
+        self.model_id, self._end = model_id, "receiver"
+
+    @property
+    def initialized_on_sender(self) -> bool:
+        """Whether ``init_on_sender`` was called last."""
+        return self._end == "sender"
+
+    @property
+    def initialized_on_receiver(self) -> bool:
+        """Whether ``init_on_receiver`` was called last."""
+        return self._end == "receiver"
+
+    def connect(self, **ignored: Any) -> None:
+        """Return at once."""
+        self._connected = True
+
+    def send(self, weights: Any = None, worker_ids: Any = None) -> SyncReport:
+        """Send nothing."""
+        return SyncReport(0, "none")
+
+    def receive(self, timeout: float | None = None) -> Any | None:
+        """Receive nothing, at once."""
+        return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As any scheme: the copy is not initialized."""
+        return {**super().__getstate__(), "_end": None}

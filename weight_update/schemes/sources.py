@@ -1,0 +1,224 @@
+"""Where a sender reads weights from, and for which worker."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from weight_update.errors import NothingToSendError, UnknownWorkerError
+from weight_update.schemes.context import devices_of, factories_of, resolve_model
+from weight_update.strategy import NamedWeights, WeightStrategy
+
+__all__ = ["ModelOf", "Sources"]
+
+DeviceMap = Callable[[int, Any], Any]
+
+
+class ModelOf:
+    """The model of that name in a context, looked up anew at each call; the context may go away."""
+
+    def __init__(self, context: Any, model_id: str) -> None:
+        self._context, self._model_id = weakref.ref(context), model_id
+
+    def __call__(self) -> Any:
+        """The model.
+
+        Raises:
+            NothingToSendError: the context is gone.
+        """
+        context = self._context()
+        if context is None:
+            raise NothingToSendError(f"the context of {self._model_id!r} no longer exists")
+        return resolve_model(context, self._model_id)
+
+
+@dataclass
+class Sources:
+    """What each worker gets when ``send`` is called without weights.
+
+    Attributes:
+        by_worker: the source of each worker, or None where there is none; workers may share one.
+        devices: the device of each worker, where known.
+        device_map: applied to the source for each worker, if given.
+    """
+
+    by_worker: dict[int, Any]
+    devices: dict[int, torch.device | None]
+    device_map: DeviceMap | None = None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        context: Any,
+        model_id: str | None,
+        model: Any,
+        weights: Any,
+        params_map: Mapping[int, Any] | None,
+        devices: Sequence[torch.device | str | None] | None,
+        device_map_fn: DeviceMap | None,
+        num_workers: int | None,
+    ) -> Sources:
+        """Read the arguments of ``init_on_sender``; see there.
+
+        Raises:
+            ValueError: they contradict each other or are too few; the message says which.
+            TypeError: the model of the context is not a module.
+        """
+        given = {
+            "context": context,
+            "model": model,
+            "weights": weights,
+            "params_map": params_map,
+        }
+        names = [name for name, value in given.items() if value is not None]
+        if len(names) != 1:
+            raise ValueError(
+                "give init_on_sender exactly one of context (with model_id), model, weights or params_map; "
+                f"got {' and '.join(names) or 'none'}"
+            )
+        if params_map is not None:
+            _only(names[0], devices=devices, device_map_fn=device_map_fn, num_workers=num_workers)
+            return cls._of_map(params_map)
+        if context is not None:
+            _only(names[0], devices=devices, device_map_fn=device_map_fn)
+            return cls._of_context(context, model_id, num_workers)
+        source = model if model is not None else weights
+        return cls._of_source(source, devices, device_map_fn, num_workers)
+
+    @classmethod
+    def _of_map(cls, params_map: Mapping[int, Any]) -> Sources:
+        if not params_map or not all(isinstance(idx, int) for idx in params_map):
+            raise ValueError("params_map maps worker indices (int) to weights, for at least one worker")
+        return cls(dict(params_map), dict.fromkeys(params_map))
+
+    @classmethod
+    def _of_context(cls, context: Any, model_id: str | None, num_workers: int | None) -> Sources:
+        if model_id is None:
+            raise ValueError("init_on_sender(context=...) needs model_id as well")
+        devices = devices_of(context)
+        if num_workers is not None and num_workers != len(devices):
+            devices = [devices[0] if len(set(devices)) == 1 else None] * num_workers
+        workers = dict(enumerate(devices))
+        factories = factories_of(context)
+        model = _model_or_none(context, model_id)
+        if model is None and model_id == "policy" and factories:
+            if all(factory is factories[0] for factory in factories):
+                model = factories[0]()
+            else:
+                return cls({idx: factories[idx]() for idx in workers}, workers)
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"{model_id!r} of {type(context).__name__} is a {type(model).__name__}, not an nn.Module; "
+                "policies without parameters need no scheme"
+            )
+        if _model_or_none(context, model_id) is model:
+            model = ModelOf(context, model_id)
+        return cls(dict.fromkeys(workers, model), workers)
+
+    @classmethod
+    def _of_source(
+        cls,
+        source: Any,
+        devices: Sequence[torch.device | str | None] | None,
+        device_map_fn: DeviceMap | None,
+        num_workers: int | None,
+    ) -> Sources:
+        if devices is None and num_workers is None:
+            raise ValueError("init_on_sender needs the number of workers: give devices or num_workers")
+        if device_map_fn is not None and devices is not None:
+            raise ValueError("give either devices or device_map_fn, not both")
+        count = len(devices) if devices is not None else int(num_workers or 0)
+        if count < 1 or (num_workers is not None and num_workers != count):
+            raise ValueError(f"{num_workers=} does not go with {count} devices; at least one is needed")
+        places = [None if d is None else torch.device(d) for d in devices or [None] * count]
+        return cls(dict.fromkeys(range(count), source), dict(enumerate(places)), device_map_fn)
+
+    def read(self, strategy: WeightStrategy, weights: Any, workers: Sequence[int]) -> dict[int, NamedWeights]:
+        """The weights for each of ``workers``; those that get the same share one object.
+
+        Args:
+            strategy: how to read them.
+            weights: as given to ``send``; None for the sources of this object.
+            workers: indices.
+
+        Raises:
+            NothingToSendError: no weights were given and there is no source.
+            UnsupportedSourceError: the weights are of a type that cannot be read.
+        """
+        per_worker = is_per_worker(weights)
+        found: dict[int, Any] = {}
+        for idx in workers:
+            source = weights[idx] if per_worker else weights
+            source = self.by_worker[idx] if source is None else source
+            if source is None:
+                raise NothingToSendError(
+                    "send() without weights needs a model: give init_on_sender one, or give send() weights"
+                )
+            found[idx] = source
+        if self.device_map is not None:
+            found = {idx: self.device_map(idx, source) for idx, source in found.items()}
+        named = {id(source): strategy.named(source) for source in found.values()}
+        return {idx: named[id(source)] for idx, source in found.items()}
+
+    def select(self, worker_ids: Any, weights: Any) -> list[int]:
+        """Worker indices from what ``send`` was given as ``worker_ids`` and ``weights``.
+
+        Raises:
+            UnknownWorkerError: an index or device that no worker has.
+        """
+        known = sorted(self.by_worker)
+        chosen: list[int] = []
+        if worker_ids is None:
+            chosen = sorted(weights) if is_per_worker(weights) else known
+        else:
+            many = isinstance(worker_ids, (list, tuple, set, range))
+            for item in worker_ids if many else [worker_ids]:
+                chosen.extend(self._workers_of(item))
+        if not chosen:
+            raise UnknownWorkerError(f"worker_ids={worker_ids!r} names no worker (known workers: {known})")
+        lacking = [i for i in chosen if is_per_worker(weights) and i not in weights]
+        unknown = [i for i in chosen if i not in self.by_worker] + lacking
+        if unknown:
+            raise UnknownWorkerError(f"no weights or no such worker: {unknown} (known workers: {known})")
+        return list(dict.fromkeys(chosen))
+
+    def _workers_of(self, item: Any) -> list[int]:
+        if isinstance(item, (torch.device, str)):
+            try:
+                device = torch.device(item)
+            except RuntimeError:
+                raise UnknownWorkerError(f"{item!r} is neither a worker index nor a device") from None
+            matching = [idx for idx, place in self.devices.items() if place == device]
+            if not matching:
+                raise UnknownWorkerError(f"no worker on {device} (devices: {self.devices})")
+            return matching
+        return [int(item)]
+
+
+def is_per_worker(weights: Any) -> bool:
+    """Whether ``weights`` maps worker indices to weights."""
+    if not isinstance(weights, Mapping) or isinstance(weights, TensorDictBase):
+        return False  # a TensorDict is a Mapping too, but one without a truth value
+    return len(weights) > 0 and all(isinstance(key, int) for key in weights)
+
+
+def _model_or_none(context: Any, model_id: str) -> Any:
+    try:
+        return resolve_model(context, model_id)
+    except (ValueError, AttributeError):
+        if not factories_of(context):
+            raise
+        return None
+
+
+def _only(name: str, **others: Any) -> None:
+    extra = [other for other, value in others.items() if value is not None]
+    if extra:
+        raise ValueError(f"{' and '.join(extra)} cannot be given together with {name}")

@@ -1,0 +1,39 @@
+"""Contract tests for parts of your own: subclass one, say how to build the part, run pytest.
+
+::
+
+    from weight_update.testing import SchemeContract, TransportContract
+
+    class TestMyTransport(TransportContract):
+        def make_ends(self):
+            return my_link()                    # sender's end, receiver's end
+
+    class TestMyScheme(SchemeContract):
+        def make_scheme(self, **options):
+            return MyScheme(**options)
+
+This package needs pytest; nothing else of ``weight_update`` imports it.
+"""
+
+from weight_update.testing.encodings import EncodingContract
+from weight_update.testing.models import Zoo, fingerprint, mlp, random_bits, scramble
+from weight_update.testing.schemes import SchemeContract
+from weight_update.testing.strategies import StrategyContract
+from weight_update.testing.transports import TransportContract
+from weight_update.testing.workers import Body, Crew, Worker, WorkerDiedError
+
+__all__ = [
+    "Body",
+    "Crew",
+    "EncodingContract",
+    "SchemeContract",
+    "StrategyContract",
+    "TransportContract",
+    "Worker",
+    "WorkerDiedError",
+    "Zoo",
+    "fingerprint",
+    "mlp",
+    "random_bits",
+    "scramble",
+]

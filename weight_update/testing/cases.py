@@ -1,0 +1,67 @@
+"""What the tests of schemes share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from torch import nn
+
+from weight_update.schemes import WeightSyncScheme
+from weight_update.testing.models import fingerprint, mlp
+from weight_update.testing.workers import Crew, Method, context_of
+
+__all__ = ["Assemble", "SchemeCase", "assert_equal"]
+
+Assemble = Callable[..., Crew]
+
+
+class SchemeCase:
+    """How tests build a sender and its workers."""
+
+    method: Method = "fork"
+
+    def make_scheme(self, **options: Any) -> WeightSyncScheme:
+        """A fresh scheme; ``options`` are those of WeightSyncScheme."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def assemble(self) -> Iterator[Assemble]:
+        """A function that builds a :class:`Crew`; all are closed after the test.
+
+        Its arguments: ``source``, the sender's model; ``models``, one for each worker; ``options`` of the
+        scheme; ``connect``, whether to; all others go to ``init_on_sender``.
+        """
+        with ExitStack() as stack:
+
+            def build(
+                source: Any = None,
+                models: Sequence[Any] | None = None,
+                options: dict[str, Any] | None = None,
+                connect: bool = True,
+                **init: Any,
+            ) -> Crew:
+                models = [mlp(100), mlp(101)] if models is None else models
+                scheme = self.make_scheme(**{"timeout": 20.0, "connect_timeout": 30.0, **(options or {})})
+                if not init.keys() & {"params_map", "devices", "context"}:
+                    init["num_workers"] = len(models)
+                if source is not None:
+                    init["model"] = source
+                scheme.init_on_sender(ctx=context_of(self.method), **init)
+                crew = stack.enter_context(Crew(scheme, self.method))
+                for index, model in enumerate(models):
+                    crew.hire(index, model)
+                if connect:
+                    crew.connect()
+                return crew
+
+            yield build
+
+
+def assert_equal(crew: Crew, *expected: nn.Module) -> None:
+    """Every worker has exactly the weights of its model, or all those of the only one."""
+    strategy = crew.scheme.strategy
+    models = expected * len(crew.workers) if len(expected) == 1 else expected
+    assert crew.ask("fingerprint") == [fingerprint(model, strategy) for model in models]

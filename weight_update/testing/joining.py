@@ -1,0 +1,270 @@
+"""Contract of schemes: from initialization to the first weights."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from weight_update.errors import (
+    LifecycleError,
+    NothingToSendError,
+    SchemaMismatchError,
+    SyncTimeoutError,
+    TransportError,
+)
+from weight_update.report import SyncReport
+from weight_update.testing.cases import Assemble, SchemeCase, assert_equal
+from weight_update.testing.models import Zoo, fingerprint, mlp, scramble
+from weight_update.testing.workers import context_of
+
+__all__ = ["JoiningTests"]
+
+
+class Context:
+    """The least that a scheme needs to know a model and its workers."""
+
+    num_workers = 2
+
+    def __init__(self, model: nn.Module) -> None:
+        self.policy = model
+
+
+class JoiningTests(SchemeCase):
+    """Everything about ``init_on_sender``, ``init_on_receiver`` and ``connect``."""
+
+    def test_first_weights(self, assemble: Assemble) -> None:
+        """``connect`` gives version 0, bit for bit, and its report."""
+        source = Zoo(1)
+        crew = assemble(source, [Zoo(2), Zoo(3)])
+        assert_equal(crew, source)
+        assert crew.ask("version") == [0, 0]
+        assert crew.scheme.version == 0
+        assert crew.scheme.worker_versions == {0: 0, 1: 0}
+        assert isinstance(crew.scheme.last_report, SyncReport)
+        assert crew.scheme.last_report.version == 0
+
+    def test_nothing_happens_before_connect(self, assemble: Assemble) -> None:
+        """Initialization is local: workers keep their weights, and no version exists."""
+        crew = assemble(mlp(1), connect=False)
+        assert_equal(crew, mlp(100), mlp(101))
+        assert crew.ask("version") == [None, None]
+        assert crew.scheme.version is None
+        assert crew.ask("flags") == [state("receiver", connected=False)] * 2
+        crew.connect()
+        assert crew.ask("flags") == [state("receiver", connected=True)] * 2
+        assert flags_of(crew.scheme) == state("sender", connected=True)
+
+    def test_weights_are_read_at_connect(self, assemble: Assemble) -> None:
+        """What the trainer changes between initialization and ``connect`` is in the first weights."""
+        source = mlp(1)
+        crew = assemble(source, connect=False)
+        scramble(source, 2)
+        crew.connect()
+        assert_equal(crew, source)
+
+    def test_first_weights_given_to_connect(self, assemble: Assemble) -> None:
+        """``connect(weights=...)`` takes the place of the source, once."""
+        crew = assemble(mlp(1), connect=False)
+        for worker in crew.workers:
+            worker.post("connect")
+        crew.scheme.connect(weights=mlp(5))
+        for worker in crew.workers:
+            worker.answer()
+        assert_equal(crew, mlp(5))
+        crew.scheme.send()
+        assert_equal(crew, mlp(1))
+
+    @pytest.mark.parametrize("kind", ["tensordict", "dict", "callable"])
+    def test_other_sources(self, assemble: Assemble, kind: str) -> None:
+        """``weights=`` takes a TensorDict, a dict or a callable, live."""
+        source = mlp(1)
+        readers: dict[str, Callable[[Any], Any]] = {
+            "tensordict": torch.nn.Module.state_dict,
+            "dict": lambda model: dict(model.named_parameters()),
+            "callable": lambda model: lambda: model,
+        }
+        weights = readers[kind](source)
+        if kind == "tensordict":
+            from tensordict import TensorDict
+
+            weights = TensorDict.from_module(source)
+        crew = assemble(weights=weights)
+        assert_equal(crew, source)
+        scramble(source, 2)
+        crew.scheme.send()
+        assert_equal(crew, source)
+
+    def test_context(self, assemble: Assemble) -> None:
+        """A context names model and workers; only a weak reference to it is kept."""
+        source = mlp(1)
+        context = Context(source)
+        crew = assemble(context=context, model_id="policy")
+        assert_equal(crew, source)
+        assert crew.scheme.context is context
+        context.policy = mlp(3)
+        crew.scheme.send()
+        assert_equal(crew, mlp(3))
+        del context
+        gc.collect()
+        with pytest.raises(NothingToSendError):
+            crew.scheme.send()
+        assert crew.scheme.version == 1
+        crew.scheme.send(mlp(4))
+        assert_equal(crew, mlp(4))
+
+    def test_params_map(self, assemble: Assemble) -> None:
+        """Each worker has weights of its own."""
+        sources = {0: mlp(1), 1: mlp(2)}
+        crew = assemble(params_map=sources)
+        assert_equal(crew, mlp(1), mlp(2))
+        scramble(sources[1], 7)
+        crew.scheme.send()
+        assert_equal(crew, sources[0], sources[1])
+
+    def test_device_map_fn(self, assemble: Assemble) -> None:
+        """The function makes what each worker gets, at each update."""
+        source = mlp(1)
+        crew = assemble(source, device_map_fn=times_index)
+        for version in range(3):
+            crew.scheme.send()
+            for index, found in enumerate(crew.ask("fingerprint")):
+                assert found == fingerprint(times_index(index, source)), version
+            scramble(source, version, finite=True)
+
+    def test_devices(self, assemble: Assemble) -> None:
+        """``devices`` gives the number of workers."""
+        assert_equal(assemble(mlp(1), devices=["cpu", torch.device("cpu")]), mlp(1))
+
+    def test_index_given_to_connect(self, assemble: Assemble) -> None:
+        """A receiver may learn its index last."""
+        crew = assemble(mlp(1), [], connect=False, num_workers=1, devices=["cpu"])
+        worker = crew.hire(0, mlp(2), worker_idx=None)
+        with pytest.raises(ValueError, match="worker_idx"):
+            worker.call("connect")
+        worker.post("connect", worker_idx=0)
+        crew.scheme.connect()
+        worker.answer()
+        assert_equal(crew, mlp(1))
+
+    def test_mismatch(self, assemble: Assemble) -> None:
+        """Missing, unexpected and mis-shaped names are listed on both sides, which may try again."""
+        bad = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 2, bias=False), nn.Linear(1, 1))
+        crew = assemble(mlp(1), [mlp(2), bad], connect=False)
+        before = crew.workers[1].call("fingerprint")
+        errors = crew.try_connect()
+        for error in (errors[None], errors[1]):
+            assert isinstance(error, SchemaMismatchError), error
+            names = sorted(line.partition(":")[0] for line in error.problems)
+            assert names == ["0.weight", "2.bias", "3.bias", "3.weight"]
+        assert errors[0] is None
+        assert crew.workers[1].call("fingerprint") == before
+        crew.workers[1].call("replace_model", mlp(3))
+        crew.workers[1].post("connect")
+        crew.scheme.connect()
+        crew.workers[1].answer()
+        assert_equal(crew, mlp(1))
+        crew.scheme.send(mlp(4))
+        assert_equal(crew, mlp(4))
+
+    def test_nobody_comes(self, assemble: Assemble) -> None:
+        """A sender that waits in vain names those who did not come; a receiver fails too."""
+        crew = assemble(mlp(1), connect=False)
+        with pytest.raises(SyncTimeoutError, match=r"\[0, 1\]"):
+            crew.scheme.connect(timeout=0.3)
+        crew.connect()
+        assert_equal(crew, mlp(1))
+
+    def test_receiver_waits_in_vain(self, assemble: Assemble) -> None:
+        """A receiver whose sender does not connect gives up in time, and may try again."""
+        crew = assemble(mlp(1), connect=False)
+        with pytest.raises((SyncTimeoutError, TransportError)):
+            crew.workers[0].call("connect", timeout=0.3)
+        crew.connect()
+        assert_equal(crew, mlp(1))
+
+    def test_copies_are_fresh(self, assemble: Assemble) -> None:
+        """What reaches a worker knows options and addresses, and is not initialized."""
+        crew = assemble(mlp(1), connect=False)
+        fresh = copy.copy(crew.scheme)
+        assert flags_of(fresh) == dict.fromkeys(flags_of(fresh), False)
+        assert (fresh.timeout, fresh.strategy_str) == (20.0, crew.scheme.strategy_str)
+        with pytest.raises(LifecycleError):
+            fresh.send(mlp(1))
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            {"num_workers": 1},
+            {"model": mlp()},
+            {"model": mlp(), "num_workers": 0},
+            {"model": mlp(), "weights": mlp(), "num_workers": 1},
+            {"model": mlp(), "devices": ["cpu"], "num_workers": 2},
+            {"model": mlp(), "devices": ["cpu"], "device_map_fn": lambda index, weights: weights},
+            {"params_map": {}},
+            {"params_map": {"policy": mlp()}},
+            {"params_map": {0: mlp()}, "num_workers": 1},
+            {"context": Context(mlp())},
+        ],
+        ids=lambda arguments: " ".join(arguments),
+    )
+    def test_contradicting_arguments(self, arguments: dict[str, Any]) -> None:
+        """Too few or too many arguments are a ValueError, and the scheme can still be initialized."""
+        with self.make_scheme() as scheme:
+            with pytest.raises(ValueError, match=r"give|needs|maps|cannot|num_workers"):
+                scheme.init_on_sender(**arguments)
+            scheme.init_on_sender(model=mlp(), num_workers=1, ctx=context_of(self.method))
+            assert scheme.initialized_on_sender
+
+    def test_calls_out_of_order(self, assemble: Assemble) -> None:
+        """Every call in the wrong state is a LifecycleError that says what to do."""
+        scheme = self.make_scheme()
+        for call in (scheme.connect, scheme.send, scheme.receive, scheme.send_async):
+            with pytest.raises(LifecycleError, match="init_on_"):
+                call()
+        crew = assemble(mlp(1), connect=False)
+        with pytest.raises(LifecycleError, match="connect"):
+            crew.scheme.send()
+        for init in (crew.scheme.init_on_receiver, crew.scheme.init_on_sender):
+            with pytest.raises(LifecycleError, match="already"):
+                init(model=mlp(1))
+        with pytest.raises(LifecycleError):
+            crew.scheme.connect(worker_idx=0)
+        crew.connect()
+        wrong: list[Callable[[], Any]] = [
+            crew.scheme.connect,
+            crew.scheme.receive,
+            crew.scheme.hold().__enter__,
+        ]
+        for call_too_late in wrong:
+            with pytest.raises(LifecycleError):
+                call_too_late()
+        with pytest.raises(LifecycleError):
+            crew.scheme.apply_weights(mlp(1))
+        with pytest.raises(LifecycleError):
+            crew.workers[0].call("connect")
+
+
+def times_index(index: int, weights: Any) -> dict[str, torch.Tensor]:
+    """The weights of ``weights`` times the index of the worker."""
+    return {name: value.detach() * index for name, value in weights.named_parameters()}
+
+
+def flags_of(scheme: Any) -> dict[str, bool]:
+    """The four questions about the state of a scheme."""
+    ends = ("sender", "receiver")
+    return {f"{done}_on_{end}": getattr(scheme, f"{done}_on_{end}") for done in DONE for end in ends}
+
+
+def state(end: str, *, connected: bool) -> dict[str, bool]:
+    """What :func:`flags_of` should be."""
+    names = {f"{done}_on_{at}": at == end for done in DONE for at in ("sender", "receiver")}
+    return {name: value and (connected or name.startswith("init")) for name, value in names.items()}
+
+
+DONE = ("initialized", "synchronized")

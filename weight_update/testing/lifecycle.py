@@ -1,0 +1,84 @@
+"""Contract of schemes: how they end."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from weight_update.errors import LifecycleError, LinkClosedError, SyncFailedError, TransportError
+from weight_update.testing.cases import Assemble, SchemeCase, assert_equal
+from weight_update.testing.models import mlp
+from weight_update.testing.workers import context_of
+
+__all__ = ["LifecycleTests"]
+
+
+class LifecycleTests(SchemeCase):
+    """Everything about ``shutdown``, on either side."""
+
+    def test_shutdown_of_the_sender(self, assemble: Assemble) -> None:
+        """It may be called twice; workers keep their weights and are told."""
+        crew = assemble(mlp(1))
+        for _ in range(2):
+            crew.scheme.shutdown()
+            with pytest.raises(LifecycleError):
+                crew.scheme.send()
+        assert_equal(crew, mlp(1))
+        assert crew.ask("version") == [0, 0]
+        for worker in crew.workers:
+            with pytest.raises(TransportError):
+                worker.call("receive", 10.0)
+            worker.call("forward")
+
+    def test_shutdown_of_a_worker(self, assemble: Assemble) -> None:
+        """A worker that left is named by ``send``; the others get the update; it keeps its weights."""
+        crew = assemble(mlp(1))
+        for _ in range(2):
+            crew.workers[0].call("shutdown")
+        with pytest.raises(SyncFailedError, match="worker 0") as caught:
+            crew.scheme.send(mlp(2))
+        assert {index: type(error) for index, error in caught.value.failures.items()} == {0: LinkClosedError}
+        assert_equal(crew, mlp(1), mlp(2))
+        crew.scheme.send(mlp(3), worker_ids=1)
+        assert_equal(crew, mlp(1), mlp(3))
+        with pytest.raises((LifecycleError, TransportError)):
+            crew.workers[0].call("receive", 0)
+
+    def test_with_statement(self) -> None:
+        """Leaving the context shuts down, connected or not."""
+        with self.make_scheme() as scheme:
+            scheme.init_on_sender(model=mlp(1), num_workers=1, ctx=context_of(self.method))
+        with pytest.raises(LifecycleError):
+            scheme.send()
+        with self.make_scheme():
+            pass
+
+    def test_no_thread_is_left(self, assemble: Assemble) -> None:
+        """All threads of the library end with ``shutdown``."""
+        before = set(threading.enumerate())
+        crew = assemble(mlp(1))
+        crew.scheme.send(mlp(2))
+        assert ours(before)
+        crew.__exit__()
+        deadline = time.monotonic() + 10
+        while ours(before) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert ours(before) == []
+
+    def test_two_schemes_side_by_side(self, assemble: Assemble) -> None:
+        """Schemes of one process do not meet."""
+        first, second = assemble(mlp(1)), assemble(mlp(2))
+        first.scheme.send(mlp(3))
+        assert_equal(first, mlp(3))
+        assert_equal(second, mlp(2))
+        first.scheme.shutdown()
+        second.scheme.send(mlp(4))
+        assert_equal(second, mlp(4))
+
+
+def ours(before: set[threading.Thread]) -> list[str]:
+    """Names of threads of this library that were not there before."""
+    new = set(threading.enumerate()) - before
+    return sorted(thread.name for thread in new if thread.name.startswith("weight_update"))

@@ -1,0 +1,16 @@
+"""What every scheme must do; three groups of tests over real workers."""
+
+from __future__ import annotations
+
+from weight_update.testing.joining import JoiningTests
+from weight_update.testing.lifecycle import LifecycleTests
+from weight_update.testing.updating import UpdatingTests
+
+__all__ = ["SchemeContract"]
+
+
+class SchemeContract(JoiningTests, UpdatingTests, LifecycleTests):
+    """Tests of one scheme; subclass it and write ``make_scheme``.
+
+    Set ``method`` to ``"thread"`` for a scheme whose receivers live in the sender's process.
+    """

@@ -1,0 +1,287 @@
+"""Real workers for tests: a process or thread that holds one receiver and does what it is told.
+
+::
+
+    with Crew(scheme, method="fork") as crew:    # scheme: after init_on_sender()
+        for index in range(2):
+            crew.hire(index, model)              # starts the worker, init_on_receiver() with a copy of model
+        crew.connect()                           # connect() on both sides
+        scheme.send(...)
+        crew.workers[0].call("fingerprint")      # any method of Body, run in the worker
+
+Everything that passes between a test and its workers is pickled by value, so no memory is ever shared
+by way of the test itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import multiprocessing
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+import torch
+
+from weight_update.schemes import WeightSyncScheme
+from weight_update.testing.models import fingerprint
+
+__all__ = ["Body", "Crew", "Method", "Worker", "WorkerDiedError", "context_of"]
+
+Method = Literal["fork", "spawn", "thread"]
+
+ANSWER_SECONDS = 60.0
+"""How long a test waits for a worker's answer before it fails."""
+
+
+class WorkerDiedError(Exception):
+    """The worker is gone, or gave no answer in time."""
+
+
+class Body:
+    """What lives in the worker: a scheme, a model, and one method for each thing a test may ask."""
+
+    def __init__(self, scheme: WeightSyncScheme, index: int) -> None:
+        self.scheme, self.index = scheme, index
+        self.model: Any = None
+        self._holding: Any = None
+
+    def init(self, model: Any, **options: Any) -> None:
+        """``init_on_receiver``; the index goes in as ``worker_idx`` unless options name it."""
+        self.model = model
+        self.scheme.init_on_receiver(model=model, **{"worker_idx": self.index, **options})
+
+    def connect(self, **options: Any) -> None:
+        """``connect``."""
+        self.scheme.connect(**options)
+
+    def replace_model(self, model: Any) -> None:
+        """Give the scheme another model."""
+        self.model = model
+        self.scheme.model = model
+
+    def fingerprint(self) -> dict[str, str]:
+        """Of the model, read past the scheme."""
+        return fingerprint(self.model, self.scheme.strategy)
+
+    def pointers(self) -> dict[str, int]:
+        """Address of every tensor of the model."""
+        named = self.scheme.strategy.named(self.model)
+        return {name: tensor.data_ptr() for name, tensor in named.tensors.items()}
+
+    def version(self) -> int | None:
+        """Of the receiver."""
+        return self.scheme.version
+
+    def forward(self) -> torch.Tensor:
+        """The model's answer to a batch of ones."""
+        with torch.no_grad():
+            return torch.as_tensor(self.model(torch.ones(1, 4)))
+
+    def fill(self, value: float) -> None:
+        """Write into every tensor of the model in place."""
+        with torch.no_grad():
+            for tensor in self.scheme.strategy.named(self.model).tensors.values():
+                tensor.fill_(value)
+
+    def receive(self, timeout: float | None = None) -> dict[str, str] | None:
+        """Fingerprint of what ``receive`` returns, or its None."""
+        weights = self.scheme.receive(timeout)
+        return None if weights is None else fingerprint(weights, self.scheme.strategy)
+
+    def weights(self) -> dict[str, str]:
+        """Fingerprint of ``scheme.weights``."""
+        return fingerprint(self.scheme.weights, self.scheme.strategy)
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """``apply_weights``."""
+        self.scheme.apply_weights(weights, inplace)
+
+    def hold(self) -> None:
+        """Enter ``hold()``; stays inside until :meth:`release`."""
+        self._holding = self.scheme.hold()
+        self._holding.__enter__()
+
+    def release(self) -> None:
+        """Leave ``hold()``."""
+        self._holding.__exit__(None, None, None)
+
+    def shutdown(self) -> None:
+        """``shutdown``."""
+        self.scheme.shutdown()
+
+    def flags(self) -> dict[str, bool]:
+        """The four questions about the state of the scheme."""
+        names = [
+            f"{done}_on_{end}" for done in ("initialized", "synchronized") for end in ("sender", "receiver")
+        ]
+        return {name: getattr(self.scheme, name) for name in names}
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call ``function(self, *args)``; ``function`` is one of a module that the worker can import."""
+        return function(self, *args)
+
+
+class Worker:
+    """The test's handle of one worker.
+
+    Args:
+        scheme: given to the worker as a user would: as an argument of the process, or copied for a thread.
+        index: of the worker.
+        method: ``"fork"``, ``"spawn"`` or ``"thread"``.
+    """
+
+    def __init__(self, scheme: WeightSyncScheme, index: int, method: Method) -> None:
+        self.index = index
+        self._pipe, theirs = multiprocessing.Pipe()
+        self.runner: Any
+        if method == "thread":
+            twin = copy.copy(scheme)
+            self.runner = threading.Thread(target=_serve, args=(theirs, twin, index), daemon=True)
+            self.runner.start()
+        else:
+            context = context_of(method)
+            self.runner = context.Process(target=_main, args=(theirs, scheme, index), daemon=True)
+            self.runner.start()
+            theirs.close()
+
+    def call(self, command: str, *args: Any, **kwargs: Any) -> Any:
+        """Have a method of :class:`Body` run in the worker; its result, or its exception, comes back."""
+        self.post(command, *args, **kwargs)
+        return self.answer()
+
+    def post(self, command: str, *args: Any, **kwargs: Any) -> None:
+        """First half of :meth:`call`."""
+        self._pipe.send_bytes(_dumps((command, args, kwargs)))
+
+    def answer(self, timeout: float = ANSWER_SECONDS) -> Any:
+        """Second half of :meth:`call`.
+
+        Raises:
+            WorkerDiedError: no answer came.
+        """
+        try:
+            if not self._pipe.poll(timeout):
+                raise WorkerDiedError(f"worker {self.index} gave no answer within {timeout} s")
+            good, value = _loads(self._pipe.recv_bytes())
+        except (EOFError, ConnectionError) as error:
+            raise WorkerDiedError(f"worker {self.index} is gone") from error
+        if good:
+            return value
+        raise value
+
+    def busy(self, seconds: float = 0.0) -> bool:
+        """Whether there is no answer yet after so many seconds."""
+        return not self._pipe.poll(seconds)
+
+    def stop(self) -> None:
+        """Shut the scheme down and end the worker; a process that does not end is killed."""
+        with contextlib.suppress(OSError):  # it may have ended on its own
+            self._pipe.send_bytes(_dumps(None))
+        self.runner.join(10.0)
+        if self.runner.is_alive() and hasattr(self.runner, "kill"):
+            self.runner.kill()
+            self.runner.join(10.0)
+        self._pipe.close()
+
+
+class Crew:
+    """A sender and its workers; a context manager that leaves nothing running.
+
+    Args:
+        scheme: an initialized sender.
+        method: how to start workers.
+    """
+
+    def __init__(self, scheme: WeightSyncScheme, method: Method = "fork") -> None:
+        self.scheme, self.method = scheme, method
+        self.workers: list[Worker] = []
+
+    def hire(self, index: int, model: Any, **options: Any) -> Worker:
+        """Start a worker and have it call ``init_on_receiver`` with a copy of ``model``."""
+        worker = Worker(self.scheme, index, self.method)
+        self.workers.append(worker)
+        worker.call("init", model, **options)
+        return worker
+
+    def connect(self) -> None:
+        """Connect both sides; raises the sender's error, else the first of a worker."""
+        errors = self.try_connect()
+        for error in errors.values():
+            if error is not None:
+                raise error
+
+    def try_connect(self) -> dict[int | None, BaseException | None]:
+        """Connect both sides; the error of each worker by index and of the sender under None."""
+        for worker in self.workers:
+            worker.post("connect")
+        errors: dict[int | None, BaseException | None] = {None: _error_of(self.scheme.connect)}
+        for worker in self.workers:
+            errors[worker.index] = _error_of(worker.answer)
+        return errors
+
+    def ask(self, command: str, *args: Any) -> list[Any]:
+        """The answers of all workers, in order."""
+        return [worker.call(command, *args) for worker in self.workers]
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for worker in self.workers:
+            worker.stop()
+        self.scheme.shutdown()
+
+
+def context_of(method: Method) -> Any:
+    """The multiprocessing context for ``init_on_sender(ctx=...)``; None for threads."""
+    return None if method == "thread" else multiprocessing.get_context(method)
+
+
+def _dumps(value: Any) -> bytes:
+    # Plain pickle cannot write tensors of the newer dtypes; torch's multiprocessing would share memory.
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _loads(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def _error_of(action: Callable[[], Any]) -> BaseException | None:
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - handed to the test, which asserts on it
+        return error
+    return None
+
+
+def _main(pipe: Connection, scheme: WeightSyncScheme, index: int) -> None:
+    torch.set_num_threads(1)  # a forked child hangs in parallel regions if its parent ever used one
+    _serve(pipe, scheme, index)
+
+
+def _serve(pipe: Connection, scheme: WeightSyncScheme, index: int) -> None:
+    body = Body(scheme, index)
+    while True:
+        try:
+            message = _loads(pipe.recv_bytes())
+        except EOFError:
+            message = None
+        if message is None:
+            break
+        command, args, kwargs = message
+        pipe.send_bytes(_outcome(getattr(body, command), args, kwargs))
+    body.shutdown()
+    pipe.close()
+
+
+def _outcome(method: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
+    try:
+        return _dumps((True, method(*args, **kwargs)))
+    except Exception as error:  # noqa: BLE001 - raised again in the test
+        return _dumps((False, error))

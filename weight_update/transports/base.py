@@ -1,0 +1,228 @@
+"""The contract of a transport."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from weight_update.chunks import Kind, WeightChunk, WeightSchema
+from weight_update.encodings import decoder_for
+from weight_update.errors import FormatError
+from weight_update.extra_state import decode_extra, encode_extra
+from weight_update.strategy import Binding, NamedWeights, WeightStrategy
+
+__all__ = ["Allocate", "Buffer", "TransportBackend"]
+
+Allocate = Callable[[int], torch.Tensor]
+"""Gives a 1-D uint8 CPU tensor of exactly so many bytes to receive a payload into."""
+
+
+class Buffer:
+    """Memory that a payload is written into before it is sent.
+
+    Attributes:
+        tensor: 1-D uint8 CPU tensor of exactly the size asked for.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def close(self) -> None:
+        """Give the memory back; receivers that still read it keep it alive on their side."""
+
+
+class TransportBackend(ABC):
+    """One end of a link between a sender and one receiver.
+
+    A link carries :class:`~weight_update.chunks.WeightChunk` both ways, in order, each at most once. It
+    knows nothing of models. Subclasses write three methods: ``send_chunk``, ``recv_chunk`` and ``close``.
+    ``send_chunk`` and ``recv_chunk`` may be called from two threads at once, but each from one at a time;
+    ``close`` may be called from any thread and wakes both.
+    """
+
+    shares_memory: ClassVar[bool] = False
+    """Whether receivers keep reading the sender's :class:`Buffer` after an update was applied. The
+    sender then does not write into it before every receiver has moved on."""
+
+    rejoins: ClassVar[bool] = False
+    """Whether, on the sender's end, ``recv_chunk`` may be called again after
+    :class:`~weight_update.errors.LinkClosedError` and waits for the worker to come back."""
+
+    @abstractmethod
+    def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
+        """Hand over one chunk; its payload may be reused when this returns, unless memory is shared.
+
+        Args:
+            chunk: what to send.
+            timeout: seconds; None waits as long as the other end lives.
+
+        Raises:
+            LinkClosedError: the other end is gone.
+            SyncTimeoutError: ``timeout`` ran out; the link is not usable afterwards.
+        """
+
+    @abstractmethod
+    def recv_chunk(
+        self, timeout: float | None = None, allocate: Allocate | None = None
+    ) -> WeightChunk | None:
+        """The next chunk, or None when none arrived within ``timeout`` seconds.
+
+        Args:
+            timeout: seconds; None waits as long as the other end lives, 0 only looks.
+            allocate: where payloads go; the default allocates fresh memory. Transports that share memory
+                ignore it.
+
+        Raises:
+            LinkClosedError: the other end is gone, or this end was closed.
+            FormatError: what arrived is not a chunk; the link is not usable afterwards.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything; calling it twice is fine."""
+
+    def disconnect(self) -> None:
+        """Sender's end: cut the worker off; where ``rejoins`` is true it may come back."""
+        self.close()
+
+    def restart(self) -> None:  # noqa: B027 - most links begin empty
+        """Receiver's end: forget what came before, perhaps for a worker that died; it joins (again) now."""
+
+    def allocate(self, nbytes: int) -> Buffer:
+        """Sender's end: memory for a payload, such that sending it costs as little as possible.
+
+        Raises:
+            NotEnoughMemoryError: it does not fit on this machine.
+        """
+        return Buffer(torch.empty(nbytes, dtype=torch.uint8))
+
+    def release(self, payload: torch.Tensor) -> None:  # noqa: B027 - only shared memory cares
+        """Receiver's end: the weights in ``payload`` are no longer in use here."""
+
+    # -- whole sets of weights, without a scheme ---------------------------------------------------
+
+    def send_weights(
+        self, weights: Any, *, strategy: WeightStrategy | None = None, timeout: float | None = None
+    ) -> None:
+        """Send one set of weights with its schema; the counterpart of :meth:`receive_weights`.
+
+        Where memory is shared, that of the last four sets is kept for receivers that are slow.
+
+        Args:
+            weights: anything that :meth:`WeightStrategy.extract_weights` takes.
+            strategy: how to read them; TensorDict by default.
+            timeout: seconds, as in :meth:`send_chunk`.
+        """
+        strategy = strategy or WeightStrategy()
+        named = strategy.named(weights)
+        schema = WeightSchema.of(named.tensors)
+        kept: deque[list[Buffer]] = self.__dict__.setdefault("_kept", deque(maxlen=4))
+        kept.append(lent := [])
+
+        def lend(nbytes: int) -> torch.Tensor:
+            lent.append(self.allocate(nbytes))
+            return lent[-1].tensor
+
+        encoder = strategy.encoding.encoder(schema)
+        payloads = encoder.encode(list(named.tensors.values()), lend)
+        hello = {"schema": schema.to_header(), "strategy": strategy.extract_as}
+        self.send_chunk(WeightChunk(Kind.WELCOME, hello), timeout)
+        for chunk in update_chunks(0, schema, strategy, payloads, named):
+            self.send_chunk(chunk, timeout)
+
+    def receive_weights(
+        self,
+        timeout: float | None = None,
+        *,
+        weights: Any = None,
+        model: Any = None,
+        strategy: WeightStrategy | None = None,
+    ) -> Any | None:
+        """Receive one set of weights sent by :meth:`send_weights` and apply it.
+
+        Args:
+            timeout: seconds to wait for it to begin; None waits.
+            weights: a TensorDict or dict to write into, beside ``model``.
+            model: module to write into.
+            strategy: how to apply and return them; TensorDict by default.
+
+        Returns:
+            the weights, or None on timeout.
+        """
+        strategy = strategy or WeightStrategy()
+        first = self.recv_chunk(timeout)
+        if first is None:
+            return None
+        if first.kind is not Kind.WELCOME:
+            raise FormatError(f"expected a schema, got a {first.kind.name} frame")
+        schema = WeightSchema.from_header(first.header["schema"])
+        chunks: list[WeightChunk] = []
+        while not chunks or len(chunks) < chunks[0].header["count"]:
+            chunk = self.recv_chunk(None)
+            if chunk is None or chunk.kind is not Kind.UPDATE:
+                raise FormatError("expected weights")
+            chunks.append(chunk)
+        values = decoder_for(chunks[0].header["encoding"], schema).decode(payloads_of(chunks))
+        extra = {name: decode_extra(value) for name, value in chunks[0].header["extra"].items()}
+        named = NamedWeights(dict(zip(schema.names, values, strict=True)), extra)
+        destinations = [given for given in (weights, model) if given is not None]
+        for destination in destinations:
+            schema.require_same(Binding(strategy, destination).schema(), "the destination")
+        for destination in destinations:
+            strategy.apply_weights(destination, named)
+        return strategy.export(named)
+
+    def setup_connection_and_weights_on_sender(
+        self, *, weights: Any, strategy: WeightStrategy | None = None
+    ) -> None:
+        """Send the first weights; the counterpart waits in the method of the same name."""
+        self.send_weights(weights, strategy=strategy)
+
+    def setup_connection_and_weights_on_receiver(
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+        model: Any = None,
+        strategy: WeightStrategy | None = None,
+        timeout: float | None = None,
+    ) -> Any | None:
+        """Wait for the first weights and apply them; as :meth:`receive_weights`."""
+        del worker_idx  # a link knows its worker
+        return self.receive_weights(timeout, weights=weights, model=model, strategy=strategy)
+
+
+def update_chunks(
+    version: int,
+    schema: WeightSchema,
+    strategy: WeightStrategy,
+    payloads: list[torch.Tensor],
+    named: NamedWeights,
+    *,
+    commit: bool = True,
+    group: str | None = None,
+) -> list[WeightChunk]:
+    """The UPDATE frames of one version."""
+    header = {
+        "version": version,
+        "schema": schema.digest,
+        "encoding": strategy.encoding.name,
+        "count": len(payloads),
+        "commit": commit,
+        "group": group,
+    }
+    extra = {name: encode_extra(value) for name, value in named.extra.items()}
+    return [
+        WeightChunk(Kind.UPDATE, {**header, "index": index, "extra": extra if index == 0 else {}}, payload)
+        for index, payload in enumerate(payloads)
+    ]
+
+
+def payloads_of(chunks: list[WeightChunk]) -> list[torch.Tensor]:
+    """The payloads of the chunks of one update; an absent one is empty."""
+    empty = torch.empty(0, dtype=torch.uint8)
+    return [empty if chunk.payload is None else chunk.payload for chunk in chunks]

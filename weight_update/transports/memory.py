@@ -1,0 +1,67 @@
+"""A link inside one process, for tests and for receivers that are threads."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from dataclasses import replace
+
+from weight_update.chunks import WeightChunk
+from weight_update.errors import LinkClosedError
+from weight_update.transports.base import Allocate, TransportBackend
+
+__all__ = ["MemoryTransport"]
+
+
+class MemoryTransport(TransportBackend):
+    """One end of an in-process link; make both with :meth:`pair`.
+
+    Payloads are copied once, into the memory the receiver allocates.
+    """
+
+    def __init__(
+        self,
+        inbox: queue.SimpleQueue[WeightChunk | None],
+        outbox: queue.SimpleQueue[WeightChunk | None],
+        closed: threading.Event,
+    ) -> None:
+        self._inbox, self._outbox, self._closed = inbox, outbox, closed
+
+    @classmethod
+    def pair(cls) -> tuple[MemoryTransport, MemoryTransport]:
+        """Both ends of a new link."""
+        there: queue.SimpleQueue[WeightChunk | None] = queue.SimpleQueue()
+        back: queue.SimpleQueue[WeightChunk | None] = queue.SimpleQueue()
+        closed = threading.Event()
+        return cls(back, there, closed), cls(there, back, closed)
+
+    def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
+        """See :meth:`TransportBackend.send_chunk`; never waits."""
+        if self._closed.is_set():
+            raise LinkClosedError("the link was closed")
+        payload = None if chunk.payload is None else chunk.payload.clone()
+        self._outbox.put(replace(chunk, payload=payload))
+
+    def recv_chunk(
+        self, timeout: float | None = None, allocate: Allocate | None = None
+    ) -> WeightChunk | None:
+        """See :meth:`TransportBackend.recv_chunk`."""
+        try:
+            chunk = self._inbox.get(timeout=timeout) if timeout != 0 else self._inbox.get_nowait()
+        except queue.Empty:
+            if self._closed.is_set():
+                raise LinkClosedError("the link was closed") from None
+            return None
+        if chunk is None:
+            self._inbox.put(None)
+            raise LinkClosedError("the link was closed")
+        if chunk.payload is None or allocate is None:
+            return chunk
+        target = allocate(chunk.payload.numel())
+        return replace(chunk, payload=target.copy_(chunk.payload))
+
+    def close(self) -> None:
+        """Close both ends."""
+        self._closed.set()
+        self._inbox.put(None)
+        self._outbox.put(None)

@@ -1,0 +1,199 @@
+"""Links over a pair of multiprocessing queues; a message is one item however many tensors it carries."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import select
+import threading
+import time
+from typing import Any, Literal
+
+import torch
+
+from weight_update.chunks import PRELUDE_BYTES, Kind, Prelude, WeightChunk
+from weight_update.errors import FormatError, LinkClosedError, TransportError
+from weight_update.transports.base import Allocate, Buffer, TransportBackend
+from weight_update.transports.slots import SharedBuffer, SlotTable, anonymous_name, slot_of
+from weight_update.transports.stream import deadline_of
+
+__all__ = ["MPTransport"]
+
+_Item = tuple[bytes, tuple[int, int, str] | None]
+_LOOK_SECONDS = 0.2
+"""How often a waiting end looks whether the other process still lives; messages do not wait for it."""
+
+
+class MPTransport(TransportBackend):
+    """One end of a link over two ``multiprocessing`` queues.
+
+    An item of a queue is ``(head, slot)``: the frame's prelude and header as bytes, and where its payload
+    lies, or None. Payloads are slots of shared memory that the receiver opens once and maps.
+
+    Args:
+        weight_queue: carries chunks to the receiver.
+        ack_queue: carries chunks back; an end without it cannot join a scheme, but can use
+            :meth:`send_weights` and :meth:`receive_weights`.
+        timeout: seconds for waits that name none; None waits as long as the other end lives.
+        end: which end this is.
+        directory: see :class:`~weight_update.transports.slots.SharedBuffer`.
+    """
+
+    shares_memory = True
+    rejoins = True
+
+    def __init__(
+        self,
+        weight_queue: Any,
+        ack_queue: Any = None,
+        timeout: float | None = None,
+        *,
+        end: Literal["sender", "receiver"] = "sender",
+        directory: str | None = None,
+    ) -> None:
+        self._end = end
+        self._outbox, self._inbox = weight_queue, ack_queue
+        if end == "receiver":
+            self._outbox, self._inbox = ack_queue, weight_queue
+        self._timeout = timeout
+        self._directory = directory
+        self._slots = SlotTable()
+        self._other: int | None = None  # pidfd of the process at the other end
+        self._watching = threading.RLock()  # a pidfd closed by two threads may close a stranger's file
+        self._closed = False
+        for side in (weight_queue, ack_queue):
+            if side is not None:
+                side.cancel_join_thread()  # a dead reader must not keep this process from exiting
+
+    def watch(self, pid: int) -> None:
+        """Learn which process is at the other end, to notice its death."""
+        with self._watching:
+            self._forget_other()
+            with contextlib.suppress(OSError, AttributeError):
+                self._other = os.pidfd_open(pid)
+
+    def allocate(self, nbytes: int) -> Buffer:
+        """A shared slot; see :meth:`TransportBackend.allocate`."""
+        return SharedBuffer(nbytes, self._directory)
+
+    def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
+        """See :meth:`TransportBackend.send_chunk`; never waits."""
+        if self._closed or self._other_is_dead():
+            raise LinkClosedError("the other process is gone")
+        if self._outbox is None:
+            raise TransportError("this end has no queue to send on")
+        where = None
+        if chunk.payload is not None and chunk.payload_bytes:
+            slot = slot_of(chunk.payload)
+            where = (os.getpid(), slot.fd, slot.key)
+        self._put((chunk.encode_head(checksum=False), where))
+
+    def recv_chunk(
+        self, timeout: float | None = None, allocate: Allocate | None = None
+    ) -> WeightChunk | None:
+        """See :meth:`TransportBackend.recv_chunk`."""
+        deadline = deadline_of(self._timeout if timeout is None else timeout)
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            item = self._get(_LOOK_SECONDS if left is None else min(left, _LOOK_SECONDS))
+            if item is not None:
+                return self._read(item)
+            if self._closed or self._other_is_dead():
+                item = self._get(0.0)  # it may have spoken before it died
+                if item is not None:
+                    return self._read(item)
+                if self._end == "sender":
+                    self._forget_other()  # another worker may take its place; no other sender will
+                raise LinkClosedError("the other process is gone")
+            if left is not None and left <= _LOOK_SECONDS:
+                return None
+
+    def release(self, payload: torch.Tensor) -> None:
+        """See :meth:`TransportBackend.release`."""
+        self._slots.release(payload)
+
+    def disconnect(self) -> None:
+        """See :meth:`TransportBackend.disconnect`; the worker hears of it after what was sent before."""
+        self._forget_other()
+        with contextlib.suppress(LinkClosedError):
+            self._put(None)
+
+    def restart(self) -> None:
+        """See :meth:`TransportBackend.restart`.
+
+        A worker that was killed while it waited left the queue's lock taken. Each queue has one reader and
+        one writer, this process from now on, so a lock that is taken is such a relic.
+        """
+        for lock in (getattr(self._inbox, "_rlock", None), getattr(self._outbox, "_wlock", None)):
+            if lock is not None:
+                lock.acquire(timeout=_LOOK_SECONDS)
+                lock.release()
+        with contextlib.suppress(LinkClosedError, FormatError):
+            while self._get(0.0) is not None:
+                pass
+
+    def close(self) -> None:
+        """See :meth:`TransportBackend.close`."""
+        self._closed = True
+        for side in (self._outbox, self._inbox):
+            if side is not None:
+                side.close()
+        self._forget_other()
+        self._slots.clear()
+
+    def _put(self, item: _Item | None) -> None:
+        try:
+            self._outbox.put(item)
+        except (OSError, ValueError):
+            raise LinkClosedError("the queue was closed") from None
+
+    def _get(self, timeout: float) -> _Item | None:
+        if self._inbox is None:
+            raise TransportError("this end has no queue to receive on")
+        try:
+            item: _Item | None = self._inbox.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        except (OSError, ValueError, EOFError):
+            raise LinkClosedError("the queue was closed") from None
+        if item is None:
+            raise LinkClosedError("the sender cut this worker off; it has to join again")
+        return item
+
+    def _read(self, item: _Item) -> WeightChunk:
+        head, where = item
+        prelude = Prelude.decode(head[:PRELUDE_BYTES])
+        payload = None
+        if where is not None:
+            pid, fd, key = where
+            payload = self._slots.payload(
+                key, prelude.payload_bytes, lambda: _open_slot(pid, fd, key, self._directory)
+            )
+        chunk = prelude.assemble(head[PRELUDE_BYTES:], payload)
+        if chunk.kind is Kind.HELLO:
+            self.watch(chunk.header["pid"])
+        return chunk
+
+    def _other_is_dead(self) -> bool:
+        with self._watching:
+            if self._other is None:
+                return False
+            poller = select.poll()
+            poller.register(self._other, select.POLLIN)
+            return bool(poller.poll(0))
+
+    def _forget_other(self) -> None:
+        with self._watching:
+            if self._other is not None:
+                os.close(self._other)
+                self._other = None
+
+
+def _open_slot(pid: int, fd: int, key: str, directory: str | None) -> int:
+    path = f"/proc/{pid}/fd/{fd}"
+    opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    if directory is None and anonymous_name(key) not in os.readlink(path):
+        os.close(opened)
+        raise LinkClosedError(f"the sender has given up the slot {key}")
+    return opened

@@ -1,0 +1,237 @@
+"""Payload memory that several processes see: written by the sender, mapped by receivers.
+
+The sender holds each slot as an anonymous file (``memfd``): it has no name, so nothing is left behind
+however a process ends. Receivers map it copy-on-write: what a worker writes into its own weights stays
+its own, and is forgotten before the slot is used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import resource
+import uuid
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from weight_update.errors import LinkClosedError, NotEnoughMemoryError, TransportError
+from weight_update.transports.base import Buffer
+
+__all__ = ["SLOTS_REMEMBERED", "SharedBuffer", "SlotTable", "slot_of"]
+
+SLOTS_REMEMBERED = 6
+"""How many slots the two ends of a link keep track of; both forget the least recently used."""
+
+_MADV_POPULATE_READ = 22  # Linux 5.14; mmap has no name for it
+_PAGE = mmap.PAGESIZE
+_ENTRY = 8  # bytes of one page's entry in /proc/self/pagemap
+_PRESENT_OR_SWAPPED, _FILE_OR_SHARED = 0b11 << 62, 1 << 61
+
+
+class SharedBuffer(Buffer):
+    """A slot, on the sender's side.
+
+    Args:
+        nbytes: size in bytes.
+        directory: None for anonymous memory, which no mount limits; a path such as ``"/dev/shm"`` for a
+            nameless file on that file system.
+
+    Attributes:
+        key: name of the slot, unique among all slots of all processes.
+        fd: its file descriptor in this process.
+
+    Raises:
+        NotEnoughMemoryError: it does not fit; the message says what is needed.
+    """
+
+    def __init__(self, nbytes: int, directory: str | None = None) -> None:
+        self.key = uuid.uuid4().hex
+        self.nbytes = nbytes
+        self.fd = -1
+        size = max(nbytes, 1)
+        self.fd = _anonymous_file(self.key, size, directory)
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        self._map: mmap.mmap | None = mmap.mmap(self.fd, size, flags=flags)
+        super().__init__(torch.frombuffer(self._map, dtype=torch.uint8)[:nbytes])
+        _mine[self.tensor.data_ptr()] = self
+
+    def close(self) -> None:
+        """Give up the slot; workers that still point at it keep its memory until they move on."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+            self.tensor = self.tensor[:0].clone()  # the mapping goes with the last tensor that uses it
+            self._map = None
+
+    def __del__(self) -> None:
+        self.close()
+
+
+_mine: weakref.WeakValueDictionary[int, SharedBuffer] = weakref.WeakValueDictionary()
+
+
+def slot_of(payload: torch.Tensor) -> SharedBuffer:
+    """The slot that ``payload`` is the tensor of.
+
+    Raises:
+        TransportError: it is memory of another kind.
+    """
+    slot = _mine.get(payload.data_ptr())
+    if slot is None:
+        raise TransportError("this transport sends payloads made by its own allocate() only")
+    return slot
+
+
+def anonymous_name(key: str) -> str:
+    """What ``/proc/<pid>/fd`` shows for a slot in anonymous memory."""
+    return f"weight_update-{key}"
+
+
+def _anonymous_file(key: str, size: int, directory: str | None) -> int:
+    if directory is None and not hasattr(os, "memfd_create"):
+        raise TransportError(
+            "shared memory slots need Linux (memfd_create); use the memory or a network transport here"
+        )
+    available = available_memory()
+    if available is not None and size > available:
+        raise NotEnoughMemoryError(
+            f"a shared slot of {size / 1e6:.1f} MB is needed and {available / 1e6:.1f} MB of memory are "
+            "available to this process; free memory, or raise the container's memory limit"
+        )
+    if directory is None:
+        fd = os.memfd_create(anonymous_name(key), os.MFD_CLOEXEC)
+    else:
+        fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        os.close(fd)
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+            raise
+        where = directory or "memory"
+        free = "" if directory is None else f", {_free_bytes(directory) / 1e6:.1f} MB are free"
+        cure = (
+            f"enlarge it (docker run --shm-size=..., or mount -o remount,size=... {directory})"
+            if directory
+            else "free memory or raise the container's limit"
+        )
+        raise NotEnoughMemoryError(
+            f"{where} is too small: a shared slot of {size / 1e6:.1f} MB is needed{free}; {cure}"
+        ) from None
+    return fd
+
+
+def _free_bytes(directory: str) -> int:
+    stats = os.statvfs(directory)
+    return stats.f_bavail * stats.f_frsize
+
+
+def available_memory() -> int | None:
+    """Bytes this process may still use, by the kernel's and the cgroup's account; None if unknown."""
+    limits = []
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        line = next(line for line in lines if line.startswith("MemAvailable:"))
+        limits.append(int(line.split()[1]) * 1024)
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            root = Path("/sys/fs/cgroup")
+            limits.append(int((root / limit).read_text()) - int((root / used).read_text()))
+    return min(limits) if limits else None
+
+
+class _Mapping:
+    """One slot, mapped copy-on-write into a receiver."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        size = max(nbytes, 1)
+        self._map = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
+        with contextlib.suppress(OSError, ValueError):
+            self._map.madvise(_MADV_POPULATE_READ)  # else the first forward pass pays the page faults
+        whole = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._start, self._size = whole.data_ptr(), size
+        self.tensor = whole[:nbytes]
+        self._faults = _page_faults()
+
+    def forget_own_writes(self) -> None:
+        """Drop pages that this process wrote to, so that the sender's next write is seen here.
+
+        The first write to a page is a page fault. No fault since the last look means no page of its own,
+        which saves the look: 10 ms a GB.
+        """
+        faults = _page_faults()
+        if faults == self._faults:
+            return
+        self._faults = faults
+        if self._has_own_pages():
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+    def _has_own_pages(self) -> bool:
+        pages = -(-self._size // _PAGE)
+        try:
+            with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+                pagemap.seek(self._start // _PAGE * _ENTRY)
+                raw = pagemap.read(pages * _ENTRY)
+        except OSError:
+            return True
+        entries = np.frombuffer(raw, dtype=np.uint64)  # not torch: its threads hang in forked processes
+        there = (entries & np.uint64(_PRESENT_OR_SWAPPED)) != 0
+        return bool((there & ((entries & np.uint64(_FILE_OR_SHARED)) == 0)).any())
+
+
+def _page_faults() -> int:
+    """Page faults of this process so far, all threads together."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_minflt + usage.ru_majflt
+
+
+class SlotTable:
+    """The slots that a receiver has mapped, by key."""
+
+    def __init__(self) -> None:
+        self._slots: OrderedDict[str, _Mapping] = OrderedDict()
+
+    def payload(self, key: str, nbytes: int, open_fd: Callable[[], int]) -> torch.Tensor:
+        """The memory of a slot; the same tensor object each time.
+
+        Args:
+            key: name of the slot.
+            nbytes: its size.
+            open_fd: gives a file descriptor when the slot is not mapped yet; it is closed here.
+
+        Raises:
+            LinkClosedError: the slot is gone.
+        """
+        if key not in self._slots:
+            try:
+                fd = open_fd()
+            except OSError as error:
+                raise LinkClosedError(f"the sender's slot {key} cannot be opened: {error}") from None
+            try:
+                self._slots[key] = _Mapping(fd, nbytes)
+            finally:
+                os.close(fd)
+            if len(self._slots) > SLOTS_REMEMBERED:
+                self._slots.popitem(last=False)
+        self._slots.move_to_end(key)
+        return self._slots[key].tensor
+
+    def release(self, payload: torch.Tensor) -> None:
+        """The weights in ``payload`` are no longer in use here."""
+        for mapping in self._slots.values():
+            if mapping.tensor is payload:
+                mapping.forget_own_writes()
+
+    def clear(self) -> None:
+        """Unmap all slots that no tensor uses any more."""
+        self._slots.clear()

@@ -1,0 +1,127 @@
+"""Frames over a stream socket, with deadlines, usable by one reading and one writing thread at once."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import time
+
+from weight_update.chunks import PRELUDE_BYTES, Prelude
+from weight_update.errors import LinkClosedError, SyncTimeoutError
+
+__all__ = ["Stream", "deadline_of"]
+
+_STALLED = 60.0
+"""Seconds without progress in the middle of a frame after which the other end counts as gone."""
+
+
+def deadline_of(timeout: float | None) -> float | None:
+    """The moment, on the monotonic clock, at which ``timeout`` seconds will have passed."""
+    return None if timeout is None else time.monotonic() + timeout
+
+
+class Stream:
+    """A connected, non-blocking stream socket.
+
+    Every method raises LinkClosedError when the connection ends.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+
+    def wait_readable(self, timeout: float | None) -> bool:
+        """Whether something (bytes, or the end) is there to read within ``timeout`` seconds."""
+        return self._poll(select.POLLIN, deadline_of(timeout))
+
+    def send(self, data: bytes | memoryview, deadline: float | None) -> None:
+        """Send all of ``data``.
+
+        Raises:
+            SyncTimeoutError: the deadline passed before all was sent.
+        """
+        view = memoryview(data).cast("B")
+        while view:
+            try:
+                view = view[self.sock.send(view) :]
+            except BlockingIOError:
+                if not self._poll(select.POLLOUT, deadline):
+                    raise SyncTimeoutError("the other end does not read") from None
+            except OSError as error:
+                raise LinkClosedError(f"the other end is gone ({error})") from None
+
+    def recv_into(self, view: memoryview) -> None:
+        """Fill ``view``."""
+        while view:
+            try:
+                count = self.sock.recv_into(view)
+            except BlockingIOError:
+                self._await_more()
+                continue
+            except OSError as error:
+                raise LinkClosedError(f"the other end is gone ({error})") from None
+            if count == 0:
+                raise LinkClosedError("the other end is gone")
+            view = view[count:]
+
+    def recv_head(self) -> tuple[Prelude, bytes]:
+        """The prelude and the raw header of the next frame.
+
+        Raises:
+            FormatError: it is not a frame.
+        """
+        raw = bytearray(PRELUDE_BYTES)
+        self.recv_into(memoryview(raw))
+        prelude = Prelude.decode(bytes(raw))
+        header = bytearray(prelude.header_bytes)
+        self.recv_into(memoryview(header))
+        return prelude, bytes(header)
+
+    def send_with_fd(self, data: bytes, fd: int, deadline: float | None) -> None:
+        """Send a short record and a file descriptor along with it (Unix sockets only)."""
+        while True:
+            try:
+                sent = socket.send_fds(self.sock, [data], [fd])
+                break
+            except BlockingIOError:
+                if not self._poll(select.POLLOUT, deadline):
+                    raise SyncTimeoutError("the other end does not read") from None
+            except OSError as error:
+                raise LinkClosedError(f"the other end is gone ({error})") from None
+        self.send(data[sent:], deadline)
+
+    def recv_with_fd(self, size: int) -> tuple[bytes, int | None]:
+        """A record of ``size`` bytes and the file descriptor that came along, if any."""
+        while True:
+            try:
+                data, fds, _, _ = socket.recv_fds(self.sock, size, 1)
+                break
+            except BlockingIOError:
+                self._await_more()
+            except OSError as error:
+                raise LinkClosedError(f"the other end is gone ({error})") from None
+        if not data:
+            raise LinkClosedError("the other end is gone")
+        rest = bytearray(size - len(data))
+        self.recv_into(memoryview(rest))
+        return data + bytes(rest), (fds[0] if fds else None)
+
+    def close(self) -> None:
+        """End the connection and wake whoever waits on it."""
+        with contextlib.suppress(OSError):  # it may not be connected any more
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
+
+    def _await_more(self) -> None:
+        if not self._poll(select.POLLIN, deadline_of(_STALLED)):
+            raise LinkClosedError(f"the other end stopped in the middle of a frame for {_STALLED:.0f} s")
+
+    def _poll(self, event: int, deadline: float | None) -> bool:
+        poller = select.poll()
+        try:
+            poller.register(self.sock, event)
+        except (ValueError, OSError):
+            raise LinkClosedError("this end was closed") from None
+        remaining = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1e3
+        return bool(poller.poll(remaining))
