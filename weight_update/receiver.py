@@ -247,6 +247,10 @@ class Receiver:
             except (TransportError, FormatError, TimeoutError) as error:
                 if self._closing or not self._rejoin():
                     return self._end(error)
+            except Exception as error:  # noqa: BLE001 - the thread ends in order, whatever it is
+                _log.exception("worker %d: receiving updates ended", self.worker)
+                self.link.disconnect()  # the sender learns of it, if it lives
+                return self._end(error)
         return None
 
     def _end(self, error: Exception) -> None:

@@ -54,7 +54,7 @@ class SharedMemTransport(TransportBackend):
         self._stream: Stream | None = None
         self._first: WeightChunk | None = None
         self._closed = False
-        self._known: OrderedDict[str, None] = OrderedDict()
+        self._known: OrderedDict[str, None] = OrderedDict()  # slots handed over on this connection
         self._slots = SlotTable()
         _open_in_this_process.add(self)
 
@@ -65,24 +65,29 @@ class SharedMemTransport(TransportBackend):
     def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
         """See :meth:`TransportBackend.send_chunk`."""
         deadline = deadline_of(timeout)
-        stream = self._stream or self._connect(deadline)
+        with self._changed:
+            stream, known = self._stream, self._known
+        if stream is None:
+            stream = self._connect(deadline)
         try:
-            self._write(stream, chunk, deadline)
+            self._write(stream, known, chunk, deadline)
         except (LinkClosedError, TimeoutError):
             self._drop(stream)
             raise
 
-    def _write(self, stream: Stream, chunk: WeightChunk, deadline: float | None) -> None:
+    def _write(
+        self, stream: Stream, known: OrderedDict[str, None], chunk: WeightChunk, deadline: float | None
+    ) -> None:
         head = chunk.encode_head(checksum=False)
         if chunk.payload is None or chunk.payload_bytes == 0:
             stream.send(head, deadline)
             return
         slot = slot_of(chunk.payload)
-        fresh = slot.key not in self._known
-        self._known[slot.key] = None
-        self._known.move_to_end(slot.key)
-        if len(self._known) > SLOTS_REMEMBERED:
-            self._known.popitem(last=False)
+        fresh = slot.key not in known
+        known[slot.key] = None
+        known.move_to_end(slot.key)
+        if len(known) > SLOTS_REMEMBERED:
+            known.popitem(last=False)
         record = _RECORD.pack(slot.key.encode(), fresh)
         if fresh:
             stream.send(head, deadline)
@@ -120,7 +125,7 @@ class SharedMemTransport(TransportBackend):
             if self._stream is not None:
                 self._stream.close()
             self._stream, self._first = stream, first
-            self._known.clear()
+            self._known = OrderedDict()
             self._changed.notify_all()
 
     def disconnect(self) -> None:

@@ -12,6 +12,7 @@ import errno
 import mmap
 import os
 import resource
+import threading
 import uuid
 import weakref
 from collections import OrderedDict
@@ -196,10 +197,11 @@ def _page_faults() -> int:
 
 
 class SlotTable:
-    """The slots that a receiver has mapped, by key."""
+    """The slots that a receiver has mapped, by key; :meth:`clear` may be called from any thread."""
 
     def __init__(self) -> None:
         self._slots: OrderedDict[str, _Mapping] = OrderedDict()
+        self._lock = threading.Lock()
 
     def payload(self, key: str, nbytes: int, open_fd: Callable[[], int]) -> torch.Tensor:
         """The memory of a slot; the same tensor object each time.
@@ -212,26 +214,29 @@ class SlotTable:
         Raises:
             LinkClosedError: the slot is gone.
         """
-        if key not in self._slots:
-            try:
-                fd = open_fd()
-            except OSError as error:
-                raise LinkClosedError(f"the sender's slot {key} cannot be opened: {error}") from None
-            try:
-                self._slots[key] = _Mapping(fd, nbytes)
-            finally:
-                os.close(fd)
-            if len(self._slots) > SLOTS_REMEMBERED:
-                self._slots.popitem(last=False)
-        self._slots.move_to_end(key)
-        return self._slots[key].tensor
+        with self._lock:
+            if key not in self._slots:
+                try:
+                    fd = open_fd()
+                except OSError as error:
+                    raise LinkClosedError(f"the sender's slot {key} cannot be opened: {error}") from None
+                try:
+                    self._slots[key] = _Mapping(fd, nbytes)
+                finally:
+                    os.close(fd)
+                if len(self._slots) > SLOTS_REMEMBERED:
+                    self._slots.popitem(last=False)
+            self._slots.move_to_end(key)
+            return self._slots[key].tensor
 
     def release(self, payload: torch.Tensor) -> None:
         """The weights in ``payload`` are no longer in use here."""
-        for mapping in self._slots.values():
-            if mapping.tensor is payload:
-                mapping.forget_own_writes()
+        with self._lock:
+            for mapping in self._slots.values():
+                if mapping.tensor is payload:
+                    mapping.forget_own_writes()
 
     def clear(self) -> None:
         """Unmap all slots that no tensor uses any more."""
-        self._slots.clear()
+        with self._lock:
+            self._slots.clear()
