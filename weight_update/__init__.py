@@ -19,6 +19,7 @@ from weight_update.errors import (
     WorkerError,
 )
 from weight_update.gate import Gate
+from weight_update.handle import SendHandle
 from weight_update.report import SyncReport
 from weight_update.schemes import (
     MemoryWeightSyncScheme,
@@ -29,7 +30,6 @@ from weight_update.schemes import (
     group_schemes,
     send_together,
 )
-from weight_update.sender import SendHandle
 from weight_update.strategy import WeightStrategy
 from weight_update.transports import (
     Buffer,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from weight_update.binding import Binding
 from weight_update.chunks import Kind, WeightChunk, WeightSchema
 from weight_update.encodings import Decoder, decoder_for
 from weight_update.errors import (
@@ -26,7 +27,8 @@ from weight_update.errors import (
 )
 from weight_update.extra_state import decode_extra
 from weight_update.gate import Gate
-from weight_update.strategy import Binding, NamedWeights, WeightStrategy
+from weight_update.named import NamedWeights
+from weight_update.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend, payloads_of
 
 __all__ = ["Receiver"]
@@ -117,7 +119,7 @@ class Receiver:
         if self._unguard is not None:
             self._unguard()
             self._unguard = None
-        self._binding = None if model is None else Binding(self._strategy, model)
+        self._binding = None if model is None else self._strategy.bind(model)
         if isinstance(model, torch.nn.Module) and not self._guarded_outside:
             self._unguard = self.gate.guard(model)
         if self._current is not None and self._binding is not None and self._schema is not None:

@@ -7,18 +7,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from pathlib import Path
 
 import torch
 
+from weight_update.buffers import BufferPool, Slot, Update
 from weight_update.chunks import Kind, WeightChunk, WeightSchema, differences, memory_identity, untied
 from weight_update.encodings import Encoder
 from weight_update.errors import (
     FormatError,
     JoinRefusedError,
     LinkClosedError,
-    NotEnoughMemoryError,
     SchemaMismatchError,
     SyncFailedError,
     SyncTimeoutError,
@@ -26,152 +24,16 @@ from weight_update.errors import (
     UnsupportedSourceError,
     WorkerError,
 )
+from weight_update.named import NamedWeights
+from weight_update.peer import Peer
 from weight_update.report import SyncReport
-from weight_update.strategy import NamedWeights, WeightStrategy
-from weight_update.transports.base import Buffer, TransportBackend, update_chunks
+from weight_update.strategy import WeightStrategy
+from weight_update.transports.base import TransportBackend, update_chunks
 
-__all__ = ["SendHandle", "Sender"]
+__all__ = ["Sender"]
 
 _MAX_BUFFERS = 4
-_MAX_FAILURES = 8
 _LOOK_SECONDS = 0.2
-
-
-class _Slot:
-    """A buffer and how many updates in use lie in it."""
-
-    def __init__(self, buffer: Buffer) -> None:
-        self.buffer = buffer
-        self.users = 0
-        self.abandoned = False
-
-
-class _Update:
-    """One version, encoded, and the slots it lies in."""
-
-    def __init__(self, version: int, chunks: list[WeightChunk], slots: list[_Slot]) -> None:
-        self.version, self.chunks, self.slots = version, chunks, slots
-
-    @property
-    def payload_bytes(self) -> int:
-        return sum(chunk.payload_bytes for chunk in self.chunks)
-
-    def settle(self) -> None:
-        """It is committed: a worker that joins from now on applies it at once, and on its own."""
-        self.chunks = [
-            replace(chunk, header={**chunk.header, "commit": True, "group": None}) for chunk in self.chunks
-        ]
-
-    def retain(self) -> _Update:
-        for slot in self.slots:
-            slot.users += 1
-        return self
-
-    def release(self) -> None:
-        for slot in self.slots:
-            slot.users -= 1
-
-
-class _Pool:
-    """Buffers for payloads, reused as soon as nobody reads them."""
-
-    def __init__(self, link: TransportBackend) -> None:
-        self._link = link
-        self._slots: list[_Slot] = []
-
-    def reserve(self, nbytes: int) -> None:
-        """Make sure that two buffers of this size exist."""
-        while sum(slot.buffer.tensor.numel() == nbytes for slot in self._slots) < 2:
-            self._slots.append(_Slot(self._link.allocate(nbytes)))
-
-    def take(self, nbytes: int, limit: int | None) -> _Slot | None:
-        """A free buffer, or a new one if there are fewer than ``limit``, or None.
-
-        Raises:
-            NotEnoughMemoryError: there is none, ``limit`` is None, and a new one does not fit.
-        """
-        self._drop([slot for slot in self._slots if slot.abandoned and slot.users == 0])
-        same = [slot for slot in self._slots if slot.buffer.tensor.numel() == nbytes and not slot.abandoned]
-        free = [slot for slot in same if slot.users == 0]
-        if free:
-            if limit is not None and len(same) > limit:
-                self._drop(free[1:])
-            return free[0]
-        if limit is not None and len(same) >= limit:
-            return None
-        try:
-            self._slots.append(_Slot(self._link.allocate(nbytes)))
-        except NotEnoughMemoryError:
-            if limit is None or not same:
-                raise
-            return None  # one of them will be free soon
-        return self._slots[-1]
-
-    def _drop(self, slots: list[_Slot]) -> None:
-        for slot in slots:
-            self._slots.remove(slot)
-            slot.buffer.close()
-
-    def close(self) -> None:
-        for slot in self._slots:
-            slot.buffer.close()
-        self._slots.clear()
-
-
-class _Peer:
-    """What the sender knows of one worker."""
-
-    def __init__(self, idx: int, link: TransportBackend, schema: WeightSchema) -> None:
-        self.idx, self.link, self.schema = idx, link, schema
-        self.joined = False
-        self.pid = 0
-        self.version: int | None = None
-        self.reached = -1  # the newest version it ever applied; not forgotten when it leaves
-        self.staged: int | None = None
-        self.latest: _Update | None = None  # what it should have
-        self.applied: _Update | None = None  # what it has; where memory is shared, what it reads
-        self.inflight: _Update | None = None
-        self.since = 0.0
-        self.lost: Exception | None = None
-        self.failures: dict[int, Exception] = {}
-        self.apply_seconds = 0.0
-        self.stall_seconds = 0.0
-        self.sending = threading.Lock()
-        self.thread: threading.Thread | None = None
-
-    def trouble(self) -> Exception | None:
-        """What keeps it from having the weights: its own error, else how it was lost."""
-        return next(iter(self.failures.values()), self.lost)
-
-    def failure(self, version: int) -> Exception | None:
-        """Why it has neither ``version`` nor a newer one in its place, and will not get one by itself."""
-        if version in self.failures:
-            return self.failures[version]
-        pending = self.latest is not None and self.latest.version >= version
-        newer = [error for number, error in self.failures.items() if number > version]
-        return newer[-1] if newer and not pending else None
-
-    def forget_old_failures(self) -> None:
-        """Keep the last few: whoever sends without waiting asks for them later."""
-        for version in list(self.failures)[:-_MAX_FAILURES]:
-            del self.failures[version]
-
-    def hold(self, role: str, update: _Update | None) -> None:
-        """Set ``latest``, ``applied`` or ``inflight``, keeping count of who uses which memory."""
-        old: _Update | None = self.__dict__[role]
-        self.__dict__[role] = update.retain() if update is not None else None
-        if old is not None:
-            old.release()
-
-    def let_go(self) -> None:
-        """Stop counting on its answer. If it may still read our memory, never write there again."""
-        if self.link.shares_memory and _may_run(self.pid):
-            for update in (self.applied, self.inflight):
-                for slot in update.slots if update is not None else ():
-                    slot.abandoned = True
-        self.joined, self.version, self.staged = False, None, None
-        self.hold("inflight", None)
-        self.hold("applied", None)
 
 
 class Sender:
@@ -196,13 +58,13 @@ class Sender:
         self.version: int | None = None
         self.timeout = timeout
         self._strategy, self._token = strategy, token
-        self._peers = {idx: _Peer(idx, link, schemas[idx]) for idx, link in links.items()}
+        self._peers = {idx: Peer(idx, link, schemas[idx]) for idx, link in links.items()}
         self._numbers = -1
         self._moved = threading.Condition(threading.RLock())
         self._publishing = threading.Lock()
         first = next(iter(links.values()))
         self._shared = first.shares_memory
-        self._pool = _Pool(first)
+        self._pool = BufferPool(first)
         try:
             for schema in {schema.digest: schema for schema in schemas.values()}.values():
                 self._pool.reserve(schema.nbytes)
@@ -284,14 +146,14 @@ class Sender:
             report.stall_seconds[peer.idx] = peer.stall_seconds
         return report
 
-    def _unsettled(self) -> list[_Peer]:
+    def _unsettled(self) -> list[Peer]:
         return [
             peer
             for peer in self._peers.values()
             if peer.trouble() is None and (not peer.joined or peer.version is None)
         ]
 
-    def _welcome(self, peer: _Peer, hello: WeightChunk) -> None:
+    def _welcome(self, peer: Peer, hello: WeightChunk) -> None:
         header = hello.header
         error: Exception | None = None
         if not hello.shows(self._token):
@@ -327,7 +189,7 @@ class Sender:
         *,
         commit: bool = True,
         group: str | None = None,
-    ) -> SendHandle:
+    ) -> SyncReport:
         """Encode and send; does not wait for workers.
 
         Args:
@@ -353,18 +215,18 @@ class Sender:
             report.seconds["send"] = time.perf_counter() - start
             handed_over = set(updates.values()) if self._shared else list(updates.values())
             report.wire_bytes = sum(update.payload_bytes for update in handed_over)
-            return SendHandle(self, report, tuple(weights))
+            return report
 
     def _publish(
         self, weights: Mapping[int, NamedWeights], *, commit: bool, group: str | None
-    ) -> tuple[SyncReport, dict[int, _Update]]:
+    ) -> tuple[SyncReport, dict[int, Update]]:
         start = time.perf_counter()
         for idx, named in weights.items():
             _require_schema(self._peers[idx].schema, named)
         self._numbers += 1
         version = self._numbers
         report = SyncReport(version, self._strategy.encoding.label)
-        updates: dict[int, _Update] = {}
+        updates: dict[int, Update] = {}
         for idx, named in weights.items():
             if id(named) not in updates:
                 schema = self._peers[idx].schema
@@ -384,8 +246,8 @@ class Sender:
         named: NamedWeights,
         commit: bool,
         group: str | None,
-    ) -> _Update:
-        slots: list[_Slot] = []
+    ) -> Update:
+        slots: list[Slot] = []
 
         def lend(nbytes: int) -> torch.Tensor:
             slots.append(self._free_slot(nbytes))
@@ -405,9 +267,9 @@ class Sender:
             for slot in slots:
                 slot.users -= 1
             raise
-        return _Update(version, chunks, slots)
+        return Update(version, chunks, slots)
 
-    def _free_slot(self, nbytes: int) -> _Slot:
+    def _free_slot(self, nbytes: int) -> Slot:
         """A slot that nobody reads; waits for one while there are many.
 
         A worker that is late keeps up to two slots until it goes on: there may be so many more.
@@ -427,7 +289,7 @@ class Sender:
         peers = self._peers.values()
         return sum(peer.inflight is not None and now - peer.since > self.timeout for peer in peers)
 
-    def _begin(self, peer: _Peer) -> _Update | None:
+    def _begin(self, peer: Peer) -> Update | None:
         """Make the newest update that ``peer`` should have the one in flight; None if it has to wait."""
         latest = peer.latest
         if not peer.joined or peer.inflight is not None or latest is None:
@@ -438,13 +300,13 @@ class Sender:
         peer.since = time.monotonic()
         return latest
 
-    def _catch_up(self, peer: _Peer) -> None:
+    def _catch_up(self, peer: Peer) -> None:
         with self._moved:
             update = self._begin(peer)
         if update is not None:
             self._transmit(peer, update)
 
-    def _transmit_all(self, peers: list[_Peer]) -> None:
+    def _transmit_all(self, peers: list[Peer]) -> None:
         jobs = [(peer, peer.inflight) for peer in peers if peer.inflight is not None]
         if self._shared or len(jobs) < 2:
             for peer, update in jobs:
@@ -455,7 +317,7 @@ class Sender:
         for future in [self._helpers.submit(self._transmit, *job) for job in jobs]:
             future.result()
 
-    def _transmit(self, peer: _Peer, update: _Update) -> None:
+    def _transmit(self, peer: Peer, update: Update) -> None:
         with peer.sending:
             if peer.inflight is not update:
                 return  # the worker was lost, or joins anew and gets the newest version with that
@@ -467,7 +329,7 @@ class Sender:
                 if isinstance(error, TimeoutError):
                     peer.link.disconnect()
 
-    def _say(self, peer: _Peer, *chunks: WeightChunk) -> None:
+    def _say(self, peer: Peer, *chunks: WeightChunk) -> None:
         with peer.sending:
             for chunk in chunks:
                 peer.link.send_chunk(chunk, self.timeout)
@@ -508,7 +370,7 @@ class Sender:
 
     # -- answers -----------------------------------------------------------------------------------
 
-    def _serve(self, peer: _Peer) -> None:
+    def _serve(self, peer: Peer) -> None:
         """Thread of one worker: everything that comes from it."""
         while not self._closed:
             try:
@@ -522,7 +384,7 @@ class Sender:
                 if self._closed or not peer.link.rejoins:
                     return
 
-    def _answer(self, peer: _Peer, chunk: WeightChunk) -> None:
+    def _answer(self, peer: Peer, chunk: WeightChunk) -> None:
         header = chunk.header
         if chunk.kind is Kind.HELLO:
             self._welcome(peer, chunk)
@@ -538,7 +400,7 @@ class Sender:
         else:
             raise FormatError(f"unexpected {chunk.kind.name} frame")
 
-    def _settle(self, peer: _Peer, chunk: WeightChunk) -> None:
+    def _settle(self, peer: Peer, chunk: WeightChunk) -> None:
         version = chunk.header["version"]
         with self._moved:
             update = peer.inflight
@@ -560,7 +422,7 @@ class Sender:
             peer.hold("inflight", None)
             self._moved.notify_all()
 
-    def _lose(self, peer: _Peer, error: Exception) -> None:
+    def _lose(self, peer: Peer, error: Exception) -> None:
         with self._moved:
             if peer.joined or peer.lost is None:
                 peer.lost = error
@@ -572,7 +434,7 @@ class Sender:
     def wait_staged(self, version: int, workers: Iterable[int], timeout: float) -> dict[int, Exception]:
         """Wait until workers have ``version`` staged; the errors of those that do not."""
 
-        def settled(peer: _Peer) -> bool:
+        def settled(peer: Peer) -> bool:
             return peer.staged == version or not peer.joined or version in peer.failures
 
         return self._wait(version, workers, timeout, settled, lambda peer: peer.staged == version)
@@ -580,10 +442,10 @@ class Sender:
     def wait_applied(self, version: int, workers: Iterable[int], timeout: float) -> dict[int, Exception]:
         """Wait until workers have applied ``version`` or a newer one; the errors of those that did not."""
 
-        def has_it(peer: _Peer) -> bool:
+        def has_it(peer: Peer) -> bool:
             return peer.reached >= version
 
-        def settled(peer: _Peer) -> bool:
+        def settled(peer: Peer) -> bool:
             return has_it(peer) or not peer.joined or peer.failure(version) is not None
 
         return self._wait(version, workers, timeout, settled, has_it)
@@ -593,8 +455,8 @@ class Sender:
         version: int,
         workers: Iterable[int],
         timeout: float,
-        settled: Callable[[_Peer], bool],
-        good: Callable[[_Peer], bool],
+        settled: Callable[[Peer], bool],
+        good: Callable[[Peer], bool],
     ) -> dict[int, Exception]:
         peers = [self._peers[idx] for idx in workers]
         with self._moved:
@@ -668,79 +530,6 @@ class Sender:
             self._encoders.clear()
             self._moved.notify_all()
         self._pool.close()
-
-
-class SendHandle:
-    """An update on its way.
-
-    Attributes:
-        version: its number.
-    """
-
-    def __init__(self, sender: Sender, report: SyncReport, workers: tuple[int, ...]) -> None:
-        self._sender, self._report, self._workers = sender, report, workers
-        self.version = report.version
-
-    def __repr__(self) -> str:
-        return f"SendHandle(version={self.version}, workers={list(self._workers)}, done={self.done()})"
-
-    def done(self) -> bool:
-        """Whether every worker has applied it (or a newer one), or failed."""
-        return self._sender.settled(self.version, self._workers)
-
-    def wait(self, timeout: float | None = None) -> SyncReport:
-        """Wait until every worker has applied this update or a newer one.
-
-        Args:
-            timeout: seconds; None takes the scheme's.
-
-        Raises:
-            SyncFailedError: workers failed, died or were late; it names them. All others have it.
-        """
-        limit = self._sender.timeout if timeout is None else timeout
-        start = time.perf_counter()
-        failures = self._sender.wait_applied(self.version, self._workers, limit)
-        self._report.seconds["ack"] = time.perf_counter() - start
-        self._sender.fill(self._report, self._workers)
-        if failures:
-            raise failed(self.version, failures, self._report)
-        return self._report
-
-    def wait_staged(self) -> dict[int, Exception]:
-        """Wait until the workers have staged it; the errors of those that have not."""
-        return self._sender.wait_staged(self.version, self._workers, self._sender.timeout)
-
-    def commit(self) -> None:
-        """Let the workers apply what they staged."""
-        self._sender.commit(self.version, self._workers)
-
-    def abort(self) -> None:
-        """Let the workers forget what they staged."""
-        self._sender.abort(self.version, self._workers)
-
-    def failures(self) -> dict[int, Exception]:
-        """The errors known by now, by worker; does not wait."""
-        return self._sender.failures(self.version, self._workers)
-
-    @property
-    def report(self) -> SyncReport:
-        """The report as far as it is known."""
-        return self._report
-
-
-def failed(version: int, failures: Mapping[int, Exception], report: SyncReport) -> SyncFailedError:
-    """The error for an update that some workers did not take."""
-    lines = "".join(f"\n  worker {idx}: {error}" for idx, error in sorted(failures.items()))
-    return SyncFailedError(f"version {version} was not applied by:{lines}", failures, report)
-
-
-def _may_run(pid: int) -> bool:
-    """Whether a process of this machine may still execute; zombies do not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return False
-    return state not in "ZX"
 
 
 def _require_schema(schema: WeightSchema, named: NamedWeights) -> None:

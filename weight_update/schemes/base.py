@@ -17,6 +17,8 @@ import torch
 from weight_update.chunks import WeightSchema
 from weight_update.errors import FormatError, LifecycleError, TransportError
 from weight_update.gate import shared_gate
+from weight_update.handle import SendHandle, failed
+from weight_update.named import NamedWeights
 from weight_update.receiver import Receiver
 from weight_update.report import SyncReport
 from weight_update.schemes.context import (
@@ -27,8 +29,8 @@ from weight_update.schemes.context import (
     resolve_path,
 )
 from weight_update.schemes.sources import DeviceMap, ModelOf, Sources
-from weight_update.sender import Sender, SendHandle, failed
-from weight_update.strategy import NamedWeights, WeightStrategy, resolve_strategy
+from weight_update.sender import Sender
+from weight_update.strategy import WeightStrategy, resolve_strategy
 from weight_update.transports.base import TransportBackend
 
 __all__ = ["WeightSyncScheme"]
@@ -385,7 +387,7 @@ class WeightSyncScheme(ABC):
             start = time.perf_counter()
             named = self._read(weights, worker_ids)
             extract = time.perf_counter() - start
-            handle = sender.publish(named, **how)
+            handle = SendHandle(sender, sender.publish(named, **how), tuple(named))
             handle.report.seconds = {"extract": extract, **handle.report.seconds}
             self.last_report = handle.report
         return handle

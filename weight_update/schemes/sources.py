@@ -12,8 +12,9 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from weight_update.errors import NothingToSendError, UnknownWorkerError
+from weight_update.named import NamedWeights
 from weight_update.schemes.context import devices_of, factories_of, resolve_model
-from weight_update.strategy import NamedWeights, WeightStrategy
+from weight_update.strategy import WeightStrategy
 
 __all__ = ["ModelOf", "Sources"]
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from weight_update.errors import LifecycleError, SyncFailedError
+from weight_update.handle import SendHandle, failed
 from weight_update.report import SyncReport
 from weight_update.schemes.base import WeightSyncScheme
-from weight_update.sender import SendHandle, failed
 
 __all__ = ["group_schemes", "send_together"]
 

@@ -13,7 +13,8 @@ from weight_update.chunks import Kind, WeightChunk, WeightSchema
 from weight_update.encodings import decoder_for
 from weight_update.errors import FormatError
 from weight_update.extra_state import decode_extra, encode_extra
-from weight_update.strategy import Binding, NamedWeights, WeightStrategy
+from weight_update.named import NamedWeights
+from weight_update.strategy import WeightStrategy
 
 __all__ = ["Allocate", "Buffer", "TransportBackend"]
 
@@ -171,7 +172,7 @@ class TransportBackend(ABC):
         named = NamedWeights(dict(zip(schema.names, values, strict=True)), extra)
         destinations = [given for given in (weights, model) if given is not None]
         for destination in destinations:
-            schema.require_same(Binding(strategy, destination).schema(), "the destination")
+            schema.require_same(strategy.bind(destination).schema(), "the destination")
         for destination in destinations:
             strategy.apply_weights(destination, named)
         return strategy.export(named)

@@ -1,0 +1,91 @@
+"""Weights by dotted name, and how they are found in what users hand over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, TensorDictBase
+from torch import nn
+
+from weight_update.errors import UnsupportedSourceError
+
+__all__ = ["NamedWeights"]
+
+EXTRA = "_extra_state"
+
+
+@dataclass
+class NamedWeights:
+    """Weights as the rest of the library sees them.
+
+    Attributes:
+        tensors: tensors by dotted name, in order; live references, not copies.
+        extra: extra state by the dotted name ``"<module>._extra_state"``.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def from_items(items: Iterator[tuple[str, Any]]) -> NamedWeights:
+    named = NamedWeights({})
+    for name, value in items:
+        if name in named.tensors or name in named.extra:
+            raise UnsupportedSourceError(f"{name!r} stands for two different entries")
+        if name.rpartition(".")[2] == EXTRA:
+            named.extra[name] = value
+        elif isinstance(value, torch.Tensor):
+            named.tensors[name] = value
+        else:
+            raise UnsupportedSourceError(
+                f"{name!r} is a {type(value).__name__}, not a tensor; weights are tensors, other state "
+                f"goes under a name that ends in {EXTRA!r}"
+            )
+    return named
+
+
+def walk_mapping(source: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in source.items():
+        name = prefix + key_name(key, source)
+        if isinstance(value, TensorDictBase):
+            yield from walk_tensordict(value, name + ".")
+        elif isinstance(value, Mapping) and name.rpartition(".")[2] != EXTRA:
+            yield from walk_mapping(value, name + ".")
+        else:
+            yield name, value
+
+
+def walk_tensordict(source: TensorDictBase, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in source.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, torch.Tensor):  # asked first: it is quick, the others are abstract classes
+            yield name, value
+        elif isinstance(value, TensorDictBase):
+            yield from walk_tensordict(value, name + ".")
+        elif isinstance(value, NonTensorData):
+            yield name, value.data
+        else:
+            yield name, value
+
+
+def key_name(key: Any, source: Mapping[Any, Any]) -> str:
+    if isinstance(key, tuple) and all(isinstance(part, str) for part in key):
+        return ".".join(key)
+    if not isinstance(key, str):
+        raise UnsupportedSourceError(
+            f"a {type(source).__name__} with the key {key!r}: weights have string keys"
+        )
+    return key
+
+
+def extra_owners(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for path, part in module.named_modules(remove_duplicate=False):
+        if type(part).get_extra_state is not nn.Module.get_extra_state:
+            yield (f"{path}.{EXTRA}" if path else EXTRA), part
+
+
+def extra_of(module: nn.Module) -> dict[str, Any]:
+    return {name: owner.get_extra_state() for name, owner in extra_owners(module)}
