@@ -1,0 +1,67 @@
+"""What differs between two versions of one flat buffer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Changes", "Run", "Sparse"]
+
+BITS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integer that holds the bits of an element of so many bytes; 16-byte elements count as two of 8."""
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Bytes that are replaced one after the other.
+
+    Attributes:
+        start: first byte in the flat buffer.
+        data: new bytes, 1-D uint8.
+    """
+
+    start: int
+    data: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Sparse:
+    """Single elements of one width.
+
+    Attributes:
+        width: bytes of an element: 1, 2, 4 or 8.
+        positions: 1-D int64, strictly increasing, in elements of this width from the start of the buffer.
+        values: new bit patterns, of dtype ``BITS[width]`` and the shape of ``positions``.
+    """
+
+    width: int
+    positions: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Changes:
+    """All that differs: writing it over the old version gives the new one, bit for bit.
+
+    Attributes:
+        sparse: at most one for each width, in ascending order of width; none is empty.
+        runs: by ascending start, not overlapping each other nor any position in ``sparse``.
+    """
+
+    sparse: tuple[Sparse, ...] = ()
+    runs: tuple[Run, ...] = ()
+
+    def write(self, flat: torch.Tensor) -> None:
+        """Change ``flat`` (1-D uint8; 8-byte aligned, its size a multiple of 8) from old to new.
+
+        It must be on the device of the tensors given here. Positions are trusted.
+        """
+        for part in self.sparse:
+            words = flat.view(BITS[part.width])
+            if words.is_cuda:
+                words[part.positions] = part.values
+            else:  # not torch: its threads hang in forked processes
+                words.numpy()[part.positions.numpy()] = part.values.numpy()
+        for run in self.runs:
+            flat[run.start : run.start + run.data.numel()].copy_(run.data)
