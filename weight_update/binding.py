@@ -15,6 +15,8 @@ from weight_update.named import EXTRA, NamedWeights, extra_owners, key_name
 
 __all__ = ["Binding"]
 
+_CPU = torch.device("cpu")
+
 
 class Binding:
     """The tensors of one destination, found once and written many times.
@@ -34,8 +36,8 @@ class Binding:
         self._read = read
         self.destination = destination
         self._places: dict[str, tuple[Any, str]] = dict(self._find())
-        devices = {self._get(name).device for name in self._places}
-        self._cuda_devices = [device for device in devices if device.type == "cuda"]
+        self._devices = {self._get(name).device for name in self._places}
+        self._cuda_devices = [device for device in self._devices if device.type == "cuda"]
         self.extra_owners: dict[str, nn.Module] = {}
         if isinstance(destination, nn.Module):
             self.extra_owners = dict(extra_owners(destination))
@@ -44,6 +46,19 @@ class Binding:
     def points(self) -> bool:
         """Whether :meth:`point` may be used: true for modules, whose parameters may move in memory."""
         return isinstance(self.destination, nn.Module)
+
+    @property
+    def home(self) -> torch.device:
+        """The device of all tensors if it is one CUDA device, else the CPU."""
+        return next(iter(self._devices)) if len(self._devices) == 1 and self._cuda_devices else _CPU
+
+    def read(self) -> NamedWeights:
+        """The weights of the destination as they are now; live references."""
+        return self._read(self.destination)
+
+    def tensors(self, names: tuple[str, ...]) -> list[torch.Tensor]:
+        """The tensors of the destination as they are now."""
+        return self._targets(names)
 
     def schema(self) -> WeightSchema:
         """The schema of the destination as it is now."""
@@ -115,7 +130,7 @@ class Binding:
         """Hand each extra state to its owner, or none and an error; returns what undoes it."""
         if not extra:
             return lambda: None
-        before = self._read(self.destination).extra
+        before = self.read().extra
 
         def undo() -> None:
             self._set_extra(before)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from weight_update.chunks import WeightChunk
 from weight_update.errors import NotEnoughMemoryError
 from weight_update.transports.base import Buffer, TransportBackend
 
-__all__ = ["BufferPool", "Slot", "Update"]
+__all__ = ["BufferPool", "Shipment", "Slot"]
 
 
 class Slot:
-    """A buffer and how many updates in use lie in it."""
+    """A buffer and how many shipments in use lie in it."""
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
@@ -20,8 +18,8 @@ class Slot:
         self.abandoned = False
 
 
-class Update:
-    """One version, encoded, and the slots it lies in."""
+class Shipment:
+    """The frames that bring a worker to ``version``, and the slots that their payloads lie in."""
 
     def __init__(self, version: int, chunks: list[WeightChunk], slots: list[Slot]) -> None:
         self.version, self.chunks, self.slots = version, chunks, slots
@@ -31,13 +29,7 @@ class Update:
         """Bytes of all payloads together."""
         return sum(chunk.payload_bytes for chunk in self.chunks)
 
-    def settle(self) -> None:
-        """It is committed: a worker that joins from now on applies it at once, and on its own."""
-        self.chunks = [
-            replace(chunk, header={**chunk.header, "commit": True, "group": None}) for chunk in self.chunks
-        ]
-
-    def retain(self) -> Update:
+    def retain(self) -> Shipment:
         """Count one more user of its memory; itself."""
         for slot in self.slots:
             slot.users += 1
@@ -56,33 +48,40 @@ class BufferPool:
         self._link = link
         self._slots: list[Slot] = []
 
-    def reserve(self, nbytes: int) -> None:
-        """Make sure that two buffers of this size exist."""
-        while sum(slot.buffer.tensor.numel() == nbytes for slot in self._slots) < 2:
+    def reserve(self, nbytes: int, count: int) -> None:
+        """Make sure that ``count`` buffers of this size exist."""
+        while sum(slot.buffer.tensor.numel() == nbytes for slot in self._slots) < count:
             self._slots.append(Slot(self._link.allocate(nbytes)))
 
-    def take(self, nbytes: int, limit: int | None) -> Slot | None:
-        """A free buffer, or a new one if there are fewer than ``limit``, or None.
+    def take(self, nbytes: int) -> Slot | None:
+        """A free buffer of exactly this size, else a new one; None if it does not fit while others are used.
 
         Raises:
-            NotEnoughMemoryError: there is none, ``limit`` is None, and a new one does not fit.
+            NotEnoughMemoryError: a new one does not fit, and none is in use that could be waited for.
         """
         self._drop([slot for slot in self._slots if slot.abandoned and slot.users == 0])
-        same = [slot for slot in self._slots if slot.buffer.tensor.numel() == nbytes and not slot.abandoned]
-        free = [slot for slot in same if slot.users == 0]
-        if free:
-            if limit is not None and len(same) > limit:
-                self._drop(free[1:])
-            return free[0]
-        if limit is not None and len(same) >= limit:
-            return None
+        free = [slot for slot in self._slots if slot.users == 0]
+        for slot in free:
+            if slot.buffer.tensor.numel() == nbytes:
+                return slot
         try:
             self._slots.append(Slot(self._link.allocate(nbytes)))
         except NotEnoughMemoryError:
-            if limit is None or not same:
+            if free:
+                self._drop(free)  # of other sizes
+                return self.take(nbytes)
+            if not self._slots:
                 raise
-            return None  # one of them will be free soon
+            return None
         return self._slots[-1]
+
+    def trim(self, keep: int) -> None:
+        """Give back free buffers beyond ``keep`` bytes, those not used for longest first."""
+        spare = 0
+        for slot in reversed([slot for slot in self._slots if slot.users == 0]):
+            spare += slot.buffer.tensor.numel()
+            if spare > keep:
+                self._drop([slot])
 
     def _drop(self, slots: list[Slot]) -> None:
         for slot in slots:

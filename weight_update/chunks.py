@@ -39,7 +39,7 @@ import torch
 
 from weight_update.errors import FormatError, SchemaMismatchError, UnsupportedSourceError
 
-__all__ = ["Kind", "TensorMeta", "WeightChunk", "WeightSchema", "byte_view"]
+__all__ = ["Kind", "TensorMeta", "WeightChunk", "WeightSchema", "byte_view", "digest"]
 
 ALIGNMENT = 64
 """Every tensor starts at a multiple of this many bytes in the flat buffer."""
@@ -205,6 +205,11 @@ class WeightSchema:
         return sum(self.tensors[i].nbytes for i in self.distinct)
 
     @functools.cached_property
+    def elements(self) -> int:
+        """Number of elements of the distinct tensors."""
+        return sum(math.prod(self.tensors[i].shape) for i in self.distinct)
+
+    @functools.cached_property
     def digest(self) -> str:
         """SHA-256 of the schema, in hex: equal exactly when two schemas are equal."""
         text = _to_json(self.to_header())
@@ -218,7 +223,40 @@ class WeightSchema:
             out.append(piece.view(meta.dtype).view(meta.shape))
         return out
 
-    def require_same(self, other: WeightSchema, who: str) -> None:
+    def for_receiver(self, theirs: WeightSchema) -> WeightSchema:
+        """This schema as it best travels to a receiver: in its dtypes where those are not wider.
+
+        What is converted before it travels has the same bits as what is converted after. Tied tensors keep
+        our dtype where the receiver has several for them.
+        """
+        wanted = {meta.name: meta.dtype for meta in theirs.tensors}
+        dtypes_at: dict[int, set[torch.dtype]] = {}
+        for meta in self.tensors:
+            if meta.nbytes:
+                dtypes_at.setdefault(meta.offset, set()).add(wanted.get(meta.name, meta.dtype))
+        dtypes = []
+        for meta in self.tensors:
+            dtype = wanted.get(meta.name, meta.dtype)
+            several = meta.nbytes and len(dtypes_at[meta.offset]) > 1
+            dtypes.append(meta.dtype if several or dtype.itemsize > meta.dtype.itemsize else dtype)
+        return self._with_dtypes(dtypes)
+
+    def with_dtype(self, dtype: torch.dtype) -> WeightSchema:
+        """This schema with its floating tensors in ``dtype``, laid out anew."""
+        return self._with_dtypes(
+            [dtype if meta.dtype.is_floating_point else meta.dtype for meta in self.tensors]
+        )
+
+    def _with_dtypes(self, dtypes: Sequence[torch.dtype]) -> WeightSchema:
+        metas, places, end = [], dict[int, int](), 0
+        for meta, dtype in zip(self.tensors, dtypes, strict=True):
+            offset = places.setdefault(meta.offset, end) if meta.nbytes else end
+            metas.append(TensorMeta(meta.name, meta.shape, dtype, offset))
+            if offset == end:
+                end += _align(metas[-1].nbytes)
+        return WeightSchema(tuple(metas), end)
+
+    def require_same(self, other: WeightSchema, who: str, *, more: bool = False) -> None:
         """Check that ``other`` can take or give the tensors of this schema.
 
         Names and shapes must be equal; dtypes may differ within floating point or within complex
@@ -227,11 +265,12 @@ class WeightSchema:
         Args:
             other: the schema of ``who``.
             who: how to call the other side in the message, e.g. ``"worker 1"``.
+            more: whether ``other`` may have more names.
 
         Raises:
             SchemaMismatchError: with one line for each name that does not fit.
         """
-        problems = [*differences(self, other, who), *untied(other, self, who)]
+        problems = [*differences(self, other, who, more=more), *untied(other, self, who)]
         if problems:
             raise SchemaMismatchError(
                 f"{who} does not have the same weights as the sender ({len(problems)} differences):",
@@ -279,6 +318,7 @@ class Kind(enum.IntEnum):
     APPLIED = 8  # R -> S: the update is visible
     FAILED = 9  # R -> S: the update is not visible, and why
     GOODBYE = 10  # either way: orderly end
+    BEHIND = 11  # R -> S: the update changes a version that I do not have; send all
 
 
 _REQUIRED: dict[Kind, dict[str, type | tuple[type, ...]]] = {
@@ -289,10 +329,17 @@ _REQUIRED: dict[Kind, dict[str, type | tuple[type, ...]]] = {
         "version": (int, type(None)),
         "schema": (dict, type(None)),
     },
-    Kind.WELCOME: {"schema": dict, "strategy": str},
+    Kind.WELCOME: {
+        "schema": dict,
+        "strategy": str,
+        "keep": bool,
+        "version": (int, type(None)),
+        "digests": (list, type(None)),
+    },
     Kind.REFUSED: {"reason": str, "problems": list},
     Kind.UPDATE: {
         "version": int,
+        "base": (int, type(None)),
         "schema": str,
         "encoding": str,
         "index": int,
@@ -307,6 +354,7 @@ _REQUIRED: dict[Kind, dict[str, type | tuple[type, ...]]] = {
     Kind.APPLIED: {"version": int, "apply_seconds": (int, float), "stall_seconds": (int, float)},
     Kind.FAILED: {"version": int, "error": str, "traceback": str},
     Kind.GOODBYE: {},
+    Kind.BEHIND: {"version": int},
 }
 
 
@@ -463,6 +511,12 @@ class Prelude:
         return WeightChunk(self.kind, fields, payload)
 
 
+def digest(tensor: torch.Tensor) -> str:
+    """A digest (BLAKE2b, 128 bits, in hex) of the bits of a contiguous CPU tensor."""
+    raw = tensor.reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(byte_view(raw), digest_size=16).hexdigest()
+
+
 def byte_view(flat: torch.Tensor) -> memoryview:
     """The memory of a contiguous 1-D uint8 CPU tensor, without a copy."""
     return memoryview(flat.numpy()).cast("B")  # type: ignore[arg-type]  # arrays are buffers
@@ -501,8 +555,11 @@ def _align(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def differences(ours: WeightSchema, theirs: WeightSchema, who: str) -> Iterable[str]:
-    """One line for each name of ``ours`` that ``theirs`` lacks or has otherwise, and for each it has more."""
+def differences(ours: WeightSchema, theirs: WeightSchema, who: str, *, more: bool = False) -> Iterable[str]:
+    """One line for each name of ``ours`` that ``theirs`` lacks or has otherwise.
+
+    And one for each name that it has beyond them, unless it may have ``more``.
+    """
     left = {meta.name: meta for meta in ours.tensors}
     right = {meta.name: meta for meta in theirs.tensors}
     for name, meta in left.items():
@@ -514,7 +571,7 @@ def differences(ours: WeightSchema, theirs: WeightSchema, who: str) -> Iterable[
         elif other.dtype != meta.dtype and other.kind() != meta.kind():
             yield f"{meta}: dtype {dtype_name(other.dtype)} in {who}"
     for name, meta in right.items():
-        if name not in left:
+        if name not in left and not more:
             yield f"{meta}: unexpected, only in {who}"
 
 

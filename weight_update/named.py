@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,38 @@ class NamedWeights:
 
     tensors: dict[str, torch.Tensor]
     extra: dict[str, Any] = field(default_factory=dict)
+
+
+def matching(prefixes: Sequence[str], names: Iterable[str]) -> set[str]:
+    """Names that are one of ``prefixes`` or lie below one (``"head"`` matches ``head`` and ``head.*``).
+
+    Raises:
+        ValueError: a prefix matches nothing; the message names it and what there is.
+    """
+    names = list(names)
+    found: set[str] = set()
+    for prefix in prefixes:
+        below = {name for name in names if name == prefix or name.startswith(prefix.rstrip(".") + ".")}
+        if not below:
+            tops = ", ".join(sorted({name.partition(".")[0] for name in names})[:20])
+            raise ValueError(f"the prefix {prefix!r} matches no weight; the top-level names are: {tops}")
+        found |= below
+    return found
+
+
+def frozen_or_transient(source: Any, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """Names of the weights that training does not change or a checkpoint does not hold.
+
+    These are parameters that require no gradient and, in a module, buffers that are not persistent.
+    """
+    found = {
+        name for name, value in tensors.items() if isinstance(value, nn.Parameter) and not value.requires_grad
+    }
+    if isinstance(source, nn.Module):
+        for path, part in source.named_modules(remove_duplicate=False):
+            for key in part._non_persistent_buffers_set:
+                found.add(f"{path}.{key}" if path else key)
+    return found
 
 
 def from_items(items: Iterator[tuple[str, Any]]) -> NamedWeights:

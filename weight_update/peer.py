@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from weight_update.buffers import Update
+from weight_update.buffers import Shipment
 from weight_update.chunks import WeightSchema
+from weight_update.lane import Lane
 from weight_update.transports.base import TransportBackend
 
 __all__ = ["Peer"]
@@ -15,18 +16,34 @@ _MAX_FAILURES = 8
 
 
 class Peer:
-    """What the sender knows of one worker."""
+    """One worker: its link, what it is meant to have, what it has, and how it was lost.
 
-    def __init__(self, idx: int, link: TransportBackend, schema: WeightSchema) -> None:
-        self.idx, self.link, self.schema = idx, link, schema
+    Attributes:
+        schema: what it is to have, in the sender's dtypes.
+        tracked: names of the weights that updates carry; None for all.
+        lane: what it is sent; None until it first joins.
+        applied: what it has; where memory is shared, what it reads.
+        inflight: what it was sent and has not answered yet.
+        reached: the newest version it ever applied; not forgotten when it leaves.
+        failures: why it did not apply a version, for the last few.
+    """
+
+    def __init__(
+        self,
+        idx: int,
+        link: TransportBackend,
+        schema: WeightSchema,
+        tracked: frozenset[str] | None = None,
+    ) -> None:
+        self.idx, self.link, self.schema, self.tracked = idx, link, schema, tracked
+        self.lane: Lane | None = None
         self.joined = False
         self.pid = 0
         self.version: int | None = None
-        self.reached = -1  # the newest version it ever applied; not forgotten when it leaves
+        self.reached = -1
         self.staged: int | None = None
-        self.latest: Update | None = None  # what it should have
-        self.applied: Update | None = None  # what it has; where memory is shared, what it reads
-        self.inflight: Update | None = None
+        self.applied: Shipment | None = None
+        self.inflight: Shipment | None = None
         self.since = 0.0
         self.lost: Exception | None = None
         self.failures: dict[int, Exception] = {}
@@ -39,38 +56,45 @@ class Peer:
         """What keeps it from having the weights: its own error, else how it was lost."""
         return next(iter(self.failures.values()), self.lost)
 
+    @property
+    def lacks(self) -> int | None:
+        """The version that it should be sent; None if it has that, or failed to apply it."""
+        target = None if self.lane is None else self.lane.target(self.version)
+        if target is None or target in self.failures:
+            return None
+        return None if self.version is not None and self.version >= target else target
+
     def failure(self, version: int) -> Exception | None:
         """Why it has neither ``version`` nor a newer one in its place, and will not get one by itself."""
         if version in self.failures:
             return self.failures[version]
-        pending = self.latest is not None and self.latest.version >= version
         newer = [error for number, error in self.failures.items() if number > version]
-        return newer[-1] if newer and not pending else None
+        return newer[-1] if newer and self.lacks is None else None
 
     def forget_old_failures(self) -> None:
         """Keep the last few: whoever sends without waiting asks for them later."""
         for version in list(self.failures)[:-_MAX_FAILURES]:
             del self.failures[version]
 
-    def hold(self, role: str, update: Update | None) -> None:
-        """Set ``latest``, ``applied`` or ``inflight``, keeping count of who uses which memory."""
-        old: Update | None = self.__dict__[role]
-        self.__dict__[role] = update.retain() if update is not None else None
+    def hold(self, role: str, shipment: Shipment | None) -> None:
+        """Set ``applied`` or ``inflight``, keeping count of who uses which memory."""
+        old: Shipment | None = self.__dict__[role]
+        self.__dict__[role] = shipment.retain() if shipment is not None else None
         if old is not None:
             old.release()
 
     def let_go(self) -> None:
         """Stop counting on its answer. If it may still read our memory, never write there again."""
-        if self.link.shares_memory and _may_run(self.pid):
-            for update in (self.applied, self.inflight):
-                for slot in update.slots if update is not None else ():
+        if self.link.shares_memory and may_run(self.pid):
+            for shipment in (self.applied, self.inflight):
+                for slot in shipment.slots if shipment is not None else ():
                     slot.abandoned = True
         self.joined, self.version, self.staged = False, None, None
         self.hold("inflight", None)
         self.hold("applied", None)
 
 
-def _may_run(pid: int) -> bool:
+def may_run(pid: int) -> bool:
     """Whether a process of this machine may still execute; zombies do not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -9,14 +9,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from weight_update.binding import Binding
 from weight_update.chunks import Kind, WeightChunk, WeightSchema
-from weight_update.encodings import Decoder, decoder_for
+from weight_update.encodings import Decoder, Delta, decoder_for, read_delta
 from weight_update.errors import (
     FormatError,
     JoinRefusedError,
@@ -25,11 +25,12 @@ from weight_update.errors import (
     SyncTimeoutError,
     TransportError,
 )
-from weight_update.extra_state import decode_extra
+from weight_update.frames import extra_of, payloads_of
 from weight_update.gate import Gate
 from weight_update.named import NamedWeights
+from weight_update.own_weights import Behind, OwnWeights
 from weight_update.strategy import WeightStrategy
-from weight_update.transports.base import TransportBackend, payloads_of
+from weight_update.transports.base import TransportBackend
 
 __all__ = ["Receiver"]
 
@@ -45,11 +46,14 @@ class _Staged:
 
     version: int
     group: str | None
-    payloads: list[torch.Tensor]
+    payloads: list[torch.Tensor]  # memory that the values lie in
     values: list[torch.Tensor]
     extra: dict[str, Any]
     arrived: float = field(default_factory=time.perf_counter)
     undo: Callable[[], None] = lambda: None
+    base: int | None = None
+    deltas: list[Delta] = field(default_factory=list)
+    used_up: list[torch.Tensor] = field(default_factory=list)  # payloads that are free once it is applied
 
 
 class Receiver:
@@ -94,6 +98,7 @@ class Receiver:
         self._stable = stable_addresses
         self._on_switched, self._on_applied = on_switched, on_applied
         self._schema: WeightSchema | None = None
+        self._store: OwnWeights | None = None
         self._decoders: dict[str, Decoder] = {}
         self._memory: list[torch.Tensor] = []
         self._parts: list[WeightChunk] = []
@@ -123,7 +128,7 @@ class Receiver:
         if isinstance(model, torch.nn.Module) and not self._guarded_outside:
             self._unguard = self.gate.guard(model)
         if self._current is not None and self._binding is not None and self._schema is not None:
-            self._schema.require_same(self._binding.schema(), "the new model")
+            self._schema.require_same(self._binding.schema(), "the new model", more=True)
             current = self._prepared(self._current)
             self.gate.run(lambda: self._write(current), self._timeout)
 
@@ -161,12 +166,12 @@ class Receiver:
             raise _refusal(reply)
         if reply.kind is not Kind.WELCOME:
             raise FormatError(f"expected WELCOME, got {reply.kind.name}")
-        self._begin_with(reply)
         applied = self._applied
-        while self._applied == applied:
+        error = self._handle(reply)
+        while error is None and self._applied == applied:
             error = self._handle(self._expect(deadline))
-            if error is not None:
-                raise error
+        if error is not None:
+            raise error
 
     def start(self) -> None:
         """Apply updates in a background thread from now on."""
@@ -285,7 +290,12 @@ class Receiver:
         version = chunk.header.get("version", 0)
         try:
             if chunk.kind is Kind.UPDATE:
-                self._update(chunk)
+                try:
+                    self._update(chunk)
+                except Behind as reason:
+                    _log.info("worker %d asks for all weights: %s", self.worker, reason)
+                    self._staged, self._parts = None, []
+                    self.link.send_chunk(WeightChunk(Kind.BEHIND, {"version": version}), self._timeout)
             elif chunk.kind is Kind.COMMIT:
                 self._commit(version)
             elif chunk.kind is Kind.ABORT:
@@ -309,9 +319,17 @@ class Receiver:
         return None
 
     def _begin_with(self, welcome: WeightChunk) -> None:
-        self._schema = WeightSchema.from_header(welcome.header["schema"])
+        header = welcome.header
+        self._schema = WeightSchema.from_header(header["schema"])
         self._decoders.clear()
         self._parts.clear()
+        self._staged = None
+        self._store = None
+        if header["keep"]:
+            self._store = OwnWeights(self._schema, self._binding)
+            if header["digests"] is not None:
+                named = NamedWeights({}) if self._binding is None else self._binding.read()
+                self._store.adopt(header["version"], named.tensors, header["digests"])
 
     def _update(self, chunk: WeightChunk) -> None:
         header = chunk.header
@@ -320,16 +338,27 @@ class Receiver:
         if header["index"] != len(self._parts):
             raise FormatError(f"chunk {header['index']} came, {len(self._parts)} was next")
         self._tidy()
+        if header["base"] is None and chunk.payload is not None:
+            fed = self._decoder(header["encoding"]).feed(header["index"], chunk.payload, self._allocate)
+            if fed is not chunk.payload:
+                self.link.release(chunk.payload)
+                chunk = replace(chunk, payload=fed)
         self._parts.append(chunk)
         if len(self._parts) < header["count"]:
             return
         parts, self._parts = self._parts, []
-        self._staged = self._stage(parts)
+        self._staged = self._stage_delta(parts) if header["base"] is not None else self._stage(parts)
         if header["commit"]:
             self._commit(header["version"])
         else:
             staged = WeightChunk(Kind.STAGED, {"version": header["version"]})
             self.link.send_chunk(staged, self._timeout)
+
+    def _decoder(self, encoding: str) -> Decoder:
+        assert self._schema is not None
+        if encoding not in self._decoders:
+            self._decoders[encoding] = decoder_for(encoding, self._schema)
+        return self._decoders[encoding]
 
     def _tidy(self) -> None:
         """Let go of the memory that the last update left; not at once, while others still wait for a core."""
@@ -339,15 +368,39 @@ class Receiver:
 
     def _stage(self, parts: list[WeightChunk]) -> _Staged:
         header = parts[0].header
-        schema = self._schema
-        assert schema is not None
-        encoding = header["encoding"]
-        if encoding not in self._decoders:
-            self._decoders[encoding] = decoder_for(encoding, schema)
         payloads = payloads_of(parts)
-        values = self._decoders[encoding].decode(payloads)
-        extra = {name: decode_extra(value) for name, value in header["extra"].items()}
-        return self._prepared(_Staged(header["version"], header["group"], payloads, values, extra))
+        values = self._decoder(header["encoding"]).decode(payloads)
+        staged = _Staged(header["version"], header["group"], payloads, values, extra_of(parts))
+        if self._store is not None:
+            mine = not self.link.shares_memory
+            staged.values, kept = self._store.take(values, payloads if mine else [])
+            staged.payloads = [memory for memory in payloads if memory is kept]
+            staged.used_up = [memory for memory in payloads if memory is not kept]
+        return self._prepared(staged)
+
+    def _stage_delta(self, parts: list[WeightChunk]) -> _Staged:
+        header, payloads = parts[0].header, payloads_of(parts)
+        if self._store is None or self._schema is None:
+            raise FormatError("a change, though no weights are kept here")
+        deltas = [read_delta(header["encoding"], payload, self._schema) for payload in payloads]
+        chain = [header["base"], *(delta.version for delta in deltas)]
+        if chain[:-1] != [delta.base for delta in deltas] or chain[-1] != header["version"]:
+            raise FormatError(f"changes that do not lead from {header['base']} to {header['version']}")
+        self._store.require(header["base"])
+        current = self._current
+        staged = _Staged(
+            header["version"],
+            header["group"],
+            [] if current is None else current.payloads,
+            self._store.values,
+            extra_of(parts),
+            base=header["base"],
+            deltas=deltas,
+            used_up=payloads,
+        )
+        if self._binding is not None:
+            self._binding.check_extra(staged.extra)
+        return staged
 
     def _prepared(self, staged: _Staged) -> _Staged:
         """Do all that can fail or take long before anybody has to wait."""
@@ -361,6 +414,8 @@ class Receiver:
         staged, self._staged = self._staged, None
         if staged is None or staged.version != version:
             raise LinkClosedError(f"version {version} is to be applied but was not received")
+        if staged.base is not None and self._store is not None:
+            self._store.require(staged.base)
         before = self._current
         if staged.group is None:
             stall = self._through_gate([(self, staged)])
@@ -391,7 +446,13 @@ class Receiver:
             staged.undo = self._binding.exchange_extra(staged.extra)
 
     def _switch(self, staged: _Staged) -> None:
-        self._write(staged)
+        if staged.deltas and self._store is not None:
+            self._store.apply(staged.deltas, staged.version)
+            staged.deltas = []
+        else:
+            self._write(staged)
+            if self._store is not None:
+                self._store.switched(staged.values, staged.version)
         self._current = staged
         self.version = staged.version
         self._applied += 1
@@ -419,7 +480,8 @@ class Receiver:
             "stall_seconds": stall,
         }
         self.link.send_chunk(WeightChunk(Kind.APPLIED, applied), self._timeout)
-        self._left = [] if before is None else before.payloads
+        self._left = [*staged.used_up, *(before.payloads if before is not None else ())]
+        self._left = [memory for memory in self._left if all(memory is not one for one in staged.payloads)]
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         """Memory that no weights in force, staged or half received lie in."""

@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from weight_update.buffers import BufferPool, Slot, Update
+from weight_update.buffers import BufferPool, Shipment, Slot
 from weight_update.chunks import Kind, WeightChunk, WeightSchema, differences, memory_identity, untied
-from weight_update.encodings import Encoder
+from weight_update.encodings import DeltaEncoding, Lend
 from weight_update.errors import (
     FormatError,
     JoinRefusedError,
     LinkClosedError,
+    NotEnoughMemoryError,
     SchemaMismatchError,
     SyncFailedError,
     SyncTimeoutError,
@@ -24,15 +26,17 @@ from weight_update.errors import (
     UnsupportedSourceError,
     WorkerError,
 )
+from weight_update.frames import Step
+from weight_update.lane import ChangeLane, Lane, Staged, WholeLane
 from weight_update.named import NamedWeights
 from weight_update.peer import Peer
 from weight_update.report import SyncReport
 from weight_update.strategy import WeightStrategy
-from weight_update.transports.base import TransportBackend, update_chunks
+from weight_update.transports.base import TransportBackend
 
 __all__ = ["Sender"]
 
-_MAX_BUFFERS = 4
+_MAX_UPDATES = 4
 _LOOK_SECONDS = 0.2
 
 
@@ -42,6 +46,7 @@ class Sender:
     Args:
         links: the sender's end for each worker index.
         schemas: what each worker is to have; workers with equal schemas share the encoding.
+        tracked: names of the weights that updates carry, for each worker; None for all of its schema.
         strategy: how weights are read and encoded.
         token: workers must show it to get in.
         timeout: seconds an update may take until all workers have applied it.
@@ -51,6 +56,7 @@ class Sender:
         self,
         links: Mapping[int, TransportBackend],
         schemas: Mapping[int, WeightSchema],
+        tracked: Mapping[int, frozenset[str] | None],
         strategy: WeightStrategy,
         token: str,
         timeout: float,
@@ -58,20 +64,22 @@ class Sender:
         self.version: int | None = None
         self.timeout = timeout
         self._strategy, self._token = strategy, token
-        self._peers = {idx: Peer(idx, link, schemas[idx]) for idx, link in links.items()}
+        self._peers = {idx: Peer(idx, link, schemas[idx], tracked[idx]) for idx, link in links.items()}
         self._numbers = -1
         self._moved = threading.Condition(threading.RLock())
         self._publishing = threading.Lock()
+        self._joining: Mapping[int, NamedWeights] = {}  # weights for whom joins while connect() waits
         first = next(iter(links.values()))
         self._shared = first.shares_memory
         self._pool = BufferPool(first)
         try:
             for schema in {schema.digest: schema for schema in schemas.values()}.values():
-                self._pool.reserve(schema.nbytes)
+                sizes = Counter(strategy.encoding.whole.payload_sizes(schema))
+                for nbytes, count in sizes.items():
+                    self._pool.reserve(nbytes, count if strategy.encoding.keeps else 2 * count)
         except BaseException:
             self._pool.close()  # whoever looks at the error keeps no memory with it
             raise
-        self._encoders: dict[str, Encoder] = {}
         self._closed = False
         self._pid = os.getpid()
         self._helpers: ThreadPoolExecutor | None = None
@@ -118,9 +126,11 @@ class Sender:
         with self._moved:
             for peer in self._peers.values():
                 peer.lost, peer.failures = None, {}
-            report, _ = self._publish(weights, commit=True, group=None)
+        with self._publishing:
+            report = self._stage(weights, self._peers_with_lane())
+            self._joining = weights
         for peer in self._peers.values():
-            self._catch_up(peer)
+            self._bring_up(peer)
             if peer.thread is None:
                 peer.thread = threading.Thread(
                     target=self._serve,
@@ -129,6 +139,19 @@ class Sender:
                     daemon=True,
                 )
                 peer.thread.start()
+        try:
+            self._await_all(timeout, alive)
+        finally:
+            with self._publishing:
+                for idx, named in weights.items():
+                    if self._peers[idx].lane is None:  # it may come later, when these weights have changed
+                        self._settle_in(self._peers[idx], self._peers[idx].schema, named)
+                self._joining = {}
+            report.dense_bytes = sum(lane.schema.dense_bytes for lane in self._lanes())
+        self.fill(report, weights)
+        return report
+
+    def _await_all(self, timeout: float, alive: Callable[[int], bool] | None) -> None:
         deadline = time.monotonic() + timeout
         with self._moved:
             while self._unsettled() and time.monotonic() < deadline:
@@ -141,10 +164,6 @@ class Sender:
             }
             late = [peer.idx for peer in self._unsettled()]
         _raise_connect(failures, late, timeout)
-        for peer in self._peers.values():
-            report.apply_seconds[peer.idx] = peer.apply_seconds
-            report.stall_seconds[peer.idx] = peer.stall_seconds
-        return report
 
     def _unsettled(self) -> list[Peer]:
         return [
@@ -153,14 +172,19 @@ class Sender:
             if peer.trouble() is None and (not peer.joined or peer.version is None)
         ]
 
+    def _peers_with_lane(self) -> list[int]:
+        return [idx for idx, peer in self._peers.items() if peer.lane is not None]
+
     def _welcome(self, peer: Peer, hello: WeightChunk) -> None:
         header = hello.header
         error: Exception | None = None
+        theirs = peer.schema
         if not hello.shows(self._token):
             error = JoinRefusedError("wrong token")
         elif header["schema"] is not None:
             try:
-                peer.schema.require_same(WeightSchema.from_header(header["schema"]), f"worker {peer.idx}")
+                theirs = WeightSchema.from_header(header["schema"])
+                peer.schema.require_same(theirs, f"worker {peer.idx}", more=self._strategy.partial)
             except (SchemaMismatchError, FormatError) as mismatch:
                 error = mismatch
         if error is not None:
@@ -172,14 +196,86 @@ class Sender:
                 peer.joined, peer.lost = False, error
                 self._moved.notify_all()
             return
-        welcome = {"schema": peer.schema.to_header(), "strategy": self._strategy.extract_as}
+        with self._moved:
+            peer.let_go()
+        lane = self._lane_to_join(peer, peer.schema.for_receiver(theirs))
+        welcome = {"schema": lane.schema.to_header(), "strategy": self._strategy.extract_as}
         with peer.sending:  # an update that is just being sent goes to the old link, or not at all
-            with self._moved:
-                peer.let_go()
-            peer.link.send_chunk(WeightChunk(Kind.WELCOME, welcome), self.timeout)
+            peer.link.send_chunk(WeightChunk(Kind.WELCOME, {**welcome, **lane.welcome()}), self.timeout)
             with self._moved:
                 peer.joined, peer.lost, peer.pid = True, None, header["pid"]
-        self._catch_up(peer)
+                peer.failures.clear()  # it is another process, or has begun anew
+        self._bring_up(peer)
+
+    # -- lanes -------------------------------------------------------------------------------------
+
+    def _lane_to_join(self, peer: Peer, wire: WeightSchema) -> Lane:
+        """The lane for a joining worker whose weights best travel as ``wire``."""
+        with self._publishing:
+            lane = peer.lane
+            if lane is None:
+                self._settle_in(peer, wire, self._joining.get(peer.idx))
+            elif wire.digest != lane.schema.digest:
+                twins = [one for one in self._lanes() if one.family == lane.family]
+                same = [one for one in twins if one.schema.digest == wire.digest]
+                if same:
+                    self._move([peer], same[0])
+                elif lane.schema.digest != peer.schema.digest:  # neither its own kind nor our own: wait
+                    self._move([peer], self._new_lane(wire, peer.tracked, lane.family))
+            assert peer.lane is not None
+            return peer.lane
+
+    def _settle_in(self, peer: Peer, wire: WeightSchema, named: NamedWeights | None) -> None:
+        """Find or make the first lane of ``peer``, with ``named`` as its weights."""
+        family = id(named)
+        for lane in self._lanes():
+            if lane.family == family and lane.schema.digest == wire.digest:
+                self._move([peer], lane)
+                return
+        lane = self._new_lane(wire, peer.tracked, family)
+        if named is not None:
+            lane.stage(Step.of(self._numbers, named.extra), named.tensors)
+            lane.settle()
+            with self._moved:
+                self._pool.trim(wire.nbytes)
+        self._move([peer], lane)
+
+    def _new_lane(self, schema: WeightSchema, tracked: frozenset[str] | None, family: int) -> Lane:
+        encoding = self._strategy.encoding
+        names = schema.names
+        positions = None if tracked is None else [i for i, name in enumerate(names) if name in tracked]
+        lane: Lane
+        if isinstance(encoding, DeltaEncoding):
+            lane = ChangeLane(schema, self._borrow, self._moved, encoding, positions)
+        else:
+            lane = WholeLane(schema, self._borrow, self._moved, encoding.whole)
+        lane.family = family
+        return lane
+
+    def _lanes(self) -> list[Lane]:
+        return list({id(peer.lane): peer.lane for peer in self._peers.values() if peer.lane}.values())
+
+    def _move(self, peers: Iterable[Peer], lane: Lane) -> None:
+        with self._moved:
+            left = {id(peer.lane): peer.lane for peer in peers if peer.lane not in (None, lane)}
+            for peer in peers:
+                peer.lane = lane
+            for old in left.values():
+                if old is not None and old not in self._lanes():
+                    old.close()
+
+    def _lane_for(self, peers: list[Peer]) -> Lane:
+        """One lane for workers of one kind that are now sent the same weights, and for nobody else."""
+        lanes = {id(peer.lane): peer.lane for peer in peers if peer.lane is not None}
+        assert lanes
+        outside = {id(peer.lane) for peer in self._peers.values() if peer not in peers}
+        own = [lane for key, lane in lanes.items() if key not in outside]
+        if own:
+            lane = max(own, key=lambda one: -1 if one.version is None else one.version)
+        else:
+            lane = next(iter(lanes.values())).fork()
+        self._move(peers, lane)
+        return lane
 
     # -- sending -----------------------------------------------------------------------------------
 
@@ -204,130 +300,149 @@ class Sender:
             with self._moved:
                 for idx in weights:
                     self._peers[idx].forget_old_failures()
-            report, updates = self._publish(weights, commit=commit, group=group)
+            report = self._stage(weights, weights, commit=commit, group=group)
             start = time.perf_counter()
-            ready = []
-            with self._moved:
-                for idx in weights:
-                    if self._begin(self._peers[idx]) is not None:
-                        ready.append(self._peers[idx])
-            self._transmit_all(ready)
+            sent = self._bring_up_all([self._peers[idx] for idx in weights])
             report.seconds["send"] = time.perf_counter() - start
-            handed_over = set(updates.values()) if self._shared else list(updates.values())
-            report.wire_bytes = sum(update.payload_bytes for update in handed_over)
+            if self._shared:
+                sent = list({id(shipment): shipment for shipment in sent}.values())
+            report.wire_bytes = sum(shipment.payload_bytes for shipment in sent)
             return report
 
-    def _publish(
-        self, weights: Mapping[int, NamedWeights], *, commit: bool, group: str | None
-    ) -> tuple[SyncReport, dict[int, Update]]:
+    def _stage(
+        self,
+        weights: Mapping[int, NamedWeights],
+        workers: Iterable[int],
+        commit: bool = True,
+        group: str | None = None,
+    ) -> SyncReport:
+        """Encode a new version for ``workers`` and, unless it waits for COMMIT, settle it."""
         start = time.perf_counter()
         for idx, named in weights.items():
-            _require_schema(self._peers[idx].schema, named)
+            self._require(self._peers[idx], named)
         self._numbers += 1
-        version = self._numbers
-        report = SyncReport(version, self._strategy.encoding.label)
-        updates: dict[int, Update] = {}
-        for idx, named in weights.items():
-            if id(named) not in updates:
-                schema = self._peers[idx].schema
-                updates[id(named)] = self._encode(version, schema, named, commit, group)
-                report.dense_bytes += schema.dense_bytes
-            with self._moved:
-                self._peers[idx].hold("latest", updates[id(named)])
-        for update in updates.values():
-            update.release()
-        report.seconds["encode"] = time.perf_counter() - start
-        return report, {idx: updates[id(named)] for idx, named in weights.items()}
-
-    def _encode(
-        self,
-        version: int,
-        schema: WeightSchema,
-        named: NamedWeights,
-        commit: bool,
-        group: str | None,
-    ) -> Update:
-        slots: list[Slot] = []
-
-        def lend(nbytes: int) -> torch.Tensor:
-            slots.append(self._free_slot(nbytes))
-            slots[-1].users += 1
-            return slots[-1].buffer.tensor
-
-        encoder = self._encoders.get(schema.digest)
-        if encoder is None:
-            encoder = self._encoders[schema.digest] = self._strategy.encoding.encoder(schema)
+        report = SyncReport(self._numbers, self._strategy.encoding.label)
+        kinds: dict[tuple[int, str], list[Peer]] = {}
+        for idx in workers:
+            peer = self._peers[idx]
+            assert peer.lane is not None
+            kinds.setdefault((id(weights[idx]), peer.lane.schema.digest), []).append(peer)
+        lanes: list[Lane] = []
+        staged: list[Staged] = []
         try:
-            tensors = [named.tensors[name] for name in schema.names]
-            payloads = encoder.encode(tensors, lend)
-            chunks = update_chunks(
-                version, schema, self._strategy, payloads, named, commit=commit, group=group
-            )
+            for peers in kinds.values():
+                self._await_room()
+                named = weights[peers[0].idx]
+                lanes.append(self._lane_for(peers))
+                lanes[-1].family = id(named)
+                step = Step.of(self._numbers, named.extra, commit=commit, group=group)
+                staged.append(lanes[-1].stage(step, named.tensors))
         except BaseException:
-            for slot in slots:
-                slot.users -= 1
+            for lane in lanes:
+                lane.drop()
             raise
-        return Update(version, chunks, slots)
+        for lane in lanes if commit else []:
+            lane.settle()
+        _enter(report, lanes, staged)
+        with self._moved:
+            self._pool.trim(max((lane.schema.nbytes for lane in lanes), default=0))
+        report.seconds["encode"] = time.perf_counter() - start
+        return report
+
+    def _require(self, peer: Peer, named: NamedWeights) -> None:
+        """Check weights to be sent; those that updates do not carry are needed the first time only."""
+        schema, more = peer.schema, self._strategy.partial
+        if peer.tracked is not None and peer.lane is not None:
+            known = [meta for meta in schema.tensors if meta.name in peer.tracked or meta.name in named.tensors]
+            schema = WeightSchema(tuple(known), schema.nbytes)
+        _require_schema(schema, named, more=more)
+
+    def _borrow(self, slots: list[Slot]) -> Lend:
+        def lend(nbytes: int) -> torch.Tensor:
+            slot = self._free_slot(nbytes)
+            slots.append(slot)
+            return slot.buffer.tensor
+
+        return lend
 
     def _free_slot(self, nbytes: int) -> Slot:
-        """A slot that nobody reads; waits for one while there are many.
-
-        A worker that is late keeps up to two slots until it goes on: there may be so many more.
-        """
+        """A slot that nobody reads, with one user; waits for one while memory is short."""
         deadline = time.monotonic() + self.timeout
         with self._moved:
             while True:
-                now = time.monotonic()
-                limit = _MAX_BUFFERS + 2 * self._late(now)
-                slot = self._pool.take(nbytes, limit if now < deadline else None)
+                slot = self._pool.take(nbytes)
                 if slot is not None:
+                    slot.users += 1
                     return slot
+                if time.monotonic() > deadline:
+                    raise NotEnoughMemoryError(
+                        f"no memory for {nbytes / 1e6:.1f} MB, and workers did not let go of any in time"
+                    )
                 self._moved.wait(_LOOK_SECONDS)
 
-    def _late(self, now: float) -> int:
+    def _await_room(self) -> None:
+        """Wait while so many updates are in use that a further one would cost too much memory.
+
+        A worker that is late keeps up to two until it goes on: there may be so many more.
+        """
+        deadline = time.monotonic() + self.timeout
+        with self._moved:
+            while time.monotonic() < deadline:
+                lanes = self._lanes()
+                held = [one for lane in lanes for one in lane.held]
+                held += [one for peer in self._peers.values() for one in (peer.applied, peer.inflight) if one]
+                limit = _MAX_UPDATES + 2 * self._late() + 2 * (len(lanes) - 1)
+                if len({id(one) for one in held}) < limit:
+                    return
+                self._moved.wait(_LOOK_SECONDS)
+
+    def _late(self) -> int:
         """How many workers have had an update for longer than the timeout."""
+        now = time.monotonic()
         peers = self._peers.values()
         return sum(peer.inflight is not None and now - peer.since > self.timeout for peer in peers)
 
-    def _begin(self, peer: Peer) -> Update | None:
-        """Make the newest update that ``peer`` should have the one in flight; None if it has to wait."""
-        latest = peer.latest
-        if not peer.joined or peer.inflight is not None or latest is None:
-            return None
-        if peer.version is not None and peer.version >= latest.version:
-            return None
-        peer.hold("inflight", latest)
-        peer.since = time.monotonic()
-        return latest
-
-    def _catch_up(self, peer: Peer) -> None:
+    def _bring_up(self, peer: Peer) -> Shipment | None:
+        """Send ``peer`` what it lacks, unless it is busy; called whenever that may have changed."""
         with self._moved:
-            update = self._begin(peer)
-        if update is not None:
-            self._transmit(peer, update)
-
-    def _transmit_all(self, peers: list[Peer]) -> None:
-        jobs = [(peer, peer.inflight) for peer in peers if peer.inflight is not None]
-        if self._shared or len(jobs) < 2:
-            for peer, update in jobs:
-                self._transmit(peer, update)
-            return
-        if self._helpers is None:
-            self._helpers = ThreadPoolExecutor(thread_name_prefix="weight_update-send")
-        for future in [self._helpers.submit(self._transmit, *job) for job in jobs]:
-            future.result()
-
-    def _transmit(self, peer: Peer, update: Update) -> None:
+            if not peer.joined or peer.inflight is not None or peer.lacks is None:
+                return None
         with peer.sending:
-            if peer.inflight is not update:
-                return  # the worker was lost, or joins anew and gets the newest version with that
             try:
-                for chunk in update.chunks:
+                shipment = self._load(peer)
+                for chunk in shipment.chunks if shipment is not None else ():
                     peer.link.send_chunk(chunk, self.timeout)
-            except (TransportError, TimeoutError) as error:
+            except (TransportError, TimeoutError, NotEnoughMemoryError) as error:
                 self._lose(peer, error)
-                if isinstance(error, TimeoutError):
+                if not isinstance(error, TransportError):
                     peer.link.disconnect()
+                return None
+            return shipment
+
+    def _load(self, peer: Peer) -> Shipment | None:
+        """Make what ``peer`` lacks the shipment in flight to it."""
+        while True:
+            with self._moved:
+                lane = peer.lane
+                if not peer.joined or peer.inflight is not None or lane is None or peer.lacks is None:
+                    return None
+                shipment = lane.ready(peer.version)
+                if shipment is not None:
+                    peer.hold("inflight", shipment)
+                    peer.since = time.monotonic()
+                    return shipment
+            lane.prepare()
+
+    def _bring_up_all(self, peers: list[Peer]) -> list[Shipment]:
+        if self._shared or len(peers) < 2:
+            sent = [self._bring_up(peer) for peer in peers]
+        else:
+            if self._helpers is None:
+                self._helpers = ThreadPoolExecutor(thread_name_prefix="weight_update-send")
+            sent = [
+                future.result() for future in [self._helpers.submit(self._bring_up, peer) for peer in peers]
+            ]
+        return [shipment for shipment in sent if shipment is not None]
 
     def _say(self, peer: Peer, *chunks: WeightChunk) -> None:
         with peer.sending:
@@ -336,22 +451,28 @@ class Sender:
 
     def commit(self, version: int, workers: Iterable[int]) -> None:
         """Let workers apply what they staged."""
+        with self._publishing:
+            for lane in self._lanes():
+                if lane.pending == version:
+                    lane.settle()
+        peers = [self._peers[idx] for idx in workers]
         with self._moved:
-            for peer in self._peers.values():
-                if peer.latest is not None and peer.latest.version == version:
-                    peer.latest.settle()
-        self._tell(workers, WeightChunk(Kind.COMMIT, {"version": version}))
+            told = [p.idx for p in peers if p.inflight is not None and p.inflight.version == version]
+        self._tell(told, WeightChunk(Kind.COMMIT, {"version": version}))
+        self._bring_up_all([peer for peer in peers if peer.idx not in told])
 
     def abort(self, version: int, workers: Iterable[int]) -> None:
         """Let workers forget what they staged, and go back to the version before."""
         workers = list(workers)
+        with self._publishing:
+            for lane in self._lanes():
+                if lane.pending == version:
+                    lane.drop()
         self._tell(workers, WeightChunk(Kind.ABORT, {"version": version}))
         with self._moved:
             for idx in workers:
                 peer = self._peers[idx]
                 peer.staged = None
-                if peer.latest is not None and peer.latest.version == version:
-                    peer.hold("latest", peer.applied)
                 if peer.inflight is not None and peer.inflight.version == version:
                     peer.hold("inflight", None)
             self._moved.notify_all()
@@ -377,9 +498,9 @@ class Sender:
                 chunk = peer.link.recv_chunk(None)
                 if chunk is not None:
                     self._answer(peer, chunk)
-            except (TransportError, FormatError, TimeoutError) as error:
+            except (TransportError, FormatError, TimeoutError, NotEnoughMemoryError) as error:
                 self._lose(peer, error)
-                if isinstance(error, FormatError | TimeoutError):
+                if not isinstance(error, TransportError):
                     peer.link.disconnect()
                 if self._closed or not peer.link.rejoins:
                     return
@@ -394,7 +515,12 @@ class Sender:
                 self._moved.notify_all()
         elif chunk.kind in (Kind.APPLIED, Kind.FAILED):
             self._settle(peer, chunk)
-            self._catch_up(peer)
+            self._bring_up(peer)
+        elif chunk.kind is Kind.BEHIND:
+            with self._moved:
+                peer.version = None  # whole weights, then
+                peer.hold("inflight", None)
+            self._bring_up(peer)
         elif chunk.kind is Kind.GOODBYE:
             self._lose(peer, LinkClosedError("it left"))
         else:
@@ -410,15 +536,13 @@ class Sender:
                 peer.version = peer.reached = version
                 peer.apply_seconds = float(chunk.header["apply_seconds"])
                 peer.stall_seconds = float(chunk.header["stall_seconds"])
-                peer.hold("applied", update)
+                peer.hold("applied", None if self._strategy.encoding.keeps else update)
                 self.version = version if self.version is None else max(version, self.version)
             else:
                 for slot in update.slots if self._shared else ():
                     slot.abandoned = True  # it may have failed after the switch, and read this memory now
                 text = chunk.header["traceback"] or chunk.header["error"]
                 peer.failures[version] = WorkerError(f"{chunk.header['error']}\n\n{text}")
-                if peer.latest is update:
-                    peer.hold("latest", peer.applied)
             peer.hold("inflight", None)
             self._moved.notify_all()
 
@@ -504,8 +628,6 @@ class Sender:
                 if peer.reached >= report.version:
                     report.apply_seconds[idx] = peer.apply_seconds
                     report.stall_seconds[idx] = peer.stall_seconds
-            for encoder in self._encoders.values():
-                encoder.committed(report.version)
 
     def close(self) -> None:
         """Say goodbye, end all threads, free all memory."""
@@ -523,28 +645,46 @@ class Sender:
         if self._helpers is not None:
             self._helpers.shutdown(wait=False, cancel_futures=True)
         with self._moved:
+            for lane in self._lanes():
+                lane.close()
             for peer in self._peers.values():
                 peer.joined = False
-                for role in ("latest", "applied", "inflight"):
-                    peer.hold(role, None)
-            self._encoders.clear()
+                peer.hold("applied", None)
+                peer.hold("inflight", None)
+                peer.lane = None
             self._moved.notify_all()
         self._pool.close()
 
 
-def _require_schema(schema: WeightSchema, named: NamedWeights) -> None:
+def _enter(report: SyncReport, lanes: list[Lane], staged: list[Staged]) -> None:
+    """Enter into ``report`` what was staged."""
+    if not staged:
+        return
+    report.dense_bytes = sum(lane.schema.dense_bytes for lane in lanes)
+    report.encoding = "+".join(sorted({one.label for one in staged}))
+    total = sum(one.total for one in staged)
+    report.changed_fraction = sum(one.changed for one in staged) / total if total else 0.0
+
+
+def _require_schema(schema: WeightSchema, named: NamedWeights, *, more: bool) -> None:
     hollow = [name for name, tensor in named.tensors.items() if tensor.is_meta]
     if hollow:
         raise UnsupportedSourceError(f"on the meta device, without values to send: {', '.join(hollow[:10])}")
-    if tuple(named.tensors) == schema.names and all(
-        tensor.shape == meta.shape and tensor.dtype == meta.dtype and tensor.layout is torch.strided
-        for tensor, meta in zip(named.tensors.values(), schema.tensors, strict=True)
+    values = [named.tensors.get(name) for name in schema.names]
+    if (
+        (more or len(values) == len(named.tensors))
+        and all(
+            tensor is not None
+            and tensor.shape == meta.shape
+            and tensor.dtype == meta.dtype
+            and tensor.layout is torch.strided
+            for tensor, meta in zip(values, schema.tensors, strict=True)
+        )
+        and all(_same_memory(values[a], values[b]) for a, b in schema.ties)
     ):
-        values = list(named.tensors.values())
-        if all(_same_memory(values[a], values[b]) for a, b in schema.ties):
-            return
+        return
     given = WeightSchema.of(named.tensors)
-    problems = [*differences(schema, given, "the weights given"), *untied(schema, given)]
+    problems = [*differences(schema, given, "the weights given", more=more), *untied(schema, given)]
     if problems:
         raise SchemaMismatchError(
             f"the weights given are not those agreed on in connect() ({len(problems)} differences):",
@@ -552,8 +692,8 @@ def _require_schema(schema: WeightSchema, named: NamedWeights) -> None:
         )
 
 
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a is b or memory_identity(a) == memory_identity(b)
+def _same_memory(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and memory_identity(a) == memory_identity(b))
 
 
 def _raise_connect(failures: Mapping[int, Exception], late: list[int], timeout: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -11,13 +11,23 @@ from torch import nn
 
 from weight_update.binding import Binding
 from weight_update.chunks import WeightSchema
-from weight_update.encodings import Encoding, resolve_encoding
+from weight_update.encodings import Encoding, encoding_from_config, resolve_encoding
 from weight_update.errors import UnsupportedSourceError
-from weight_update.named import NamedWeights, extra_of, from_items, walk_mapping, walk_tensordict
+from weight_update.named import (
+    NamedWeights,
+    extra_of,
+    from_items,
+    frozen_or_transient,
+    matching,
+    walk_mapping,
+    walk_tensordict,
+)
 
 __all__ = ["WeightStrategy", "resolve_strategy"]
 
 ExtractAs = Literal["tensordict", "state_dict"]
+Select = Literal["trainable"] | Sequence[str] | Callable[[str, torch.Tensor], bool]
+Convert = Callable[[Iterator[tuple[str, torch.Tensor]]], Iterable[tuple[str, torch.Tensor]]]
 
 
 class WeightStrategy:
@@ -27,24 +37,108 @@ class WeightStrategy:
         extract_as: ``"tensordict"`` takes parameters and all buffers, and hands weights out as a nested
             TensorDict; ``"state_dict"`` takes parameters and persistent buffers, and hands weights out
             as a flat dict with dotted names.
-        encoding: how weights become chunks: ``"dense"`` or an :class:`~weight_update.Encoding`.
+        encoding: how weights become chunks: ``"dense"``, ``"bucket"``, ``"patch"`` or an
+            :class:`~weight_update.Encoding`.
+        select: which weights updates carry. None: all; ``"trainable"``: parameters that require a gradient,
+            and persistent buffers; a list of prefixes (``"head"`` chooses ``head`` and ``head.*``); or a
+            function of name and tensor. Receivers may have more weights, which are left alone, except that
+            a :class:`~weight_update.PatchEncoding` first makes all of them equal.
+        convert: for a receiver that holds the model in another format: takes an iterator of ``(name,
+            tensor)``, gives one of the names and tensors that the receiver has. Runs on the sender.
 
     Raises:
-        ValueError: an unknown ``extract_as`` or encoding; the message lists the known ones.
+        ValueError: an unknown ``extract_as``, encoding or selection; the message lists the known ones.
 
     Sources and destinations may be an ``nn.Module``, a TensorDict, a (nested or dotted) dict of tensors,
     or, as a source, a callable that returns one of these.
     """
 
-    def __init__(self, extract_as: ExtractAs = "tensordict", *, encoding: str | Encoding = "dense") -> None:
+    def __init__(
+        self,
+        extract_as: ExtractAs = "tensordict",
+        *,
+        encoding: str | Encoding = "dense",
+        select: Select | None = None,
+        convert: Convert | None = None,
+    ) -> None:
         if extract_as not in get_args(ExtractAs):
             known = " or ".join(repr(name) for name in get_args(ExtractAs))
             raise ValueError(f"extract_as must be {known}, got {extract_as!r}")
+        if isinstance(select, str) and select != "trainable":
+            raise ValueError(
+                f"unknown selection {select!r} (known: None, 'trainable', a list of prefixes, a function)"
+            )
         self.extract_as: ExtractAs = extract_as
         self.encoding = resolve_encoding(encoding)
+        self.select, self.convert = select, convert
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], **options: Any) -> WeightStrategy:
+        """A strategy from the tree that RLinf's YAML files have below ``weight_syncer``.
+
+        ``{"type": "patch", "patch": {...}}`` or ``{"type": "bucket", "bucket": {...}}``; also with
+        ``weight_syncer`` around it. As there, weights leave as a state dict, and updates carry the trainable
+        ones.
+
+        Args:
+            config: the tree.
+            options: as for the class, instead of these defaults.
+
+        Raises:
+            ValueError: an unknown key or value; the message lists the known ones.
+        """
+        defaults: dict[str, Any] = {"extract_as": "state_dict", "select": "trainable"}
+        encoding, needs_convert = encoding_from_config(config)
+        if needs_convert and options.get("convert") is None:
+            raise ValueError("is_agent=True renames weights for the receiver: give convert= a function too")
+        return cls(**{**defaults, "encoding": encoding, **options})
+
+    @property
+    def partial(self) -> bool:
+        """Whether receivers may have more weights than are sent."""
+        return self.select is not None and self.encoding is self.encoding.whole
 
     def __repr__(self) -> str:
         return f"WeightStrategy({self.extract_as!r}, encoding={self.encoding!r})"
+
+    def for_receiver(self) -> WeightStrategy:
+        """This strategy without what only a sender needs, which may not pickle."""
+        return WeightStrategy(self.extract_as, encoding=self.encoding)
+
+    def chosen(self, source: Any) -> frozenset[str] | None:
+        """Names in ``source`` that ``select`` chooses; None for all.
+
+        Raises:
+            ValueError: a prefix matches nothing, or nothing is chosen.
+        """
+        if self.select is None:
+            return None
+        while callable(source) and not isinstance(source, nn.Module):
+            source = source()
+        tensors = self.named(source).tensors
+        if self.select == "trainable":
+            names = set(tensors) - frozen_or_transient(source, tensors)
+        elif callable(self.select):
+            names = {name for name, tensor in tensors.items() if self.select(name, tensor)}
+        else:
+            names = matching(self.select, tensors)
+        if not names:
+            raise ValueError(f"select={self.select!r} chooses none of the {len(tensors)} weights")
+        return frozenset(names)
+
+    def outgoing(self, source: Any, chosen: frozenset[str] | None = None) -> NamedWeights:
+        """The weights of ``source`` as they are sent: those ``chosen`` (None: all), converted.
+
+        Raises:
+            UnsupportedSourceError: as :meth:`extract_weights`, or ``convert`` gives a name twice.
+        """
+        named = self.named(source)
+        if chosen is None and self.convert is None:
+            return named
+        items = ((name, value) for name, value in named.tensors.items() if chosen is None or name in chosen)
+        if self.convert is None:
+            return NamedWeights(dict(items), named.extra)
+        return NamedWeights(from_items(iter(self.convert(items))).tensors, named.extra)
 
     def extract_weights(self, source: Any) -> TensorDictBase | dict[str, Any]:
         """The weights of ``source`` in the format of this strategy; the tensors are not copied.

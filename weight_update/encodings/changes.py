@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+
+from weight_update.chunks import WeightSchema
 
 __all__ = ["Changes", "Run", "Sparse"]
 
@@ -65,3 +68,27 @@ class Changes:
                 words.numpy()[part.positions.numpy()] = part.values.numpy()
         for run in self.runs:
             flat[run.start : run.start + run.data.numel()].copy_(run.data)
+
+    def to(self, device: torch.device) -> Changes:
+        """The same on another device; itself where it is there."""
+        if device.type == "cpu":
+            return self
+        return Changes(
+            tuple(replace(part, positions=part.positions.to(device), values=part.values.to(device)) for part in self.sparse),
+            tuple(replace(run, data=run.data.to(device)) for run in self.runs),
+        )
+
+    def touched(self, schema: WeightSchema) -> list[int]:
+        """Positions of the entries of ``schema`` that change, in ascending order; CPU only."""
+        metas = schema.tensors
+        order = sorted((i for i in range(len(metas)) if metas[i].nbytes), key=lambda i: metas[i].offset)
+        starts = np.array([metas[i].offset for i in order])
+        ends = np.array([metas[i].offset + metas[i].nbytes for i in order])
+        hit = np.zeros(len(order), dtype=bool)
+        for part in self.sparse:
+            bytes_at = part.positions.numpy() * part.width
+            counts = np.searchsorted(bytes_at, ends) - np.searchsorted(bytes_at, starts)
+            hit |= counts > 0
+        for run in self.runs:
+            hit |= (starts < run.start + run.data.numel()) & (run.start < ends)
+        return sorted(order[int(i)] for i in np.flatnonzero(hit))

@@ -208,13 +208,14 @@ class WeightSyncScheme(ABC):
         workers = sorted(sources.by_worker)
         schemas: dict[int, WeightSchema] = {}
         known: dict[int, WeightSchema] = {}
-        for idx, named in sources.read(self.strategy, None, workers).items():
+        tracked: dict[int, frozenset[str] | None] = {}
+        for idx, (named, names) in sources.survey(self.strategy).items():
             if id(named) not in known:
                 known[id(named)] = WeightSchema.of(named.tensors)
-            schemas[idx] = known[id(named)]
+            schemas[idx], tracked[idx] = known[id(named)], names
         links = self.open_sender(workers, ctx)
         try:
-            sender = Sender(links, schemas, self.strategy, self._token, self.timeout)
+            sender = Sender(links, schemas, tracked, self.strategy, self._token, self.timeout)
         except BaseException:
             _close_all(*links.values(), self._door)
             raise
@@ -297,7 +298,7 @@ class WeightSyncScheme(ABC):
         assert self._sources is not None
         if self._door is not None:
             self._door.start()
-        named = self._sources.read(self.strategy, weights, sender.workers)
+        named = self._sources.read(self.strategy, weights, sender.workers, first=True)
         self.last_report = sender.connect(named, limit, self.worker_alive)
 
     def _connect_receiver(self, worker_idx: int | None, weights: Any, limit: float) -> None:
@@ -549,7 +550,10 @@ class WeightSyncScheme(ABC):
         """What a worker needs: options, token and addresses; no models, links or threads."""
         fresh = object.__new__(type(self))
         fresh._reset()
-        return {name: value for name, value in self.__dict__.items() if name not in fresh.__dict__}
+        state = {name: value for name, value in self.__dict__.items() if name not in fresh.__dict__}
+        if self.initialized_on_sender:
+            state["strategy"] = self.strategy.for_receiver()
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Inverse of :meth:`__getstate__`."""

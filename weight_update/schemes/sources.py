@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,11 +47,13 @@ class Sources:
         by_worker: the source of each worker, or None where there is none; workers may share one.
         devices: the device of each worker, where known.
         device_map: applied to the source for each worker, if given.
+        chosen: names that the strategy selects, by worker; see :meth:`survey`.
     """
 
     by_worker: dict[int, Any]
     devices: dict[int, torch.device | None]
     device_map: DeviceMap | None = None
+    chosen: dict[int, frozenset[str] | None] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -141,18 +143,55 @@ class Sources:
         places = [None if d is None else torch.device(d) for d in devices or [None] * count]
         return cls(dict.fromkeys(range(count), source), dict(enumerate(places)), device_map_fn)
 
-    def read(self, strategy: WeightStrategy, weights: Any, workers: Sequence[int]) -> dict[int, NamedWeights]:
+    def survey(self, strategy: WeightStrategy) -> dict[int, tuple[NamedWeights, frozenset[str] | None]]:
+        """Which weights each worker is to have, and the names of those that updates carry (None: all).
+
+        Workers that get the same share one object.
+
+        Raises:
+            ValueError: the strategy selects nothing.
+            NothingToSendError, UnsupportedSourceError: as :meth:`read`.
+        """
+        sources = self._sources_of(None, sorted(self.by_worker))
+        found: dict[int, tuple[NamedWeights, frozenset[str] | None]] = {}
+        chosen: dict[int, frozenset[str] | None] = {}
+        for source in sources.values():
+            if id(source) in found:
+                continue
+            names = chosen[id(source)] = strategy.chosen(source)
+            if names is None or strategy.partial:
+                found[id(source)] = strategy.outgoing(source, names), None
+            else:
+                tracked = frozenset(strategy.outgoing(source, names).tensors)
+                found[id(source)] = strategy.outgoing(source), tracked
+        self.chosen = {idx: chosen[id(source)] for idx, source in sources.items()}
+        return {idx: found[id(source)] for idx, source in sources.items()}
+
+    def read(
+        self, strategy: WeightStrategy, weights: Any, workers: Sequence[int], *, first: bool = False
+    ) -> dict[int, NamedWeights]:
         """The weights for each of ``workers``; those that get the same share one object.
 
         Args:
             strategy: how to read them.
             weights: as given to ``send``; None for the sources of this object.
             workers: indices.
+            first: all that workers are to have, not only what updates carry.
 
         Raises:
             NothingToSendError: no weights were given and there is no source.
             UnsupportedSourceError: the weights are of a type that cannot be read.
         """
+        found = self._sources_of(weights, workers)
+        everything = first and not strategy.partial
+        named: dict[int, NamedWeights] = {}
+        for idx, source in found.items():
+            if id(source) not in named:
+                chosen = None if everything else self.chosen.get(idx)
+                named[id(source)] = strategy.outgoing(source, chosen)
+        return {idx: named[id(source)] for idx, source in found.items()}
+
+    def _sources_of(self, weights: Any, workers: Sequence[int]) -> dict[int, Any]:
         per_worker = is_per_worker(weights)
         found: dict[int, Any] = {}
         for idx in workers:
@@ -165,8 +204,7 @@ class Sources:
             found[idx] = source
         if self.device_map is not None:
             found = {idx: self.device_map(idx, source) for idx, source in found.items()}
-        named = {id(source): strategy.named(source) for source in found.values()}
-        return {idx: named[id(source)] for idx, source in found.items()}
+        return found
 
     def select(self, worker_ids: Any, weights: Any) -> list[int]:
         """Worker indices from what ``send`` was given as ``worker_ids`` and ``weights``.

@@ -105,7 +105,6 @@ class Channel:
     def __init__(self, encoding: Encoding, named: Named) -> None:
         self.encoding, self.schema = encoding, WeightSchema.of(named)
         self._encoder, self._decoder = encoding.encoder(self.schema), type(encoding).decoder(self.schema)
-        self._version = 0
         self.lent: list[torch.Tensor] = []
 
     def lend(self, nbytes: int) -> torch.Tensor:
@@ -118,8 +117,6 @@ class Channel:
         return self._encoder.encode([named[name] for name in self.schema.names], self.lend)
 
     def send(self, named: Named) -> Named:
-        """Encode, decode and commit."""
+        """Encode and decode."""
         values = self._decoder.decode([payload.clone() for payload in self.encode(named)])
-        self._encoder.committed(self._version)
-        self._version += 1
         return dict(zip(self.schema.names, values, strict=True))

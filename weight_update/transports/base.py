@@ -12,7 +12,7 @@ import torch
 from weight_update.chunks import Kind, WeightChunk, WeightSchema
 from weight_update.encodings import decoder_for
 from weight_update.errors import FormatError
-from weight_update.extra_state import decode_extra, encode_extra
+from weight_update.frames import Step, extra_of, frames_of, payloads_of
 from weight_update.named import NamedWeights
 from weight_update.strategy import WeightStrategy
 
@@ -128,11 +128,13 @@ class TransportBackend(ABC):
             lent.append(self.allocate(nbytes))
             return lent[-1].tensor
 
-        encoder = strategy.encoding.encoder(schema)
+        encoding = strategy.encoding.whole
+        encoder = encoding.encoder(schema)
         payloads = encoder.encode(list(named.tensors.values()), lend)
-        hello = {"schema": schema.to_header(), "strategy": strategy.extract_as}
+        hello: dict[str, Any] = {"schema": schema.to_header(), "strategy": strategy.extract_as}
+        hello |= {"keep": False, "version": None, "digests": None}
         self.send_chunk(WeightChunk(Kind.WELCOME, hello), timeout)
-        for chunk in update_chunks(0, schema, strategy, payloads, named):
+        for chunk in frames_of(Step.of(0, named.extra), schema, encoding.name, payloads):
             self.send_chunk(chunk, timeout)
 
     def receive_weights(
@@ -168,8 +170,7 @@ class TransportBackend(ABC):
                 raise FormatError("expected weights")
             chunks.append(chunk)
         values = decoder_for(chunks[0].header["encoding"], schema).decode(payloads_of(chunks))
-        extra = {name: decode_extra(value) for name, value in chunks[0].header["extra"].items()}
-        named = NamedWeights(dict(zip(schema.names, values, strict=True)), extra)
+        named = NamedWeights(dict(zip(schema.names, values, strict=True)), extra_of(chunks))
         destinations = [given for given in (weights, model) if given is not None]
         for destination in destinations:
             schema.require_same(strategy.bind(destination).schema(), "the destination")
@@ -195,35 +196,3 @@ class TransportBackend(ABC):
         """Wait for the first weights and apply them; as :meth:`receive_weights`."""
         del worker_idx  # a link knows its worker
         return self.receive_weights(timeout, weights=weights, model=model, strategy=strategy)
-
-
-def update_chunks(
-    version: int,
-    schema: WeightSchema,
-    strategy: WeightStrategy,
-    payloads: list[torch.Tensor],
-    named: NamedWeights,
-    *,
-    commit: bool = True,
-    group: str | None = None,
-) -> list[WeightChunk]:
-    """The UPDATE frames of one version."""
-    header = {
-        "version": version,
-        "schema": schema.digest,
-        "encoding": strategy.encoding.name,
-        "count": len(payloads),
-        "commit": commit,
-        "group": group,
-    }
-    extra = {name: encode_extra(value) for name, value in named.extra.items()}
-    return [
-        WeightChunk(Kind.UPDATE, {**header, "index": index, "extra": extra if index == 0 else {}}, payload)
-        for index, payload in enumerate(payloads)
-    ]
-
-
-def payloads_of(chunks: list[WeightChunk]) -> list[torch.Tensor]:
-    """The payloads of the chunks of one update; an absent one is empty."""
-    empty = torch.empty(0, dtype=torch.uint8)
-    return [empty if chunk.payload is None else chunk.payload for chunk in chunks]

@@ -1,0 +1,257 @@
+"""The bucket encoding: all weights, in several payloads of bounded size.
+
+Options as in RLinf's bucket syncer; the layout of payloads is ours, see ``docs/wire_format.rst``.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import torch
+
+from weight_update.chunks import ALIGNMENT, DTYPES, WeightSchema, byte_view, dtype_name
+from weight_update.encodings.base import Decoder, Encoder, Lend, WholeEncoding, register_encoding
+from weight_update.encodings.views import ViewCache
+from weight_update.errors import FormatError
+
+__all__ = ["BucketEncoding"]
+
+BucketDtype = Literal["bfloat16", "float16", "float32"]
+_HEAD = struct.Struct("<4sB3x16sQQQ")
+_HEAD_BYTES = 64
+_MAGIC = b"WUBK"
+
+
+@register_encoding
+@dataclass(frozen=True)
+class BucketEncoding(WholeEncoding):
+    """All weights, cut into buckets that are sent one after the other.
+
+    Args:
+        bucket_size: largest number of bytes in a bucket, at least 64. A tensor that is larger is split.
+        bucket_dtype: floating tensors travel in this dtype, a ``torch.dtype`` or its name (``"bfloat16"``,
+            ``"float16"``, ``"float32"``), and are converted back on arrival; all others are left alone. None
+            keeps every dtype.
+        bucket_device: where a bucket is put together before it goes to the transport, e.g. ``"cuda"`` to
+            convert on the GPU and copy off it once; None writes into the transport's memory at once.
+        load_instant: True: a receiver copies each bucket into place when it arrives, and the bucket's memory
+            is free again; False: it keeps the buckets, and its weights lie in them. Either way
+            nothing is visible before all of them are there.
+
+    Raises:
+        ValueError: an option has a value that is not allowed; the message lists those that are.
+    """
+
+    name: ClassVar[str] = "bucket/1"
+    bucket_size: int = 512 << 20
+    bucket_dtype: torch.dtype | BucketDtype | None = None
+    bucket_device: str | None = None
+    load_instant: bool = True
+
+    def __post_init__(self) -> None:
+        if self.bucket_size < ALIGNMENT:
+            raise ValueError(f"bucket_size is a number of bytes, at least {ALIGNMENT}: {self.bucket_size!r}")
+        dtype = self.bucket_dtype
+        label = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
+        if label is not None and label not in get_args(BucketDtype):
+            known = ", ".join(get_args(BucketDtype))
+            raise ValueError(f"unknown bucket_dtype {dtype!r} (known: None, {known})")
+        if self.bucket_device is not None and torch.device(self.bucket_device).type not in ("cpu", "cuda"):
+            raise ValueError(f"unknown bucket_device {self.bucket_device!r} (known: None, cpu, cuda)")
+
+    @property
+    def keeps(self) -> bool:
+        """See :attr:`Encoding.keeps`."""
+        return self.load_instant
+
+    def encoder(self, schema: WeightSchema) -> Encoder:
+        """See :meth:`WholeEncoding.encoder`.
+
+        Raises:
+            ValueError: ``bucket_device`` is CUDA and there is none.
+        """
+        device = None if self.bucket_device is None else torch.device(self.bucket_device)
+        if device is not None and device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError("bucket_device='cuda' needs a CUDA device; give None or 'cpu' here")
+        return _BucketEncoder(self, schema, None if device is None or device.type == "cpu" else device)
+
+    def payload_sizes(self, schema: WeightSchema) -> list[int]:
+        """See :meth:`WholeEncoding.payload_sizes`."""
+        sizes = [_HEAD_BYTES + stop - start for start, stop in self._cuts(schema)]
+        return sorted(set(sizes))
+
+    @classmethod
+    def decoder(cls, schema: WeightSchema) -> Decoder:
+        """See :meth:`WholeEncoding.decoder`."""
+        return _BucketDecoder(schema)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """``bucket_dtype`` as a dtype."""
+        return DTYPES[self.bucket_dtype] if isinstance(self.bucket_dtype, str) else self.bucket_dtype
+
+    def _cuts(self, schema: WeightSchema) -> list[tuple[int, int]]:
+        return list(_cuts(_as_sent(schema, self.dtype), self.bucket_size))
+
+
+class _BucketEncoder(Encoder):
+    def __init__(self, options: BucketEncoding, schema: WeightSchema, device: torch.device | None) -> None:
+        self._options, self._device = options, device
+        self._schema = _as_sent(schema, options.dtype)
+        self._cuts = list(_cuts(self._schema, options.bucket_size))
+
+    @torch.no_grad()
+    def encode(self, tensors: Sequence[torch.Tensor], lend: Lend) -> list[torch.Tensor]:
+        return [self._bucket(tensors, start, stop, lend) for start, stop in self._cuts]
+
+    def _bucket(self, tensors: Sequence[torch.Tensor], start: int, stop: int, lend: Lend) -> torch.Tensor:
+        payload = lend(_HEAD_BYTES + stop - start)
+        name = "" if self._options.dtype is None else dtype_name(self._options.dtype)
+        head = _HEAD.pack(
+            _MAGIC, self._options.load_instant, name.encode(), start, stop, self._schema.nbytes
+        ).ljust(_HEAD_BYTES, b"\0")
+        payload[:_HEAD_BYTES] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        body = payload[_HEAD_BYTES:]
+        place = (
+            body if self._device is None else torch.empty(stop - start, dtype=body.dtype, device=self._device)
+        )
+        targets, sources = [], []
+        for i, first, last in self._inside(start, stop):
+            meta = self._schema.tensors[i]
+            piece = place[meta.offset + first - start : meta.offset + last - start].view(meta.dtype)
+            size = meta.dtype.itemsize
+            whole = last - first == meta.nbytes
+            targets.append(piece.view(meta.shape) if whole else piece)
+            sources.append(tensors[i] if whole else tensors[i].reshape(-1)[first // size : last // size])
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        if place is not body:
+            body.copy_(place)
+        return payload
+
+    def _inside(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Position, first and last byte of each (part of a) tensor between two places of the flat buffer."""
+        for i in self._schema.distinct:
+            meta = self._schema.tensors[i]
+            first, last = max(start - meta.offset, 0), min(stop - meta.offset, meta.nbytes)
+            if first < last:
+                yield i, first, last
+
+
+class _BucketDecoder(Decoder):
+    def __init__(self, schema: WeightSchema) -> None:
+        self._schema = schema
+        self._flat: torch.Tensor | None = None  # filled bucket by bucket as they arrive
+        self._views: ViewCache | None = None
+        self._sent = schema
+        self._end = 0
+
+    def feed(self, index: int, payload: torch.Tensor, allocate: Lend) -> torch.Tensor:
+        head = self._head(payload, index == 0)
+        if index == 0:
+            self._flat = allocate(head.total) if head.load_instant else None
+        if self._flat is None:
+            return payload
+        self._flat[head.start : head.stop].copy_(payload[_HEAD_BYTES:])
+        return self._flat
+
+    def decode(self, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if self._flat is not None and all(payload is self._flat for payload in payloads):
+            values = self._views_of(self._flat)
+        else:
+            values = self._from_buckets(payloads)
+        self._flat = None
+        if self._end != self._sent.nbytes:
+            raise FormatError(f"buckets up to byte {self._end} of {self._sent.nbytes}")
+        metas = zip(values, self._schema.tensors, strict=True)
+        return [value if value.dtype == meta.dtype else value.to(meta.dtype) for value, meta in metas]
+
+    def _head(self, payload: torch.Tensor, first: bool) -> _Head:
+        """The head of the next bucket; the buckets have to follow each other without a gap."""
+        head = _Head.of(payload)
+        if first:
+            self._end = 0
+            sent = _as_sent(self._schema, head.dtype)
+            if sent.digest != self._sent.digest:
+                self._sent, self._views = sent, None
+        if head.total != self._sent.nbytes or head.start != self._end or head.stop > head.total:
+            raise FormatError(f"bucket of bytes {head.start} to {head.stop} where {self._end} was next")
+        self._end = head.stop
+        return head
+
+    def _views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        if self._views is None:
+            self._views = ViewCache(self._sent)
+        return self._views.views(flat)
+
+    def _from_buckets(self, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        heads = [self._head(payload, index == 0) for index, payload in enumerate(payloads)]
+        if not heads:
+            raise FormatError("no buckets")
+        out = []
+        for meta in self._sent.tensors:
+            last = meta.offset + meta.nbytes
+            pieces = [
+                payload[
+                    _HEAD_BYTES + max(meta.offset, head.start) - head.start : _HEAD_BYTES + last - head.start
+                ]
+                for head, payload in zip(heads, payloads, strict=True)
+                if head.start < last and meta.offset < head.stop
+            ]
+            raw = pieces[0] if len(pieces) == 1 else torch.cat([payloads[0][:0], *pieces])
+            if raw.numel() != meta.nbytes:
+                raise FormatError(f"{meta.name!r} is not whole in the buckets")
+            out.append(raw.view(meta.dtype).view(meta.shape))
+        return out
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The first 64 bytes of a bucket."""
+
+    load_instant: bool
+    dtype: torch.dtype | None
+    start: int
+    stop: int
+    total: int
+
+    @classmethod
+    def of(cls, payload: torch.Tensor) -> _Head:
+        if payload.numel() < _HEAD_BYTES:
+            raise FormatError(f"a bucket begins with {_HEAD_BYTES} bytes, got {payload.numel()}")
+        raw = bytes(byte_view(payload)[: _HEAD.size])
+        magic, instant, name, start, stop, total = _HEAD.unpack(raw)
+        label = name.rstrip(b"\0").decode("ascii", "replace")
+        if magic != _MAGIC or instant > 1 or (label and label not in get_args(BucketDtype)):
+            raise FormatError(f"not a bucket: starts with {raw[:24]!r}")
+        if start > stop or payload.numel() != _HEAD_BYTES + stop - start:
+            raise FormatError(f"a bucket of {payload.numel()} bytes says it holds {start} to {stop}")
+        return cls(bool(instant), DTYPES[label] if label else None, start, stop, total)
+
+
+@functools.lru_cache(maxsize=16)
+def _as_sent(schema: WeightSchema, dtype: torch.dtype | None) -> WeightSchema:
+    """``schema`` with its floating tensors in ``dtype``."""
+    return schema if dtype is None else schema.with_dtype(dtype)
+
+
+def _cuts(schema: WeightSchema, size: int) -> Iterator[tuple[int, int]]:
+    """First and last byte of each bucket: whole tensors, or a part of one that does not fit."""
+    size = size // ALIGNMENT * ALIGNMENT
+    start = end = 0
+    for i in schema.distinct:
+        meta = schema.tensors[i]
+        last = -(-(meta.offset + meta.nbytes) // ALIGNMENT) * ALIGNMENT
+        if last - start > size and end > start:
+            yield start, end
+            start = end
+        while last - start > size:
+            yield start, start + size
+            start += size
+        end = last
+    if end > start or schema.nbytes == 0:
+        yield start, end

@@ -1,0 +1,199 @@
+"""The patch encoding: what changed since the last version, and where.
+
+Behaviour and options as in RLinf's patch syncer; the payload's layouts are described byte by byte in
+``docs/patch_format.rst``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import torch
+
+from weight_update.chunks import WeightSchema
+from weight_update.compression import Compression, resolve_compression
+from weight_update.encodings.base import (
+    Delta,
+    DeltaEncoding,
+    Difference,
+    Lend,
+    Tracker,
+    WholeEncoding,
+    register_encoding,
+)
+from weight_update.encodings.bucket import BucketEncoding
+from weight_update.encodings.changes import Changes, Run
+from weight_update.encodings.patch_format import Patch, PatchOptions, decode_patch, encode_patch
+from weight_update.encodings.scan import Scanner
+from weight_update.named import matching
+
+__all__ = ["PatchEncoding"]
+
+Device = Literal["cpu", "cuda"]
+Layout = Literal["flat", "coo"]
+Values = Literal["raw", "relative"]
+
+
+@register_encoding
+@dataclass(frozen=True)
+class PatchEncoding(DeltaEncoding):
+    """Positions and values of what changed; whole weights for receivers that just joined or missed a version.
+
+    Weights are compared as bits, in the receivers' dtypes, with a snapshot of the last version. An update in
+    which so much changed that a patch would not be smaller is sent whole, and its report says so.
+
+    Args:
+        snapshot_device: where the snapshot lies: ``"cpu"`` (pinned where weights are on a GPU) or
+            ``"cuda"``. It has the size of the model in the receivers' dtypes.
+        transport_device: where a patch is put together and compressed: ``"cpu"`` or ``"cuda"``.
+        delta_encoding: send distances between positions instead of positions.
+        compression: of the patch: ``"none"``, ``"lz4"``, ``"zstd"``, ``"nvcomp_lz4"`` (on the GPU) or a
+            :class:`~weight_update.compression.Compression`. What would not shrink travels as it is.
+        init_sync: send receivers the weights they begin with. False: they must have them already, which is
+            checked by digests; differences are an error.
+        init_sync_prefixes: begin with these weights only (``"head"`` means ``head`` and ``head.*``); the
+            others are checked as with ``init_sync=False``. None: all.
+        init_sync_bucket_size: whole weights travel in buckets of at most so many bytes.
+        layout: ``"flat"``: one stream of positions in the flat buffer; ``"coo"``: rows and columns of each
+            tensor, as RLinf documents it.
+        values: ``"raw"``, or ``"relative"``: coded against the version before, which compresses well.
+
+    Raises:
+        ValueError: an option has a value that is not allowed; the message lists those that are.
+    """
+
+    name: ClassVar[str] = "patch/1"
+    snapshot_device: Device = "cpu"
+    transport_device: Device = "cpu"
+    delta_encoding: bool = True
+    compression: str | Compression = "none"
+    init_sync: bool = True
+    init_sync_prefixes: Sequence[str] | None = None
+    init_sync_bucket_size: int = 128 << 20
+    layout: Layout = "flat"
+    values: Values = "raw"
+
+    def __post_init__(self) -> None:
+        allowed = {"snapshot_device": Device, "transport_device": Device, "layout": Layout, "values": Values}
+        for option, known in allowed.items():
+            value = self.__dict__[option]
+            if value not in get_args(known):
+                raise ValueError(f"unknown {option} {value!r} (known: {', '.join(get_args(known))})")
+        if isinstance(self.init_sync_prefixes, str):
+            raise ValueError(f"init_sync_prefixes is a list of prefixes, not {self.init_sync_prefixes!r}")
+        chosen = resolve_compression(self.compression)
+        if chosen.device == "cuda" and self.transport_device != "cuda":
+            raise ValueError(f"compression={chosen.label!r} works on the GPU: set transport_device='cuda' too")
+        if chosen.device == "cpu" and chosen.label != "none" and self.transport_device == "cuda":
+            raise ValueError(f"compression={chosen.label!r} works on the CPU: set transport_device='cpu'")
+        object.__setattr__(self, "compression", chosen)
+
+    @property
+    def whole(self) -> WholeEncoding:
+        """See :attr:`Encoding.whole`."""
+        return BucketEncoding(bucket_size=self.init_sync_bucket_size)
+
+    @property
+    def options(self) -> PatchOptions:
+        """What the format needs to know."""
+        compression = resolve_compression(self.compression)
+        return PatchOptions(self.layout, self.delta_encoding, self.values, compression)
+
+    def bootstraps(self, schema: WeightSchema) -> list[int]:
+        """See :meth:`DeltaEncoding.bootstraps`."""
+        if not self.init_sync:
+            return []
+        if self.init_sync_prefixes is None:
+            return list(range(len(schema.tensors)))
+        names = matching(self.init_sync_prefixes, schema.names)
+        return [i for i, name in enumerate(schema.names) if name in names]
+
+    def tracker(self, schema: WeightSchema, tracked: Sequence[int] | None) -> Tracker[PatchDifference]:
+        """See :meth:`DeltaEncoding.tracker`."""
+        return PatchTracker(self, schema, tracked)
+
+    @classmethod
+    def read(cls, payload: torch.Tensor, schema: WeightSchema) -> Delta:
+        """See :meth:`DeltaEncoding.read`."""
+        return PatchDelta(decode_patch(payload, schema))
+
+
+@dataclass(frozen=True)
+class PatchDifference(Difference):
+    """See :class:`Difference`.
+
+    Attributes:
+        changes: what differs.
+    """
+
+    changes: Changes
+
+
+class PatchTracker(Tracker[PatchDifference]):
+    """A snapshot in one flat buffer, and what finds changes to it."""
+
+    def __init__(self, options: PatchEncoding, schema: WeightSchema, tracked: Sequence[int] | None) -> None:
+        self._options, self._schema, self._tracked = options, schema, tracked
+        self._flat = torch.zeros(schema.nbytes, dtype=torch.uint8)
+        self._views = schema.views(self._flat)
+        self._scanner = Scanner(schema, tracked)
+
+    @torch.no_grad()
+    def begin(self, tensors: Sequence[torch.Tensor]) -> None:
+        """See :meth:`Tracker.begin`."""
+        own = self._schema.distinct
+        if own:
+            torch._foreach_copy_([self._views[i] for i in own], [tensors[i] for i in own])
+
+    def compare(self, tensors: Sequence[torch.Tensor | None]) -> PatchDifference:
+        """See :meth:`Tracker.compare`."""
+        found = self._scanner.scan(tensors, self._flat)
+        return PatchDifference(found.changed, found.total, found.changes)
+
+    def encode(self, difference: PatchDifference, base: int, version: int, lend: Lend) -> torch.Tensor:
+        """See :meth:`Tracker.encode`."""
+        return self._encode(difference.changes, base, version, lend)
+
+    def bootstrap(self, version: int, lend: Lend) -> torch.Tensor:
+        """See :meth:`Tracker.bootstrap`."""
+        chosen = set(self._options.bootstraps(self._schema))
+        metas = [self._schema.tensors[i] for i in self._schema.distinct if i in chosen]
+        runs = [Run(m.offset, self._flat[m.offset : m.offset + m.nbytes]) for m in metas if m.nbytes]
+        return self._encode(
+            Changes(runs=tuple(sorted(runs, key=lambda run: run.start))), version, version, lend
+        )
+
+    def _encode(self, changes: Changes, base: int, version: int, lend: Lend) -> torch.Tensor:
+        return encode_patch(changes, self._flat, self._schema, base, version, self._options.options, lend)
+
+    def advance(self, difference: PatchDifference) -> None:
+        """See :meth:`Tracker.advance`."""
+        difference.changes.write(self._flat)
+
+    def weights(self) -> list[torch.Tensor]:
+        """See :meth:`Tracker.weights`."""
+        return self._views
+
+    def copy(self) -> PatchTracker:
+        """See :meth:`Tracker.copy`."""
+        other = PatchTracker(self._options, self._schema, self._tracked)
+        other._flat.copy_(self._flat)
+        return other
+
+
+class PatchDelta:
+    """A patch that arrived; see :class:`Delta`."""
+
+    def __init__(self, patch: Patch) -> None:
+        self.base, self.version = patch.base, patch.version
+        self._changes = patch.changes
+
+    def write(self, flat: torch.Tensor) -> None:
+        """See :meth:`Delta.write`."""
+        self._changes.to(flat.device).write(flat)
+
+    def touched(self, schema: WeightSchema) -> list[int]:
+        """See :meth:`Delta.touched`."""
+        return self._changes.touched(schema)
