@@ -7,11 +7,14 @@ import subprocess
 import sys
 import tracemalloc
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.compression import CODECS as MEASURED
+from benchmarks.compression import KINDS, measure, row
 from weight_update.compression import (
     Compression,
     Lz4Compression,
@@ -246,3 +249,14 @@ for use in (lambda: resolve_compression({label!r}),
     lines = done.stdout.splitlines()
     assert len(lines) == 2, done.stdout + done.stderr
     assert all(f'pip install "weight-update[{label}]"' in line for line in lines)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_benchmark_measures_every_compression(kind):
+    data = torch.from_numpy(KINDS[kind](100_000, np.random.default_rng(0)))
+    found = measure(data, rounds=2)
+    assert set(found) == set(MEASURED)
+    for name, one in found.items():
+        cells = row(kind, name, data.numel(), one)
+        assert float(cells[2]) == pytest.approx(data.numel() / one.packed_bytes, abs=0.006)
+        assert (cells[-1] == "never") == (one.packed_bytes >= data.numel())

@@ -61,8 +61,10 @@ class NvcompLz4Compression(Compression):
             return torch.empty_like(data)
         try:
             return _decode(data, nbytes)
-        except (RuntimeError, ValueError) as error:  # FormatError is a ValueError, and says more
-            raise error if isinstance(error, FormatError) else FormatError(f"nvCOMP: {error}") from error
+        except FormatError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            raise FormatError(f"nvCOMP: {error}") from error
 
 
 def _decode(data: torch.Tensor, nbytes: int) -> torch.Tensor:
