@@ -32,7 +32,7 @@ COLLECTORS = ["torchrl>=0.14", "gymnasium>=1.0"]
 RAY = ["ray>=2.40"]
 LZ4 = ["lz4>=4.0"]
 ZSTD = ["zstandard>=0.19"]
-NVCOMP = ["nvidia-nvcomp-cu12"]
+NVCOMP = ["nvidia-nvcomp-cu12>=5.2"]
 EXAMPLES = ["matplotlib>=3.8", "tqdm>=4.66"]
 BENCH = union(COLLECTORS, EXAMPLES, ["psutil>=5.9"])
 DOCS = ["sphinx>=8.0", "furo>=2024.8.6"]

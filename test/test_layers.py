@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS: list[set[str]] = [
     {"errors", "report", "chunks"},
     {"extra_state", "gate"},
+    {"compression"},
     {"encodings", "named"},
     {"binding"},
     {"own_weights"},

@@ -15,6 +15,7 @@
 This package needs pytest; nothing else of ``weight_update`` imports it.
 """
 
+from weight_update.testing.compressions import CompressionContract
 from weight_update.testing.encodings import EncodingContract
 from weight_update.testing.models import Zoo, fingerprint, mlp, random_bits, scramble
 from weight_update.testing.schemes import SchemeContract
@@ -24,6 +25,7 @@ from weight_update.testing.workers import Body, Crew, Worker, WorkerDiedError
 
 __all__ = [
     "Body",
+    "CompressionContract",
     "Crew",
     "EncodingContract",
     "SchemeContract",

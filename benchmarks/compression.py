@@ -1,0 +1,111 @@
+"""How small and how fast: compressions on what patches are made of.
+
+::
+
+    python -m benchmarks.compression            # half a minute on an idle machine
+    python -m benchmarks.compression --mb 4     # to see that it works
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from benchmarks.report import Figure, Table, machine, to_text
+from weight_update.compression import Compression, Lz4Compression, ZstdCompression
+
+CODECS: dict[str, Compression] = {
+    "lz4": Lz4Compression(),
+    "lz4, acceleration 8": Lz4Compression(acceleration=8),
+    "zstd, level -1": ZstdCompression(level=-1),
+    "zstd, level 1": ZstdCompression(level=1),
+    "zstd, level 3": ZstdCompression(level=3),
+    "zstd, level 6": ZstdCompression(level=6),
+}
+
+
+def gaps(nbytes: int, random: np.random.Generator) -> np.ndarray:
+    """Distances between positions of which 1 % are chosen by chance, as uint8."""
+    return np.minimum(random.geometric(0.01, nbytes) - 1, 255).astype(np.uint8)
+
+
+def planes(nbytes: int, random: np.random.Generator) -> np.ndarray:
+    """Steps of 16-bit patterns, normal with a deviation of 2; zigzag; all low bytes, then all high ones."""
+    steps = np.round(random.normal(0, 2, nbytes // 2)).astype(np.int16)
+    zigzag = ((steps << 1) ^ (steps >> 15)).astype("<u2").view(np.uint8)
+    return np.concatenate([zigzag[0::2], zigzag[1::2]])
+
+
+def noise(nbytes: int, random: np.random.Generator) -> np.ndarray:
+    """Random bytes."""
+    return random.integers(0, 256, nbytes, dtype=np.uint8)
+
+
+KINDS: dict[str, Callable[[int, np.random.Generator], np.ndarray]] = {
+    "gaps of 1 %": gaps,
+    "planes of steps": planes,
+    "random": noise,
+}
+
+
+@dataclass
+class Measured:
+    """MB of original data a second, and the length of the compressed data."""
+
+    packed_bytes: int = 0
+    compress: list[float] = field(default_factory=list)
+    decompress: list[float] = field(default_factory=list)
+
+
+def measure(data: torch.Tensor, rounds: int) -> dict[str, Measured]:
+    """All compressions in turns, so that what disturbs the machine disturbs all of them."""
+    found = {name: Measured() for name in CODECS}
+    for _ in range(rounds):
+        for name, codec in CODECS.items():
+            start = time.perf_counter()
+            packed = codec.compress(data)
+            middle = time.perf_counter()
+            result = codec.decompress(packed, data.numel())
+            end = time.perf_counter()
+            assert torch.equal(result, data), name
+            found[name].packed_bytes = packed.numel()
+            found[name].compress.append(data.numel() / (middle - start) / 1e6)
+            found[name].decompress.append(data.numel() / (end - middle) / 1e6)
+    return found
+
+
+def row(kind: str, name: str, nbytes: int, measured: Measured) -> list[str]:
+    """Cells of one compression."""
+    shrunk = nbytes / measured.packed_bytes
+    speeds = Figure(tuple(measured.compress)), Figure(tuple(measured.decompress))
+    seconds = sum(1 / (speed.median or 1) for speed in speeds)
+    pays = f"{(1 - 1 / shrunk) / seconds:.0f}" if shrunk > 1 else "never"
+    return [kind, name, f"{shrunk:.2f}", *(speed.show(digits=0) for speed in speeds), pays]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Ratio and speed of the compressions, on one core.")
+    parser.add_argument("--mb", type=int, default=32, help="size of the data in MB")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    nbytes, random = options.mb * 1_000_000, np.random.default_rng(0)
+    rows = []
+    for kind, make in KINDS.items():
+        found = measure(torch.from_numpy(make(nbytes, random)), options.rounds)
+        rows += [row(kind, name, nbytes, one) for name, one in found.items()]
+    note = (
+        "MB of original data a second, median (least .. most). It pays on links slower than the last column\n"
+        "(MB/s) if compressing, sending and decompressing happen one after the other."
+    )
+    head = ["data", "compression", "ratio", "compress", "decompress", "pays below"]
+    print("\n".join(machine()), "\n")
+    print(to_text(Table(f"Compression of {options.mb} MB", note, head, rows)))
+
+
+if __name__ == "__main__":
+    main()

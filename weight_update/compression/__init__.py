@@ -1,0 +1,25 @@
+"""Compressions: bytes to fewer and back. New ones derive from :class:`Compression` and register a name."""
+
+from weight_update.compression.base import (
+    Compression,
+    decompressor_for,
+    register_compression,
+    resolve_compression,
+)
+from weight_update.compression.lz4 import Lz4Compression
+from weight_update.compression.none import NoCompression
+from weight_update.compression.nvcomp_lz4 import NvcompLz4Compression
+from weight_update.compression.packing import pack
+from weight_update.compression.zstd import ZstdCompression
+
+__all__ = [
+    "Compression",
+    "Lz4Compression",
+    "NoCompression",
+    "NvcompLz4Compression",
+    "ZstdCompression",
+    "decompressor_for",
+    "pack",
+    "register_compression",
+    "resolve_compression",
+]

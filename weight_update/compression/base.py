@@ -1,0 +1,132 @@
+"""What a compression is: the extension point between bytes and fewer bytes."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from weight_update.errors import FormatError
+
+__all__ = ["Compression", "decompressor_for", "optional", "register_compression", "resolve_compression"]
+
+
+class Compression(ABC):
+    """Lossless compression of raw bytes. Instances are immutable, picklable and safe to share by threads."""
+
+    name: ClassVar[str]
+    """Name and version on the wire, e.g. ``"zstd/1"``; a new layout takes a new number."""
+
+    device: ClassVar[str]
+    """Type of the device whose memory it works on, ``"cpu"`` or ``"cuda"``; ``"any"`` for both."""
+
+    @property
+    def label(self) -> str:
+        """The name without its version, as shown in reports."""
+        return self.name.partition("/")[0]
+
+    @abstractmethod
+    def compress(self, data: torch.Tensor) -> torch.Tensor:
+        """The bytes of ``data``, in a form from which :meth:`decompress` gets them back.
+
+        Args:
+            data: 1-D contiguous uint8 tensor of any size, 0 too; it is left as it is.
+
+        Returns:
+            a 1-D uint8 tensor on the same device, which may be longer than ``data``.
+
+        Raises:
+            ValueError: ``data`` is another kind of tensor or on another kind of device.
+        """
+
+    @classmethod
+    @abstractmethod
+    def decompress(cls, data: torch.Tensor, nbytes: int) -> torch.Tensor:
+        """What was compressed; no option of the sender is needed for it.
+
+        Args:
+            data: 1-D contiguous uint8 tensor, possibly not made by :meth:`compress` at all.
+            nbytes: how many bytes were compressed. Not much more memory than this is ever used.
+
+        Returns:
+            a writable 1-D uint8 tensor of ``nbytes`` on the same device.
+
+        Raises:
+            FormatError: ``data`` does not stand for exactly so many bytes.
+            ValueError: ``data`` is another kind of tensor or on another kind of device.
+        """
+
+    @classmethod
+    def check(cls, data: torch.Tensor, nbytes: int = 0) -> None:
+        """Refuse arguments that :meth:`compress` and :meth:`decompress` cannot take.
+
+        Raises:
+            FormatError: ``nbytes`` is negative.
+            ValueError: see :meth:`compress`.
+        """
+        if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous():
+            raise ValueError(f"expected contiguous 1-D uint8 data, got {list(data.shape)} of {data.dtype}")
+        if cls.device not in ("any", data.device.type):
+            raise ValueError(
+                f"compression {cls.name!r} works on {cls.device} memory but the data is on {data.device}: "
+                f'set transport_device="{cls.device}" or choose another compression'
+            )
+        if nbytes < 0:
+            raise FormatError(f"cannot decompress to {nbytes} bytes")
+
+
+def optional(module: str, extra: str) -> Any:
+    """Import ``module``, which comes with an extra of ours.
+
+    Raises:
+        ImportError: it is not there or does not load; the message names the extra.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise ImportError(
+            f'cannot import {module} ({error}): pip install "weight-update[{extra}]"', name=package
+        ) from error
+
+
+_registry: dict[str, type[Compression]] = {}
+_C = TypeVar("_C", bound=type[Compression])
+
+
+def register_compression(cls: _C) -> _C:
+    """Class decorator: make a compression known by its ``name``, on both ends."""
+    _registry[cls.name] = cls
+    return cls
+
+
+def resolve_compression(compression: str | Compression) -> Compression:
+    """A compression from its short name, or the compression itself.
+
+    Raises:
+        ValueError: the name is unknown; the message lists the known ones.
+        ImportError: the package it needs is not installed; the message names the extra.
+        RuntimeError: it needs a CUDA device and there is none.
+    """
+    if isinstance(compression, Compression):
+        return compression
+    for name, cls in _registry.items():
+        if compression == name.partition("/")[0]:
+            return cls()
+    known = sorted(name.partition("/")[0] for name in _registry)
+    raise ValueError(f"unknown compression {compression!r} (known compressions: {', '.join(known)})")
+
+
+def decompressor_for(wire_name: str) -> type[Compression]:
+    """The class whose ``decompress`` reads what a chunk names.
+
+    Raises:
+        FormatError: the compression is not registered here.
+    """
+    try:
+        return _registry[wire_name]
+    except KeyError:
+        known = ", ".join(sorted(_registry))
+        raise FormatError(f"unknown compression {wire_name!r:.40} (known: {known})") from None

@@ -1,0 +1,61 @@
+"""LZ4: little compression, faster than most networks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from weight_update.compression.base import optional, register_compression
+from weight_update.compression.pieces import Expand, PiecewiseCompression, Shrink
+from weight_update.errors import FormatError
+
+__all__ = ["Lz4Compression"]
+
+
+@register_compression
+@dataclass(frozen=True)
+class Lz4Compression(PiecewiseCompression):
+    """LZ4 blocks (https://github.com/lz4/lz4/blob/dev/doc/lz4_Block_format.md), without a size in front.
+
+    Args:
+        acceleration: from 1; the larger, the faster, and the less it compresses.
+
+    Raises:
+        ImportError: the package ``lz4`` is not installed.
+    """
+
+    acceleration: int = 1
+
+    name: ClassVar[str] = "lz4/1"
+    device: ClassVar[str] = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.acceleration < 1:
+            raise ValueError(f"acceleration starts at 1, got {self.acceleration}")
+        optional("lz4.block", "lz4")
+
+    def shrinker(self) -> Shrink:
+        """See :meth:`PiecewiseCompression.shrinker`."""
+        block = optional("lz4.block", "lz4")
+
+        def shrink(piece: memoryview) -> bytes:
+            packed: bytes = block.compress(
+                piece, mode="fast", acceleration=self.acceleration, store_size=False
+            )
+            return packed
+
+        return shrink
+
+    @classmethod
+    def expander(cls) -> Expand:
+        """See :meth:`PiecewiseCompression.expander`."""
+        block = optional("lz4.block", "lz4")
+
+        def expand(piece: memoryview, nbytes: int) -> bytes:
+            try:
+                whole: bytes = block.decompress(piece, uncompressed_size=nbytes)
+            except block.LZ4BlockError as error:
+                raise FormatError(f"not an LZ4 block of {nbytes} bytes: {error}") from None
+            return whole
+
+        return expand

@@ -1,0 +1,35 @@
+"""No compression: the bytes themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from weight_update.compression.base import Compression, register_compression
+from weight_update.errors import FormatError
+
+__all__ = ["NoCompression"]
+
+
+@register_compression
+@dataclass(frozen=True)
+class NoCompression(Compression):
+    """Gives back the very tensor it was given, both ways: nothing is copied."""
+
+    name: ClassVar[str] = "none/1"
+    device: ClassVar[str] = "any"
+
+    def compress(self, data: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Compression.compress`."""
+        self.check(data)
+        return data
+
+    @classmethod
+    def decompress(cls, data: torch.Tensor, nbytes: int) -> torch.Tensor:
+        """See :meth:`Compression.decompress`."""
+        cls.check(data, nbytes)
+        if data.numel() != nbytes:
+            raise FormatError(f"{data.numel()} bytes where {nbytes} were announced")
+        return data

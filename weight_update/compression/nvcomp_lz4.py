@@ -1,0 +1,109 @@
+"""LZ4 on the GPU, by NVIDIA's nvCOMP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from weight_update.compression.base import Compression, optional, register_compression
+from weight_update.errors import FormatError
+
+__all__ = ["NvcompLz4Compression"]
+
+_ALIGNMENT = 16
+"""What nvCOMP asks for at most of a buffer's address (``Codec.get_required_decompression_alignment``)."""
+
+
+@register_compression
+@dataclass(frozen=True)
+class NvcompLz4Compression(Compression):
+    """The native bitstream of nvCOMP, 5.2 or newer (https://docs.nvidia.com/cuda/nvcomp/py_api.html).
+
+    Its decompressor is made for what its compressor wrote: give it bytes from elsewhere only after their
+    checksum was verified, as every frame that travels through a stream is.
+
+    Raises:
+        RuntimeError: torch sees no CUDA device.
+        ImportError: the package ``nvidia-nvcomp-cu12`` or ``nvidia-nvcomp-cu13`` is not installed.
+    """
+
+    name: ClassVar[str] = "nvcomp_lz4/1"
+    device: ClassVar[str] = "cuda"
+
+    def __post_init__(self) -> None:
+        _nvcomp()
+
+    def compress(self, data: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Compression.compress`."""
+        self.check(data)
+        if not data.numel():
+            return torch.empty_like(data)
+        with _session(data) as session:
+            encoded = session.codec.encode(session.source)
+            session.stream.synchronize()
+            result = from_dlpack(encoded).view(torch.uint8).clone()
+            # nvCOMP frees what it encoded into when this returns, without regard to our stream.
+            torch.cuda.current_stream().synchronize()
+        return result
+
+    @classmethod
+    def decompress(cls, data: torch.Tensor, nbytes: int) -> torch.Tensor:
+        """See :meth:`Compression.decompress`."""
+        cls.check(data, nbytes)
+        if not nbytes or not data.numel():
+            if nbytes or data.numel():
+                raise FormatError(f"{data.numel()} bytes cannot stand for {nbytes}")
+            return torch.empty_like(data)
+        try:
+            return _decode(data, nbytes)
+        except FormatError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            raise FormatError(f"nvCOMP: {error}") from error
+
+
+def _decode(data: torch.Tensor, nbytes: int) -> torch.Tensor:
+    with _session(data) as session:
+        found = session.codec.get_uncomp_buffer_size(session.source)
+        if found != nbytes:
+            raise FormatError(f"the data holds {found} bytes where {nbytes} were announced")
+        result = torch.empty(nbytes, dtype=torch.uint8, device=data.device)
+        session.stream.wait_stream(torch.cuda.current_stream())
+        session.codec.decode(session.source, out=result)
+        session.stream.synchronize()
+    return result
+
+
+def _nvcomp() -> Any:
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            'compression "nvcomp_lz4" needs a CUDA device, and torch sees none here; '
+            'it also needs pip install "weight-update[nvcomp]"'
+        )
+    return optional("nvidia.nvcomp", "nvcomp")
+
+
+@dataclass(frozen=True)
+class _Session:
+    codec: Any
+    source: Any
+    stream: torch.cuda.Stream
+
+
+@contextmanager
+def _session(data: torch.Tensor) -> Iterator[_Session]:
+    """A codec on a stream of its own, and ``data`` as it wants it."""
+    nvcomp = _nvcomp()
+    if data.data_ptr() % _ALIGNMENT:
+        data = data.clone()
+    with torch.cuda.device(data.device):
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        handle = stream.cuda_stream
+        with nvcomp.Codec(algorithm="LZ4", device_id=data.device.index, cuda_stream=handle) as codec:
+            yield _Session(codec, nvcomp.as_array(data, cuda_stream=handle), stream)

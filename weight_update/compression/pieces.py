@@ -1,0 +1,105 @@
+"""Compression piece by piece on the CPU: the layout that ``lz4/1`` and ``zstd/1`` share.
+
+The data is cut into pieces of 1 MiB; the last may be shorter. Compressed, for N pieces::
+
+    offset  size  field
+    0       4 N   length of each compressed piece, uint32, little endian
+    4 N     ...   the compressed pieces, one after the other
+
+A piece whose length is that of the original stands as it is, uncompressed. No data is no bytes.
+
+Pieces keep what is copied in the processor's cache, bound the memory that a forged piece can claim, and
+get past the 2 GB to which an LZ4 block is limited.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import abstractmethod
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from weight_update.chunks import byte_view
+from weight_update.compression.base import Compression
+from weight_update.errors import FormatError
+
+__all__ = ["PIECE_BYTES", "PiecewiseCompression"]
+
+PIECE_BYTES = 1 << 20
+
+Buffer = bytes | bytearray | memoryview
+Shrink = Callable[[memoryview], Buffer]
+"""Compresses one piece."""
+Expand = Callable[[memoryview, int], Buffer]
+"""Decompresses one piece; raises FormatError before it uses much more memory than the bytes announced."""
+
+
+class PiecewiseCompression(Compression):
+    """A compression that only needs to say how one piece is compressed."""
+
+    @abstractmethod
+    def shrinker(self) -> Shrink:
+        """What compresses the pieces of one call."""
+
+    @classmethod
+    @abstractmethod
+    def expander(cls) -> Expand:
+        """What decompresses the pieces of one call."""
+
+    def compress(self, data: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Compression.compress`."""
+        self.check(data)
+        if not data.numel():
+            return torch.empty(0, dtype=torch.uint8)
+        view, shrink = byte_view(data), self.shrinker()
+        pieces = [_smaller(view[start : start + PIECE_BYTES], shrink) for start in _starts(len(view))]
+        table = np.array([len(piece) for piece in pieces], "<u4").tobytes()
+        return torch.frombuffer(bytearray().join([table, *pieces]), dtype=torch.uint8)
+
+    @classmethod
+    def decompress(cls, data: torch.Tensor, nbytes: int) -> torch.Tensor:
+        """See :meth:`Compression.decompress`."""
+        cls.check(data, nbytes)
+        pieces = _cut(data, nbytes)
+        result = torch.empty(nbytes, dtype=torch.uint8)
+        if nbytes:
+            out, expand = byte_view(result), cls.expander()
+            for start, piece in zip(_starts(nbytes), pieces, strict=True):
+                place = out[start : start + PIECE_BYTES]
+                place[:] = _whole(piece, len(place), expand)
+        return result
+
+
+def _starts(nbytes: int) -> range:
+    return range(0, nbytes, PIECE_BYTES)
+
+
+def _smaller(piece: memoryview, shrink: Shrink) -> Buffer:
+    shrunk = shrink(piece)
+    return shrunk if len(shrunk) < len(piece) else piece
+
+
+def _whole(piece: memoryview, nbytes: int, expand: Expand) -> Buffer:
+    if len(piece) == nbytes:
+        return piece
+    found = expand(piece, nbytes)
+    if len(found) != nbytes:
+        raise FormatError(f"a piece holds {len(found)} bytes where {nbytes} were announced")
+    return found
+
+
+def _cut(data: torch.Tensor, nbytes: int) -> list[memoryview]:
+    """The compressed pieces, which fill ``data`` exactly."""
+    head = 4 * len(_starts(nbytes))
+    if not nbytes and not data.numel():
+        return []
+    if data.numel() < head:
+        raise FormatError(f"{data.numel()} bytes cannot hold {nbytes} compressed ones")
+    view = byte_view(data)
+    ends = head + np.cumsum(np.frombuffer(view[:head], "<u4"), dtype=np.int64)
+    if len(view) != (ends[-1] if head else 0):
+        raise FormatError(f"compressed pieces do not fill the {len(view)} bytes that are there")
+    places = [head, *ends.tolist()]
+    return [view[start:end] for start, end in itertools.pairwise(places)]

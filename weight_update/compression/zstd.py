@@ -1,0 +1,61 @@
+"""Zstandard: compresses well at the speed of a network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from weight_update.compression.base import optional, register_compression
+from weight_update.compression.pieces import Expand, PiecewiseCompression, Shrink
+from weight_update.errors import FormatError
+
+__all__ = ["ZstdCompression"]
+
+LEVELS = range(-7, 23)
+
+
+@register_compression
+@dataclass(frozen=True)
+class ZstdCompression(PiecewiseCompression):
+    """Zstandard frames (RFC 8878) that state the size of their content.
+
+    Args:
+        level: from -7, the fastest, over 1 to 22, the smallest.
+
+    Raises:
+        ImportError: the package ``zstandard`` is not installed.
+    """
+
+    level: int = 1
+
+    name: ClassVar[str] = "zstd/1"
+    device: ClassVar[str] = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.level not in LEVELS:
+            raise ValueError(f"level is from {LEVELS.start} to {LEVELS.stop - 1}, got {self.level}")
+        optional("zstandard", "zstd")
+
+    def shrinker(self) -> Shrink:
+        """See :meth:`PiecewiseCompression.shrinker`."""
+        # A compressor of its own for each call: they are not safe to share between threads.
+        shrink: Shrink = optional("zstandard", "zstd").ZstdCompressor(level=self.level).compress
+        return shrink
+
+    @classmethod
+    def expander(cls) -> Expand:
+        """See :meth:`PiecewiseCompression.expander`."""
+        zstandard = optional("zstandard", "zstd")
+        decompressor = zstandard.ZstdDecompressor()
+
+        def expand(piece: memoryview, nbytes: int) -> bytes:
+            try:
+                # The decompressor allocates what the frame claims, so the claim is checked before.
+                if zstandard.frame_content_size(piece) != nbytes:
+                    raise FormatError(f"a zstd frame does not hold {nbytes} bytes")
+                whole: bytes = decompressor.decompress(piece, allow_extra_data=False)
+            except zstandard.ZstdError as error:
+                raise FormatError(f"not a zstd frame of {nbytes} bytes: {error}") from None
+            return whole
+
+        return expand
