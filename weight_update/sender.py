@@ -353,7 +353,9 @@ class Sender:
         """Check weights to be sent; those that updates do not carry are needed the first time only."""
         schema, more = peer.schema, self._strategy.partial
         if peer.tracked is not None and peer.lane is not None:
-            known = [meta for meta in schema.tensors if meta.name in peer.tracked or meta.name in named.tensors]
+            known = [
+                meta for meta in schema.tensors if meta.name in peer.tracked or meta.name in named.tensors
+            ]
             schema = WeightSchema(tuple(known), schema.nbytes)
         _require_schema(schema, named, more=more)
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from weight_update.chunks import WeightSchema
 
 __all__ = ["Changes", "Run", "Sparse"]
+
+Array = npt.NDArray[Any]
 
 BITS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer that holds the bits of an element of so many bytes; 16-byte elements count as two of 8."""
@@ -36,11 +40,13 @@ class Sparse:
         width: bytes of an element: 1, 2, 4 or 8.
         positions: 1-D int64, strictly increasing, in elements of this width from the start of the buffer.
         values: new bit patterns, of dtype ``BITS[width]`` and the shape of ``positions``.
+        relative: the values are added to the bits that are there, modulo 2**(8 * width).
     """
 
     width: int
     positions: torch.Tensor
     values: torch.Tensor
+    relative: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,20 +67,27 @@ class Changes:
         It must be on the device of the tensors given here. Positions are trusted.
         """
         for part in self.sparse:
-            words = flat.view(BITS[part.width])
+            words, positions, values = flat.view(BITS[part.width]), part.positions, part.values
             if words.is_cuda:
-                words[part.positions] = part.values
-            else:  # not torch: its threads hang in forked processes
-                words.numpy()[part.positions.numpy()] = part.values.numpy()
+                words[positions] = words[positions] + values if part.relative else values
+            else:
+                _write_sparse(words.numpy(), positions.numpy(), values.numpy(), part.relative)
         for run in self.runs:
-            flat[run.start : run.start + run.data.numel()].copy_(run.data)
+            place = flat[run.start : run.start + run.data.numel()]
+            if place.is_cuda:
+                place.copy_(run.data)
+            else:
+                place.numpy()[:] = run.data.numpy()
 
     def to(self, device: torch.device) -> Changes:
         """The same on another device; itself where it is there."""
         if device.type == "cpu":
             return self
         return Changes(
-            tuple(replace(part, positions=part.positions.to(device), values=part.values.to(device)) for part in self.sparse),
+            tuple(
+                replace(part, positions=part.positions.to(device), values=part.values.to(device))
+                for part in self.sparse
+            ),
             tuple(replace(run, data=run.data.to(device)) for run in self.runs),
         )
 
@@ -92,3 +105,11 @@ class Changes:
         for run in self.runs:
             hit |= (starts < run.start + run.data.numel()) & (run.start < ends)
         return sorted(order[int(i)] for i in np.flatnonzero(hit))
+
+
+
+# Not torch: its threads hang in forked processes.
+def _write_sparse(words: Array, positions: Array, values: Array, relative: bool) -> None:
+    if relative:
+        values = values + np.take(words, positions)
+    words[positions] = values

@@ -85,7 +85,9 @@ class PatchEncoding(DeltaEncoding):
             raise ValueError(f"init_sync_prefixes is a list of prefixes, not {self.init_sync_prefixes!r}")
         chosen = resolve_compression(self.compression)
         if chosen.device == "cuda" and self.transport_device != "cuda":
-            raise ValueError(f"compression={chosen.label!r} works on the GPU: set transport_device='cuda' too")
+            raise ValueError(
+                f"compression={chosen.label!r} works on the GPU: set transport_device='cuda' too"
+            )
         if chosen.device == "cpu" and chosen.label != "none" and self.transport_device == "cuda":
             raise ValueError(f"compression={chosen.label!r} works on the CPU: set transport_device='cpu'")
         object.__setattr__(self, "compression", chosen)

@@ -1,0 +1,76 @@
+"""Values of a patch: bits as they are, or steps from the old bits, split into planes of bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from weight_update.encodings.gaps import UNITS, join_units, most_units, split_units
+from weight_update.encodings.patch_arrays import UNSIGNED, Array, ArrayReader, ArrayWriter
+from weight_update.errors import FormatError
+
+__all__ = ["decode_steps", "encode_steps"]
+
+_NONE = np.empty(0, np.uint8)
+
+
+def encode_steps(out: ArrayWriter, steps: Array) -> None:
+    """Write ``steps`` (unsigned: new - old modulo 2**bits) so that small ones of either sign cost little.
+
+    Steps are made zigzag (0, -1, 1, -2, ... become 0, 1, 2, 3, ...). Plane k holds byte k of all of them and
+    travels as two arrays: where it is not zero, and what it is there; or, where that is not shorter, no
+    positions and the whole plane.
+    """
+    zigzag = _fold(steps)
+    largest = int(zigzag.max())
+    for plane in range(steps.itemsize):
+        shift = 8 * plane
+        part = (zigzag >> zigzag.dtype.type(shift)).astype(np.uint8) if largest >> shift else _NONE
+        _encode_plane(out, part)
+
+
+def _encode_plane(out: ArrayWriter, plane: Array) -> None:
+    filled = np.count_nonzero(plane)
+    where = _NONE
+    if 0 < 2 * filled < plane.size:
+        places = np.flatnonzero(plane)
+        where, plane = split_units(places), plane[places]
+    elif filled == 0:
+        plane = _NONE
+    out.add(where)
+    out.add(plane)
+
+
+def decode_steps(arrays: ArrayReader, count: int, width: int) -> Array:
+    """Read ``count`` steps of ``width`` bytes, unsigned.
+
+    Raises:
+        FormatError: a plane has neither no, nor all, nor properly placed bytes.
+    """
+    kind = UNSIGNED[width]
+    zigzag = np.zeros(count, kind)
+    for plane in range(width):
+        where = arrays.at_most(most_units(count, count), UNITS)
+        part = arrays.at_most(count, (1,)).astype(kind)
+        part <<= kind.type(8 * plane)
+        if where.size:
+            zigzag[join_units(where, part.size, count)] |= part
+        elif part.size == count:
+            zigzag |= part
+        elif part.size:
+            raise FormatError(f"a plane of a patch has {part.size} bytes, not {count}")
+    return _unfold(zigzag)
+
+
+def _fold(steps: Array) -> Array:
+    signed = steps.view(f"<i{steps.itemsize}")
+    folded = signed << 1
+    folded ^= signed >> (8 * steps.itemsize - 1)
+    return folded.view(steps.dtype)
+
+
+def _unfold(zigzag: Array) -> Array:
+    one = zigzag.dtype.type(1)
+    signs: Array = np.negative(zigzag & one)  # all bits set where the step was negative
+    zigzag >>= one
+    signs ^= zigzag
+    return signs
