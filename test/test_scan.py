@@ -1,0 +1,283 @@
+"""What a scan finds turns the snapshot into the live tensors, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weight_update.chunks import DTYPES, TensorMeta, WeightSchema
+from weight_update.encodings.changes import BITS, Changes
+from weight_update.encodings.scan import PIECE, SMALL, Scan, Scanner
+from weight_update.testing import Zoo, random_bits
+from weight_update.testing.models import small_views
+
+Tensors = Sequence[torch.Tensor]
+
+
+def schema_of(tensors: Tensors) -> WeightSchema:
+    return WeightSchema.of({str(i): tensor for i, tensor in enumerate(tensors)})
+
+
+def flat_of(schema: WeightSchema, tensors: Tensors, base: torch.Tensor | None = None) -> torch.Tensor:
+    """The tensors as Tensor.copy_ writes them, over ``base`` or over bytes that are no padding."""
+    flat = torch.full((schema.nbytes,), 0xA5, dtype=torch.uint8) if base is None else base.clone()
+    with torch.no_grad():
+        for view, tensor in zip(schema.views(flat), tensors, strict=True):
+            view.copy_(tensor)
+    return flat
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(
+        torch.equal(
+            one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
+        )
+    )
+
+
+def check_form(changes: Changes, nbytes: int) -> None:
+    """All that the docstrings of changes.py say of the form."""
+    written = torch.zeros(nbytes, dtype=torch.uint8)
+    assert [part.width for part in changes.sparse] == sorted({part.width for part in changes.sparse})
+    for part in changes.sparse:
+        assert part.positions.dtype is torch.int64
+        assert part.values.dtype is BITS[part.width]
+        assert part.positions.shape == part.values.shape
+        assert part.positions.numel() > 0
+        assert bool((part.positions.diff() > 0).all())
+        written.view(-1, part.width)[part.positions] += 1
+    starts = [run.start for run in changes.runs]
+    assert starts == sorted(starts)
+    for run in changes.runs:
+        written[run.start : run.start + run.data.numel()] += 1
+    assert int(written.max() if nbytes else 0) <= 1
+
+
+def scanned(scanner: Scanner, schema: WeightSchema, tensors: Tensors, snapshot: torch.Tensor) -> Scan:
+    """Scan, and check everything that holds for all tracked."""
+    before = snapshot.clone()
+    scan = scanner.scan(tensors, snapshot)
+    assert same(snapshot, before)
+    check_form(scan.changes, schema.nbytes)
+    scan.changes.write(snapshot)
+    assert same(snapshot, flat_of(schema, tensors, before))
+    assert scanner.scan(tensors, snapshot).changed == 0
+    return scan
+
+
+def flip(tensor: torch.Tensor, fraction: float, seed: int) -> int:
+    """Other bits in about that many elements of a contiguous tensor; how many."""
+    bits = tensor.view(-1).view(BITS[min(8, tensor.element_size())])
+    chosen = torch.rand(bits.shape, generator=torch.Generator().manual_seed(seed)) < fraction
+    bits[chosen] ^= 1
+    return int(chosen.sum())
+
+
+def test_nothing_changed() -> None:
+    tensors = [random_bits((3, 5), dtype, 1) for dtype in DTYPES.values()]
+    schema = schema_of(tensors)
+    scan = Scanner(schema).scan(tensors, flat_of(schema, tensors))
+    assert scan.changes == Changes() or (scan.changes.sparse, scan.changes.runs) == ((), ())
+    assert (scan.changed, scan.total) == (0, 15 * (len(DTYPES) + 1))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_zoo(seed: int, threads: int) -> None:
+    old, new = ([*Zoo(i).parameters(), *Zoo(i).buffers()] for i in (0, seed))
+    schema = schema_of(old)
+    scanned(Scanner(schema, threads=threads), schema, new, flat_of(schema, old))
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("fraction", [0.0001, 0.01, 0.2, 1.0])
+@pytest.mark.parametrize("count", [1, 1001, 3 * PIECE // 16 + 5, PIECE])
+def test_counts_are_exact(dtype: torch.dtype, fraction: float, count: int) -> None:
+    tensor = random_bits((count,), dtype, 1)
+    schema = schema_of([tensor])
+    snapshot = flat_of(schema, [tensor])
+    changed = flip(tensor, fraction, 3)
+    scan = scanned(Scanner(schema), schema, [tensor], snapshot)
+    assert scan.changed == changed
+    assert scan.total == tensor.nbytes // min(8, dtype.itemsize)
+
+
+def test_lazy_and_strided_views() -> None:
+    tensors = list(small_views(1).values())
+    large = random_bits((400, 300), torch.complex64, 2)
+    large = torch.view_as_complex(torch.nan_to_num(torch.view_as_real(large)))
+    tensors += [
+        large.conj(),
+        large.t(),
+        large.conj().imag,
+        large.real[::2],
+        large[0, 0],
+        torch.ones(3).expand(50000, 3),
+    ]
+    images = torch.randn(64, 64, 9, 9).contiguous(memory_format=torch.channels_last)
+    tensors += [images, random_bits((70001,), torch.bfloat16, 1)[1:], torch.ones(()).requires_grad_()]
+    schema = schema_of(tensors)
+    zeros = torch.zeros(schema.nbytes, dtype=torch.uint8)
+    for dense_above in (0.0, 0.5, 1.0):
+        scanned(Scanner(schema, None, dense_above), schema, tensors, zeros.clone())
+
+
+@pytest.mark.parametrize(
+    ("live", "kept"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.bfloat16, torch.float32),
+        (torch.float64, torch.float32),
+        (torch.float32, torch.float8_e4m3fn),
+        (torch.complex128, torch.complex64),
+    ],
+)
+@pytest.mark.parametrize("count", [50, 1000, 300_001])
+def test_conversion(live: torch.dtype, kept: torch.dtype, count: int) -> None:
+    tensor = torch.randn(count, dtype=live, generator=torch.Generator().manual_seed(1))
+    schema = schema_of([tensor.to(kept), tensor[:7].to(kept), tensor[:9]])
+    tensors = [tensor, tensor[:7], tensor[:9]]
+    snapshot = flat_of(schema, tensors)
+    with torch.no_grad():
+        tensor[::97] *= 1.5
+        tensor[1::97] *= 1 + 1e-14  # lost in conversion, unless it is none
+    scan = scanned(Scanner(schema), schema, tensors, snapshot)
+    assert 0 < scan.changed < 0.1 * scan.total + 10
+
+
+def test_many_small_tensors_are_one_stream() -> None:
+    tensors = [random_bits((1 + i % 7,), torch.bfloat16, i) for i in range(5000)]
+    schema = schema_of(tensors)
+    snapshot = flat_of(schema, tensors)
+    for tensor in tensors[::2]:
+        flip(tensor[:1], 1.0, 0)
+    scan = scanned(Scanner(schema), schema, tensors, snapshot)
+    (part,) = scan.changes.sparse
+    assert part.positions.tolist() == [32 * i for i in range(0, 5000, 2)]
+    assert scan.changed == 2500
+
+
+def test_runs_leave_untracked_entries_alone() -> None:
+    tensors = [random_bits((200 + i,), torch.uint8, i) for i in range(40)]
+    schema = schema_of(tensors)
+    tracked = [i for i in range(40) if i % 3]
+    snapshot = torch.zeros(schema.nbytes, dtype=torch.uint8)
+    scan = Scanner(schema, tracked).scan(tensors, snapshot)
+    assert scan.changes.runs
+    assert scan.total == sum(tensors[i].numel() for i in tracked)
+    scan.changes.write(snapshot)
+    for i, view in enumerate(schema.views(snapshot)):
+        assert same(view, tensors[i] if i in tracked else torch.zeros_like(view)), i
+
+
+def test_untracked_entries_are_not_found() -> None:
+    tensors = [random_bits((SMALL + i,), torch.uint8, i) for i in range(3)] + [torch.ones(2), torch.ones(3)]
+    schema = schema_of(tensors)
+    scan = Scanner(schema, [1, 4]).scan(tensors, torch.zeros(schema.nbytes, dtype=torch.uint8))
+    assert scan.total == SMALL + 1 + 3
+    assert [run.start for run in scan.changes.runs] == [
+        *range(schema.tensors[1].offset, schema.tensors[2].offset - 64, PIECE),
+        schema.tensors[4].offset,
+    ]
+
+
+@pytest.mark.parametrize("tracked", [None, [0], [1], [1, 0]])
+def test_tied_entries_are_looked_at_once(tracked: list[int] | None) -> None:
+    weight = torch.ones(1000)
+    schema = schema_of([weight, weight])
+    scan = scanned(
+        Scanner(schema, tracked), schema, [weight, weight], torch.zeros(schema.nbytes, dtype=torch.uint8)
+    )
+    assert (scan.changed, scan.total) == (1000, 1000)
+
+
+def test_places_in_another_order() -> None:
+    metas = [
+        TensorMeta("a", (5,), torch.int16, 128),
+        TensorMeta("b", (5,), torch.int16, 0),
+        TensorMeta("c", (9,), torch.int8, 64),
+    ]
+    schema = WeightSchema(tuple(metas), 192)
+    tensors = [torch.arange(5).short(), torch.arange(5).short(), torch.arange(9).to(torch.int8)]
+    scanned(Scanner(schema, None, 1.0), schema, tensors, torch.zeros(192, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("tensors", [[], [torch.empty(0, 3)], [torch.empty(0), torch.tensor(1.5)]])
+def test_little_or_nothing(tensors: Tensors) -> None:
+    schema = schema_of(tensors)
+    scan = scanned(Scanner(schema), schema, tensors, torch.zeros(schema.nbytes, dtype=torch.uint8))
+    assert scan.changed == scan.total == sum(tensor.numel() for tensor in tensors)
+
+
+def test_signs_of_zero_and_payloads_of_nan_count() -> None:
+    old = torch.tensor([0.0, 0.0, float("nan"), 1.0])
+    new = old.clone()
+    new[0] = -0.0
+    new.view(torch.int32)[2] ^= 1
+    schema = schema_of([old])
+    scan = scanned(Scanner(schema), schema, [new], flat_of(schema, [old]))
+    assert scan.changes.sparse[0].positions.tolist() == [0, 2]
+
+
+def test_results_share_no_memory() -> None:
+    tensors = [torch.zeros(SMALL), torch.zeros(10), torch.zeros(10, dtype=torch.uint8)]
+    schema = schema_of(tensors)
+    scanner, snapshot = Scanner(schema), flat_of(schema, tensors)
+    for tensor in tensors:
+        tensor.fill_(1)
+    scan = scanner.scan(tensors, snapshot)
+    expected = flat_of(schema, tensors, snapshot)
+    for tensor in tensors:
+        tensor.fill_(2)
+    scanner.scan(tensors, snapshot)
+    scan.changes.write(snapshot)
+    assert same(snapshot, expected)
+
+
+def test_wrong_arguments() -> None:
+    schema = schema_of([torch.ones(3)])
+    with pytest.raises(ValueError, match="threads is 0"):
+        Scanner(schema, threads=0)
+    with pytest.raises(ValueError, match="1 tensors and a snapshot of 63 bytes; the schema has 1 and 64"):
+        Scanner(schema).scan([torch.ones(3)], torch.zeros(63, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="2 tensors"):
+        Scanner(schema).scan([torch.ones(3)] * 2, torch.zeros(64, dtype=torch.uint8))
+
+
+SHAPES = st.lists(st.integers(0, 40), max_size=2).map(tuple) | st.sampled_from(
+    [(SMALL,), (257, 301), (PIECE + 3,)]
+)
+DTYPE_NAMES = st.sampled_from(sorted(DTYPES))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(SHAPES, DTYPE_NAMES, st.sampled_from([0.0, 0.001, 0.1, 1.0])), max_size=12),
+    st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    st.integers(1, 3),
+    st.data(),
+)
+def test_any_model(
+    entries: list[tuple[tuple[int, ...], str, float]], dense_above: float, threads: int, data: st.DataObject
+) -> None:
+    tensors = [random_bits(shape, DTYPES[name], i) for i, (shape, name, _) in enumerate(entries)]
+    schema = schema_of(tensors)
+    tracked = data.draw(st.lists(st.sampled_from(range(len(entries))), unique=True)) if entries else []
+    snapshot = flat_of(schema, tensors)
+    flipped = [
+        flip(tensor, fraction, i)
+        for i, (tensor, (_, _, fraction)) in enumerate(zip(tensors, entries, strict=True))
+    ]
+    scanner = Scanner(schema, tracked, dense_above, threads)
+    before = snapshot.clone()
+    scan = scanner.scan(tensors, snapshot)
+    check_form(scan.changes, schema.nbytes)
+    assert scan.changed == sum(flipped[i] for i in tracked)
+    scan.changes.write(snapshot)
+    for i, (view, was) in enumerate(zip(schema.views(snapshot), schema.views(before), strict=True)):
+        assert same(view, tensors[i] if i in tracked else was)
