@@ -29,6 +29,7 @@ UPDATE = {
     "count": 1,
     "commit": True,
     "group": None,
+    "base": None,
     "extra": {},
 }
 fuzz = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])

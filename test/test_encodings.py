@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from weight_update import DenseEncoding, WeightSchema, WeightStrategy
+from weight_update import BucketEncoding, DenseEncoding, PatchEncoding, WeightSchema, WeightStrategy
 from weight_update.encodings import Encoding, decoder_for, register_encoding, resolve_encoding
 from weight_update.errors import FormatError
 from weight_update.testing import EncodingContract
@@ -12,6 +12,36 @@ from weight_update.testing import EncodingContract
 class TestDenseEncoding(EncodingContract):
     def make_encoding(self) -> Encoding:
         return DenseEncoding()
+
+
+class TestBucketEncoding(EncodingContract):
+    def make_encoding(self) -> Encoding:
+        return BucketEncoding()
+
+
+class TestSmallBuckets(EncodingContract):
+    def make_encoding(self) -> Encoding:
+        return BucketEncoding(bucket_size=64)
+
+
+class TestBucketsThatAreKept(EncodingContract):
+    def make_encoding(self) -> Encoding:
+        return BucketEncoding(bucket_size=128, load_instant=False)
+
+
+class TestPatchEncoding(EncodingContract):
+    def make_encoding(self) -> Encoding:
+        return PatchEncoding()
+
+
+class TestPatchEncodingAsRlinfHasIt(EncodingContract):
+    def make_encoding(self) -> Encoding:
+        return PatchEncoding(layout="coo")
+
+
+class TestRelativePatches(EncodingContract):
+    def make_encoding(self) -> Encoding:
+        return PatchEncoding(values="relative", compression="zstd", init_sync_bucket_size=256)
 
 
 SCHEMA = WeightSchema.of({"a": torch.zeros(2)})

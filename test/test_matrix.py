@@ -11,8 +11,12 @@ from tensordict import TensorDict
 from torch import nn
 
 from weight_update import (
+    BucketEncoding,
+    DenseEncoding,
+    Encoding,
     MemoryWeightSyncScheme,
     MultiProcessWeightSyncScheme,
+    PatchEncoding,
     SharedMemWeightSyncScheme,
     WeightStrategy,
     WeightSyncScheme,
@@ -26,7 +30,15 @@ SCHEMES: dict[str, tuple[type[WeightSyncScheme], Method]] = {
     "memory": (MemoryWeightSyncScheme, "thread"),
 }
 STRATEGIES = ["tensordict", "state_dict"]
-ENCODINGS = ["dense"]
+ENCODINGS: dict[str, Encoding] = {
+    "dense": DenseEncoding(),
+    "bucket": BucketEncoding(bucket_size=256),
+    "bucket, kept": BucketEncoding(bucket_size=256, load_instant=False),
+    "patch": PatchEncoding(),
+    "patch, coo": PatchEncoding(layout="coo"),
+    "patch, relative, zstd": PatchEncoding(values="relative", compression="zstd"),
+    "patch, lz4": PatchEncoding(compression="lz4", delta_encoding=False, init_sync_bucket_size=512),
+}
 
 
 def on_meta(model: nn.Module) -> nn.Module:
@@ -68,7 +80,7 @@ def hire(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_same_bits(hire: Any, strategy: str, encoding: str, stable: bool) -> None:
-    source, made = Zoo(1), WeightStrategy(strategy, encoding=encoding)
+    source, made = Zoo(1), WeightStrategy(strategy, encoding=ENCODINGS[encoding])
     crew = hire(source, Zoo(2), strategy=made, stable_addresses=stable)
     for seed in range(5):
         assert crew.ask("fingerprint") == [fingerprint(source, made)]

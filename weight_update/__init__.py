@@ -1,7 +1,16 @@
 """Synchronize the weights of a policy from its trainer to its rollout workers."""
 
 from weight_update.chunks import TensorMeta, WeightChunk, WeightSchema
-from weight_update.encodings import DenseEncoding, Encoding, register_encoding
+from weight_update.compression import Compression, register_compression
+from weight_update.encodings import (
+    BucketEncoding,
+    DeltaEncoding,
+    DenseEncoding,
+    Encoding,
+    PatchEncoding,
+    WholeEncoding,
+    register_encoding,
+)
 from weight_update.errors import (
     FormatError,
     JoinRefusedError,
@@ -42,7 +51,10 @@ from weight_update.transports import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "BucketEncoding",
     "Buffer",
+    "Compression",
+    "DeltaEncoding",
     "DenseEncoding",
     "Encoding",
     "FormatError",
@@ -57,6 +69,7 @@ __all__ = [
     "NoWeightSyncScheme",
     "NotEnoughMemoryError",
     "NothingToSendError",
+    "PatchEncoding",
     "SchemaMismatchError",
     "SendHandle",
     "SharedMemTransport",
@@ -74,8 +87,10 @@ __all__ = [
     "WeightStrategy",
     "WeightSyncError",
     "WeightSyncScheme",
+    "WholeEncoding",
     "WorkerError",
     "group_schemes",
+    "register_compression",
     "register_encoding",
     "send_together",
 ]

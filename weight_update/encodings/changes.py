@@ -107,7 +107,6 @@ class Changes:
         return sorted(order[int(i)] for i in np.flatnonzero(hit))
 
 
-
 # Not torch: its threads hang in forked processes.
 def _write_sparse(words: Array, positions: Array, values: Array, relative: bool) -> None:
     if relative:

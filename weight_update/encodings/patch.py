@@ -31,6 +31,8 @@ from weight_update.named import matching
 
 __all__ = ["PatchEncoding"]
 
+_NOTHING = torch.empty(0)
+
 Device = Literal["cpu", "cuda"]
 Layout = Literal["flat", "coo"]
 Values = Literal["raw", "relative"]
@@ -151,7 +153,7 @@ class PatchTracker(Tracker[PatchDifference]):
 
     def compare(self, tensors: Sequence[torch.Tensor | None]) -> PatchDifference:
         """See :meth:`Tracker.compare`."""
-        found = self._scanner.scan(tensors, self._flat)
+        found = self._scanner.scan([_NOTHING if one is None else one for one in tensors], self._flat)
         return PatchDifference(found.changed, found.total, found.changes)
 
     def encode(self, difference: PatchDifference, base: int, version: int, lend: Lend) -> torch.Tensor:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
 
 from weight_update.chunks import WeightSchema
-from weight_update.encodings import Encoding, decoder_for, resolve_encoding
+from weight_update.encodings import (
+    DeltaEncoding,
+    Encoding,
+    Tracker,
+    decoder_for,
+    read_delta,
+    resolve_encoding,
+)
 from weight_update.errors import FormatError
 from weight_update.strategy import WeightStrategy
 from weight_update.testing.models import Zoo, fingerprint, mlp, random_bits, scramble, small_views
@@ -71,18 +79,20 @@ class EncodingContract:
         channel = Channel(self.make_encoding(), named)
         payloads = channel.encode(named)
         assert payloads
-        assert {id(payload) for payload in payloads} <= {id(lent) for lent in channel.lent}
+        assert {payload.data_ptr() for payload in payloads} <= {lent.data_ptr() for lent in channel.lent}
         assert fingerprint(named) == before
 
     def test_payload_of_wrong_size(self) -> None:
         """Cut, extended, missing or additional payloads are a FormatError."""
         named = dict(mlp(1).named_parameters())
         channel = Channel(self.make_encoding(), named)
+        channel.send(named)
+        named["0.weight"].data.add_(1)
         payloads = channel.encode(named)
         longer = torch.cat([payloads[0], payloads[0].new_zeros(1)])
         for wrong in ([payloads[0][:-1], *payloads[1:]], [longer, *payloads[1:]], [], [*payloads, longer]):
             with pytest.raises(FormatError):
-                decoder_for(channel.encoding.name, channel.schema).decode(wrong)
+                channel.decode(wrong)
 
     def test_is_known_by_name(self) -> None:
         """The encoding is found by its short name, in a strategy too, and by its name on the wire."""
@@ -104,8 +114,14 @@ class Channel:
 
     def __init__(self, encoding: Encoding, named: Named) -> None:
         self.encoding, self.schema = encoding, WeightSchema.of(named)
-        self._encoder, self._decoder = encoding.encoder(self.schema), type(encoding).decoder(self.schema)
         self.lent: list[torch.Tensor] = []
+        self._encoder = encoding.whole.encoder(self.schema)
+        self._flat = torch.zeros(self.schema.nbytes, dtype=torch.uint8)
+        self._tracker: Tracker[Any] | None = None
+        if isinstance(encoding, DeltaEncoding):
+            self._tracker = encoding.tracker(self.schema, None)
+        self._version: int | None = None
+        self._difference: Any = None
 
     def lend(self, nbytes: int) -> torch.Tensor:
         """Dirty memory, as a reused buffer is."""
@@ -113,10 +129,38 @@ class Channel:
         return self.lent[-1]
 
     def encode(self, named: Named) -> list[torch.Tensor]:
-        """Payloads of ``named``."""
-        return self._encoder.encode([named[name] for name in self.schema.names], self.lend)
+        """Payloads of ``named``: whole the first time, then as the encoding has it."""
+        tensors = [named[name] for name in self.schema.names]
+        if self._tracker is None or self._version is None:
+            return self._encoder.encode(tensors, self.lend)
+        self._difference = self._tracker.compare(tensors)
+        payload = self._tracker.encode(self._difference, self._version, self._version + 1, self.lend)
+        assert payload is not None
+        return [payload]
+
+    def decode(self, payloads: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The weights that ``payloads`` lead to."""
+        if self._tracker is None or self._version is None:
+            decoder = decoder_for(self.encoding.whole.name, self.schema)
+            fed = [decoder.feed(i, payload, self.lend) for i, payload in enumerate(payloads)]
+            return decoder.decode(fed)
+        if len(payloads) != 1:
+            raise FormatError("one delta at a time")
+        delta = read_delta(self.encoding.name, payloads[0], self.schema)
+        assert (delta.base, delta.version) == (self._version, self._version + 1)
+        flat = self._flat.clone()
+        delta.write(flat)
+        return self.schema.views(flat)
 
     def send(self, named: Named) -> Named:
-        """Encode and decode."""
-        values = self._decoder.decode([payload.clone() for payload in self.encode(named)])
+        """Encode, decode and settle."""
+        values = self.decode([payload.clone() for payload in self.encode(named)])
+        if self._tracker is not None:
+            if self._version is None:
+                self._tracker.begin([named[name] for name in self.schema.names])
+            else:
+                self._tracker.advance(self._difference)
+            for view, value in zip(self.schema.views(self._flat), values, strict=True):
+                view.copy_(value)
+        self._version = 0 if self._version is None else self._version + 1
         return dict(zip(self.schema.names, values, strict=True))

@@ -208,6 +208,7 @@ def update_of(end: TransportBackend, size: int, seed: int = 0) -> WeightChunk:
         "count": 1,
         "commit": True,
         "group": None,
+        "base": None,
         "extra": {TEXT: {"$dict": {}}},
     }
     chunk = WeightChunk(Kind.UPDATE, header, payload.tensor)
