@@ -102,8 +102,8 @@ def main() -> None:
         rows += [row(kind, name, nbytes, one) for name, one in found.items()]
     note = (
         "MB of original data a second, median (least .. most). Up to 4 threads compress, one decompresses.\n"
-        "It pays on links slower than the last column (MB/s) if compressing, sending and decompressing happen\n"
-        "one after the other."
+        "It pays on links slower than the last column (MB/s) if compressing, sending and decompressing\n"
+        "happen one after the other."
     )
     head = ["data", "compression", "ratio", "compress", "decompress", "pays below"]
     print("\n".join(machine()), "\n")
