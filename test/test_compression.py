@@ -203,7 +203,7 @@ def test_pack_gives_the_data_back_when_the_sample_misled() -> None:
 
 @pytest.mark.parametrize("codec", [Lz4Compression, ZstdCompression])
 def test_threads_change_no_byte(codec):
-    data = torch.randint(40, (9 * MIB + 1,), dtype=torch.uint8)
+    data = torch.randint(40, (17 * MIB + 1,), dtype=torch.uint8)
     packed = codec(threads=1).compress(data)
     for threads in (2, 3, 4, 50):
         assert torch.equal(codec(threads=threads).compress(data), packed)
@@ -212,7 +212,7 @@ def test_threads_change_no_byte(codec):
 
 
 def test_a_forked_child_compresses_too() -> None:
-    data = torch.randint(40, (3 * MIB,), dtype=torch.uint8)
+    data = torch.randint(40, (9 * MIB,), dtype=torch.uint8)
     packed = ZstdCompression().compress(data)
     child = multiprocessing.get_context("fork").Process(target=_compress_and_compare, args=(data, packed))
     child.start()

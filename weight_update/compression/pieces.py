@@ -32,6 +32,7 @@ from weight_update.errors import FormatError
 __all__ = ["PIECE_BYTES", "PiecewiseCompression"]
 
 PIECE_BYTES = 1 << 20
+_PIECES_FOR_A_THREAD = 4  # starting threads takes half a millisecond, a piece one or two
 
 Buffer = bytes | bytearray | memoryview
 Shrink = Callable[[memoryview], Buffer]
@@ -45,8 +46,8 @@ class PiecewiseCompression(Compression):
     """A compression that only needs to say how one piece is compressed.
 
     Args:
-        threads: compress with so many threads, or with as many as there are cores or pieces if these are
-            fewer. It changes no byte of what comes out. Receivers decompress with one thread: several may
+        threads: compress with so many threads at most: not more than there are cores, and one for each
+            4 MiB. It changes no byte of what comes out. Receivers decompress with one thread: several may
             share a machine, and all of them with a policy that computes.
     """
 
@@ -76,8 +77,8 @@ class PiecewiseCompression(Compression):
         return torch.frombuffer(bytearray().join([table, *pieces]), dtype=torch.uint8)
 
     def _shrunk(self, pieces: Sequence[memoryview]) -> list[Buffer]:
-        threads = min(self.threads, len(pieces), len(os.sched_getaffinity(0)))
-        if threads == 1:
+        threads = min(self.threads, len(pieces) // _PIECES_FOR_A_THREAD, len(os.sched_getaffinity(0)))
+        if threads < 2:
             shrink = self.shrinker()
             return [_smaller(piece, shrink) for piece in pieces]
         spare: SimpleQueue[Shrink] = SimpleQueue()
