@@ -52,40 +52,52 @@ def split_units(positions: Array) -> Array:
     The largest value of a unit is an escape: "add it and go on with the next unit". The unit is the one that
     gives the fewest bytes.
     """
-    kind = np.uint32 if int(positions[-1]) < 1 << 32 else np.uint64
-    gaps = positions.astype(kind)
-    gaps[1:] -= gaps[:-1].copy()
-    gaps[1:] -= 1
+    gaps = _gaps(positions)
     largest = int(gaps.max())
-    best = escapes = None
-    fewest = 0
+    best: tuple[int, int, Array | None] | None = None
     for size in UNITS:
-        escape = (1 << 8 * size) - 1
-        more = gaps // kind(escape) if largest >= escape else None
-        needed = size * (gaps.size + (0 if more is None else int(more.sum())))
-        if best is None or needed < fewest:
-            best, escapes, fewest = size, more, needed
-        if more is None:
+        escape = _escape(size)
+        if largest < escape:
+            found = size * gaps.size, size, None
+        else:
+            escapes = gaps // gaps.dtype.type(escape)
+            found = size * (gaps.size + int(escapes.sum(dtype=gaps.dtype))), size, escapes
+        best = found if best is None or found[0] < best[0] else best
+        if largest < escape:
             break
     assert best is not None
-    return _spread(gaps, escapes, best)
+    return _spread(gaps, best[2], best[1])
+
+
+def _gaps(positions: Array) -> Array:
+    short = positions.astype(np.uint32 if int(positions[-1]) < 1 << 32 else np.uint64)
+    gaps = np.empty_like(short)
+    gaps[0] = short[0]
+    np.subtract(short[1:], short[:-1], out=gaps[1:])
+    gaps[1:] -= 1
+    return gaps
 
 
 def _spread(gaps: Array, escapes: Array | None, size: int) -> Array:
     unit = UNSIGNED[size]
     if escapes is None:
         return gaps.astype(unit)
-    escape = np.iinfo(unit).max
-    ends = np.cumsum(escapes, dtype=np.int64)
-    ends += np.arange(gaps.size)
-    units = np.full(int(ends[-1]) + 1, escape, unit)
-    units[ends] = gaps - escapes * gaps.dtype.type(escape)
+    rest = gaps.astype(unit)
+    rest += escapes.astype(unit)  # the same as gaps - escape * escapes, for an escape is -1 modulo 2**bits
+    ends = np.cumsum(escapes + escapes.dtype.type(1), dtype=escapes.dtype).astype(np.int64)
+    ends -= 1
+    units = np.full(int(ends[-1]) + 1, _escape(size), unit)
+    units[ends] = rest
     return units
+
+
+def _escape(size: int) -> int:
+    return (1 << 8 * size) - 1
 
 
 def most_units(count: int, limit: int) -> int:
     """How many units ``count`` positions below ``limit`` can take."""
-    return count + limit // 255
+    return count + limit // _escape(1)
 
 
 def join_units(units: Array, count: int, limit: int) -> Array:
@@ -94,16 +106,18 @@ def join_units(units: Array, count: int, limit: int) -> Array:
     Raises:
         FormatError: they are not ``count``, or not below ``limit``.
     """
-    escape = int(np.iinfo(units.dtype).max)
+    escape = _escape(units.itemsize)
     if units.size * escape >= 1 << 63:  # the sum could wrap around; no writer has so many wide units
         raise FormatError(f"a patch has {units.size} units of {units.itemsize} bytes")
     whole = units != escape
     if not whole.size or not whole[-1] or np.count_nonzero(whole) != count:
         raise FormatError(f"the gaps of a patch do not make {count} positions")
-    positions = np.cumsum(units, dtype=np.int64)
+    last = int(units.sum(dtype=np.uint64)) + count - 1
+    if last >= limit:
+        raise FormatError(f"a patch changes element {last} of {limit}")
+    steps = units + whole  # to the next position, or to its next unit: both fit the unit
+    steps[0] -= 1
+    positions = np.cumsum(steps, dtype=np.uint32 if last < 1 << 32 else np.int64)
     if positions.size > count:
         positions = positions[whole]
-    positions += np.arange(count)
-    if positions[-1] >= limit:
-        raise FormatError(f"a patch changes element {positions[-1]} of {limit}")
-    return positions
+    return positions.astype(np.int64, copy=False)
