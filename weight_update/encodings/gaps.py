@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from weight_update.encodings.patch_arrays import UNSIGNED, Array, ArrayReader, ArrayWriter
@@ -11,6 +13,8 @@ __all__ = ["decode_flat", "encode_flat", "join_units", "require_increasing", "sp
 
 UNITS = (1, 2, 4)
 """Bytes of a unit."""
+
+_BLOCK = 1 << 17  # so many numbers at a time: what is computed from them stays in the cache
 
 
 def encode_flat(out: ArrayWriter, positions: Array, delta: bool) -> None:
@@ -54,19 +58,14 @@ def split_units(positions: Array) -> Array:
     """
     gaps = _gaps(positions)
     largest = int(gaps.max())
-    best: tuple[int, int, Array | None] | None = None
+    needed = {}
     for size in UNITS:
-        escape = _escape(size)
-        if largest < escape:
-            found = size * gaps.size, size, None
-        else:
-            escapes = gaps // gaps.dtype.type(escape)
-            found = size * (gaps.size + int(escapes.sum(dtype=gaps.dtype))), size, escapes
-        best = found if best is None or found[0] < best[0] else best
-        if largest < escape:
+        needed[size] = gaps.size
+        if largest < _escape(size):
             break
-    assert best is not None
-    return _spread(gaps, best[2], best[1])
+        needed[size] += sum(int((part // _escape(size)).sum()) for part in _blocks(gaps))
+    size = min(needed, key=lambda size: size * needed[size])
+    return gaps.astype(UNSIGNED[size]) if needed[size] == gaps.size else _spread(gaps, size, needed[size])
 
 
 def _gaps(positions: Array) -> Array:
@@ -78,17 +77,25 @@ def _gaps(positions: Array) -> Array:
     return gaps
 
 
-def _spread(gaps: Array, escapes: Array | None, size: int) -> Array:
+def _spread(gaps: Array, size: int, needed: int) -> Array:
     unit = UNSIGNED[size]
-    if escapes is None:
-        return gaps.astype(unit)
-    rest = gaps.astype(unit)
-    rest += escapes.astype(unit)  # the same as gaps - escape * escapes, for an escape is -1 modulo 2**bits
-    ends = np.cumsum(escapes + escapes.dtype.type(1), dtype=escapes.dtype).astype(np.int64)
-    ends -= 1
-    units = np.full(int(ends[-1]) + 1, _escape(size), unit)
-    units[ends] = rest
+    units = np.full(needed, _escape(size), unit)
+    at = 0
+    for part in _blocks(gaps):
+        escapes = part // _escape(size)
+        rest = part.astype(unit)
+        rest += escapes.astype(unit)  # as good as gap - escape * escapes: escape is -1 modulo 2**bits
+        escapes += 1
+        ends = np.cumsum(escapes, dtype=escapes.dtype).astype(np.int64)
+        ends += at - 1
+        units[ends] = rest
+        at = int(ends[-1]) + 1
     return units
+
+
+def _blocks(array: Array) -> Iterator[Array]:
+    for start in range(0, array.size, _BLOCK):
+        yield array[start : start + _BLOCK]
 
 
 def _escape(size: int) -> int:
@@ -109,15 +116,20 @@ def join_units(units: Array, count: int, limit: int) -> Array:
     escape = _escape(units.itemsize)
     if units.size * escape >= 1 << 63:  # the sum could wrap around; no writer has so many wide units
         raise FormatError(f"a patch has {units.size} units of {units.itemsize} bytes")
-    whole = units != escape
-    if not whole.size or not whole[-1] or np.count_nonzero(whole) != count:
+    if not units.size or units[-1] == escape or np.count_nonzero(units != escape) != count:
         raise FormatError(f"the gaps of a patch do not make {count} positions")
     last = int(units.sum(dtype=np.uint64)) + count - 1
     if last >= limit:
         raise FormatError(f"a patch changes element {last} of {limit}")
-    steps = units + whole  # to the next position, or to its next unit: both fit the unit
-    steps[0] -= 1
-    positions = np.cumsum(steps, dtype=np.uint32 if last < 1 << 32 else np.int64)
-    if positions.size > count:
-        positions = positions[whole]
-    return positions.astype(np.int64, copy=False)
+    sums = np.uint32 if units.itemsize < 4 else np.uint64  # wide enough for those of one block
+    positions = np.empty(count, np.int64)
+    at, reached = 0, -1
+    for part in _blocks(units):
+        whole = part != escape
+        part = part + whole  # steps to the next position, or to its next unit: both fit the unit
+        ends = np.cumsum(part, dtype=sums)
+        found = ends[whole]
+        np.add(found.astype(np.int64), reached, out=positions[at : at + found.size])
+        at += found.size
+        reached += int(ends[-1])
+    return positions
