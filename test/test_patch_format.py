@@ -228,6 +228,16 @@ def test_coordinates_need_a_tensor_of_the_width() -> None:
         encode_patch(changes, torch.zeros(64, dtype=torch.uint8), schema, 0, 1, options("coo"), lend)
 
 
+@pytest.mark.parametrize("values", ["raw", "relative"])
+def test_steps_instead_of_bits_give_the_same_patch(values: str) -> None:
+    case = bf16_case(1 << 16, 0.1)
+    (part,) = case.changes.sparse
+    steps = part.values - case.old.view(torch.int16)[part.positions]
+    relative = Changes((dataclasses.replace(part, values=steps, relative=True),))
+    payload = dataclasses.replace(case, changes=relative).encode(options(values=values))
+    assert torch.equal(payload, case.encode(options(values=values)))
+
+
 # What does not fit is refused.
 
 
