@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -76,16 +78,19 @@ def encode_coo(out: ArrayWriter, positions: Array, grid: Grid, delta: bool) -> N
 def _coordinates(positions: Array, first: Array, grid: Grid) -> tuple[Array, Array]:
     columns = positions.astype(np.uint32 if int(positions[-1]) < 1 << 32 else np.uint64)
     rows = np.empty_like(columns)
-    ends = [*first[1:].tolist(), positions.size]
     # Tensor by tensor: dividing by one number is many times faster than by an array of them.
-    for begin, end, start, width in zip(
-        first.tolist(), ends, grid.starts.tolist(), grid.columns.tolist(), strict=True
-    ):
+    for (begin, end), start, _, width in _stretches(first, positions.size, grid):
         row, column = rows[begin:end], columns[begin:end]
         column -= start
         np.floor_divide(column, width, out=row)
         column -= row * width
     return rows, columns
+
+
+def _stretches(first: Array, size: int, grid: Grid) -> Iterator[tuple[tuple[int, int], int, int, int]]:
+    """For each tensor the range of its changes, its start, its rows and its columns."""
+    ranges = pairwise([*first.tolist(), size])
+    return zip(ranges, grid.starts.tolist(), grid.rows.tolist(), grid.columns.tolist(), strict=True)
 
 
 def _differences(rows: Array, columns: Array, first: Array) -> tuple[Array, Array]:
@@ -137,11 +142,14 @@ def _chosen(grid: Grid, ordinals: Array, tensors: int) -> Grid:
 
 
 def _from_coordinates(rows: Array, columns: Array, counts: Array, grid: Grid) -> Array:
-    rows, columns = rows.astype(np.int64), columns.astype(np.int64)
-    width = np.repeat(grid.columns, counts)
-    if (rows >= np.repeat(grid.rows, counts)).any() or (columns >= width).any():
-        raise FormatError("a patch changes a row or column that its tensor does not have")
-    positions = np.asarray(rows * width + columns + np.repeat(grid.starts, counts))
+    positions = columns.astype(np.int64)
+    for (begin, end), start, height, width in _stretches(np.cumsum(counts) - counts, rows.size, grid):
+        row, place = rows[begin:end].astype(np.int64), positions[begin:end]
+        if row.max() >= height or place.max() >= width:
+            raise FormatError("a patch changes a row or column that its tensor does not have")
+        row *= width
+        row += start
+        place += row
     require_increasing(positions)
     return positions
 
