@@ -94,8 +94,8 @@ def test_zoo(seed: int, threads: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("fraction", [0.0001, 0.01, 0.2, 1.0])
-@pytest.mark.parametrize("count", [1, 1001, 3 * PIECE // 16 + 5, PIECE])
+@pytest.mark.parametrize("fraction", [0.0001, 0.02, 0.15, 1.0])
+@pytest.mark.parametrize("count", [1, 1001, PIECE // 8 + 100_005])
 def test_counts_are_exact(dtype: torch.dtype, fraction: float, count: int) -> None:
     tensor = random_bits((count,), dtype, 1)
     schema = schema_of([tensor])
@@ -168,7 +168,7 @@ def test_runs_leave_untracked_entries_alone() -> None:
     tracked = [i for i in range(40) if i % 3]
     snapshot = torch.zeros(schema.nbytes, dtype=torch.uint8)
     scan = Scanner(schema, tracked).scan(tensors, snapshot)
-    assert scan.changes.runs
+    assert len(scan.changes.runs) == 14
     assert scan.total == sum(tensors[i].numel() for i in tracked)
     scan.changes.write(snapshot)
     for i, view in enumerate(schema.views(snapshot)):
@@ -250,7 +250,7 @@ def test_wrong_arguments() -> None:
 
 
 SHAPES = st.lists(st.integers(0, 40), max_size=2).map(tuple) | st.sampled_from(
-    [(SMALL,), (257, 301), (PIECE + 3,)]
+    [(SMALL,), (257, 301), (PIECE // 4 + 3,)]
 )
 DTYPE_NAMES = st.sampled_from(sorted(DTYPES))
 

@@ -1,6 +1,6 @@
 """Finding what changed: live tensors against a snapshot, one pass over memory, on all cores.
 
-The flat buffer is cut into pieces that stay in a core's cache. A large tensor gives pieces of its own,
+The flat buffer is cut into pieces that stay in caches. A large tensor gives pieces of its own,
 which are compared where they lie unless they must be converted; small neighbours share a piece and are
 first gathered. Each piece is compared in words of 8 bytes, and only words that differ are looked at closer.
 """
@@ -26,8 +26,8 @@ __all__ = ["Scan", "Scanner"]
 Bytes = NDArray[np.uint8]
 Found = tuple[int, NDArray[np.int64], NDArray[Any]]  # width, positions, values
 
-PIECE = 256 << 10
-"""Bytes of a piece: what lies there and the snapshot of it fit a core's own cache."""
+PIECE = 1 << 20
+"""Bytes of a piece: short enough for caches, long enough that threads rarely meet at the interpreter lock."""
 
 SMALL = 64 << 10
 """Tensors below so many bytes share a piece with their neighbours."""
@@ -35,8 +35,8 @@ SMALL = 64 << 10
 SERIAL = 32736
 """Elements that torch copies on one thread, and a whole number of vectors: rests convert NaNs otherwise."""
 
-MANY = 0.25
-"""Fraction of differing words above which all elements of a piece are compared."""
+FEW = 0.1
+"""Up to this fraction numpy's ``nonzero`` branches at each one found, and mispredicts most."""
 
 _INTEGER: dict[int, np.dtype[Any]] = {
     1: np.dtype(np.uint8),
@@ -82,7 +82,7 @@ class Scanner:
         self,
         schema: WeightSchema,
         tracked: Sequence[int] | None = None,
-        dense_above: float = 0.5,
+        dense_above: float = 0.25,
         threads: int | None = None,
     ) -> None:
         if threads is None:
@@ -136,9 +136,10 @@ class Scanner:
 
 @dataclass(frozen=True)
 class _Difference:
-    """What differs in one piece; positions count from the start of the whole buffer."""
+    """What differs in the piece that starts at byte ``start``; positions count from there."""
 
     changed: int
+    start: int
     found: Sequence[Found] = ()
     runs: Sequence[Run] = ()
 
@@ -173,10 +174,8 @@ class _Piece(ABC):
         changed = sum(len(positions) for _, positions, _ in found)
         if changed > dense_above * self.elements:
             runs = [Run(self.start + a, torch.from_numpy(new[a:b].copy())) for a, b in self.stretches()]
-            return _Difference(changed, runs=runs)
-        for width, positions, _ in found:
-            positions += self.start // width
-        return _Difference(changed, found)
+            return _Difference(changed, self.start, runs=runs)
+        return _Difference(changed, self.start, found)
 
 
 class _Slice(_Piece):
@@ -280,34 +279,57 @@ def _of_width(width: int, new: Bytes, old: Bytes) -> list[Found]:
     """Elements that differ where all are of one width."""
     if len(new) % 8 == 0:
         differ = new.view(np.int64) != old.view(np.int64)
-        count = np.count_nonzero(differ)
+        count = int(np.count_nonzero(differ))
         if count == 0:
             return []
-        if width == 8 or count < MANY * len(differ):
-            return [_inside(width, np.flatnonzero(differ), new, old)]
+        if width == 8 or count < (1 - (1 - FEW) ** (8 // width)) * len(differ):  # as many as FEW elements
+            return [_inside(width, _where(differ, count), new, old)]
     values = new.view(_INTEGER[width])
     positions = np.flatnonzero(values != old.view(_INTEGER[width]))
-    return [(width, positions, values[positions])] if len(positions) else []
+    return [(width, positions, values.take(positions))] if len(positions) else []
+
+
+def _where(differ: NDArray[np.bool_], count: int) -> NDArray[np.int64]:
+    """Positions of the ``count`` true ones, quicker than numpy's where they are few."""
+    if len(differ) % 8 or count > FEW * len(differ):
+        return np.flatnonzero(differ)
+    eights = differ.view(np.int64)
+    lines = np.flatnonzero(eights != 0)
+    return _spread(lines, np.flatnonzero(eights.take(lines).view(np.bool_)), 3)
 
 
 def _inside(width: int, words: NDArray[np.int64], new: Bytes, old: Bytes) -> Found:
     """Elements of one width that differ within ``words`` of 8 bytes that differ."""
-    values = new.view(np.int64)[words]
+    values = new.view(np.int64).take(words)
     if width == 8:
         return width, words, values
     parts = values.view(_INTEGER[width])
-    at = np.flatnonzero(parts != old.view(np.int64)[words].view(_INTEGER[width]))
-    each = 8 // width
-    return width, words[at // each] * each + at % each, parts[at]
+    at = np.flatnonzero(parts != old.view(np.int64).take(words).view(_INTEGER[width]))
+    return width, _spread(words, at, (8 // width).bit_length() - 1), parts.take(at)
+
+
+def _spread(groups: NDArray[np.int64], at: NDArray[np.int64], bits: int) -> NDArray[np.int64]:
+    """Places of members ``at`` of ``groups``, which have ``1 << bits`` members each."""
+    places = groups.take(at >> bits)
+    places <<= bits
+    places += at & ((1 << bits) - 1)
+    return places
 
 
 def _merge(differences: Sequence[_Difference]) -> Changes:
-    """One stream for each width."""
-    found = [found for difference in differences for found in difference.found]
+    """One stream for each width; positions count from the start of the flat buffer from now on."""
+    by_width: dict[int, list[tuple[int, Found]]] = {}
+    for difference in differences:
+        for found in difference.found:
+            by_width.setdefault(found[0], []).append((difference.start, found))
     sparse = []
-    for width in sorted({width for width, _, _ in found}):
-        positions = np.concatenate([positions for w, positions, _ in found if w == width])
-        values = np.concatenate([values for w, _, values in found if w == width])
+    for width, parts in sorted(by_width.items()):
+        values = np.concatenate([values for _, (_, _, values) in parts])
+        positions = np.empty(values.shape, np.int64)
+        end = 0
+        for start, (_, inside, _) in parts:
+            np.add(inside, start // width, out=positions[end : end + len(inside)])
+            end += len(inside)
         sparse.append(Sparse(width, torch.from_numpy(positions), torch.from_numpy(values)))
     return Changes(tuple(sparse), tuple(run for difference in differences for run in difference.runs))
 
