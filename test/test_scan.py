@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weight_update.chunks import DTYPES, TensorMeta, WeightSchema
 from weight_update.encodings.changes import BITS, Changes
-from weight_update.encodings.scan import PIECE, SMALL, Scan, Scanner
+from weight_update.encodings.scan import LARGE, PIECE, Scan, Scanner
 from weight_update.testing import Zoo, random_bits
 from weight_update.testing.models import small_views
 
@@ -168,7 +168,7 @@ def test_runs_leave_untracked_entries_alone() -> None:
     tracked = [i for i in range(40) if i % 3]
     snapshot = torch.zeros(schema.nbytes, dtype=torch.uint8)
     scan = Scanner(schema, tracked).scan(tensors, snapshot)
-    assert len(scan.changes.runs) == 14
+    assert len(scan.changes.runs) == 13
     assert scan.total == sum(tensors[i].numel() for i in tracked)
     scan.changes.write(snapshot)
     for i, view in enumerate(schema.views(snapshot)):
@@ -176,10 +176,10 @@ def test_runs_leave_untracked_entries_alone() -> None:
 
 
 def test_untracked_entries_are_not_found() -> None:
-    tensors = [random_bits((SMALL + i,), torch.uint8, i) for i in range(3)] + [torch.ones(2), torch.ones(3)]
+    tensors = [random_bits((LARGE + i,), torch.uint8, i) for i in range(3)] + [torch.ones(2), torch.ones(3)]
     schema = schema_of(tensors)
     scan = Scanner(schema, [1, 4]).scan(tensors, torch.zeros(schema.nbytes, dtype=torch.uint8))
-    assert scan.total == SMALL + 1 + 3
+    assert scan.total == LARGE + 1 + 3
     assert [run.start for run in scan.changes.runs] == [
         *range(schema.tensors[1].offset, schema.tensors[2].offset - 64, PIECE),
         schema.tensors[4].offset,
@@ -220,12 +220,12 @@ def test_signs_of_zero_and_payloads_of_nan_count() -> None:
     new[0] = -0.0
     new.view(torch.int32)[2] ^= 1
     schema = schema_of([old])
-    scan = scanned(Scanner(schema), schema, [new], flat_of(schema, [old]))
+    scan = scanned(Scanner(schema, None, 1.0), schema, [new], flat_of(schema, [old]))
     assert scan.changes.sparse[0].positions.tolist() == [0, 2]
 
 
 def test_results_share_no_memory() -> None:
-    tensors = [torch.zeros(SMALL), torch.zeros(10), torch.zeros(10, dtype=torch.uint8)]
+    tensors = [torch.zeros(LARGE), torch.zeros(10), torch.zeros(10, dtype=torch.uint8)]
     schema = schema_of(tensors)
     scanner, snapshot = Scanner(schema), flat_of(schema, tensors)
     for tensor in tensors:
@@ -250,7 +250,7 @@ def test_wrong_arguments() -> None:
 
 
 SHAPES = st.lists(st.integers(0, 40), max_size=2).map(tuple) | st.sampled_from(
-    [(SMALL,), (257, 301), (PIECE // 4 + 3,)]
+    [(LARGE,), (257, 301), (PIECE // 4 + 3,)]
 )
 DTYPE_NAMES = st.sampled_from(sorted(DTYPES))
 
