@@ -71,7 +71,7 @@ def of_all_kinds() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("piece", [1 << 16, 32 << 20])
-@pytest.mark.parametrize("fraction", [0.0, 0.01, 0.2, 1.0])
+@pytest.mark.parametrize("fraction", [0.01, 1.0])
 @pytest.mark.parametrize(("kept", "transport"), PLACES)
 def test_changes_give_the_new_bits(
     device: torch.device,

@@ -25,7 +25,7 @@ __all__ = ["Scan", "Scanner"]
 Bytes = NDArray[np.uint8]
 Found = tuple[int, NDArray[np.int64], NDArray[Any]]  # width, positions, values
 
-PIECE = 1 << 20
+PIECE = 2 << 20
 """Bytes of a piece: short enough for caches, long enough that threads rarely meet at the interpreter lock."""
 
 LARGE = 64 << 10
