@@ -210,7 +210,7 @@ SHAPES = st.lists(st.integers(0, 40), max_size=2).map(tuple) | st.sampled_from(
 DTYPE_NAMES = st.sampled_from(sorted(DTYPES))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(SHAPES, DTYPE_NAMES, st.sampled_from([0.0, 0.001, 0.1, 1.0])), max_size=12),
     st.sampled_from([0.0, 0.05, 0.5, 1.0]),

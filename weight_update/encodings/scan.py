@@ -23,7 +23,7 @@ from weight_update.encodings.pieces import Piece, cut, flattened
 __all__ = ["Scan", "Scanner"]
 
 Bytes = NDArray[np.uint8]
-Found = tuple[int, NDArray[np.int64], NDArray[Any]]  # width, positions, values
+Found = tuple[int, NDArray[Any], NDArray[Any]]  # width, positions, values
 
 PIECE = 2 << 20
 """Bytes of a piece: short enough for caches, long enough that threads rarely meet at the interpreter lock."""
@@ -181,7 +181,8 @@ def _compare(
     if changed > dense_above * piece.elements:
         runs = [Run(piece.start + a, torch.from_numpy(new[a:b].copy())) for a, b in piece.stretches]
         return _Difference(piece.start, changed, runs=runs)
-    return _Difference(piece.start, changed, found)
+    short = [(width, positions.astype(np.int32), values) for width, positions, values in found]
+    return _Difference(piece.start, changed, short)  # fresh memory is what costs most here
 
 
 def _mixed(piece: Piece, new: Bytes, old: Bytes) -> list[Found]:
