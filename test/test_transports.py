@@ -1,10 +1,15 @@
 """The transports keep their contract, and what is special about each."""
 
 import multiprocessing
+import os
+
+from torch.distributed import TCPStore
 
 from weight_update.chunks import Kind, WeightChunk
 from weight_update.testing.transports import Ends, TransportContract
-from weight_update.transports import MemoryTransport, MPTransport, SharedMemTransport
+from weight_update.transports import DistributedTransport, MemoryTransport, MPTransport, SharedMemTransport
+from weight_update.transports.distributed import DistributedListener
+from weight_update.transports.mailbox import open_store
 from weight_update.transports.shared_mem import SharedMemListener
 
 
@@ -32,3 +37,34 @@ class TestSharedMemTransport(TransportContract):
 
     def teardown_method(self) -> None:
         self.listener.close()
+
+
+class TestDistributedTransport(TransportContract):
+    """Two ends on one host, which share memory."""
+
+    hosts = ("here", "here")
+
+    def make_ends(self) -> Ends:
+        store = open_store("127.0.0.1")
+        sender = DistributedTransport(token="token", address="127.0.0.1", host=self.hosts[0])
+        self.listener = DistributedListener(store, "token", {0: sender})
+        self.listener.start()
+        receiver = DistributedTransport(
+            lambda: TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False),
+            token="token",
+            host=self.hosts[1],
+        )
+        hello = {"token": "token", "worker": 0, "pid": os.getpid(), "version": None, "schema": None}
+        receiver.restart()
+        receiver.send_chunk(WeightChunk(Kind.HELLO, hello))
+        assert sender.recv_chunk(10.0).kind is Kind.HELLO
+        return sender, receiver
+
+    def teardown_method(self) -> None:
+        self.listener.close()
+
+
+class TestDistributedTransportAcrossHosts(TestDistributedTransport):
+    """Two ends that believe to be on two hosts: payloads cross a socket."""
+
+    hosts = ("here", "there")

@@ -31,6 +31,7 @@ from weight_update.gate import Gate
 from weight_update.handle import SendHandle
 from weight_update.report import SyncReport
 from weight_update.schemes import (
+    DistributedWeightSyncScheme,
     MemoryWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
@@ -42,6 +43,7 @@ from weight_update.schemes import (
 from weight_update.strategy import WeightStrategy
 from weight_update.transports import (
     Buffer,
+    DistributedTransport,
     MemoryTransport,
     MPTransport,
     SharedMemTransport,
@@ -56,6 +58,8 @@ __all__ = [
     "Compression",
     "DeltaEncoding",
     "DenseEncoding",
+    "DistributedTransport",
+    "DistributedWeightSyncScheme",
     "Encoding",
     "FormatError",
     "Gate",

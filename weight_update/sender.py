@@ -436,14 +436,15 @@ class Sender:
             lane.prepare()
 
     def _bring_up_all(self, peers: list[Peer]) -> list[Shipment]:
-        if self._shared or len(peers) < 2:
-            sent = [self._bring_up(peer) for peer in peers]
+        slow = [peer for peer in peers if not peer.link.quick]
+        quick = [peer for peer in peers if peer.link.quick]
+        if len(slow) > 1:
+            self._helpers = self._helpers or ThreadPoolExecutor(thread_name_prefix="weight_update-send")
+            under_way = [self._helpers.submit(self._bring_up, peer) for peer in slow]
         else:
-            if self._helpers is None:
-                self._helpers = ThreadPoolExecutor(thread_name_prefix="weight_update-send")
-            sent = [
-                future.result() for future in [self._helpers.submit(self._bring_up, peer) for peer in peers]
-            ]
+            quick, under_way = [*quick, *slow], []
+        sent = [self._bring_up(peer) for peer in quick]
+        sent += [future.result() for future in under_way]
         return [shipment for shipment in sent if shipment is not None]
 
     def _say(self, peer: Peer, *chunks: WeightChunk) -> None:

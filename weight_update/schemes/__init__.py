@@ -1,6 +1,7 @@
 """Schemes: the lifecycle of weight synchronization, one small class for each way to connect."""
 
 from weight_update.schemes.base import WeightSyncScheme
+from weight_update.schemes.distributed import DistributedWeightSyncScheme
 from weight_update.schemes.memory import MemoryWeightSyncScheme
 from weight_update.schemes.multiprocess import MultiProcessWeightSyncScheme
 from weight_update.schemes.no_sync import NoWeightSyncScheme
@@ -8,6 +9,7 @@ from weight_update.schemes.shared_mem import SharedMemWeightSyncScheme
 from weight_update.schemes.together import group_schemes, send_together
 
 __all__ = [
+    "DistributedWeightSyncScheme",
     "MemoryWeightSyncScheme",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",

@@ -1,8 +1,16 @@
 """Transports: links that move chunks between a sender and one receiver each."""
 
 from weight_update.transports.base import Buffer, TransportBackend
+from weight_update.transports.distributed import DistributedTransport
 from weight_update.transports.memory import MemoryTransport
 from weight_update.transports.multiprocess import MPTransport
 from weight_update.transports.shared_mem import SharedMemTransport
 
-__all__ = ["Buffer", "MPTransport", "MemoryTransport", "SharedMemTransport", "TransportBackend"]
+__all__ = [
+    "Buffer",
+    "DistributedTransport",
+    "MPTransport",
+    "MemoryTransport",
+    "SharedMemTransport",
+    "TransportBackend",
+]

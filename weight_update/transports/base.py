@@ -49,6 +49,11 @@ class TransportBackend(ABC):
     """Whether receivers keep reading the sender's :class:`Buffer` after an update was applied. The
     sender then does not write into it before every receiver has moved on."""
 
+    @property
+    def quick(self) -> bool:
+        """Whether ``send_chunk`` returns without waiting for the other end."""
+        return self.shares_memory
+
     rejoins: ClassVar[bool] = False
     """Whether, on the sender's end, ``recv_chunk`` may be called again after
     :class:`~weight_update.errors.LinkClosedError` and waits for the worker to come back."""

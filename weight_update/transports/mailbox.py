@@ -1,0 +1,162 @@
+"""Signed messages through the queues of a TCPStore."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import queue
+import socket
+import struct
+import threading
+import time
+from datetime import timedelta
+
+from weight_update.errors import FormatError, LinkClosedError
+from weight_update.transports.c10d import DistError, Store, TCPStore
+from weight_update.transports.stream import deadline_of
+
+__all__ = ["Mailbox", "UnsignedError", "open_store"]
+
+_FRONT = struct.Struct("<Q16s")  # number of the message, and its signature
+_FOREVER = timedelta(days=3650)
+_BACKLOG = 512
+
+
+def open_store(address: str, port: int = 0) -> Store:
+    """A TCPStore that listens on ``address`` only, in this process.
+
+    Args:
+        address: of the interface to listen on.
+        port: 0 takes a free one; ``store.port`` tells which.
+
+    Raises:
+        OSError: the address is not of this machine, or the port is taken.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((address, port))
+        sock.listen(_BACKLOG)
+        port = sock.getsockname()[1]
+        return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach())
+
+
+class Mailbox:
+    """One direction of messages, in order. One thread puts, one thread takes, at the same time if need be.
+
+    A store has no access control: whoever reaches its port may write into its queues. Each message is
+    therefore numbered and signed with the token.
+
+    Args:
+        store: a client connection; for taking, another one like it is opened.
+        name: of the queue.
+        token: what both ends know.
+        ordered: whether one end alone puts, so that the numbers must follow each other.
+    """
+
+    def __init__(self, store: Store, name: str, token: str, *, ordered: bool = True) -> None:
+        self._store, self.name, self._key, self._ordered = store, name, token.encode(), ordered
+        self._arrived: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+        self._reader: threading.Thread | None = None
+        self._put = self._taken = 0
+        self._closed = False
+
+    def put(self, message: bytes) -> None:
+        """Add a message; does not wait.
+
+        Raises:
+            LinkClosedError: the store is gone.
+        """
+        front = _FRONT.pack(self._put, self._sign(self._put, message))
+        self._put += 1
+        self._push(front + message)
+
+    def take(self, timeout: float | None) -> bytes | None:
+        """The next message, or None when none came within ``timeout`` seconds (None: wait for ever).
+
+        Raises:
+            LinkClosedError: the store is gone, or :meth:`close` was called.
+            UnsignedError: what came was not signed with our token.
+            FormatError: a message is missing.
+        """
+        if self._reader is None and not self._closed:
+            self._reader = threading.Thread(target=self._read, name=f"weight_update-{self.name}", daemon=True)
+            self._reader.start()
+        deadline = deadline_of(timeout)
+        while True:
+            try:
+                left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+                raw = self._arrived.get(timeout=left)
+            except queue.Empty:
+                return None
+            if isinstance(raw, Exception):
+                self._arrived.put(raw)  # for the next who asks
+                raise raw
+            message = self._checked(raw)
+            if message is not None:
+                return message
+
+    def _checked(self, raw: bytes) -> bytes | None:
+        """The message, or None if it came before."""
+        number, signature = _FRONT.unpack(raw[: _FRONT.size].ljust(_FRONT.size, b"\0"))
+        message = raw[_FRONT.size :]
+        if not hmac.compare_digest(signature, self._sign(number, message)):
+            raise UnsignedError(message)
+        if self._ordered and number > self._taken:
+            raise FormatError(f"message {number} came, {self._taken} was next")
+        if self._ordered and number < self._taken:
+            return None  # somebody put it back
+        self._taken += 1
+        return message
+
+    def _read(self) -> None:
+        """Thread: wait on the store; it alone uses this client, which serves nobody else while it waits."""
+        try:
+            store = self._store.clone()
+            store.set_timeout(_FOREVER)
+            while not self._closed:
+                raw = bytes(store.queue_pop(self.name))
+                if not self._closed:
+                    self._arrived.put(raw)
+        except DistError as error:
+            self._arrived.put(LinkClosedError(f"the store is gone ({_brief(error)})"))
+
+    def end(self) -> None:
+        """The other end is gone: whoever takes gets what came before, then an error."""
+        self._arrived.put(LinkClosedError("the other end is gone"))
+
+    def close(self) -> None:
+        """Wake whoever takes; no more messages are taken."""
+        if self._closed:
+            return
+        self._closed = True
+        self._arrived.put(LinkClosedError("this end was closed"))
+        with contextlib.suppress(LinkClosedError):
+            self._push(b"")  # the reader is waiting for something
+
+    def _sign(self, number: int, message: bytes) -> bytes:
+        signed = b"%s %d %d " % (self.name.encode(), number, len(message))
+        return hmac.new(self._key, signed + message, hashlib.sha256).digest()[:16]
+
+    def _push(self, raw: bytes) -> None:
+        try:
+            self._store.queue_push(self.name, raw)
+        except DistError as error:
+            raise LinkClosedError(f"the store is gone ({_brief(error)})") from None
+
+
+class UnsignedError(Exception):
+    """A message was not written by a holder of our token.
+
+    Attributes:
+        message: it, not to be trusted.
+    """
+
+    def __init__(self, message: bytes) -> None:
+        self.message = message
+        super().__init__("wrong token: a message was not signed with ours")
+
+
+def _brief(error: Exception) -> str:
+    return str(error).partition("\n")[0][:120]

@@ -1,0 +1,100 @@
+"""A process group of two, for the payloads of one link."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from weight_update.errors import LinkClosedError, SyncTimeoutError
+from weight_update.transports.c10d import PrefixStore, ProcessGroupGloo, Store
+
+__all__ = ["Pair", "address_towards"]
+
+_STALLED = 60.0
+"""Seconds without the other end's answer after which it counts as gone."""
+
+_DATA, _WATCH = 0, 1  # tags
+
+
+class Pair:
+    """Two ends that send bytes to each other through torch.distributed.
+
+    It is a group of its own: the default process group of the program is neither used nor needed. Making one
+    waits for the other end.
+
+    Args:
+        store: where the two ends find each other.
+        name: a name that is used once.
+        rank: 0 on one end, 1 on the other.
+        address: of the interface that this end listens on.
+
+    Raises:
+        LinkClosedError: the other end did not come.
+    """
+
+    def __init__(self, store: Store, name: str, rank: int, address: str) -> None:
+        options = ProcessGroupGloo._Options()
+        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = timedelta(seconds=_STALLED)
+        self._other = 1 - rank
+        self._byte = torch.zeros(1, dtype=torch.uint8)
+        self._farewell: dist.Work | None = None
+        try:
+            meeting = PrefixStore(name, store.clone())
+            self._group = ProcessGroupGloo(meeting, rank, 2, options)
+        except RuntimeError as error:
+            raise LinkClosedError(f"no connection for payloads ({error})") from None
+
+    def send(self, payload: torch.Tensor, timeout: float | None) -> None:
+        """Send a contiguous CPU tensor; returns when its memory may be used again.
+
+        Raises:
+            LinkClosedError: the other end is gone.
+            SyncTimeoutError: it does not read; the pair is of no more use.
+        """
+        self._finish(lambda: self._group.send([payload], self._other, _DATA), timeout)
+
+    def recv(self, into: torch.Tensor, timeout: float | None) -> None:
+        """Fill ``into`` with what the other end sends; raises as :meth:`send`."""
+        self._finish(lambda: self._group.recv([into], self._other, _DATA), timeout)
+
+    def close(self) -> None:
+        """Give up the connection; the other end hears of it at once."""
+        with contextlib.suppress(RuntimeError):
+            self._farewell = self._group.send([self._byte], self._other, _WATCH)
+
+    def on_loss(self, call: Callable[[], None]) -> None:
+        """Call ``call``, from a thread, as soon as the other end is gone or has given up."""
+        never = torch.empty(1, dtype=torch.uint8)
+
+        def watch() -> None:
+            with contextlib.suppress(RuntimeError):
+                self._group.recv([never], self._other, _WATCH).wait(timedelta(days=3650))
+            call()
+            self.close()  # which ends the other end's watch, if that is what began it
+
+        threading.Thread(target=watch, name="weight_update-watch", daemon=True).start()
+
+    @staticmethod
+    def _finish(begin: Callable[[], dist.Work], timeout: float | None) -> None:
+        limit = _STALLED if timeout is None else timeout
+        try:
+            begin().wait(timedelta(seconds=limit))
+        except RuntimeError as error:
+            if "imed out" in str(error):
+                raise SyncTimeoutError(f"the other end did not take part for {limit:g} s") from None
+            raise LinkClosedError(f"the other end is gone ({str(error).partition(chr(10))[0]})") from None
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address of this machine's interface from which ``host`` is reached."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect((host, port))
+        return str(sock.getsockname()[0])
