@@ -6,6 +6,7 @@ import pytest
 from torch import nn
 
 from weight_update import (
+    DistributedWeightSyncScheme,
     MemoryWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
@@ -25,6 +26,13 @@ class TestSharedMem(SchemeContract):
 class TestMultiProcess(SchemeContract):
     def make_scheme(self, **options: Any) -> WeightSyncScheme:
         return MultiProcessWeightSyncScheme(**options)
+
+
+class TestDistributed(SchemeContract):
+    """The workers are on the sender's host and map its memory."""
+
+    def make_scheme(self, **options: Any) -> WeightSyncScheme:
+        return DistributedWeightSyncScheme(**options)
 
 
 class TestMemory(SchemeContract):

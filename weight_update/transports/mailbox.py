@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import os
 import queue
 import socket
 import struct
@@ -39,7 +40,22 @@ def open_store(address: str, port: int = 0) -> Store:
         sock.bind((address, port))
         sock.listen(_BACKLOG)
         port = sock.getsockname()[1]
+        _listening.add(sock.fileno())
         return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach())
+
+
+_listening: set[int] = set()
+
+
+def _close_inherited() -> None:
+    """In a forked child: nobody may knock there when the sender is gone."""
+    for fd in _listening:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+    _listening.clear()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
 
 
 class Mailbox:
