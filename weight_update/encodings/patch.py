@@ -112,7 +112,9 @@ class PatchEncoding(DeltaEncoding):
         if self.init_sync_prefixes is None:
             return list(range(len(schema.tensors)))
         names = matching(self.init_sync_prefixes, schema.names)
-        return [i for i, name in enumerate(schema.names) if name in names]
+        chosen = {i for i, name in enumerate(schema.names) if name in names}
+        owners = chosen | {first for first, other in schema.ties if other in chosen}
+        return sorted(owners | {other for first, other in schema.ties if first in owners})
 
     def tracker(self, schema: WeightSchema, tracked: Sequence[int] | None) -> Tracker[PatchDifference]:
         """See :meth:`DeltaEncoding.tracker`."""
