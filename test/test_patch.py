@@ -19,7 +19,6 @@ from weight_update import (
     MemoryWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     PatchEncoding,
-    SchemaMismatchError,
     SharedMemWeightSyncScheme,
     SyncFailedError,
     WeightStrategy,
