@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -19,8 +21,10 @@ from weight_update import (
     SyncFailedError,
     SyncTimeoutError,
     WeightStrategy,
+    group_schemes,
+    send_together,
 )
-from weight_update.testing import fingerprint, scramble
+from weight_update.testing import Crew, fingerprint, scramble
 
 BF16 = torch.bfloat16
 
@@ -284,6 +288,37 @@ def test_a_late_worker_of_another_dtype(yard: Yard, stable: bool) -> None:  # no
         poke(source, step)
         assert crew.scheme.send().encoding == "patch"
         same(crew, source, cast(source))
+
+
+def test_a_worker_that_comes_back_with_another_dtype(yard: Yard) -> None:  # noqa: F811
+    """The trainer has only half-precision copies: what it needs comes with the next update."""
+    if yard._method == "thread":
+        pytest.skip("a link in memory ends with its worker")
+    scheme, source = yard.scheme(timeout=2.0), net(1)
+    group_schemes([scheme])
+    yard.init(scheme, source, 2)
+    with Crew(scheme, yard._method) as crew:
+        crew.hire(0, cast(net(2)))
+        crew.hire(1, cast(net(3)))
+        crew.connect()
+        for dtype, send in (
+            (torch.float32, scheme.send),
+            (torch.float16, lambda: send_together({scheme: None})),
+        ):
+            crew.workers.pop(0).stop()
+            crew.hire(0, cast(net(4), dtype)).post("connect")
+            crew.workers.reverse()
+            poke(source, 5)
+            deadline = time.monotonic() + 10.0
+            while crew.workers[0].busy():
+                assert time.monotonic() < deadline
+                with contextlib.suppress(SyncFailedError):  # it may not be there yet
+                    send()
+            crew.workers[0].answer()
+            for step in range(2):
+                poke(source, step)
+                scheme.send()
+                same(crew, cast(source, dtype), cast(source))
 
 
 # -- configuration -------------------------------------------------------------------------------------

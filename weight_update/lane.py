@@ -301,9 +301,12 @@ class ChangeLane(Lane):
 
     def drop(self) -> None:
         """See :meth:`Lane.drop`."""
-        if self._next is not None:
-            self._give_back(self._next.slots)
-        self._next, self.pending = None, None
+        with self._moved:
+            if self._next is not None:
+                give_back(self._next.slots)
+            if self.content is None:
+                self._drop_whole()
+            self._next, self.pending = None, None
 
     def ready(self, has: Content | None) -> Shipment | None:
         """See :meth:`Lane.ready`."""
@@ -326,26 +329,24 @@ class ChangeLane(Lane):
         """See :meth:`Lane.prepare`."""
         with self._remembering:
             slots: list[Slot] = []
-            content = self.content
+            content, step = self._goal()
             if self._whole is not None or content is None:  # another worker's thread was first
                 return
             try:
                 if self._digests_to_tell() is None:
                     encoder = self._encoding.whole.encoder(self.schema)
                     payloads = encoder.encode(self._tracker.weights(), self._borrow(slots))
-                    chunks = frames_of(self._step, self.schema, self._encoding.whole.name, payloads)
+                    chunks = frames_of(step, self.schema, self._encoding.whole.name, payloads)
                 else:
-                    payload = self._tracker.bootstrap(self._step.version, self._lend(slots))
-                    chunks = frames_of(
-                        self._step, self.schema, self._encoding.name, [payload], self._step.version
-                    )
+                    payload = self._tracker.bootstrap(step.version, self._lend(slots))
+                    chunks = frames_of(step, self.schema, self._encoding.name, [payload], step.version)
             except BaseException:
                 self._give_back(slots)
                 raise
             with self._moved:
-                if self.content is content:
+                if self._goal()[0] is content:
                     self._whole = Shipment(content, chunks, slots)
-                else:  # it was closed meanwhile
+                else:  # it was closed or dropped meanwhile
                     give_back(slots)
 
     def fork(self) -> Lane:
@@ -392,6 +393,12 @@ class ChangeLane(Lane):
         lend = self._borrow(slots)
         return lambda nbytes: lend(_rounded(nbytes))[:nbytes]
 
+    def _goal(self) -> tuple[Content | None, Step]:
+        """What whole weights bring a worker to: what was settled last, else the first that is staged."""
+        if self.content is not None or self._next is None:
+            return self.content, self._step
+        return self._next.content, self._next.step
+
     def _past_since(self, has: Content | None) -> list[_Past] | None:
         """The steps from ``has`` to what was settled last; None if they are not known."""
         if has is self.content:
@@ -402,7 +409,7 @@ class ChangeLane(Lane):
 
     def _pending_for(self, has: Content | None) -> _Next | None:
         """What is staged, if a worker with ``has`` can be brought there."""
-        told = self._next is not None and self._next.payload is not None
+        told = self._next is not None and (self._next.payload is not None or self.content is None)
         return self._next if told and self._past_since(has) is not None else None
 
     def _drop_whole(self) -> None:
