@@ -9,6 +9,7 @@ import torch
 from weight_update.binding import Binding
 from weight_update.chunks import WeightSchema, digest
 from weight_update.encodings import Delta
+from weight_update.encodings.scan import SERIAL
 from weight_update.errors import SchemaMismatchError
 
 __all__ = ["Behind", "OwnWeights"]
@@ -60,8 +61,7 @@ class OwnWeights:
             )
         flat = self._fresh()
         views = self._schema.views(flat)
-        with torch.no_grad():
-            torch._foreach_copy_(views, [tensors[name].detach() for name in names])
+        _copy(views, [tensors[name].detach() for name in names])
         different = tuple(
             f"{name}: differs from the sender's"
             for name, view, expected in zip(names, views, digests, strict=True)
@@ -94,8 +94,7 @@ class OwnWeights:
                 return list(values), memory
         flat = self._fresh()
         views = self._schema.views(flat)
-        if views:
-            torch._foreach_copy_(views, list(values))
+        _copy(views, values)
         self._next = flat, views
         return list(views), None
 
@@ -156,3 +155,15 @@ class OwnWeights:
         """How often each of the model's tensors was written to, by torch's account, and where it lies."""
         targets = [] if self._binding is None else self._binding.tensors(self._schema.names)
         return [(-1 if one.is_inference() else one._version, one.data_ptr()) for one in targets]
+
+
+def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy in parts for which torch starts no threads: those hang in forked processes."""
+    to: list[torch.Tensor] = []
+    of: list[torch.Tensor] = []
+    for target, source in zip(targets, sources, strict=True):
+        size = max(target.numel(), 1) if target.is_cuda else SERIAL
+        to.extend(torch.split(target.view(-1), size))
+        of.extend(torch.split(source.reshape(-1), size))
+    if to:
+        torch._foreach_copy_(to, of)

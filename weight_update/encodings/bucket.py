@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
+import numpy as np
 import torch
 
 from weight_update.chunks import ALIGNMENT, DTYPES, WeightSchema, byte_view, dtype_name
@@ -171,7 +172,8 @@ class _BucketDecoder(Decoder):
             self._flat = allocate(head.total) if head.load_instant else None
         if self._flat is None:
             return payload
-        self._flat[head.start : head.stop].copy_(payload[_HEAD_BYTES:])
+        # Not torch: its threads hang in forked processes.
+        self._flat.numpy()[head.start : head.stop] = payload.numpy()[_HEAD_BYTES:]
         return self._flat
 
     def decode(self, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -217,11 +219,16 @@ class _BucketDecoder(Decoder):
                 for head, payload in zip(heads, payloads, strict=True)
                 if head.start < last and meta.offset < head.stop
             ]
-            raw = pieces[0] if len(pieces) == 1 else torch.cat([payloads[0][:0], *pieces])
+            raw = pieces[0] if len(pieces) == 1 else _joined(pieces)
             if raw.numel() != meta.nbytes:
                 raise FormatError(f"{meta.name!r} is not whole in the buckets")
             out.append(raw.view(meta.dtype).view(meta.shape))
         return out
+
+
+def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    # Not torch: its threads hang in forked processes.
+    return torch.from_numpy(np.concatenate([np.empty(0, np.uint8), *(piece.numpy() for piece in pieces)]))
 
 
 @dataclass(frozen=True)
