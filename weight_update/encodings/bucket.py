@@ -227,8 +227,10 @@ class _BucketDecoder(Decoder):
 
 
 def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    # Not torch: its threads hang in forked processes.
-    return torch.from_numpy(np.concatenate([np.empty(0, np.uint8), *(piece.numpy() for piece in pieces)]))
+    whole = torch.empty(sum(piece.numel() for piece in pieces), dtype=torch.uint8)
+    if pieces:  # not torch: its threads hang in forked processes
+        np.concatenate([piece.numpy() for piece in pieces], out=whole.numpy())
+    return whole
 
 
 @dataclass(frozen=True)
