@@ -24,7 +24,7 @@ from weight_update.encodings.base import (
     WholeEncoding,
     register_encoding,
 )
-from weight_update.encodings.bucket import BucketEncoding
+from weight_update.encodings.bucket import BucketEncoding, require_bool, require_size
 from weight_update.encodings.changes import Changes, Run
 from weight_update.encodings.patch_format import Patch, PatchOptions, decode_patch, encode_patch
 from weight_update.encodings.scan import Scanner
@@ -89,6 +89,9 @@ class PatchEncoding(DeltaEncoding):
             value = self.__dict__[option]
             if value not in get_args(known):
                 raise ValueError(f"unknown {option} {value!r} (known: {', '.join(get_args(known))})")
+        require_bool("delta_encoding", self.delta_encoding)
+        require_bool("init_sync", self.init_sync)
+        require_size("init_sync_bucket_size", self.init_sync_bucket_size)
         if isinstance(self.init_sync_prefixes, str):
             raise ValueError(f"init_sync_prefixes is a list of prefixes, not {self.init_sync_prefixes!r}")
         chosen = resolve_compression(self.compression)
@@ -118,7 +121,9 @@ class PatchEncoding(DeltaEncoding):
         if self.init_sync_prefixes is None:
             return list(range(len(schema.tensors)))
         names = matching(self.init_sync_prefixes, schema.names)
-        return [i for i, name in enumerate(schema.names) if name in names]
+        chosen = {i for i, name in enumerate(schema.names) if name in names}
+        owners = chosen | {first for first, other in schema.ties if other in chosen}
+        return sorted(owners | {other for first, other in schema.ties if first in owners})
 
     def tracker(self, schema: WeightSchema, tracked: Sequence[int] | None) -> Tracker[PatchDifference]:
         """See :meth:`DeltaEncoding.tracker`."""
