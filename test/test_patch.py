@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -26,6 +27,7 @@ from weight_update import (
     group_schemes,
     send_together,
 )
+from weight_update.chunks import WeightSchema
 from weight_update.testing import Crew, fingerprint, scramble
 from weight_update.testing.models import Brittle
 from weight_update.testing.workers import Method, context_of
@@ -423,3 +425,15 @@ def test_a_spoilt_patch_is_not_applied(yard: Yard, values: Any) -> None:
     poke(source, 7)
     assert crew.scheme.send().encoding == "patch"
     same(crew, source)
+
+
+def test_a_snapshot_that_still_advances_is_waited_for_by_every_thread() -> None:
+    """A joining worker's thread and the next update read it at the same time."""
+    schema = WeightSchema.of({"w": torch.zeros(1 << 22)})
+    tracker = PatchEncoding().tracker(schema, None)
+    for step in range(3):
+        tracker.begin([torch.zeros(1 << 22)])
+        tracker.advance(tracker.compare([torch.ones(1 << 22)]))
+        with ThreadPoolExecutor(4) as pool:
+            seen = list(pool.map(lambda _: float(tracker.weights()[0].sum()), range(4)))
+        assert seen == [float(1 << 22)] * 4, step

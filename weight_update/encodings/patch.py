@@ -223,7 +223,7 @@ class PatchTracker(Tracker[PatchDifference]):
 
     def _flushed(self) -> None:
         """Wait until the snapshot is what the last :meth:`advance` made it."""
-        flush, self._flush = self._flush, None
+        flush = self._flush  # it stays: several threads may have to wait for it
         if flush is not None:
             flush.result()
 
