@@ -55,8 +55,7 @@ class Peer:
 
     def trouble(self) -> Exception | None:
         """What keeps it from having the weights: its own error, else how it was lost."""
-        failed = next(iter(self.failures.values()), None)
-        return self.lost if failed is None or self.lacks is not None else failed  # another try is on its way
+        return next(iter(self.failures.values()), self.lost)
 
     @property
     def version(self) -> int | None:
