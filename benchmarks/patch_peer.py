@@ -1,14 +1,15 @@
-"""What others would do with the same update: RLinf's patch as its documentation describes it, and the obvious way.
+"""What others would do with the same update: RLinf's patch as its document describes it, and the obvious way.
 
 RLinf's document gives the fields (ordinals, nnz_per_tensor, rows, cols, values), the 2-D view of every
 tensor, and the rule of delta encoding. Where it leaves things open we take what costs RLinf fewer bytes:
 
 - Coordinates "can often be downscaled to tighter dtypes such as uint8 or int32": one dtype for all rows of a
-  patch and one for all columns, uint8 if the largest fits, else int32, else int64; without delta encoding too.
+  patch and one for all columns, uint8 if the largest fits, else int32, else int64; without delta encoding
+  too.
 - Rows start anew with each tensor, so that no increment is negative.
 - ordinals and nnz_per_tensor are int32; the version and what frames the message count for nothing.
-- nvcomp_lz4 compresses rows, cols and values, each by itself; our LZ4 on the CPU stands for it here, in pieces
-  of 1 MB where nvCOMP's are of 64 KB, which compress no better.
+- nvcomp_lz4 compresses rows, cols and values, each by itself; our LZ4 on the CPU stands for it here, in
+  pieces of 1 MB where nvCOMP's are of 64 KB, which compress no better.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def _differences(rows: Array, columns: Array) -> tuple[Array, Array]:
 
 
 def obvious(old: list[torch.Tensor], new: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Positions and values of what differs, as one would write it: no dtype is narrowed, nothing is packed."""
+    """Positions and values of what differs, as one would write it; nothing is narrowed or packed."""
     found = []
     for before, after in zip(old, new, strict=True):
         places = (before != after).nonzero()

@@ -97,7 +97,7 @@ def _copies(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def trained_cartpole() -> Iterator[Update]:
-    """The policy of ``examples/train_cartpole.py``, float32: one step of Adam, and what a batch teaches it."""
+    """The policy of ``examples/train_cartpole.py``, float32, learning from one batch."""
     torch.manual_seed(0)
     policy = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
     optimizer = torch.optim.Adam(policy.parameters(), lr=3e-4)

@@ -1,0 +1,195 @@
+"""Time to build and to apply a patch, beside one plain copy of the model and the obvious way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks.patch_bytes import COMPRESSIONS, LAYOUTS, encoding, flat_of
+from benchmarks.patch_peer import obvious
+from benchmarks.patch_updates import Update
+from benchmarks.report import Figure, Table, ratio
+from weight_update.encodings.patch_format import PatchOptions, decode_patch, encode_patch
+from weight_update.encodings.scan import Scanner
+
+__all__ = ["ALL", "FEW", "Times", "Variant", "measure_times", "targets_table", "times_table"]
+
+Variant = tuple[str, str]
+"""Layout and compression."""
+
+ALL: tuple[Variant, ...] = tuple((layout, label) for layout in LAYOUTS for label in COMPRESSIONS)
+FEW: tuple[Variant, ...] = (("flat", "none"), ("flat, relative", "none"), ("flat, relative", "zstd"))
+
+
+@dataclass
+class Times:
+    """What one update takes, in seconds by turn.
+
+    Attributes:
+        update: its name.
+        changed: elements that differ.
+        dense_bytes: bytes of the model.
+        payload_bytes: of the patch, by variant.
+        seconds: by what was done: "copy", "obvious", "advance", or a stage and a variant.
+    """
+
+    update: str
+    changed: int
+    dense_bytes: int
+    payload_bytes: dict[Variant, int] = field(default_factory=dict)
+    seconds: dict[Any, list[float]] = field(default_factory=dict)
+
+    def add(self, what: Any, action: Callable[[], Any]) -> Any:
+        """Do it, and note how long it took."""
+        start = time.perf_counter()
+        result = action()
+        self.seconds.setdefault(what, []).append(time.perf_counter() - start)
+        return result
+
+    def figure(self, what: Any) -> Figure:
+        """All turns but the first, which warms up."""
+        return Figure(tuple(self.seconds.get(what, [])[1:]))
+
+    def build(self, variant: Variant) -> Figure:
+        """Scan and encode."""
+        both = zip(*(self.figure((stage, variant)).values for stage in ("scan", "encode")), strict=True)
+        return Figure(tuple(map(sum, both)))
+
+    def bytes_each(self, variant: Variant) -> float:
+        """Of the patch, for each changed element."""
+        return self.payload_bytes[variant] / max(self.changed, 1)
+
+
+class _Bench:
+    """One update, and the memory that is used again in every turn."""
+
+    def __init__(self, update: Update) -> None:
+        self.schema, self.snapshot = update.schema, flat_of(update)
+        self.old, self.new = self.schema.views(self.snapshot), list(update.new.values())
+        self.receiver = self.snapshot.clone()
+        self.places = self.schema.views(self.snapshot.clone())
+        self._scanner = Scanner(self.schema)
+        self._payload = torch.empty(2 * self.schema.nbytes + 4096, dtype=torch.uint8)
+        self.expected = self.receiver.clone()
+        torch._foreach_copy_(self.schema.views(self.expected), self.new)
+
+    def scan(self) -> Any:
+        return self._scanner.scan(self.new, self.snapshot)
+
+    def encode(self, scan: Any, options: PatchOptions) -> torch.Tensor:
+        return encode_patch(scan.changes, self.snapshot, self.schema, 0, 1, options, self._lend)
+
+    def apply(self, payload: torch.Tensor) -> None:
+        decode_patch(payload, self.schema).changes.write(self.receiver)
+
+    def copy(self) -> None:
+        torch._foreach_copy_(self.places, self.new)
+
+    def _lend(self, nbytes: int) -> torch.Tensor:
+        return self._payload[:nbytes]
+
+
+def measure_times(update: Update, variants: Iterable[Variant], turns: int) -> Times:
+    """All variants in turns, and one more turn before, to warm up.
+
+    Raises:
+        RuntimeError: a patch did not lead to the new weights.
+    """
+    bench = _Bench(update)
+    times = Times(update.name, bench.scan().changed, bench.schema.dense_bytes)
+    chosen = {variant: encoding(*variant).options for variant in variants}
+    for _ in range(1 + turns):
+        times.add("copy", bench.copy)
+        times.add("obvious", lambda: obvious(bench.old, bench.new))
+        for variant, options in chosen.items():
+            _turn(bench, times, variant, options)
+    return times
+
+
+def _turn(bench: _Bench, times: Times, variant: Variant, options: PatchOptions) -> None:
+    bench.receiver.copy_(bench.snapshot)
+    scan = times.add(("scan", variant), bench.scan)
+    payload = times.add(("encode", variant), lambda: bench.encode(scan, options))
+    times.add(("apply", variant), lambda: bench.apply(payload))
+    times.payload_bytes[variant] = payload.numel()
+    if not torch.equal(bench.receiver, bench.expected):
+        raise RuntimeError(f"{times.update}: the patch {variant} did not lead to the new weights")
+
+
+def times_table(megabytes: float, found: Iterable[Times]) -> Table:
+    """One row for each update and variant."""
+    note = (
+        "Milliseconds, median (least .. most). B: bytes for each changed element. Build is scan and encode,\n"
+        "apply is decode and write. A copy is one of all tensors in the receivers' dtype, by all threads. A\n"
+        "patch pays on links slower than the last column (MB/s) if building, sending and applying happen\n"
+        "one after the other and dense costs one copy."
+    )
+    head = ["update", "layout", "compression", "B", "scan", "build", "apply", "build/copy", "obvious/build"]
+    head += ["apply/copy", "pays below"]
+    rows = [row for times in found for row in _rows(times)]
+    return Table(f"Building and applying, {megabytes:.0f} MB", note, head, rows)
+
+
+def _rows(times: Times) -> Iterator[list[str]]:
+    copy, plain = times.figure("copy"), times.figure("obvious")
+    for what, figure in (("one copy", copy), ("the obvious way", plain)):
+        yield [times.update, what, "-", "-", "-", figure.show(1e3, 0), *["-"] * 5]
+    for variant in times.payload_bytes:
+        build, apply = times.build(variant), times.figure(("apply", variant))
+        yield [
+            times.update,
+            *variant,
+            f"{times.bytes_each(variant):.2f}",
+            times.figure(("scan", variant)).show(1e3, 0),
+            build.show(1e3, 0),
+            apply.show(1e3, 0),
+            *(_show(value) for value in (ratio(build, copy), ratio(plain, build), ratio(apply, copy))),
+            _pays_below(times, variant),
+        ]
+
+
+def _show(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _pays_below(times: Times, variant: Variant) -> str:
+    """The speed of a link, in MB/s, on which a patch and dense take equally long."""
+    medians = (
+        times.build(variant).median,
+        times.figure(("apply", variant)).median,
+        times.figure("copy").median,
+    )
+    build, apply, copy = (value or 0.0 for value in medians)
+    saved, extra = times.dense_bytes - times.payload_bytes[variant], build + apply - copy
+    if saved <= 0:
+        return "never"
+    return f"{saved / extra / 1e6:.0f}" if extra > 0 else "always"
+
+
+def targets_table(times: Times) -> Table:
+    """The targets set for 1 % of a model in bfloat16 that moves by a few ulp, and whether they are met."""
+    plain, small = FEW[0], FEW[-1]
+    rows = [
+        _at_most("bytes a changed element, flat", times.bytes_each(plain), 3.2),
+        _at_most("bytes a changed element, flat, zstd", times.bytes_each(("flat", "zstd")), 2.0),
+        _at_most("bytes a changed element, flat, relative, zstd", times.bytes_each(small), 2.0),
+    ]
+    copy, obvious_way = times.figure("copy"), times.figure("obvious")
+    for name, variant in (("flat", plain), ("flat, relative, zstd", small)):
+        build, apply = times.build(variant), times.figure(("apply", variant))
+        rows += [
+            _at_most(f"building, of one copy, {name}", ratio(build, copy), 2.5),
+            _at_most(f"building, of the obvious way, {name}", ratio(build, obvious_way), 0.4),
+            _at_most(f"applying, of one copy, {name}", ratio(apply, copy), 1.0),
+        ]
+    return Table("Targets", f"{times.update}; medians.", ["target", "limit", "reached", "met"], rows)
+
+
+def _at_most(what: str, reached: float | None, limit: float) -> list[str]:
+    if reached is None:
+        return [what, f"<= {limit:g}", "-", "not measured"]
+    return [what, f"<= {limit:g}", f"{reached:.3g}", "yes" if reached <= limit else "no"]
