@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import struct
 import subprocess
 import sys
@@ -197,6 +199,32 @@ def test_pack_gives_the_data_back_when_the_sample_misled() -> None:
     name, packed = pack(Lz4Compression(), data)
     assert name == "none/1"
     assert packed is data
+
+
+@pytest.mark.parametrize("codec", [Lz4Compression, ZstdCompression])
+def test_threads_change_no_byte(codec):
+    data = torch.randint(40, (17 * MIB + 1,), dtype=torch.uint8)
+    packed = codec(threads=1).compress(data)
+    for threads in (2, 3, 4, 50):
+        assert torch.equal(codec(threads=threads).compress(data), packed)
+    with pytest.raises(ValueError, match="at least one thread, got 0"):
+        codec(threads=0)
+
+
+def test_a_forked_child_compresses_too() -> None:
+    data = torch.randint(40, (9 * MIB,), dtype=torch.uint8)
+    packed = ZstdCompression().compress(data)
+    child = multiprocessing.get_context("fork").Process(target=_compress_and_compare, args=(data, packed))
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0
+
+
+def _compress_and_compare(data: torch.Tensor, packed: torch.Tensor) -> None:
+    again = ZstdCompression().compress(data)
+    same = again.numpy().tobytes() == packed.numpy().tobytes()
+    whole = ZstdCompression.decompress(packed, data.numel())
+    os._exit(0 if same and whole.numpy().tobytes() == data.numpy().tobytes() else 1)
 
 
 @pytest.mark.parametrize(("codec", "option"), [(Lz4Compression, 0), (ZstdCompression, 23)])

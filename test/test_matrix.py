@@ -79,7 +79,9 @@ def hire(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.parametrize("stable", [False, True], ids=["pointing", "copying"])
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_same_bits(hire: Any, strategy: str, encoding: str, stable: bool) -> None:
+def test_same_bits(
+    hire: Any, strategy: str, encoding: str, stable: bool, capfd: pytest.CaptureFixture[str], caplog: Any
+) -> None:
     source, made = Zoo(1), WeightStrategy(strategy, encoding=ENCODINGS[encoding])
     crew = hire(source, Zoo(2), strategy=made, stable_addresses=stable)
     for seed in range(5):
@@ -87,8 +89,18 @@ def test_same_bits(hire: Any, strategy: str, encoding: str, stable: bool) -> Non
         source.load_state_dict(Zoo(10 + seed).state_dict())
         with torch.no_grad():
             source.cache.copy_(Zoo(10 + seed).cache)
-        crew.scheme.send()
+        report = crew.scheme.send()
+        assert report.encoding == made.encoding.whole.label  # all has changed
     assert crew.ask("fingerprint") == [fingerprint(source, made)]
+    for step in range(4):
+        with torch.no_grad():
+            source.inner.bias[: step + 1].add_(1)
+        report = crew.scheme.send()
+        assert report.encoding == made.encoding.label
+        assert crew.ask("fingerprint") == [fingerprint(source, made)]
+        assert crew.scheme.worker_versions == {0: report.version}
+    said = capfd.readouterr().err + caplog.text
+    assert "joins again" not in said and "asks for all" not in said
 
 
 @pytest.mark.parametrize("destination", DESTINATIONS)

@@ -252,6 +252,8 @@ class Receiver:
                     if chunk is not None and not self._closing:
                         self._handle(chunk)
             except (TransportError, FormatError, TimeoutError) as error:
+                if isinstance(error, FormatError):
+                    _log.warning("worker %d joins again, because of what came: %s", self.worker, error)
                 if self._closing or not self._rejoin():
                     return self._end(error)
             except Exception as error:  # noqa: BLE001 - the thread ends in order, whatever it is
@@ -293,7 +295,7 @@ class Receiver:
                 try:
                     self._update(chunk)
                 except Behind as reason:
-                    _log.info("worker %d asks for all weights: %s", self.worker, reason)
+                    _log.warning("worker %d asks for all weights: %s", self.worker, reason)
                     self._staged, self._parts = None, []
                     self.link.send_chunk(WeightChunk(Kind.BEHIND, {"version": version}), self._timeout)
             elif chunk.kind is Kind.COMMIT:
@@ -372,8 +374,8 @@ class Receiver:
         values = self._decoder(header["encoding"]).decode(payloads)
         staged = _Staged(header["version"], header["group"], payloads, values, extra_of(parts))
         if self._store is not None:
-            mine = not self.link.shares_memory
-            staged.values, kept = self._store.take(values, payloads if mine else [])
+            mine = [one for one in payloads if any(one is memory for memory in self._memory)]
+            staged.values, kept = self._store.take(values, mine)
             staged.payloads = [memory for memory in payloads if memory is kept]
             staged.used_up = [memory for memory in payloads if memory is not kept]
         return self._prepared(staged)

@@ -19,6 +19,7 @@ class Lz4Compression(PiecewiseCompression):
 
     Args:
         acceleration: from 1; the larger, the faster, and the less it compresses.
+        threads: see :class:`~weight_update.compression.pieces.PiecewiseCompression`.
 
     Raises:
         ImportError: the package ``lz4`` is not installed.
@@ -30,6 +31,7 @@ class Lz4Compression(PiecewiseCompression):
     device: ClassVar[str] = "cpu"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.acceleration < 1:
             raise ValueError(f"acceleration starts at 1, got {self.acceleration}")
         optional("lz4.block", "lz4")

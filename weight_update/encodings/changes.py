@@ -18,6 +18,8 @@ Array = npt.NDArray[Any]
 BITS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer that holds the bits of an element of so many bytes; 16-byte elements count as two of 8."""
 
+_BLOCK = 1 << 14
+
 
 @dataclass(frozen=True, eq=False)
 class Run:
@@ -40,7 +42,7 @@ class Sparse:
         width: bytes of an element: 1, 2, 4 or 8.
         positions: 1-D int64, strictly increasing, in elements of this width from the start of the buffer.
         values: new bit patterns, of dtype ``BITS[width]`` and the shape of ``positions``.
-        relative: the values are added to the bits that are there, modulo 2**(8 * width).
+        relative: the values are not new bits but are added to those that are there, modulo 2**(8 * width).
     """
 
     width: int
@@ -109,6 +111,9 @@ class Changes:
 
 # Not torch: its threads hang in forked processes.
 def _write_sparse(words: Array, positions: Array, values: Array, relative: bool) -> None:
-    if relative:
-        values = values + np.take(words, positions)
-    words[positions] = values
+    if not relative:
+        words[positions] = values
+        return
+    for start in range(0, positions.size, _BLOCK):  # what was read is in the cache when it is written
+        place = positions[start : start + _BLOCK]
+        words[place] = values[start : start + _BLOCK] + np.take(words, place, mode="clip")

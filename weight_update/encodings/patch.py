@@ -90,7 +90,7 @@ class PatchEncoding(DeltaEncoding):
             raise ValueError(
                 f"compression={chosen.label!r} works on the GPU: set transport_device='cuda' too"
             )
-        if chosen.device == "cpu" and chosen.label != "none" and self.transport_device == "cuda":
+        if chosen.device == "cpu" and self.transport_device == "cuda":
             raise ValueError(f"compression={chosen.label!r} works on the CPU: set transport_device='cpu'")
         object.__setattr__(self, "compression", chosen)
 

@@ -57,8 +57,8 @@ class ArrayWriter:
     def add(self, array: Array) -> None:
         """Add a 1-D array of unsigned integers as it is."""
         data = torch.from_numpy(array.view(np.uint8))
-        codec, packed = pack(self._compression, data) if array.size else (_PLAIN, data)
-        self._enter(array.itemsize, codec, array.size, [packed])
+        codec, packed = pack(self._compression, _moved(data, self._compression.device))
+        self._enter(array.itemsize, codec, array.size, [packed.cpu()])
 
     def join(self, pieces: Sequence[torch.Tensor]) -> None:
         """Add 1-D uint8 tensors, one behind the other, as one array of bytes."""
@@ -139,9 +139,11 @@ class ArrayReader:
         if width not in widths or there > items:
             raise FormatError(f"a patch has {there} items of {width} bytes where {items} of {widths} can be")
         data = self._next_bytes(stored)
-        codec = name.rstrip(b"\0").decode("ascii", "replace")
-        plain = decompressor_for(codec).decompress(data, there * width)
-        return plain.numpy().view(UNSIGNED[width])
+        codec = decompressor_for(name.rstrip(b"\0").decode("ascii", "replace"))
+        if codec.device == "cuda" and not torch.cuda.is_available():
+            raise FormatError(f"the patch is compressed with {codec.name}, and torch sees no CUDA device")
+        plain = codec.decompress(_moved(data, codec.device), there * width)
+        return plain.cpu().numpy().view(UNSIGNED[width])
 
     def _next_bytes(self, stored: int) -> torch.Tensor:
         start = _align(self._at)
@@ -160,6 +162,10 @@ class ArrayReader:
         """
         if next(self._entries, None) is not None or self._at != self._payload.numel():
             raise FormatError("a patch has more arrays or bytes than its head announces")
+
+
+def _moved(data: torch.Tensor, device: str) -> torch.Tensor:
+    return data.cuda() if device == "cuda" else data
 
 
 def _align(offset: int) -> int:

@@ -82,8 +82,9 @@ def encode_patch(
     """Write ``changes`` into one payload.
 
     Args:
-        changes: CPU tensors; absolute values (not ``relative``).
-        snapshot: the flat buffer before the change, 1-D uint8, CPU, ``schema.nbytes`` long.
+        changes: CPU tensors; positions are trusted.
+        snapshot: the flat buffer before the change, 1-D uint8, CPU, ``schema.nbytes`` long. It is read only
+            to turn values into relative ones or back.
         schema: the layout of ``snapshot``.
         base: version of ``snapshot``, not negative.
         version: version after the change, not negative.
@@ -116,11 +117,14 @@ def encode_patch(
 
 def _encode_values(out: ArrayWriter, part: Sparse, snapshot: torch.Tensor, values: str) -> None:
     bits = part.values.numpy().view(UNSIGNED[part.width])
-    if values == "raw":
-        out.add(bits)
+    if part.relative != (values == "relative"):
+        # Positions are trusted, so that nothing is clipped: this mode is merely the fastest.
+        old = np.take(snapshot.numpy().view(bits.dtype), part.positions.numpy(), mode="clip")
+        bits = bits + old if part.relative else bits - old
+    if values == "relative":
+        encode_steps(out, bits)
     else:
-        old = snapshot.numpy().view(bits.dtype)
-        encode_steps(out, bits - np.take(old, part.positions.numpy()))
+        out.add(bits)
 
 
 def _encode_runs(out: ArrayWriter, runs: Sequence[Run]) -> None:

@@ -82,7 +82,7 @@ class CompressionContract:
         """Another number of bytes than were compressed is a FormatError."""
         compression = self.make_compression()
         packed = compression.compress(self.few_values(size))
-        for wrong in (-1, 0, size - 1, size + 1, 2 * size, size + MIB, 1 << 50):
+        for wrong in (-1, 0, size - 1, size + 1, 2 * size, size + MIB, 1 << 50, 1 << 90):
             if wrong != size:
                 with pytest.raises(FormatError):
                     compression.decompress(packed, wrong)

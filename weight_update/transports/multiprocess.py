@@ -15,7 +15,7 @@ import torch
 from weight_update.chunks import PRELUDE_BYTES, Kind, Prelude, WeightChunk
 from weight_update.errors import FormatError, LinkClosedError, TransportError
 from weight_update.transports.base import Allocate, Buffer, TransportBackend
-from weight_update.transports.slots import SharedBuffer, SlotTable, anonymous_name, slot_of
+from weight_update.transports.slots import SharedBuffer, SlotTable, open_slot, slot_of
 from weight_update.transports.stream import deadline_of
 
 __all__ = ["MPTransport"]
@@ -168,7 +168,7 @@ class MPTransport(TransportBackend):
         if where is not None:
             pid, fd, key = where
             payload = self._slots.payload(
-                key, prelude.payload_bytes, lambda: _open_slot(pid, fd, key, self._directory)
+                key, prelude.payload_bytes, lambda: open_slot(pid, fd, key, self._directory)
             )
         chunk = prelude.assemble(head[PRELUDE_BYTES:], payload)
         if chunk.kind is Kind.HELLO:
@@ -188,12 +188,3 @@ class MPTransport(TransportBackend):
             if self._other is not None:
                 os.close(self._other)
                 self._other = None
-
-
-def _open_slot(pid: int, fd: int, key: str, directory: str | None) -> int:
-    path = f"/proc/{pid}/fd/{fd}"
-    opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    if directory is None and anonymous_name(key) not in os.readlink(path):
-        os.close(opened)
-        raise LinkClosedError(f"the sender has given up the slot {key}")
-    return opened

@@ -22,10 +22,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from weight_update.errors import LinkClosedError, NotEnoughMemoryError, TransportError
+from weight_update.errors import FormatError, LinkClosedError, NotEnoughMemoryError, TransportError
 from weight_update.transports.base import Buffer
 
-__all__ = ["SLOTS_REMEMBERED", "SharedBuffer", "SlotTable", "slot_of"]
+__all__ = ["SLOTS_REMEMBERED", "SharedBuffer", "SlotTable", "open_slot", "slot_of"]
 
 SLOTS_REMEMBERED = 6
 """How many slots the two ends of a link keep track of; both forget the least recently used."""
@@ -154,15 +154,31 @@ def available_memory() -> int | None:
 class _Mapping:
     """One slot, mapped copy-on-write into a receiver."""
 
-    def __init__(self, fd: int, nbytes: int) -> None:
-        size = max(nbytes, 1)
+    def __init__(self, fd: int) -> None:
+        size = max(os.fstat(fd).st_size, 1)
         self._map = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
         with contextlib.suppress(OSError, ValueError):
             self._map.madvise(_MADV_POPULATE_READ)  # else the first forward pass pays the page faults
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         self._start, self._size = whole.data_ptr(), size
-        self.tensor = whole[:nbytes]
+        self._whole = self._shown = whole
         self._faults = _page_faults()
+
+    def first(self, nbytes: int) -> torch.Tensor:
+        """The first ``nbytes`` bytes; the same tensor object while it is the same number.
+
+        Raises:
+            FormatError: there are not so many.
+        """
+        if nbytes > self._size:
+            raise FormatError(f"a payload of {nbytes} bytes in a slot of {self._size}")
+        if self._shown.numel() != nbytes:
+            self._shown = self._whole[:nbytes]
+        return self._shown
+
+    def holds(self, payload: torch.Tensor) -> bool:
+        """Whether ``payload`` lies here."""
+        return payload.data_ptr() == self._start
 
     def forget_own_writes(self) -> None:
         """Drop pages that this process wrote to, so that the sender's next write is seen here.
@@ -208,11 +224,12 @@ class SlotTable:
 
         Args:
             key: name of the slot.
-            nbytes: its size.
+            nbytes: size of the payload, which begins where the slot does.
             open_fd: gives a file descriptor when the slot is not mapped yet; it is closed here.
 
         Raises:
             LinkClosedError: the slot is gone.
+            FormatError: the payload is larger than the slot.
         """
         with self._lock:
             if key not in self._slots:
@@ -221,22 +238,37 @@ class SlotTable:
                 except OSError as error:
                     raise LinkClosedError(f"the sender's slot {key} cannot be opened: {error}") from None
                 try:
-                    self._slots[key] = _Mapping(fd, nbytes)
+                    self._slots[key] = _Mapping(fd)
                 finally:
                     os.close(fd)
                 if len(self._slots) > SLOTS_REMEMBERED:
                     self._slots.popitem(last=False)
             self._slots.move_to_end(key)
-            return self._slots[key].tensor
+            return self._slots[key].first(nbytes)
 
     def release(self, payload: torch.Tensor) -> None:
         """The weights in ``payload`` are no longer in use here."""
         with self._lock:
             for mapping in self._slots.values():
-                if mapping.tensor is payload:
+                if mapping.holds(payload):
                     mapping.forget_own_writes()
 
     def clear(self) -> None:
         """Unmap all slots that no tensor uses any more."""
         with self._lock:
             self._slots.clear()
+
+
+def open_slot(pid: int, fd: int, key: str, directory: str | None = None) -> int:
+    """Open the slot that another process of this host and user holds.
+
+    Raises:
+        LinkClosedError: it has given it up.
+        OSError: the process is gone.
+    """
+    path = f"/proc/{pid}/fd/{fd}"
+    opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    if directory is None and anonymous_name(key) not in os.readlink(path):
+        os.close(opened)
+        raise LinkClosedError(f"the sender has given up the slot {key}")
+    return opened

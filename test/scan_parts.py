@@ -1,0 +1,59 @@
+"""What tests of scans share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from weight_update.chunks import WeightSchema
+from weight_update.encodings.changes import BITS, Changes
+
+Tensors = Sequence[torch.Tensor]
+
+
+def schema_of(tensors: Tensors) -> WeightSchema:
+    return WeightSchema.of({str(i): tensor for i, tensor in enumerate(tensors)})
+
+
+def flat_of(schema: WeightSchema, tensors: Tensors, base: torch.Tensor | None = None) -> torch.Tensor:
+    """The tensors as Tensor.copy_ writes them, over ``base`` or over bytes that are no padding."""
+    flat = torch.full((schema.nbytes,), 0xA5, dtype=torch.uint8) if base is None else base.clone()
+    with torch.no_grad():
+        for view, tensor in zip(schema.views(flat), tensors, strict=True):
+            view.copy_(tensor)
+    return flat
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(
+        torch.equal(
+            one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
+        )
+    )
+
+
+def check_form(changes: Changes, nbytes: int) -> None:
+    """All that the docstrings of changes.py say of the form."""
+    written = torch.zeros(nbytes, dtype=torch.uint8)
+    assert [part.width for part in changes.sparse] == sorted({part.width for part in changes.sparse})
+    for part in changes.sparse:
+        assert part.positions.dtype is torch.int64
+        assert part.values.dtype is BITS[part.width]
+        assert part.positions.shape == part.values.shape
+        assert part.positions.numel() > 0
+        assert bool((part.positions.diff() > 0).all())
+        written.view(-1, part.width)[part.positions] += 1
+    starts = [run.start for run in changes.runs]
+    assert starts == sorted(starts)
+    for run in changes.runs:
+        written[run.start : run.start + run.data.numel()] += 1
+    assert int(written.max() if nbytes else 0) <= 1
+
+
+def flip(tensor: torch.Tensor, fraction: float, seed: int) -> int:
+    """Other bits in about that many elements of a contiguous tensor; how many."""
+    bits = tensor.view(-1).view(BITS[min(8, tensor.element_size())])
+    chosen = torch.rand(bits.shape, generator=torch.Generator().manual_seed(seed)) < fraction
+    bits[chosen] ^= 1
+    return int(chosen.sum())

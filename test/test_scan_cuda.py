@@ -1,0 +1,173 @@
+"""Scans on a CUDA device; what they compute is also tested without one, with queues that do not queue."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from scan_parts import Tensors, check_form, flat_of, flip, same, schema_of
+
+from weight_update.chunks import DTYPES, WeightSchema
+from weight_update.encodings import scan_cuda
+from weight_update.encodings.changes import Changes, Run, Sparse
+from weight_update.encodings.scan_cuda import CudaScanner, Queues
+from weight_update.testing import random_bits
+
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+PLACES = [(snapshot, transport) for snapshot in ("cpu", "cuda") for transport in ("cpu", "cuda")]
+
+
+class Immediate(Queues):
+    """On the CPU everything is done when it is asked for."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        target.copy_(source)
+
+    def fetched(self, event: Any) -> None:
+        pass
+
+    def store(self, source: torch.Tensor) -> torch.Tensor:
+        return source.clone()
+
+    def finish(self) -> None:
+        pass
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+def make(schema: WeightSchema, device: torch.device, *args: Any) -> CudaScanner:
+    return CudaScanner(schema, Queues(device) if device.type == "cuda" else Immediate(), *args)
+
+
+def placed(snapshot: torch.Tensor, place: str, device: torch.device) -> torch.Tensor:
+    """A copy of the snapshot where it is kept."""
+    if device.type == "cpu":
+        return snapshot.clone()
+    return snapshot.to(device) if place == "cuda" else snapshot.pin_memory()
+
+
+def on_cpu(changes: Changes) -> Changes:
+    return Changes(
+        tuple(Sparse(part.width, part.positions.cpu(), part.values.cpu()) for part in changes.sparse),
+        tuple(Run(run.start, run.data.cpu()) for run in changes.runs),
+    )
+
+
+def of_all_kinds() -> list[torch.Tensor]:
+    """Every dtype, small and large, and odd memory."""
+    tensors = [random_bits((3, 5), dtype, 1) for dtype in DTYPES.values()]
+    tensors += [random_bits((100_001,), dtype, 2) for dtype in (torch.bfloat16, torch.float32, torch.int8)]
+    return [*tensors, random_bits((300, 200), torch.bfloat16, 3).t(), torch.tensor(1.5), torch.empty(0, 3)]
+
+
+@pytest.mark.parametrize("piece", [1 << 16, 32 << 20])
+@pytest.mark.parametrize("fraction", [0.01, 1.0])
+@pytest.mark.parametrize(("kept", "transport"), PLACES)
+def test_changes_give_the_new_bits(
+    device: torch.device,
+    kept: str,
+    transport: str,
+    fraction: float,
+    piece: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scan_cuda, "PIECE", piece)
+    tensors = of_all_kinds()
+    schema = schema_of(tensors)
+    snapshot = placed(flat_of(schema, tensors), kept, device)
+    contiguous = [tensor for tensor in tensors if tensor.is_contiguous() and tensor.numel()]
+    changed = sum(flip(tensor, fraction, i) for i, tensor in enumerate(contiguous))
+    live = [tensor.to(device) for tensor in tensors]
+    scanner = make(schema, device, None, 0.5, kept, transport)
+    scan = scanner.scan(live, snapshot)
+    assert scan.changed == changed
+    assert scan.total == sum(tensor.nbytes // min(8, tensor.element_size()) for tensor in tensors)
+    assert {x.device.type for part in scan.changes.sparse for x in (part.positions, part.values)} <= {
+        "cuda" if (transport, device.type) == ("cuda", "cuda") else "cpu"
+    }
+    check_form(on_cpu(scan.changes), schema.nbytes)
+    scanner.write(scan.changes, snapshot)
+    assert scanner.scan(live, snapshot).changed == 0
+    assert same(snapshot.cpu(), flat_of(schema, tensors, torch.full_like(snapshot.cpu(), 0xA5)))
+
+
+@pytest.mark.parametrize(("kept", "transport"), PLACES)
+def test_master_weights_are_converted(device: torch.device, kept: str, transport: str) -> None:
+    tensors: Tensors = [
+        torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in (7, 200_000)
+    ]
+    schema = schema_of([tensor.bfloat16() for tensor in tensors])
+    snapshot = placed(torch.zeros(schema.nbytes, dtype=torch.uint8), kept, device)
+    scanner = make(schema, device, None, 0.5, kept, transport)
+    live = [tensor.to(device).requires_grad_() for tensor in tensors]
+    for _ in range(3):
+        scanner.write(scanner.scan(live, snapshot).changes, snapshot)
+        scanner.wait()
+        assert same(
+            snapshot.cpu(),
+            flat_of(schema, [x.detach().cpu() for x in live], torch.zeros_like(snapshot.cpu())),
+        )
+        with torch.no_grad():
+            for tensor in live:
+                tensor[::50] *= -1.5
+
+
+def test_untracked_entries_are_left_alone(device: torch.device) -> None:
+    tensors = [random_bits((200 + i,), torch.uint8, i) for i in range(40)]
+    schema = schema_of(tensors)
+    tracked = [i for i in range(40) if i % 3]
+    snapshot = torch.zeros(schema.nbytes, dtype=torch.uint8)
+    scanner = make(schema, device, tracked)
+    scanner.write(scanner.scan([tensor.to(device) for tensor in tensors], snapshot).changes, snapshot)
+    scanner.wait()
+    for i, view in enumerate(schema.views(snapshot)):
+        assert same(view, tensors[i] if i in tracked else torch.zeros_like(view)), i
+
+
+def test_nothing_to_look_at(device: torch.device) -> None:
+    schema = schema_of([torch.empty(0)])
+    scan = make(schema, device).scan([torch.empty(0, device=device)], torch.empty(0, dtype=torch.uint8))
+    assert (scan.changed, scan.total) == (0, 0)
+
+
+def test_a_write_that_fails_is_raised_by_the_next_scan(device: torch.device) -> None:
+    schema = schema_of([torch.ones(3)])
+    scanner, snapshot = make(schema, device), torch.zeros(64, dtype=torch.uint8)
+    outside = Sparse(1, torch.tensor([64]), torch.tensor([1], dtype=torch.uint8))
+    scanner.write(Changes((outside,)), snapshot)
+    with pytest.raises(IndexError):
+        scanner.scan([torch.ones(3, device=device)], snapshot)
+    assert scanner.scan([torch.ones(3, device=device)], snapshot).changed == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("kept", "transport"), PLACES)
+def test_what_a_side_stream_just_wrote_is_found(kept: str, transport: str) -> None:
+    device = torch.device("cuda")
+    live = [torch.zeros(4 << 20, device=device, dtype=torch.bfloat16) for _ in range(20)]
+    schema = schema_of(live)
+    snapshot = placed(torch.zeros(schema.nbytes, dtype=torch.uint8), kept, device)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        scanner = make(schema, device, None, 0.5, kept, transport)
+        for turn in range(20):
+            torch.cuda._sleep(10_000_000)  # so that all below is queued, not done
+            for tensor in live:
+                tensor[turn::101] += 1
+            scan = scanner.scan(live, snapshot)
+            assert scan.changed == sum(tensor[turn::101].numel() for tensor in live)
+            scanner.write(scan.changes, snapshot)
+        scanner.wait()
+    torch.cuda.synchronize()
+    assert same(snapshot.cpu(), flat_of(schema, [tensor.cpu() for tensor in live]))
