@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.patch_bytes import Sizes, bytes_table, measure_bytes
 from benchmarks.patch_sync import measure_sync, sync_table
-from benchmarks.patch_times import ALL, FEW, Times, measure_times, targets_table, times_table
+from benchmarks.patch_times import ALL, FEW, Times, links_table, measure_times, targets_table, times_table
 from benchmarks.patch_training import trained_cartpole, trained_language_model
 from benchmarks.patch_updates import MOVES, by_chance, layered
 from benchmarks.report import Table, machine, to_rst, to_text
@@ -73,6 +73,7 @@ def _tables(plan: Plan) -> Iterator[Table]:
         yield bytes_table(f"Bytes: changes of {move} by chance", found)
     times = _timed(plan)
     yield times_table(plan.megabytes, times.values())
+    yield links_table(plan.megabytes, times.values())
     megabytes = min(plan.megabytes, _MOST_SYNC_MEGABYTES)
     _say(f"send() until applied, {megabytes:g} MB")
     yield sync_table(megabytes, measure_sync(megabytes, plan.turns))

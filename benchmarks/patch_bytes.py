@@ -13,7 +13,6 @@ from benchmarks.report import Table
 from weight_update import PatchEncoding
 from weight_update.compression import Compression, pack, resolve_compression
 from weight_update.encodings.patch_format import encode_patch
-from weight_update.encodings.scan import Scanner
 
 __all__ = ["COMPRESSIONS", "LAYOUTS", "Sizes", "bytes_table", "encoding", "flat_of", "measure_bytes"]
 
@@ -60,7 +59,9 @@ def flat_of(update: Update) -> torch.Tensor:
 def measure_bytes(update: Update) -> Sizes:
     """Encode ``update`` in every way."""
     schema, flat = update.schema, flat_of(update)
-    scan = Scanner(schema).scan(list(update.new.values()), flat)
+    tracker = PatchEncoding().tracker(schema, None)
+    tracker.begin(list(update.old.values()))
+    scan = tracker.compare(list(update.new.values()))
     sizes = Sizes(update.name, scan.changed, scan.total)
     whole = torch.cat(
         [value.to(update.old[n].dtype).view(-1).view(torch.uint8) for n, value in update.new.items()]

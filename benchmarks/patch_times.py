@@ -13,16 +13,27 @@ from benchmarks.patch_bytes import COMPRESSIONS, LAYOUTS, encoding, flat_of
 from benchmarks.patch_peer import obvious
 from benchmarks.patch_updates import Update
 from benchmarks.report import Figure, Table, ratio
+from weight_update import PatchEncoding
 from weight_update.encodings.patch_format import PatchOptions, decode_patch, encode_patch
-from weight_update.encodings.scan import Scanner
 
-__all__ = ["ALL", "FEW", "Times", "Variant", "measure_times", "targets_table", "times_table"]
+__all__ = [
+    "ALL",
+    "FEW",
+    "Times",
+    "Variant",
+    "links_table",
+    "measure_times",
+    "targets_table",
+    "times_table",
+]
 
 Variant = tuple[str, str]
 """Layout and compression."""
 
 ALL: tuple[Variant, ...] = tuple((layout, label) for layout in LAYOUTS for label in COMPRESSIONS)
 FEW: tuple[Variant, ...] = (("flat", "none"), ("flat, relative", "none"), ("flat, relative", "zstd"))
+
+_LINKS = (1, 10, 25, 100)  # Gbit/s
 
 
 @dataclass
@@ -72,13 +83,14 @@ class _Bench:
         self.old, self.new = self.schema.views(self.snapshot), list(update.new.values())
         self.receiver = self.snapshot.clone()
         self.places = self.schema.views(self.snapshot.clone())
-        self._scanner = Scanner(self.schema)
+        self._tracker = PatchEncoding().tracker(self.schema, None)
+        self._tracker.begin(self.old)
         self._payload = torch.empty(2 * self.schema.nbytes + 4096, dtype=torch.uint8)
         self.expected = self.receiver.clone()
         torch._foreach_copy_(self.schema.views(self.expected), self.new)
 
     def scan(self) -> Any:
-        return self._scanner.scan(self.new, self.snapshot)
+        return self._tracker.compare(self.new)
 
     def encode(self, scan: Any, options: PatchOptions) -> torch.Tensor:
         return encode_patch(scan.changes, self.snapshot, self.schema, 0, 1, options, self._lend)
@@ -168,6 +180,34 @@ def _pays_below(times: Times, variant: Variant) -> str:
     if saved <= 0:
         return "never"
     return f"{saved / extra / 1e6:.0f}" if extra > 0 else "always"
+
+
+def links_table(megabytes: float, found: Iterable[Times]) -> Table:
+    """What an update would take over links of several speeds."""
+    note = (
+        "Milliseconds, computed from the medians above: building, the bytes at the full speed of the link,\n"
+        "and applying, one after the other; for dense one copy and the bytes. The best has a star."
+    )
+    head = ["update", "sent as", "MB", *(f"{speed} Gbit/s" for speed in _LINKS)]
+    rows = [row for times in found for row in _link_rows(times)]
+    return Table(f"Over a link, {megabytes:.0f} MB", note, head, rows)
+
+
+def _link_rows(times: Times) -> Iterator[list[str]]:
+    ways = {"dense": (times.dense_bytes, times.figure("copy").median or 0.0)}
+    for variant in FEW:
+        medians = times.build(variant).median, times.figure(("apply", variant)).median
+        ways[", ".join(variant)] = times.payload_bytes[variant], sum(value or 0.0 for value in medians)
+    totals = {
+        name: [1e3 * (busy + 8 * nbytes / (1e9 * speed)) for speed in _LINKS]
+        for name, (nbytes, busy) in ways.items()
+    }
+    best = [min(column) for column in zip(*totals.values(), strict=True)]
+    for name, (nbytes, _) in ways.items():
+        cells = [
+            f"{total:.1f}{' *' * (total == least)}" for total, least in zip(totals[name], best, strict=True)
+        ]
+        yield [times.update, name, f"{nbytes / 1e6:.2f}", *cells]
 
 
 def targets_table(times: Times) -> Table:
