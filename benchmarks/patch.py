@@ -19,7 +19,8 @@ from pathlib import Path
 
 from benchmarks.patch_bytes import Sizes, bytes_table, measure_bytes
 from benchmarks.patch_sync import measure_sync, sync_table
-from benchmarks.patch_times import ALL, FEW, Times, links_table, measure_times, targets_table, times_table
+from benchmarks.patch_targets import targets_table
+from benchmarks.patch_times import ALL, FEW, Times, links_table, measure_times, times_table
 from benchmarks.patch_training import trained_cartpole, trained_language_model
 from benchmarks.patch_updates import MOVES, by_chance, layered
 from benchmarks.report import Table, machine, to_rst, to_text
