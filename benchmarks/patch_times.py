@@ -146,8 +146,8 @@ def times_table(megabytes: float, found: Iterable[Times]) -> Table:
     note = (
         "Milliseconds, median (least .. most). B: bytes for each changed element. Build is scan and encode,\n"
         "apply is decode and write. A copy is one of all tensors in the receivers' dtype, by all threads or\n"
-        "by one, whichever was faster. A patch pays on links slower than the last column (MB/s) if building,\n"
-        "sending and applying happen one after the other and dense costs one copy."
+        "by one, whichever was faster. A patch pays on links slower than the last column (MB/s) if it is\n"
+        "built, sent and applied one after the other and dense costs one copy."
     )
     head = ["update", "layout", "compression", "B", "scan", "build", "apply", "build/copy", "obvious/build"]
     head += ["apply/copy", "pays below"]
