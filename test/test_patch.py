@@ -300,14 +300,21 @@ def test_an_aborted_step_brings_no_workers_together(one_yard: Yard) -> None:
         same(crew, first, second)
 
 
+def brittle(seed: int, **options: Any) -> Brittle:
+    """One that is large enough for patches."""
+    model = Brittle(seed, **options)
+    model.net = net(seed)
+    return model
+
+
 def test_a_step_together_after_a_failure(yard: Yard) -> None:
     """A worker that did not take a version is brought up to the next one by two patches."""
-    scheme, source = yard.scheme(), Brittle(1)
+    scheme, source = yard.scheme(), brittle(1)
     group_schemes([scheme])
     yard.init(scheme, source, 2)
     with Crew(scheme, yard._method) as crew:
-        crew.hire(0, Brittle(2))
-        crew.hire(1, Brittle(3, refuses="nothing"))
+        crew.hire(0, brittle(2))
+        crew.hire(1, brittle(3, refuses="nothing"))
         crew.connect()
         poke(source, 4)
         source.note = "poison"
