@@ -303,14 +303,16 @@ def brittle(seed: int, **options: Any) -> Brittle:
     return model
 
 
-def test_a_step_together_after_a_failure(yard: Yard) -> None:
-    """A worker that did not take a version is brought up to the next one by two patches."""
-    scheme, source = yard.scheme(), brittle(1)
+@pytest.mark.parametrize("small", [False, True], ids=["by two patches", "whole"])
+def test_a_step_together_after_a_failure(yard: Yard, small: bool) -> None:
+    """A worker that did not take a version is brought up to the next one, which is only staged at first."""
+    make = Brittle if small else brittle
+    scheme, source = yard.scheme(), make(1)
     group_schemes([scheme])
     yard.init(scheme, source, 2)
     with Crew(scheme, yard._method) as crew:
-        crew.hire(0, brittle(2))
-        crew.hire(1, brittle(3, refuses="nothing"))
+        crew.hire(0, make(2))
+        crew.hire(1, make(3, refuses="nothing"))
         crew.connect()
         poke(source, 4)
         source.note = "poison"

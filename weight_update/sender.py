@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -37,6 +38,7 @@ from weight_update.transports.base import TransportBackend
 
 __all__ = ["Sender"]
 
+_log = logging.getLogger(__name__)
 _MAX_UPDATES = 4
 _LOOK_SECONDS = 0.2
 
@@ -518,6 +520,11 @@ class Sender:
                     peer.link.disconnect()
                 if self._closed or not peer.link.rejoins:
                     return
+            except Exception as error:  # noqa: BLE001 - whatever it is, whoever waits must hear of it
+                _log.exception("the link to worker %d ended", peer.idx)
+                self._lose(peer, error)
+                peer.link.disconnect()
+                return
 
     def _answer(self, peer: Peer, chunk: WeightChunk) -> None:
         header = chunk.header

@@ -156,6 +156,7 @@ class PatchTracker(Tracker[PatchDifference]):
         self._options, self._schema, self._tracked = options, schema, tracked
         self._flat = torch.empty(0, dtype=torch.uint8)
         self._scanner: Scanner | CudaScanner | None = None
+        self._gpus: set[torch.device] = set()
         self._flush: Future[None] | None = None
 
     @torch.no_grad()
@@ -168,25 +169,25 @@ class PatchTracker(Tracker[PatchDifference]):
         gpus = {tensor.device for tensor in tensors if tensor.is_cuda}
         if self._options.snapshot_device == "cuda" and not gpus:
             raise ValueError("snapshot_device='cuda' needs weights on a GPU; use 'cpu' here")
-        device = next(iter(gpus)) if self._options.snapshot_device == "cuda" else None
-        pinned = bool(gpus) and device is None
-        self._flat = torch.zeros(self._schema.nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+        self._start(gpus)
         views, own = self._schema.views(self._flat), self._schema.distinct
         if own:
             torch._foreach_copy_([views[i] for i in own], [tensors[i] for i in own])
-        self._scanner = self._make_scanner(gpus)
 
-    def _make_scanner(self, gpus: set[torch.device]) -> Scanner | CudaScanner:
-        relative = self._options.values == "relative"
-        if not gpus:
-            return Scanner(self._schema, self._tracked, relative=relative)
-        return CudaScanner(
-            self._schema,
-            Queues(next(iter(gpus))),
-            self._tracked,
-            relative=relative,
-            snapshot_device=self._options.snapshot_device,
-        )
+    def _start(self, gpus: set[torch.device]) -> None:
+        """Make the snapshot's memory, and the scanner for weights on ``gpus``."""
+        self._gpus = gpus
+        kept, relative = self._options.snapshot_device, self._options.values == "relative"
+        device = next(iter(gpus)) if kept == "cuda" else None
+        pinned = bool(gpus) and device is None
+        self._flat = torch.zeros(self._schema.nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+        if gpus:
+            queues = Queues(next(iter(gpus)))
+            self._scanner = CudaScanner(
+                self._schema, queues, self._tracked, relative=relative, snapshot_device=kept
+            )
+        else:
+            self._scanner = Scanner(self._schema, self._tracked, relative=relative)
 
     def compare(self, tensors: Sequence[torch.Tensor | None]) -> PatchDifference:
         """See :meth:`Tracker.compare`."""
@@ -236,7 +237,8 @@ class PatchTracker(Tracker[PatchDifference]):
         """See :meth:`Tracker.copy`."""
         self._flushed()
         other = PatchTracker(self._options, self._schema, self._tracked)
-        other.begin(self.weights())
+        other._start(self._gpus)
+        other._flat.copy_(self._flat)
         return other
 
 
