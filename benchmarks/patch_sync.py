@@ -29,7 +29,8 @@ SCHEMES = {"SharedMem": SharedMemWeightSyncScheme, "MultiProcess": MultiProcessW
 ENCODINGS = {
     "dense": "dense",
     "patch": PatchEncoding(),
-    "patch, relative, zstd": PatchEncoding(values="relative", compression="zstd"),
+    "patch, raw": PatchEncoding(values="raw"),
+    "patch, zstd": PatchEncoding(compression="zstd"),
 }
 _FRACTION = 0.01
 _WARM = 2

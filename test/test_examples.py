@@ -106,3 +106,32 @@ def test_custom_scheme() -> None:
     lines = succeed("custom_scheme.py").splitlines()
     assert [line.partition(":")[0] for line in lines[:3]] == ["version 1", "version 2", "version 3"]
     assert lines[3:] == [f"worker {index}: version 3, the trainer's weights" for index in range(2)]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("patch", "--values", "relative", "--compression", "zstd"),
+        pytest.param(("patch",), marks=pytest.mark.slow),
+        pytest.param(("bucket",), marks=pytest.mark.slow),
+        pytest.param(("dense",), marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_patch_sync(args: tuple[str, ...]) -> None:
+    lines = succeed("patch_sync.py", "--steps", "4", "--warmup", "4", "--encoding", *args).splitlines()
+    update = re.compile(
+        r"version +(\d+)  (\w+) +changed +(\S+)%  sent +(\S+) kB \(dense (\S+)\)  in +\S+ ms  reward 0\.\d+"
+    )
+    updates = [update.fullmatch(line).groups() for line in lines[:4]]
+    assert [int(version) for version, *_ in updates] == [1, 2, 3, 4]
+    assert {encoding for _, encoding, *_ in updates} == {args[0]}
+    for _, encoding, changed, sent, dense in updates:
+        if encoding == "patch":
+            assert 0.0 < float(changed) < 20.0
+            assert float(sent) < float(dense) / 3
+        else:
+            assert float(changed) == 100.0
+            assert float(sent) >= float(dense)
+    assert any(line.startswith("all 4 updates: ") for line in lines)
+    assert lines[-2:] == [f"worker {index}: version 4, the trainer's weights in bf16" for index in range(2)]

@@ -82,9 +82,7 @@ class Changes:
                 place.numpy()[:] = run.data.numpy()
 
     def to(self, device: torch.device) -> Changes:
-        """The same on another device; itself where it is there."""
-        if device.type == "cpu":
-            return self
+        """The same on ``device``; what is there already is not copied."""
         return Changes(
             tuple(
                 replace(part, positions=part.positions.to(device), values=part.values.to(device))

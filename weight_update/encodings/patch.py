@@ -7,6 +7,7 @@ Behaviour and options as in RLinf's patch syncer; the payload's layouts are desc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -23,15 +24,19 @@ from weight_update.encodings.base import (
     WholeEncoding,
     register_encoding,
 )
-from weight_update.encodings.bucket import BucketEncoding
+from weight_update.encodings.bucket import BucketEncoding, require_bool, require_size
 from weight_update.encodings.changes import Changes, Run
 from weight_update.encodings.patch_format import Patch, PatchOptions, decode_patch, encode_patch
 from weight_update.encodings.scan import Scanner
+from weight_update.encodings.scan_cuda import CudaScanner, Queues
 from weight_update.named import matching
 
 __all__ = ["PatchEncoding"]
 
 _NOTHING = torch.empty(0)
+_CPU = torch.device("cpu")
+_FEW = 100_000
+"""Changes below so many are written into the snapshot at once: a thread would take longer to start."""
 
 Device = Literal["cpu", "cuda"]
 Layout = Literal["flat", "coo"]
@@ -60,7 +65,8 @@ class PatchEncoding(DeltaEncoding):
         init_sync_bucket_size: whole weights travel in buckets of at most so many bytes.
         layout: ``"flat"``: one stream of positions in the flat buffer; ``"coo"``: rows and columns of each
             tensor, as RLinf documents it.
-        values: ``"raw"``, or ``"relative"``: coded against the version before, which compresses well.
+        values: ``"relative"``: as the distance from the value before, which takes few bytes and compresses
+            well; or ``"raw"``.
 
     Raises:
         ValueError: an option has a value that is not allowed; the message lists those that are.
@@ -75,7 +81,7 @@ class PatchEncoding(DeltaEncoding):
     init_sync_prefixes: Sequence[str] | None = None
     init_sync_bucket_size: int = 128 << 20
     layout: Layout = "flat"
-    values: Values = "raw"
+    values: Values = "relative"
 
     def __post_init__(self) -> None:
         allowed = {"snapshot_device": Device, "transport_device": Device, "layout": Layout, "values": Values}
@@ -83,6 +89,9 @@ class PatchEncoding(DeltaEncoding):
             value = self.__dict__[option]
             if value not in get_args(known):
                 raise ValueError(f"unknown {option} {value!r} (known: {', '.join(get_args(known))})")
+        require_bool("delta_encoding", self.delta_encoding)
+        require_bool("init_sync", self.init_sync)
+        require_size("init_sync_bucket_size", self.init_sync_bucket_size)
         if isinstance(self.init_sync_prefixes, str):
             raise ValueError(f"init_sync_prefixes is a list of prefixes, not {self.init_sync_prefixes!r}")
         chosen = resolve_compression(self.compression)
@@ -112,7 +121,9 @@ class PatchEncoding(DeltaEncoding):
         if self.init_sync_prefixes is None:
             return list(range(len(schema.tensors)))
         names = matching(self.init_sync_prefixes, schema.names)
-        return [i for i, name in enumerate(schema.names) if name in names]
+        chosen = {i for i, name in enumerate(schema.names) if name in names}
+        owners = chosen | {first for first, other in schema.ties if other in chosen}
+        return sorted(owners | {other for first, other in schema.ties if first in owners})
 
     def tracker(self, schema: WeightSchema, tracked: Sequence[int] | None) -> Tracker[PatchDifference]:
         """See :meth:`DeltaEncoding.tracker`."""
@@ -136,23 +147,51 @@ class PatchDifference(Difference):
 
 
 class PatchTracker(Tracker[PatchDifference]):
-    """A snapshot in one flat buffer, and what finds changes to it."""
+    """A snapshot in one flat buffer, and what finds changes to it.
+
+    A large snapshot is advanced in the background; whatever needs it waits for that.
+    """
 
     def __init__(self, options: PatchEncoding, schema: WeightSchema, tracked: Sequence[int] | None) -> None:
         self._options, self._schema, self._tracked = options, schema, tracked
-        self._flat = torch.zeros(schema.nbytes, dtype=torch.uint8)
-        self._views = schema.views(self._flat)
-        self._scanner = Scanner(schema, tracked)
+        self._flat = torch.empty(0, dtype=torch.uint8)
+        self._scanner: Scanner | CudaScanner | None = None
+        self._flush: Future[None] | None = None
 
     @torch.no_grad()
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
-        """See :meth:`Tracker.begin`."""
-        own = self._schema.distinct
+        """See :meth:`Tracker.begin`.
+
+        Raises:
+            ValueError: ``snapshot_device="cuda"``, and the weights are not on a GPU.
+        """
+        gpus = {tensor.device for tensor in tensors if tensor.is_cuda}
+        if self._options.snapshot_device == "cuda" and not gpus:
+            raise ValueError("snapshot_device='cuda' needs weights on a GPU; use 'cpu' here")
+        device = next(iter(gpus)) if self._options.snapshot_device == "cuda" else None
+        pinned = bool(gpus) and device is None
+        self._flat = torch.zeros(self._schema.nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+        views, own = self._schema.views(self._flat), self._schema.distinct
         if own:
-            torch._foreach_copy_([self._views[i] for i in own], [tensors[i] for i in own])
+            torch._foreach_copy_([views[i] for i in own], [tensors[i] for i in own])
+        self._scanner = self._make_scanner(gpus)
+
+    def _make_scanner(self, gpus: set[torch.device]) -> Scanner | CudaScanner:
+        relative = self._options.values == "relative"
+        if not gpus:
+            return Scanner(self._schema, self._tracked, relative=relative)
+        return CudaScanner(
+            self._schema,
+            Queues(next(iter(gpus))),
+            self._tracked,
+            relative=relative,
+            snapshot_device=self._options.snapshot_device,
+        )
 
     def compare(self, tensors: Sequence[torch.Tensor | None]) -> PatchDifference:
         """See :meth:`Tracker.compare`."""
+        assert self._scanner is not None
+        self._flushed()
         found = self._scanner.scan([_NOTHING if one is None else one for one in tensors], self._flat)
         return PatchDifference(found.changed, found.total, found.changes)
 
@@ -162,28 +201,42 @@ class PatchTracker(Tracker[PatchDifference]):
 
     def bootstrap(self, version: int, lend: Lend) -> torch.Tensor:
         """See :meth:`Tracker.bootstrap`."""
+        self._flushed()
         chosen = set(self._options.bootstraps(self._schema))
         metas = [self._schema.tensors[i] for i in self._schema.distinct if i in chosen]
         runs = [Run(m.offset, self._flat[m.offset : m.offset + m.nbytes]) for m in metas if m.nbytes]
-        return self._encode(
-            Changes(runs=tuple(sorted(runs, key=lambda run: run.start))), version, version, lend
-        )
+        runs.sort(key=lambda run: run.start)
+        return self._encode(Changes(runs=tuple(runs)).to(_CPU), version, version, lend)
 
     def _encode(self, changes: Changes, base: int, version: int, lend: Lend) -> torch.Tensor:
         return encode_patch(changes, self._flat, self._schema, base, version, self._options.options, lend)
 
     def advance(self, difference: PatchDifference) -> None:
         """See :meth:`Tracker.advance`."""
-        difference.changes.write(self._flat)
+        self._flushed()
+        if difference.changed < _FEW:
+            difference.changes.to(self._flat.device).write(self._flat)
+            return
+        pool = ThreadPoolExecutor(1, thread_name_prefix="weight_update-snapshot")
+        self._flush = pool.submit(lambda: difference.changes.to(self._flat.device).write(self._flat))
+        pool.shutdown(wait=False)  # its thread ends with its only task
+
+    def _flushed(self) -> None:
+        """Wait until the snapshot is what the last :meth:`advance` made it."""
+        flush = self._flush  # it stays: several threads may have to wait for it
+        if flush is not None:
+            flush.result()
 
     def weights(self) -> list[torch.Tensor]:
         """See :meth:`Tracker.weights`."""
-        return self._views
+        self._flushed()
+        return self._schema.views(self._flat)
 
     def copy(self) -> PatchTracker:
         """See :meth:`Tracker.copy`."""
+        self._flushed()
         other = PatchTracker(self._options, self._schema, self._tracked)
-        other._flat.copy_(self._flat)
+        other.begin(self.weights())
         return other
 
 

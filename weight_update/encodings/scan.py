@@ -71,6 +71,7 @@ class Scanner:
         tracked: positions of the schema entries that are compared; None for all. Of tied entries only the
             first one that is tracked is looked at.
         dense_above: fraction of changed elements of a piece above which all of the piece is replaced.
+        relative: values are what to add to the old bits instead of the new bits.
         threads: worker threads; None for as many as torch uses.
 
     Raises:
@@ -82,13 +83,14 @@ class Scanner:
         schema: WeightSchema,
         tracked: Sequence[int] | None = None,
         dense_above: float = 0.25,
+        relative: bool = False,
         threads: int | None = None,
     ) -> None:
         if threads is None:
             threads = torch.get_num_threads()
         if threads < 1:
             raise ValueError(f"threads is {threads}, must be at least 1")
-        self._schema, self._dense_above = schema, dense_above
+        self._schema, self._dense_above, self._relative = schema, dense_above, relative
         self._pieces = list(cut(schema, tracked, PIECE, LARGE))
         lanes = [self._pieces[lane::threads] for lane in range(min(threads, len(self._pieces)))]
         self._lanes = [_readers(lane) for lane in lanes]
@@ -108,12 +110,12 @@ class Scanner:
         done = self._each_lane(flattened(tensors, self._pieces), snapshot.numpy())
         in_order = [done[i % len(done)][i // len(done)] for i in range(len(self._pieces))]
         changed = sum(difference.changed for difference in in_order)
-        return Scan(_merge(in_order), changed, self._total)
+        return Scan(_merge(in_order, self._relative), changed, self._total)
 
     def _each_lane(self, live: Sequence[torch.Tensor], snapshot: Bytes) -> list[list[_Difference]]:
         @torch.no_grad()  # a setting of each thread
         def run(lane: Sequence[_Reader]) -> list[_Difference]:
-            return [_compare(reader, live, snapshot, self._dense_above) for reader in lane]
+            return [_compare(reader, live, snapshot, self._dense_above, self._relative) for reader in lane]
 
         if len(self._lanes) < 2:
             return [run(lane) for lane in self._lanes]
@@ -171,7 +173,7 @@ class _Difference:
 
 
 def _compare(
-    reader: _Reader, live: Sequence[torch.Tensor], snapshot: Bytes, dense_above: float
+    reader: _Reader, live: Sequence[torch.Tensor], snapshot: Bytes, dense_above: float, relative: bool
 ) -> _Difference:
     piece = reader.piece
     old = snapshot[piece.start : piece.start + piece.nbytes]
@@ -181,6 +183,9 @@ def _compare(
     if changed > dense_above * piece.elements:
         runs = [Run(piece.start + a, torch.from_numpy(new[a:b].copy())) for a, b in piece.stretches]
         return _Difference(piece.start, changed, runs=runs)
+    if relative:
+        for width, positions, values in found:
+            values -= old.view(_INTEGER[width]).take(positions)  # from the core's own cache
     short = [(width, positions.astype(np.int32), values) for width, positions, values in found]
     return _Difference(piece.start, changed, short)  # fresh memory is what costs most here
 
@@ -236,7 +241,7 @@ def _spread(groups: NDArray[np.int64], at: NDArray[np.int64], bits: int) -> NDAr
     return places
 
 
-def _merge(differences: Sequence[_Difference]) -> Changes:
+def _merge(differences: Sequence[_Difference], relative: bool) -> Changes:
     """One stream for each width; positions count from the start of the flat buffer from now on."""
     by_width: dict[int, list[tuple[int, Found]]] = {}
     for difference in differences:
@@ -250,7 +255,7 @@ def _merge(differences: Sequence[_Difference]) -> Changes:
         for start, (_, inside, _) in parts:
             np.add(inside, start // width, out=positions[end : end + len(inside)])
             end += len(inside)
-        sparse.append(Sparse(width, torch.from_numpy(positions), torch.from_numpy(values)))
+        sparse.append(Sparse(width, torch.from_numpy(positions), torch.from_numpy(values), relative))
     return Changes(tuple(sparse), tuple(run for difference in differences for run in difference.runs))
 
 

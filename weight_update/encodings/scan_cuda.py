@@ -5,7 +5,7 @@ What happens to piece ``i`` of a snapshot on the CPU, and in which queue::
     fetch    snapshot i+1 -> device, while i is compared
     compute  wait for fetch i; compare, nonzero, gather
     store    after the last piece: positions and values -> pinned memory
-    thread   write(): the changes into the snapshot, while the caller sends them; the next scan waits
+    later    the caller writes the changes into the snapshot, in a thread of its own
 
 Method: the "CPU Snapshot Optimization Path" in the documentation of RLinf's weight syncer.
 """
@@ -13,7 +13,6 @@ Method: the "CPU Snapshot Optimization Path" in the documentation of RLinf's wei
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
 
 import torch
@@ -80,6 +79,7 @@ class CudaScanner:
         queues: of the device where the live tensors lie and comparisons run.
         tracked: positions of the schema entries that are compared; None for all.
         dense_above: fraction of changed elements of a piece above which all of the piece is replaced.
+        relative: values are what to add to the old bits instead of the new bits.
         snapshot_device: ``"cpu"``, best pinned, or ``"cuda"``, the device of ``queues``.
         transport_device: where positions and values are wanted: in pinned memory of the ``"cpu"``, or on the
             device, ``"cuda"``.
@@ -91,17 +91,18 @@ class CudaScanner:
         queues: Queues,
         tracked: Sequence[int] | None = None,
         dense_above: float = 0.25,
+        relative: bool = False,
         snapshot_device: Literal["cpu", "cuda"] = "cpu",
         transport_device: Literal["cpu", "cuda"] = "cpu",
     ) -> None:
         self._schema, self._queues, self._dense_above = schema, queues, dense_above
+        self._relative = relative
         self._fetches, self._stores = snapshot_device == "cpu", transport_device == "cpu"
         self._pieces = list(cut(schema, tracked, PIECE, PIECE))
         size = max((piece.nbytes for piece in self._pieces), default=0)
         new, *olds = (self._empty(size) for _ in range(3 if self._fetches else 1))
         self._new, self._olds = new, olds
         self._views = [piece.views(new) for piece in self._pieces]
-        self._flush: Future[None] | None = None
 
     @torch.no_grad()
     def scan(self, tensors: Sequence[torch.Tensor], snapshot: torch.Tensor) -> Scan:
@@ -115,7 +116,6 @@ class CudaScanner:
             ValueError: ``snapshot`` or the number of ``tensors`` does not fit the schema.
         """
         check_sizes(self._schema, tensors, snapshot)
-        self.wait()
         live = flattened(tensors, self._pieces)
         found, runs, changed = [], [], 0
         for index, old in enumerate(self._arriving(snapshot)):
@@ -127,27 +127,14 @@ class CudaScanner:
             changed += count
             if count > self._dense_above * piece.elements:
                 runs += [Run(piece.start + a, self._hand_over(new[a:b].clone())) for a, b in piece.stretches]
-            else:
-                found += [(width, at + piece.start // width, values) for width, at, values in here]
+                continue
+            for width, at, values in here:
+                if self._relative:
+                    values = values - old.view(BITS[width])[at]
+                found.append((width, at + piece.start // width, values))
         changes = Changes(self._merge(found), tuple(runs))
         self._queues.finish()
         return Scan(changes, changed, sum(piece.elements for piece in self._pieces))
-
-    def write(self, changes: Changes, snapshot: torch.Tensor) -> None:
-        """``changes.write(snapshot)``: in a background thread if it lies on the CPU; see :meth:`wait`."""
-        self.wait()
-        if not self._fetches:
-            _to(changes, snapshot.device).write(snapshot)
-            return
-        pool = ThreadPoolExecutor(1)
-        self._flush = pool.submit(lambda: _to(changes, snapshot.device).write(snapshot))
-        pool.shutdown(wait=False)  # its thread ends with its only task
-
-    def wait(self) -> None:
-        """Wait until the last :meth:`write` is over, and raise what it raised."""
-        flush, self._flush = self._flush, None
-        if flush is not None:
-            flush.result()
 
     def _empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._queues.device)
@@ -172,7 +159,7 @@ class CudaScanner:
         for width in sorted({width for width, _, _ in found}):
             positions = torch.cat([positions for w, positions, _ in found if w == width])
             values = torch.cat([values for w, _, values in found if w == width])
-            sparse.append(Sparse(width, self._hand_over(positions), self._hand_over(values)))
+            sparse.append(Sparse(width, self._hand_over(positions), self._hand_over(values), self._relative))
         return tuple(sparse)
 
     def _hand_over(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -207,13 +194,3 @@ def _mixed(piece: Piece, new: torch.Tensor, old: torch.Tensor) -> list[Found]:
         places = mine[torch.div(at, each, rounding_mode="floor")] * each + at % each
         out.append((width, places, values))
     return out
-
-
-def _to(changes: Changes, device: torch.device) -> Changes:
-    """``changes`` on another device."""
-    return Changes(
-        tuple(
-            Sparse(part.width, part.positions.to(device), part.values.to(device)) for part in changes.sparse
-        ),
-        tuple(Run(run.start, run.data.to(device)) for run in changes.runs),
-    )

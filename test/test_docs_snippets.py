@@ -1,0 +1,37 @@
+"""The snippets of pages of the manual run, one after the other, as a reader would type them."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def snippets(page: str) -> list[str]:
+    """The code blocks of the page, in order."""
+    text = (ROOT / "docs" / page).read_text()
+    blocks = re.findall(r"\.\. code-block:: python\n\n((?:    .*\n|\n)+)", text)
+    return [textwrap.dedent(block) for block in blocks]
+
+
+@pytest.mark.parametrize(("page", "at_least"), [("strategies.rst", 10)])
+def test_the_snippets_of_the_page_run_one_after_the_other(page: str, at_least: int, tmp_path: Path) -> None:
+    found = snippets(page)
+    assert len(found) >= at_least
+    program = tmp_path / "page.py"
+    program.write_text("\n".join([*found, "print('all of it ran')"]))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(program)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout, done.stderr) == ("all of it ran\n", "")
