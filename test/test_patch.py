@@ -280,7 +280,7 @@ def test_workers_with_weights_of_their_own_come_together(yard: Yard) -> None:
 
 
 def test_an_aborted_step_brings_no_workers_together(one_yard: Yard) -> None:
-    scheme, first, second = one_yard.scheme(timeout=1.0), Brittle(1), Brittle(2)
+    scheme, first, second = one_yard.scheme(), Brittle(1), Brittle(2)
     group_schemes([scheme])
     one_yard.init(scheme, first, 2)
     with Crew(scheme, "thread") as crew:
@@ -288,26 +288,29 @@ def test_an_aborted_step_brings_no_workers_together(one_yard: Yard) -> None:
         crew.hire(1, Brittle(4))
         crew.connect()
         scheme.send({0: first, 1: second})
-        crew.workers[0].call("hold")
-        handle = scheme.send_async(first, worker_ids=0)
-        with pytest.raises(SyncFailedError, match="no model was updated"):
-            send_together({scheme: Brittle(5)})
-        crew.workers[0].call("release")
-        time.sleep(0.2)
-        del handle
+        staged = scheme.stage(Brittle(5), None, "step/1")
+        assert staged.wait_staged() == {}
+        staged.abort()
         same(crew, first, second)
         scheme.send({0: first, 1: second})
         same(crew, first, second)
 
 
+def brittle(seed: int, **options: Any) -> Brittle:
+    """One that is large enough for patches."""
+    model = Brittle(seed, **options)
+    model.net = net(seed)
+    return model
+
+
 def test_a_step_together_after_a_failure(yard: Yard) -> None:
     """A worker that did not take a version is brought up to the next one by two patches."""
-    scheme, source = yard.scheme(), Brittle(1)
+    scheme, source = yard.scheme(), brittle(1)
     group_schemes([scheme])
     yard.init(scheme, source, 2)
     with Crew(scheme, yard._method) as crew:
-        crew.hire(0, Brittle(2))
-        crew.hire(1, Brittle(3, refuses="nothing"))
+        crew.hire(0, brittle(2))
+        crew.hire(1, brittle(3, refuses="nothing"))
         crew.connect()
         poke(source, 4)
         source.note = "poison"

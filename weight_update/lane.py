@@ -87,8 +87,16 @@ class Lane(ABC):
         return {"keep": False, "version": self.version, "digests": None}
 
     @abstractmethod
-    def stage(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> Staged:
-        """Encode an update. Called by one thread at a time, as are :meth:`settle` and :meth:`drop`."""
+    def stage(
+        self, step: Step, tensors: Mapping[str, torch.Tensor], holders: Sequence[Content] = ()
+    ) -> Staged:
+        """Encode an update. Called by one thread at a time, as are :meth:`settle` and :meth:`drop`.
+
+        Args:
+            step: which update.
+            tensors: live, by name.
+            holders: what the workers of this lane have now, as far as it is known.
+        """
 
     @abstractmethod
     def settle(self) -> None:
@@ -141,8 +149,11 @@ class WholeLane(Lane):
         """See :attr:`Lane.held`."""
         return [one for one in (self._latest, self._next) if one is not None]
 
-    def stage(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> Staged:
+    def stage(
+        self, step: Step, tensors: Mapping[str, torch.Tensor], holders: Sequence[Content] = ()
+    ) -> Staged:
         """See :meth:`Lane.stage`."""
+        del holders
         slots: list[Slot] = []
         try:
             payloads = self._encoder.encode(
@@ -256,7 +267,9 @@ class ChangeLane(Lane):
         with self._remembering:
             return {"keep": True, "version": self.version, "digests": self._digests_to_tell()}
 
-    def stage(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> Staged:
+    def stage(
+        self, step: Step, tensors: Mapping[str, torch.Tensor], holders: Sequence[Content] = ()
+    ) -> Staged:
         """See :meth:`Lane.stage`."""
         elements = self.schema.elements
         if self.version is None:
@@ -265,6 +278,10 @@ class ChangeLane(Lane):
             self._put(_Next(Content(step.version), step, None, None, []))
             return Staged(self._encoding.whole.label, elements, elements)
         difference = self._tracker.compare([tensors.get(name) for name in self.schema.names])
+        if not step.commit and any(self._past_since(one) is None for one in holders):
+            whole = self._whole_of(step, tensors)  # no change leads there from what some worker has
+            self._put(_Next(whole.content, step, difference, None, whole.slots, whole))
+            return Staged(self._encoding.whole.label, elements, elements)
         slots: list[Slot] = []
         payload = None
         try:
@@ -280,6 +297,19 @@ class ChangeLane(Lane):
         told = self._encoding.whole if payload is None else self._encoding
         return Staged(told.label, difference.changed, difference.total)
 
+    def _whole_of(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> Shipment:
+        """All weights as they are in ``tensors``, and as remembered where they are not there."""
+        kept = dict(zip(self.schema.names, self._tracker.weights(), strict=True))
+        slots: list[Slot] = []
+        try:
+            values = [tensors.get(name, kept[name]) for name in self.schema.names]
+            payloads = self._encoding.whole.encoder(self.schema).encode(values, self._borrow(slots))
+        except BaseException:
+            self._give_back(slots)
+            raise
+        chunks = frames_of(step, self.schema, self._encoding.whole.name, payloads)
+        return Shipment(Content(step.version), chunks, slots)
+
     def settle(self) -> None:
         """See :meth:`Lane.settle`."""
         done = self._next
@@ -292,6 +322,7 @@ class ChangeLane(Lane):
                 self._next, self.pending = None, None
                 self._drop_whole()
                 if done.payload is None or self.content is None:
+                    give_back(done.slots)
                     self._forget_past(0)
                 else:
                     self._past.append(_Past(self.content, done.payload, done.slots))
@@ -311,6 +342,8 @@ class ChangeLane(Lane):
     def ready(self, has: Content | None) -> Shipment | None:
         """See :meth:`Lane.ready`."""
         past, pending = self._past_since(has), self._pending_for(has)
+        if pending is not None and pending.whole is not None:
+            return pending.whole
         if past is None or self.content is None or has is None:
             return self._whole
         payloads = [one.payload for one in past]
@@ -409,6 +442,8 @@ class ChangeLane(Lane):
 
     def _pending_for(self, has: Content | None) -> _Next | None:
         """What is staged, if a worker with ``has`` can be brought there."""
+        if self._next is not None and self._next.whole is not None:
+            return None if has is None else self._next
         told = self._next is not None and (self._next.payload is not None or self.content is None)
         return self._next if told and self._past_since(has) is not None else None
 
@@ -437,13 +472,14 @@ class ChangeLane(Lane):
 
 @dataclass(frozen=True)
 class _Next:
-    """What is staged; without a payload, workers are sent whole weights."""
+    """What is staged; without a payload, workers are sent whole weights: these, or those settled later."""
 
     content: Content
     step: Step
     difference: Difference | None
     payload: torch.Tensor | None
     slots: list[Slot]
+    whole: Shipment | None = None
 
 
 @dataclass(frozen=True)

@@ -342,7 +342,8 @@ class Sender:
                 named = weights[peers[0].idx]
                 lanes.append(self._lane_for(peers))
                 step = Step.of(self._numbers, named.extra, commit=commit, group=group)
-                staged.append(lanes[-1].stage(step, named.tensors))
+                holders = [peer.has for peer in peers if peer.has is not None]
+                staged.append(lanes[-1].stage(step, named.tensors, holders))
         except BaseException:
             for lane in lanes:
                 lane.drop()
