@@ -30,7 +30,7 @@ __all__ = ["main"]
 _FRACTIONS = (0.0001, 0.01, 0.05, 0.2)
 _TARGET = 0.01  # the fraction for which targets are set
 _MOST_MEGABYTES = 100.0  # of the models whose bytes are counted: what an element costs stays the same
-_MOST_SYNC_MEGABYTES = 200.0  # six senders and six receivers hold it at once
+_MOST_SYNC_MEGABYTES = 200.0  # eight senders and eight receivers hold it at once
 
 
 @dataclass(frozen=True)

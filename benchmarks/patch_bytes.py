@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 
@@ -12,17 +13,29 @@ from benchmarks.patch_updates import Update
 from benchmarks.report import Table
 from weight_update import PatchEncoding
 from weight_update.compression import Compression, pack, resolve_compression
+from weight_update.encodings import Tracker
 from weight_update.encodings.patch_format import encode_patch
 
-__all__ = ["COMPRESSIONS", "LAYOUTS", "Sizes", "bytes_table", "encoding", "flat_of", "measure_bytes"]
+__all__ = [
+    "COMPRESSIONS",
+    "LAYOUTS",
+    "VALUES",
+    "Sizes",
+    "bytes_table",
+    "encoding",
+    "flat_of",
+    "measure_bytes",
+    "tracker_of",
+]
 
 LAYOUTS = {
-    "flat": PatchEncoding(),
-    "flat, relative": PatchEncoding(values="relative"),
-    "coo": PatchEncoding(layout="coo"),
-    "coo, relative": PatchEncoding(layout="coo", values="relative"),
+    "flat": PatchEncoding(values="raw"),
+    "flat, relative": PatchEncoding(),
+    "coo": PatchEncoding(layout="coo", values="raw"),
+    "coo, relative": PatchEncoding(layout="coo"),
 }
 COMPRESSIONS = ("none", "lz4", "zstd")
+VALUES: tuple[Literal["raw", "relative"], ...] = ("raw", "relative")
 _PEERS = {"RLinf": True, "RLinf, no delta": False}
 
 
@@ -56,13 +69,18 @@ def flat_of(update: Update) -> torch.Tensor:
     return flat
 
 
+def tracker_of(update: Update, values: Literal["raw", "relative"]) -> Tracker[Any]:
+    """What finds changes in the sender, before the update."""
+    tracker = PatchEncoding(values=values).tracker(update.schema, None)
+    tracker.begin(list(update.old.values()))
+    return tracker
+
+
 def measure_bytes(update: Update) -> Sizes:
     """Encode ``update`` in every way."""
     schema, flat = update.schema, flat_of(update)
-    tracker = PatchEncoding().tracker(schema, None)
-    tracker.begin(list(update.old.values()))
-    scan = tracker.compare(list(update.new.values()))
-    sizes = Sizes(update.name, scan.changed, scan.total)
+    found = {values: tracker_of(update, values).compare(list(update.new.values())) for values in VALUES}
+    sizes = Sizes(update.name, found["raw"].changed, found["raw"].total)
     whole = torch.cat(
         [value.to(update.old[n].dtype).view(-1).view(torch.uint8) for n, value in update.new.items()]
     )
@@ -71,7 +89,7 @@ def measure_bytes(update: Update) -> Sizes:
         sizes.found["dense", label] = _packed(compression, whole)
         for layout in LAYOUTS:
             options = encoding(layout, label).options
-            payload = encode_patch(scan.changes, flat, schema, 0, 1, options, _lend)
+            payload = encode_patch(found[options.values].changes, flat, schema, 0, 1, options, _lend)
             sizes.found[layout, label] = payload.numel()
         if label != "zstd":  # which RLinf does not have
             for peer, delta in _PEERS.items():

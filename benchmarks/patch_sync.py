@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import torch
 import torch.multiprocessing as mp
+from torch import nn
 
 from benchmarks.patch_updates import change, layered
 from benchmarks.report import Figure, Table, ratio
@@ -29,7 +30,8 @@ SCHEMES = {"SharedMem": SharedMemWeightSyncScheme, "MultiProcess": MultiProcessW
 ENCODINGS = {
     "dense": "dense",
     "patch": PatchEncoding(),
-    "patch, relative, zstd": PatchEncoding(values="relative", compression="zstd"),
+    "patch, raw": PatchEncoding(values="raw"),
+    "patch, zstd": PatchEncoding(compression="zstd"),
 }
 _FRACTION = 0.01
 _WARM = 2
@@ -91,14 +93,24 @@ def _receive(schemes: list[WeightSyncScheme], shapes: dict[str, tuple[int, ...]]
     torch.set_num_threads(1)
     models = []
     for scheme in schemes:
-        models.append({name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()})
+        models.append(_model(shapes))
         scheme.init_on_receiver(model=models[-1], worker_idx=0)
         scheme.connect()
     with contextlib.suppress(EOFError):
         while pipe.recv() == "digests":
-            pipe.send([_digests(model) for model in models])
+            pipe.send([_digests(model.state_dict()) for model in models])
     for scheme in schemes:
         scheme.shutdown()
+
+
+def _model(shapes: dict[str, tuple[int, ...]]) -> nn.Module:
+    """A module with parameters of these names, which have one dot."""
+    layers: dict[str, nn.ParameterDict] = {}
+    for name, shape in shapes.items():
+        layer, _, leaf = name.partition(".")
+        value = nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16), requires_grad=False)
+        layers.setdefault(layer, nn.ParameterDict())[leaf] = value
+    return nn.ModuleDict(layers)
 
 
 def _digests(weights: Weights) -> dict[str, str]:

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.patch_bytes import COMPRESSIONS, LAYOUTS, encoding, flat_of
+from benchmarks.patch_bytes import COMPRESSIONS, LAYOUTS, VALUES, encoding, flat_of, tracker_of
 from benchmarks.patch_peer import obvious
 from benchmarks.patch_updates import Update
 from benchmarks.report import Figure, Table, ratio
-from weight_update import PatchEncoding
 from weight_update.encodings.patch_format import PatchOptions, decode_patch, encode_patch
 
 __all__ = [
@@ -88,14 +87,13 @@ class _Bench:
         self.receiver = self.snapshot.clone()
         self.target = self.snapshot.clone()
         self.places = self.schema.views(self.target)
-        self._tracker = PatchEncoding().tracker(self.schema, None)
-        self._tracker.begin(self.old)
+        self._trackers = {values: tracker_of(update, values) for values in VALUES}
         self._payload = torch.empty(2 * self.schema.nbytes + 4096, dtype=torch.uint8)
         self.expected = self.receiver.clone()
         torch._foreach_copy_(self.schema.views(self.expected), self.new)
 
-    def scan(self) -> Any:
-        return self._tracker.compare(self.new)
+    def scan(self, options: PatchOptions) -> Any:
+        return self._trackers[options.values].compare(self.new)
 
     def encode(self, scan: Any, options: PatchOptions) -> torch.Tensor:
         return encode_patch(scan.changes, self.snapshot, self.schema, 0, 1, options, self._lend)
@@ -120,7 +118,7 @@ def measure_times(update: Update, variants: Iterable[Variant], turns: int) -> Ti
         RuntimeError: a patch did not lead to the new weights.
     """
     bench = _Bench(update)
-    times = Times(update.name, bench.scan().changed, bench.schema.dense_bytes)
+    times = Times(update.name, bench.scan(LAYOUTS["flat"].options).changed, bench.schema.dense_bytes)
     chosen = {variant: encoding(*variant).options for variant in variants}
     for _ in range(1 + turns):
         times.add("copy", bench.copy)
@@ -133,7 +131,7 @@ def measure_times(update: Update, variants: Iterable[Variant], turns: int) -> Ti
 
 def _turn(bench: _Bench, times: Times, variant: Variant, options: PatchOptions) -> None:
     bench.receiver.copy_(bench.snapshot)
-    scan = times.add(("scan", variant), bench.scan)
+    scan = times.add(("scan", variant), lambda: bench.scan(options))
     payload = times.add(("encode", variant), lambda: bench.encode(scan, options))
     times.add(("apply", variant), lambda: bench.apply(payload))
     times.payload_bytes[variant] = payload.numel()
