@@ -65,8 +65,8 @@ class PatchEncoding(DeltaEncoding):
         init_sync_bucket_size: whole weights travel in buckets of at most so many bytes.
         layout: ``"flat"``: one stream of positions in the flat buffer; ``"coo"``: rows and columns of each
             tensor, as RLinf documents it.
-        values: ``"relative"``: as the distance from the value before, which takes few bytes and compresses
-            well; or ``"raw"``.
+        values: ``"raw"``, or ``"relative"``: as the distance from the value before, which takes fewer bytes
+            and compresses well, but a little longer. None: relative if they are compressed, else raw.
 
     Raises:
         ValueError: an option has a value that is not allowed; the message lists those that are.
@@ -81,13 +81,13 @@ class PatchEncoding(DeltaEncoding):
     init_sync_prefixes: Sequence[str] | None = None
     init_sync_bucket_size: int = 128 << 20
     layout: Layout = "flat"
-    values: Values = "relative"
+    values: Values | None = None
 
     def __post_init__(self) -> None:
         allowed = {"snapshot_device": Device, "transport_device": Device, "layout": Layout, "values": Values}
         for option, known in allowed.items():
             value = self.__dict__[option]
-            if value not in get_args(known):
+            if value not in get_args(known) and (option, value) != ("values", None):
                 raise ValueError(f"unknown {option} {value!r} (known: {', '.join(get_args(known))})")
         require_bool("delta_encoding", self.delta_encoding)
         require_bool("init_sync", self.init_sync)
@@ -102,6 +102,8 @@ class PatchEncoding(DeltaEncoding):
         if chosen.device == "cpu" and self.transport_device == "cuda":
             raise ValueError(f"compression={chosen.label!r} works on the CPU: set transport_device='cpu'")
         object.__setattr__(self, "compression", chosen)
+        if self.values is None:
+            object.__setattr__(self, "values", "raw" if chosen.label == "none" else "relative")
 
     @property
     def whole(self) -> WholeEncoding:
@@ -111,8 +113,8 @@ class PatchEncoding(DeltaEncoding):
     @property
     def options(self) -> PatchOptions:
         """What the format needs to know."""
-        compression = resolve_compression(self.compression)
-        return PatchOptions(self.layout, self.delta_encoding, self.values, compression)
+        values: Values = "relative" if self.values == "relative" else "raw"
+        return PatchOptions(self.layout, self.delta_encoding, values, resolve_compression(self.compression))
 
     def bootstraps(self, schema: WeightSchema) -> list[int]:
         """See :meth:`DeltaEncoding.bootstraps`."""
