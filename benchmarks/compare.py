@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(to_text(table), flush=True)
         tables.append(table)
         if options.rst is not None:
-            options.rst.write_text(to_rst(facts, tables))
+            options.rst.write_text(to_rst(facts, tables, by="benchmarks.compare"))
     return 0
 
 

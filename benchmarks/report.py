@@ -89,9 +89,9 @@ def to_text(table: Table) -> str:
     return "\n".join([table.title, table.note, "", *_grid(table), ""])
 
 
-def to_rst(facts: Sequence[str], tables: Sequence[Table]) -> str:
-    """For the documentation."""
-    parts = [".. Written by python -m benchmarks.compare; do not edit.", "", *(f"- {fact}" for fact in facts)]
+def to_rst(facts: Sequence[str], tables: Sequence[Table], by: str) -> str:
+    """For the documentation; ``by`` is the module that measured."""
+    parts = [f".. Written by python -m {by}; do not edit.", "", *(f"- {fact}" for fact in facts)]
     for table in tables:
         parts += ["", table.title, "~" * len(table.title), "", table.note, "", *_grid(table)]
     return "\n".join(parts) + "\n"

@@ -7,7 +7,7 @@ rewards. At such a rate few weights move far enough in a step to become another 
 A short supervised warm-up stands for the checkpoint that RL begins with. Then a line tells what each update
 sent. In the end each worker compares its weights with the trainer's, bit for bit.
 
-    python examples/patch_sync.py --encoding patch --values relative --compression zstd
+    python examples/patch_sync.py --encoding patch --compression zstd
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--encoding", choices=["dense", "bucket", "patch"], default="patch")
     parser.add_argument("--compression", choices=["none", "lz4", "zstd"], default="none", help="of a patch")
-    parser.add_argument("--values", choices=["raw", "relative"], default="raw", help="of a patch")
+    parser.add_argument("--values", choices=["raw", "relative"], default="relative", help="of a patch")
     parser.add_argument("--steps", type=int, default=200, help="updates of the workers (%(default)s)")
     parser.add_argument("--warmup", type=int, default=160, help="supervised steps before (%(default)s)")
     return parser.parse_args()

@@ -10,9 +10,22 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from benchmarks.patch_peer import documented_bytes
+from benchmarks.patch_updates import Update
+from weight_update.compression import NoCompression
 
 ROOT = Path(__file__).parent.parent
 TITLES = ["Synchronous update", "Many tensors", "A worker that computes", "Memory of all", "Targets"]
+PATCH_TITLES = [
+    "Bytes: policies in training",
+    "Bytes: changes of 1..4 ulp",
+    "Bytes: changes of random bits",
+    "Building and applying",
+    "send() until applied",
+    "Targets",
+]
 
 
 @pytest.fixture(scope="module")
@@ -20,27 +33,37 @@ def tables(tmp_path_factory):
     """Rows of cells of each table, by the start of its title."""
     pytest.importorskip("torchrl", reason="the benchmarks compare with torchrl")
     file = tmp_path_factory.mktemp("bench") / "results.rst"
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.compare",
-        "--quick",
-        "--scheme",
-        "shared",
-        "--rst",
-        str(file),
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    _run("benchmarks.compare", "--quick", "--scheme", "shared", "--rst", str(file))
+    return _tables(file.read_text(), TITLES)
+
+
+@pytest.fixture(scope="module")
+def patch_tables(tmp_path_factory):
+    pytest.importorskip("torchrl", reason="the benchmark names its version")
+    pytest.importorskip("gymnasium", reason="the benchmark trains on CartPole")
+    pytest.importorskip("lz4")
+    pytest.importorskip("zstandard")
+    file = tmp_path_factory.mktemp("bench") / "patch.rst"
+    _run("benchmarks.patch", "--quick", "--rst", str(file))
+    return _tables(file.read_text(), PATCH_TITLES)
+
+
+def _run(module, *arguments):
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, "-m", module, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    return _tables(file.read_text())
 
 
-def _tables(text):
+def _tables(text, titles):
     found = {}
-    for title in TITLES:
+    for title in titles:
         start = text.index(f"\n{title}")
         rules = [match.span() for match in re.finditer(r"^=[= ]+$", text[start:], re.MULTILINE)][:3]
         head, body = text[start:][rules[0][1] : rules[1][0]], text[start:][rules[1][1] : rules[2][0]]
@@ -85,3 +108,67 @@ def test_targets_are_judged_by_the_run(tables):
     shown = float(row[head.index("ours/torchrl")])
     allowed = {"yes"} if shown < 0.999 else {"no"} if shown > 1.001 else {"yes", "no"}  # shown rounded
     assert judged["SharedMem, 1 MB, 1 workers, of torchrl's time"] in allowed
+
+
+def _cells(table, **wanted):
+    """Rows as dicts, of those whose cells are as ``wanted``; all rows of a table but the first are data."""
+    head, *rows = table
+    rows = [dict(zip(head, row, strict=True)) for row in rows]
+    return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+
+
+@pytest.mark.timeout(300)
+def test_a_policy_in_training_changes_a_little_in_bfloat16_and_all_over_in_float32(patch_tables):
+    rows = _cells(patch_tables["Bytes: policies in training"], layout="flat")
+    changed = {row["update"]: float(row["changed"].rstrip("%")) for row in rows}
+    assert all(0 < share < 50 for name, share in changed.items() if name.startswith("transformer"))
+    assert all(share > 90 for name, share in changed.items() if name.startswith("CartPole"))
+
+
+@pytest.mark.timeout(300)
+def test_bytes_of_a_patch_beside_those_of_rlinf(patch_tables):
+    table = patch_tables["Bytes: changes of 1..4 ulp"]
+    update = "1.00%, 1..4 ulp"
+    (ours,), (relative,), (theirs,) = (
+        _cells(table, update=update, layout=layout) for layout in ("flat", "flat, relative", "RLinf")
+    )
+    assert float(ours["none"]) <= 3.2
+    assert float(relative["zstd"]) <= 2.0
+    assert float(theirs["none"]) > float(ours["none"])
+
+
+@pytest.mark.timeout(300)
+def test_patches_are_timed_beside_a_copy_and_the_obvious_way(patch_tables):
+    rows = _cells(patch_tables["Building and applying"])
+    assert {row["layout"] for row in rows} >= {"one copy", "the obvious way", "flat", "coo"}
+    for row in rows:
+        if row["compression"] != "-":
+            assert float(row["build/copy"]) > 0, row
+            assert float(row["obvious/build"]) > 0, row
+    assert all(row["met"] in ("yes", "no") for row in _cells(patch_tables["Targets"]))
+
+
+@pytest.mark.timeout(300)
+def test_a_patch_is_smaller_over_every_scheme(patch_tables):
+    table = patch_tables["send() until applied"]
+    for scheme in ("SharedMem", "MultiProcess"):
+        (dense,), (patch,) = (_cells(table, scheme=scheme, encoding=name) for name in ("dense", "patch"))
+        assert 0 < float(patch["MB sent"]) < float(dense["MB sent"]) / 10
+
+
+def _documented(shape, *places):
+    old = torch.zeros(shape, dtype=torch.bfloat16)
+    new = old.clone()
+    for place in places:
+        new[place] = 1.0
+    update = Update("", {"w": old}, {"w": new.float()})
+    return [documented_bytes(update, delta, NoCompression()) for delta in (True, False)]
+
+
+def test_rlinf_bytes_by_hand():
+    counts = 2 * 4  # ordinals and nnz_per_tensor
+    assert _documented((3, 4), (0, 1), (0, 3), (2, 0)) == [counts + 3 * (1 + 1 + 2)] * 2
+    wide = [(0, 100), (0, 300), (1, 200)]
+    assert _documented((2, 400), *wide) == [counts + 3 * (1 + 1 + 2), counts + 3 * (1 + 4 + 2)]
+    assert _documented((400,), (300,)) == [counts + 1 + 4 + 2] * 2
+    assert _documented((5,)) == [0, 0]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from weight_update.chunks import WeightChunk
 from weight_update.errors import NotEnoughMemoryError
 from weight_update.transports.base import Buffer, TransportBackend
 
-__all__ = ["BufferPool", "Shipment", "Slot"]
+__all__ = ["BufferPool", "Content", "Shipment", "Slot", "give_back"]
 
 
 class Slot:
@@ -18,16 +20,23 @@ class Slot:
         self.abandoned = False
 
 
-class Shipment:
-    """The frames that bring a worker to ``version``, and the slots that their payloads lie in."""
+@dataclass(frozen=True, eq=False)
+class Content:
+    """The weights that some workers were given as ``version``; others may have been given others as that."""
 
-    def __init__(self, version: int, chunks: list[WeightChunk], slots: list[Slot]) -> None:
-        self.version, self.chunks, self.slots = version, chunks, slots
+    version: int
+
+
+class Shipment:
+    """The frames that bring a worker to ``content``, and the slots that their payloads lie in."""
+
+    def __init__(self, content: Content, chunks: list[WeightChunk], slots: list[Slot]) -> None:
+        self.content, self.chunks, self.slots = content, chunks, slots
 
     @property
-    def payload_bytes(self) -> int:
-        """Bytes of all payloads together."""
-        return sum(chunk.payload_bytes for chunk in self.chunks)
+    def version(self) -> int:
+        """Number of the content."""
+        return self.content.version
 
     def retain(self) -> Shipment:
         """Count one more user of its memory; itself."""
@@ -37,8 +46,13 @@ class Shipment:
 
     def release(self) -> None:
         """Count one user less."""
-        for slot in self.slots:
-            slot.users -= 1
+        give_back(self.slots)
+
+
+def give_back(slots: list[Slot]) -> None:
+    """Count one user less of each."""
+    for slot in slots:
+        slot.users -= 1
 
 
 class BufferPool:

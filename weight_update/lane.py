@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from weight_update.buffers import Shipment, Slot
+from weight_update.buffers import Content, Shipment, Slot, give_back
 from weight_update.chunks import WeightSchema, digest
 from weight_update.encodings import DeltaEncoding, Difference, Encoder, Lend, Tracker, WholeEncoding
 from weight_update.frames import Step, frames_of
@@ -20,6 +20,9 @@ __all__ = ["Borrow", "ChangeLane", "Lane", "Staged", "WholeLane"]
 
 _NOT_WORTH = 0.9
 """Share of all elements, or of all bytes, above which an update is sent whole."""
+
+_REMEMBERED = 8
+"""Steps that are remembered; each may take two file descriptors."""
 
 Borrow = Callable[[list[Slot]], Lend]
 """Makes a ``lend`` that enters the slots it lends into a list; each counts one user."""
@@ -51,20 +54,25 @@ class Lane(ABC):
         moved: the sender's lock; it guards versions and the count of users of each slot.
 
     Attributes:
-        version: what was settled last.
-        pending: what is staged and neither settled nor dropped.
-        family: lanes that were last given the same weights have the same number.
+        content: what was settled last.
+        pending: number of what is staged and neither settled nor dropped.
+        family: lanes that were last given the same weights have the same.
     """
 
     def __init__(self, schema: WeightSchema, borrow: Borrow, moved: threading.Condition) -> None:
         self.schema = schema
-        self.version: int | None = None
+        self.content: Content | None = None
         self.pending: int | None = None
-        self.family = 0
+        self.family: Hashable = None
         self._borrow, self._moved = borrow, moved
 
-    def target(self, has: int | None) -> int | None:
-        """The version that a worker with version ``has`` is to be sent, if any."""
+    @property
+    def version(self) -> int | None:
+        """Number of what was settled last."""
+        return None if self.content is None else self.content.version
+
+    def target(self, has: Content | None) -> int | None:
+        """The version that a worker with ``has`` is to be sent, if any."""
         if self.pending is not None and (has is not None or self.version is None):
             return self.pending
         return self.version
@@ -79,8 +87,16 @@ class Lane(ABC):
         return {"keep": False, "version": self.version, "digests": None}
 
     @abstractmethod
-    def stage(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> Staged:
-        """Encode an update. Called by one thread at a time, as are :meth:`settle` and :meth:`drop`."""
+    def stage(
+        self, step: Step, tensors: Mapping[str, torch.Tensor], holders: Sequence[Content] = ()
+    ) -> Staged:
+        """Encode an update. Called by one thread at a time, as are :meth:`settle` and :meth:`drop`.
+
+        Args:
+            step: which update.
+            tensors: live, by name.
+            holders: what the workers of this lane have now, as far as it is known.
+        """
 
     @abstractmethod
     def settle(self) -> None:
@@ -91,8 +107,8 @@ class Lane(ABC):
         """Forget what is pending."""
 
     @abstractmethod
-    def ready(self, has: int | None) -> Shipment | None:
-        """What brings a worker from version ``has`` to its target; None if :meth:`prepare` is needed first.
+    def ready(self, has: Content | None) -> Shipment | None:
+        """What brings a worker from ``has`` to its target; None if :meth:`prepare` is needed first.
 
         The sender's lock is held.
         """
@@ -133,8 +149,11 @@ class WholeLane(Lane):
         """See :attr:`Lane.held`."""
         return [one for one in (self._latest, self._next) if one is not None]
 
-    def stage(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> Staged:
+    def stage(
+        self, step: Step, tensors: Mapping[str, torch.Tensor], holders: Sequence[Content] = ()
+    ) -> Staged:
         """See :meth:`Lane.stage`."""
+        del holders
         slots: list[Slot] = []
         try:
             payloads = self._encoder.encode(
@@ -142,12 +161,13 @@ class WholeLane(Lane):
             )
         except BaseException:
             with self._moved:
-                Shipment(step.version, [], slots).release()
+                give_back(slots)
             raise
         chunks = frames_of(step, self.schema, self._encoding.name, payloads)
         with self._moved:
             self.drop()
-            self._next, self._step, self.pending = Shipment(step.version, chunks, slots), step, step.version
+            self._next = Shipment(Content(step.version), chunks, slots)
+            self._step, self.pending = step, step.version
         elements = self.schema.elements
         return Staged(self._encoding.label, elements, elements)
 
@@ -161,10 +181,10 @@ class WholeLane(Lane):
                 payloads = [chunk.payload for chunk in shipment.chunks if chunk.payload is not None]
                 step = self._step.committed()
                 chunks = frames_of(step, self.schema, self._encoding.name, payloads)
-                shipment = Shipment(step.version, chunks, shipment.slots)
+                shipment = Shipment(shipment.content, chunks, shipment.slots)
             if self._latest is not None:
                 self._latest.release()
-            self._latest, self.version, self.pending = shipment, shipment.version, None
+            self._latest, self.content, self.pending = shipment, shipment.content, None
 
     def drop(self) -> None:
         """See :meth:`Lane.drop`."""
@@ -173,7 +193,7 @@ class WholeLane(Lane):
                 self._next.release()
             self._next, self.pending = None, None
 
-    def ready(self, has: int | None) -> Shipment | None:
+    def ready(self, has: Content | None) -> Shipment | None:
         """See :meth:`Lane.ready`."""
         pending = self.pending is not None and self.target(has) == self.pending
         return self._next if pending else self._latest
@@ -185,7 +205,7 @@ class WholeLane(Lane):
         """See :meth:`Lane.fork`; the memory is shared."""
         other = WholeLane(self.schema, self._borrow, self._moved, self._encoding, self._encoder)
         with self._moved:
-            other.version, other.family = self.version, self.family
+            other.content, other.family = self.content, self.family
             other._latest = None if self._latest is None else self._latest.retain()
         return other
 
@@ -195,7 +215,7 @@ class WholeLane(Lane):
             self.drop()
             if self._latest is not None:
                 self._latest.release()
-            self._latest = self.version = None
+            self._latest = self.content = None
 
 
 class ChangeLane(Lane):
@@ -238,27 +258,34 @@ class ChangeLane(Lane):
         """See :attr:`Lane.held`."""
         return [] if self._whole is None else [self._whole]
 
-    def target(self, has: int | None) -> int | None:
-        """See :meth:`Lane.target`; what is pending goes to workers that have the version before."""
-        return self.pending if self.pending is not None and has == self.version else self.version
+    def target(self, has: Content | None) -> int | None:
+        """See :meth:`Lane.target`; what is pending goes to workers that changes can bring there."""
+        return self.version if self._pending_for(has) is None else self.pending
 
     def welcome(self) -> dict[str, Any]:
         """See :meth:`Lane.welcome`; the digests are of what a worker must have already."""
-        return {"keep": True, "version": self.version, "digests": self._digests_to_tell()}
+        with self._remembering:
+            return {"keep": True, "version": self.version, "digests": self._digests_to_tell()}
 
-    def stage(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> Staged:
+    def stage(
+        self, step: Step, tensors: Mapping[str, torch.Tensor], holders: Sequence[Content] = ()
+    ) -> Staged:
         """See :meth:`Lane.stage`."""
         elements = self.schema.elements
         if self.version is None:
             with self._remembering:
                 self._tracker.begin([tensors[name] for name in self.schema.names])
-            self._put(_Next(step, None, None, []))
+            self._put(_Next(Content(step.version), step, None, None, []))
             return Staged(self._encoding.whole.label, elements, elements)
         difference = self._tracker.compare([tensors.get(name) for name in self.schema.names])
+        if not step.commit and any(self._past_since(one) is None for one in holders):
+            whole = self._whole_of(step, tensors)  # no change leads there from what some worker has
+            self._put(_Next(whole.content, step, difference, None, whole.slots, whole))
+            return Staged(self._encoding.whole.label, elements, elements)
         slots: list[Slot] = []
         payload = None
         try:
-            if difference.changed <= _NOT_WORTH * difference.total or not step.commit:
+            if difference.changed <= _NOT_WORTH * elements or not step.commit:
                 payload = self._tracker.encode(difference, self.version, step.version, self._lend(slots))
         except BaseException:
             self._give_back(slots)
@@ -266,9 +293,22 @@ class ChangeLane(Lane):
         if payload is not None and step.commit and payload.numel() > _NOT_WORTH * self.schema.dense_bytes:
             self._give_back(slots)
             payload, slots = None, []
-        self._put(_Next(step, difference, payload, slots))
+        self._put(_Next(Content(step.version), step, difference, payload, slots))
         told = self._encoding.whole if payload is None else self._encoding
         return Staged(told.label, difference.changed, difference.total)
+
+    def _whole_of(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> Shipment:
+        """All weights as they are in ``tensors``, and as remembered where they are not there."""
+        kept = dict(zip(self.schema.names, self._tracker.weights(), strict=True))
+        slots: list[Slot] = []
+        try:
+            values = [tensors.get(name, kept[name]) for name in self.schema.names]
+            payloads = self._encoding.whole.encoder(self.schema).encode(values, self._borrow(slots))
+        except BaseException:
+            self._give_back(slots)
+            raise
+        chunks = frames_of(step, self.schema, self._encoding.whole.name, payloads)
+        return Shipment(Content(step.version), chunks, slots)
 
     def settle(self) -> None:
         """See :meth:`Lane.settle`."""
@@ -281,50 +321,66 @@ class ChangeLane(Lane):
             with self._moved:
                 self._next, self.pending = None, None
                 self._drop_whole()
-                if done.payload is None or self.version is None:
+                if done.payload is None or self.content is None:
+                    give_back(done.slots)
                     self._forget_past(0)
                 else:
-                    self._past.append(_Past(self.version, done.step.version, done.payload, done.slots))
-                    self._forget_past(self.schema.nbytes // 2)
-                self._step, self.version = done.step.committed(), done.step.version
+                    self._past.append(_Past(self.content, done.payload, done.slots))
+                    self._forget_past(_REMEMBERED)
+                self._step, self.content = done.step.committed(), done.content
                 self._first = self.version if self._first is None else self._first
 
     def drop(self) -> None:
         """See :meth:`Lane.drop`."""
-        if self._next is not None:
-            self._give_back(self._next.slots)
-        self._next, self.pending = None, None
+        with self._moved:
+            if self._next is not None:
+                give_back(self._next.slots)
+            if self.content is None:
+                self._drop_whole()
+            self._next, self.pending = None, None
 
-    def ready(self, has: int | None) -> Shipment | None:
+    def ready(self, has: Content | None) -> Shipment | None:
         """See :meth:`Lane.ready`."""
-        if self._next is not None and self._next.payload is not None and has == self.version:
-            return self._shipment(self._next.step, [self._next.payload], has, self._next.slots)
-        steps = [one for one in self._past if has is not None and one.base >= has]
-        if steps and steps[0].base == has:
-            slots = [slot for one in steps for slot in one.slots]
-            return self._shipment(self._step, [one.payload for one in steps], has, slots)
-        return self._whole
+        past, pending = self._past_since(has), self._pending_for(has)
+        if pending is not None and pending.whole is not None:
+            return pending.whole
+        if past is None or self.content is None or has is None:
+            return self._whole
+        payloads = [one.payload for one in past]
+        slots = [slot for one in past for slot in one.slots]
+        step, content = self._step, self.content
+        if pending is not None and pending.payload is not None:
+            payloads.append(pending.payload)
+            slots.extend(pending.slots)
+            step, content = pending.step, pending.content
+        if not payloads:
+            return self._whole
+        chunks = frames_of(step, self.schema, self._encoding.name, payloads, has.version)
+        return Shipment(content, chunks, slots)
 
     def prepare(self) -> None:
         """See :meth:`Lane.prepare`."""
         with self._remembering:
             slots: list[Slot] = []
+            content, step = self._goal()
+            if self._whole is not None or content is None:  # another worker's thread was first
+                return
             try:
                 if self._digests_to_tell() is None:
                     encoder = self._encoding.whole.encoder(self.schema)
                     payloads = encoder.encode(self._tracker.weights(), self._borrow(slots))
-                    chunks = frames_of(self._step, self.schema, self._encoding.whole.name, payloads)
+                    chunks = frames_of(step, self.schema, self._encoding.whole.name, payloads)
                 else:
-                    payload = self._tracker.bootstrap(self._step.version, self._lend(slots))
-                    chunks = frames_of(
-                        self._step, self.schema, self._encoding.name, [payload], self._step.version
-                    )
+                    payload = self._tracker.bootstrap(step.version, self._lend(slots))
+                    chunks = frames_of(step, self.schema, self._encoding.name, [payload], step.version)
             except BaseException:
                 self._give_back(slots)
                 raise
             with self._moved:
-                self._drop_whole()
-                self._whole = Shipment(self._step.version, chunks, slots)
+                if self._goal()[0] is content:
+                    self._whole = Shipment(content, chunks, slots)
+                else:  # it was closed or dropped meanwhile
+                    give_back(slots)
 
     def fork(self) -> Lane:
         """See :meth:`Lane.fork`; what is remembered is copied."""
@@ -333,10 +389,10 @@ class ChangeLane(Lane):
                 self.schema, self._borrow, self._moved, self._encoding, self._tracked, self._tracker.copy()
             )
         with self._moved:
-            other.version, other.family, other._step = self.version, self.family, self._step
+            other.content, other.family, other._step = self.content, self.family, self._step
             other._first, other._digests = self._first, self._digests
             for one in self._past:
-                Shipment(one.version, [], one.slots).retain()
+                Shipment(one.base, [], one.slots).retain()
                 other._past.append(one)
         return other
 
@@ -346,7 +402,7 @@ class ChangeLane(Lane):
             self.drop()
             self._drop_whole()
             self._forget_past(0)
-            self.version = None
+            self.content = None
 
     def _digests_to_tell(self) -> list[str | None] | None:
         """Digests of the first weights, where the encoding trusts workers to have them; None later."""
@@ -370,46 +426,67 @@ class ChangeLane(Lane):
         lend = self._borrow(slots)
         return lambda nbytes: lend(_rounded(nbytes))[:nbytes]
 
-    def _shipment(
-        self, step: Step, payloads: list[torch.Tensor], base: int | None, slots: list[Slot]
-    ) -> Shipment:
-        chunks = frames_of(step, self.schema, self._encoding.name, payloads, base)
-        return Shipment(step.version, chunks, slots)
+    def _goal(self) -> tuple[Content | None, Step]:
+        """What whole weights bring a worker to: what was settled last, else the first that is staged."""
+        if self.content is not None or self._next is None:
+            return self.content, self._step
+        return self._next.content, self._next.step
+
+    def _past_since(self, has: Content | None) -> list[_Past] | None:
+        """The steps from ``has`` to what was settled last; None if they are not known."""
+        if has is self.content:
+            return []
+        past = list(self._past)
+        first = next((i for i, one in enumerate(past) if one.base is has), None)
+        return None if first is None else past[first:]
+
+    def _pending_for(self, has: Content | None) -> _Next | None:
+        """What is staged, if a worker with ``has`` can be brought there."""
+        if self._next is not None and self._next.whole is not None:
+            return None if has is None else self._next
+        told = self._next is not None and (self._next.payload is not None or self.content is None)
+        return self._next if told and self._past_since(has) is not None else None
 
     def _drop_whole(self) -> None:
         if self._whole is not None:
             self._whole.release()
             self._whole = None
 
-    def _forget_past(self, keep: int) -> None:
-        """Forget the oldest steps, until the others have at most ``keep`` bytes together."""
+    def _forget_past(self, steps: int) -> None:
+        """Forget the oldest steps until there are at most ``steps``, with half the bytes of the weights.
+
+        The last one stays even if it is larger: it is just being sent.
+        """
         total = sum(one.payload.numel() for one in self._past)
-        while self._past and total > keep:
+        while len(self._past) > min(steps, 1) and (
+            len(self._past) > steps or total > self.schema.nbytes // 2
+        ):
             oldest = self._past.popleft()
             total -= oldest.payload.numel()
             self._give_back(oldest.slots)
 
     def _give_back(self, slots: list[Slot]) -> None:
         with self._moved:
-            Shipment(-1, [], slots).release()
+            give_back(slots)
 
 
 @dataclass(frozen=True)
 class _Next:
-    """What is staged; without a payload, workers are sent whole weights."""
+    """What is staged; without a payload, workers are sent whole weights: these, or those settled later."""
 
+    content: Content
     step: Step
     difference: Difference | None
     payload: torch.Tensor | None
     slots: list[Slot]
+    whole: Shipment | None = None
 
 
 @dataclass(frozen=True)
 class _Past:
-    """A step from one version to the next."""
+    """A step from ``base`` to what came next."""
 
-    base: int
-    version: int
+    base: Content
     payload: torch.Tensor
     slots: list[Slot]
 

@@ -9,6 +9,7 @@ import torch
 from weight_update.binding import Binding
 from weight_update.chunks import WeightSchema, digest
 from weight_update.encodings import Delta
+from weight_update.encodings.scan import SERIAL
 from weight_update.errors import SchemaMismatchError
 
 __all__ = ["Behind", "OwnWeights"]
@@ -34,9 +35,9 @@ class OwnWeights:
     def __init__(self, schema: WeightSchema, binding: Binding | None) -> None:
         self._schema, self._binding = schema, binding
         self._flat: torch.Tensor | None = None
-        self._next: torch.Tensor | None = None
+        self._next: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         self._version: int | None = None
-        self._writes: list[int] = []
+        self._left: list[tuple[int, int]] = []  # the model's tensors, as they were left
         self._copies: list[int] = []
         self.values: list[torch.Tensor] = []
 
@@ -60,8 +61,7 @@ class OwnWeights:
             )
         flat = self._fresh()
         views = self._schema.views(flat)
-        with torch.no_grad():
-            torch._foreach_copy_(views, [tensors[name].detach() for name in names])
+        _copy(views, [tensors[name].detach() for name in names])
         different = tuple(
             f"{name}: differs from the sender's"
             for name, view, expected in zip(names, views, digests, strict=True)
@@ -90,18 +90,24 @@ class OwnWeights:
         """
         for memory in payloads:
             if memory.numel() == self._schema.nbytes and self._home.type == "cpu":
-                self._next = memory
+                self._next = memory, list(values)
                 return list(values), memory
-        self._next = self._fresh()
-        views = self._schema.views(self._next)
-        if views:
-            torch._foreach_copy_(views, list(values))
-        return views, None
+        flat = self._fresh()
+        views = self._schema.views(flat)
+        _copy(views, values)
+        self._next = flat, views
+        return list(views), None
 
-    def switched(self, values: list[torch.Tensor], version: int) -> None:
+    def switched(self, version: int) -> None:
         """The model now has what :meth:`take` returned, as ``version``."""
-        self._flat, self._next = self._next, None
-        self.values, self._version = values, version
+        assert self._next is not None
+        (self._flat, self.values), self._next = self._next, None
+        self._version = version
+        self._find_copies()
+
+    def bind(self, binding: Binding | None) -> None:
+        """Keep another model current; it has :attr:`values` by now."""
+        self._binding = binding
         self._find_copies()
 
     def require(self, base: int) -> None:
@@ -112,7 +118,7 @@ class OwnWeights:
         """
         if self._flat is None or base != self._version:
             raise Behind(f"a change of version {base}; version {self._version} is here")
-        if self._counters() != self._writes:
+        if self._as_they_are() != self._left:
             raise Behind("this worker wrote into its weights")
 
     def apply(self, deltas: Sequence[Delta], version: int) -> None:
@@ -125,8 +131,8 @@ class OwnWeights:
             stale = [i for i in self._copies if i in touched]
             names = tuple(self._schema.names[i] for i in stale)
             self._binding.copy(names, [self.values[i] for i in stale])
+            self._left = self._as_they_are()
         self._version = version
-        self._writes = self._counters()
 
     @property
     def _home(self) -> torch.device:
@@ -143,9 +149,21 @@ class OwnWeights:
             for i, (target, value) in enumerate(zip(targets, self.values, strict=bool(targets)))
             if target.data_ptr() != value.data_ptr() or target.device != value.device
         ]
-        self._writes = self._counters()
+        self._left = self._as_they_are()
 
-    def _counters(self) -> list[int]:
-        """How often each of the model's tensors was written to, by torch's account."""
+    def _as_they_are(self) -> list[tuple[int, int]]:
+        """How often each of the model's tensors was written to, by torch's account, and where it lies."""
         targets = [] if self._binding is None else self._binding.tensors(self._schema.names)
-        return [-1 if target.is_inference() else target._version for target in targets]
+        return [(-1 if one.is_inference() else one._version, one.data_ptr()) for one in targets]
+
+
+def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy in parts for which torch starts no threads: those hang in forked processes."""
+    to: list[torch.Tensor] = []
+    of: list[torch.Tensor] = []
+    for target, source in zip(targets, sources, strict=True):
+        size = max(target.numel(), 1) if target.is_cuda else SERIAL
+        to.extend(torch.split(target.view(-1), size))
+        of.extend(torch.split(source.reshape(-1), size))
+    if to:
+        torch._foreach_copy_(to, of)

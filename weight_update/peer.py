@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from weight_update.buffers import Shipment
+from weight_update.buffers import Content, Shipment
 from weight_update.chunks import WeightSchema
 from weight_update.lane import Lane
 from weight_update.transports.base import TransportBackend
@@ -22,6 +22,7 @@ class Peer:
         schema: what it is to have, in the sender's dtypes.
         tracked: names of the weights that updates carry; None for all.
         lane: what it is sent; None until it first joins.
+        has: the weights it has; None if unknown.
         applied: what it has; where memory is shared, what it reads.
         inflight: what it was sent and has not answered yet.
         reached: the newest version it ever applied; not forgotten when it leaves.
@@ -39,7 +40,7 @@ class Peer:
         self.lane: Lane | None = None
         self.joined = False
         self.pid = 0
-        self.version: int | None = None
+        self.has: Content | None = None
         self.reached = -1
         self.staged: int | None = None
         self.applied: Shipment | None = None
@@ -57,9 +58,14 @@ class Peer:
         return next(iter(self.failures.values()), self.lost)
 
     @property
+    def version(self) -> int | None:
+        """Number of the weights it has."""
+        return None if self.has is None else self.has.version
+
+    @property
     def lacks(self) -> int | None:
         """The version that it should be sent; None if it has that, or failed to apply it."""
-        target = None if self.lane is None else self.lane.target(self.version)
+        target = None if self.lane is None else self.lane.target(self.has)
         if target is None or target in self.failures:
             return None
         return None if self.version is not None and self.version >= target else target
@@ -89,7 +95,7 @@ class Peer:
             for shipment in (self.applied, self.inflight):
                 for slot in shipment.slots if shipment is not None else ():
                     slot.abandoned = True
-        self.joined, self.version, self.staged = False, None, None
+        self.joined, self.has, self.staged = False, None, None
         self.hold("inflight", None)
         self.hold("applied", None)
 

@@ -129,8 +129,15 @@ class Receiver:
             self._unguard = self.gate.guard(model)
         if self._current is not None and self._binding is not None and self._schema is not None:
             self._schema.require_same(self._binding.schema(), "the new model", more=True)
-            current = self._prepared(self._current)
-            self.gate.run(lambda: self._write(current), self._timeout)
+            self.gate.run(self._fill_new_model, self._timeout)
+
+    def _fill_new_model(self) -> None:
+        assert self._current is not None
+        if self._store is not None:
+            self._current.values = list(self._store.values)
+        self._write(self._prepared(self._current))
+        if self._store is not None:
+            self._store.bind(self._binding)
 
     def guard_outside(self) -> None:
         """The caller holds the gate around every forward pass itself; drop the hooks of the model."""
@@ -416,8 +423,6 @@ class Receiver:
         staged, self._staged = self._staged, None
         if staged is None or staged.version != version:
             raise LinkClosedError(f"version {version} is to be applied but was not received")
-        if staged.base is not None and self._store is not None:
-            self._store.require(staged.base)
         before = self._current
         if staged.group is None:
             stall = self._through_gate([(self, staged)])
@@ -444,6 +449,8 @@ class Receiver:
             receiver._switch(staged)
 
     def _begin(self, staged: _Staged) -> None:
+        if staged.base is not None and self._store is not None:
+            self._store.require(staged.base)  # again: while it waited, the worker may have written
         if self._binding is not None:
             staged.undo = self._binding.exchange_extra(staged.extra)
 
@@ -454,7 +461,7 @@ class Receiver:
         else:
             self._write(staged)
             if self._store is not None:
-                self._store.switched(staged.values, staged.version)
+                self._store.switched(staged.version)
         self._current = staged
         self.version = staged.version
         self._applied += 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -36,6 +38,7 @@ from weight_update.transports.base import TransportBackend
 
 __all__ = ["Sender"]
 
+_log = logging.getLogger(__name__)
 _MAX_UPDATES = 4
 _LOOK_SECONDS = 0.2
 
@@ -74,6 +77,8 @@ class Sender:
         self._pool = BufferPool(first)
         try:
             for schema in {schema.digest: schema for schema in schemas.values()}.values():
+                if isinstance(strategy.encoding, DeltaEncoding):
+                    strategy.encoding.bootstraps(schema)  # prefixes that match nothing are an error at once
                 sizes = Counter(strategy.encoding.whole.payload_sizes(schema))
                 for nbytes, count in sizes.items():
                     self._pool.reserve(nbytes, count if strategy.encoding.keeps else 2 * count)
@@ -227,7 +232,7 @@ class Sender:
 
     def _settle_in(self, peer: Peer, wire: WeightSchema, named: NamedWeights | None) -> None:
         """Find or make the first lane of ``peer``, with ``named`` as its weights."""
-        family = id(named)
+        family = (self._numbers, id(named))
         for lane in self._lanes():
             if lane.family == family and lane.schema.digest == wire.digest:
                 self._move([peer], lane)
@@ -240,7 +245,7 @@ class Sender:
                 self._pool.trim(wire.nbytes)
         self._move([peer], lane)
 
-    def _new_lane(self, schema: WeightSchema, tracked: frozenset[str] | None, family: int) -> Lane:
+    def _new_lane(self, schema: WeightSchema, tracked: frozenset[str] | None, family: Hashable) -> Lane:
         encoding = self._strategy.encoding
         names = schema.names
         positions = None if tracked is None else [i for i, name in enumerate(names) if name in tracked]
@@ -265,7 +270,10 @@ class Sender:
                     old.close()
 
     def _lane_for(self, peers: list[Peer]) -> Lane:
-        """One lane for workers of one kind that are now sent the same weights, and for nobody else."""
+        """A lane for workers of one kind that are now sent the same weights, and for nobody else.
+
+        They are to be moved to it when that is certain.
+        """
         lanes = {id(peer.lane): peer.lane for peer in peers if peer.lane is not None}
         assert lanes
         outside = {id(peer.lane) for peer in self._peers.values() if peer not in peers}
@@ -274,7 +282,6 @@ class Sender:
             lane = max(own, key=lambda one: -1 if one.version is None else one.version)
         else:
             lane = next(iter(lanes.values())).fork()
-        self._move(peers, lane)
         return lane
 
     # -- sending -----------------------------------------------------------------------------------
@@ -304,9 +311,10 @@ class Sender:
             start = time.perf_counter()
             sent = self._bring_up_all([self._peers[idx] for idx in weights])
             report.seconds["send"] = time.perf_counter() - start
+            chunks = [chunk for shipment in sent for chunk in shipment.chunks]
             if self._shared:
-                sent = list({id(shipment): shipment for shipment in sent}.values())
-            report.wire_bytes = sum(shipment.payload_bytes for shipment in sent)
+                chunks = list({id(chunk.payload): chunk for chunk in chunks}.values())
+            report.wire_bytes = sum(chunk.payload_bytes for chunk in chunks)
             return report
 
     def _stage(
@@ -322,11 +330,12 @@ class Sender:
             self._require(self._peers[idx], named)
         self._numbers += 1
         report = SyncReport(self._numbers, self._strategy.encoding.label)
-        kinds: dict[tuple[int, str], list[Peer]] = {}
+        kinds: dict[tuple[Any, ...], list[Peer]] = {}
         for idx in workers:
             peer = self._peers[idx]
             assert peer.lane is not None
-            kinds.setdefault((id(weights[idx]), peer.lane.schema.digest), []).append(peer)
+            own = None if commit else id(peer.lane)  # what may be aborted brings no lanes together
+            kinds.setdefault((id(weights[idx]), peer.lane.schema.digest, peer.tracked, own), []).append(peer)
         lanes: list[Lane] = []
         staged: list[Staged] = []
         try:
@@ -334,15 +343,20 @@ class Sender:
                 self._await_room()
                 named = weights[peers[0].idx]
                 lanes.append(self._lane_for(peers))
-                lanes[-1].family = id(named)
                 step = Step.of(self._numbers, named.extra, commit=commit, group=group)
-                staged.append(lanes[-1].stage(step, named.tensors))
+                holders = [peer.has for peer in peers if peer.has is not None]
+                staged.append(lanes[-1].stage(step, named.tensors, holders))
         except BaseException:
             for lane in lanes:
                 lane.drop()
+                if lane not in self._lanes():
+                    lane.close()
             raise
-        for lane in lanes if commit else []:
-            lane.settle()
+        for peers, lane in zip(kinds.values(), lanes, strict=True):
+            lane.family = (self._numbers, id(weights[peers[0].idx]))
+            self._move(peers, lane)
+            if commit:
+                lane.settle()
         _enter(report, lanes, staged)
         with self._moved:
             self._pool.trim(max((lane.schema.nbytes for lane in lanes), default=0))
@@ -394,7 +408,7 @@ class Sender:
                 held = [one for lane in lanes for one in lane.held]
                 held += [one for peer in self._peers.values() for one in (peer.applied, peer.inflight) if one]
                 limit = _MAX_UPDATES + 2 * self._late() + 2 * (len(lanes) - 1)
-                if len({id(one) for one in held}) < limit:
+                if len({id(one.content) for one in held}) < limit:
                     return
                 self._moved.wait(_LOOK_SECONDS)
 
@@ -428,7 +442,7 @@ class Sender:
                 lane = peer.lane
                 if not peer.joined or peer.inflight is not None or lane is None or peer.lacks is None:
                     return None
-                shipment = lane.ready(peer.version)
+                shipment = lane.ready(peer.has)
                 if shipment is not None:
                     peer.hold("inflight", shipment)
                     peer.since = time.monotonic()
@@ -507,6 +521,11 @@ class Sender:
                     peer.link.disconnect()
                 if self._closed or not peer.link.rejoins:
                     return
+            except Exception as error:  # noqa: BLE001 - whatever it is, whoever waits must hear of it
+                _log.exception("the link to worker %d ended", peer.idx)
+                self._lose(peer, error)
+                peer.link.disconnect()
+                return
 
     def _answer(self, peer: Peer, chunk: WeightChunk) -> None:
         header = chunk.header
@@ -521,7 +540,7 @@ class Sender:
             self._bring_up(peer)
         elif chunk.kind is Kind.BEHIND:
             with self._moved:
-                peer.version = None  # whole weights, then
+                peer.has = None  # whole weights, then
                 peer.hold("inflight", None)
             self._bring_up(peer)
         elif chunk.kind is Kind.GOODBYE:
@@ -536,7 +555,7 @@ class Sender:
             if update is None or update.version != version:
                 return
             if chunk.kind is Kind.APPLIED:
-                peer.version = peer.reached = version
+                peer.has, peer.reached = update.content, version
                 peer.apply_seconds = float(chunk.header["apply_seconds"])
                 peer.stall_seconds = float(chunk.header["stall_seconds"])
                 peer.hold("applied", None if self._strategy.encoding.keeps else update)

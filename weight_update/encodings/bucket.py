@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
+import numpy as np
 import torch
 
 from weight_update.chunks import ALIGNMENT, DTYPES, WeightSchema, byte_view, dtype_name
@@ -18,12 +19,24 @@ from weight_update.encodings.base import Decoder, Encoder, Lend, WholeEncoding, 
 from weight_update.encodings.views import ViewCache
 from weight_update.errors import FormatError
 
-__all__ = ["BucketEncoding"]
+__all__ = ["BucketEncoding", "require_bool", "require_size"]
 
 BucketDtype = Literal["bfloat16", "float16", "float32"]
 _HEAD = struct.Struct("<4sB3x16sQQQ")
 _HEAD_BYTES = 64
 _MAGIC = b"WUBK"
+
+
+def require_size(option: str, value: object) -> None:
+    """Raise ValueError unless ``value`` can be the size of a bucket."""
+    if not isinstance(value, int) or value < ALIGNMENT:
+        raise ValueError(f"{option} is a number of bytes, at least {ALIGNMENT}: {value!r}")
+
+
+def require_bool(option: str, value: object) -> None:
+    """Raise ValueError unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{option} is true or false: {value!r}")
 
 
 @register_encoding
@@ -53,14 +66,17 @@ class BucketEncoding(WholeEncoding):
     load_instant: bool = True
 
     def __post_init__(self) -> None:
-        if self.bucket_size < ALIGNMENT:
-            raise ValueError(f"bucket_size is a number of bytes, at least {ALIGNMENT}: {self.bucket_size!r}")
+        require_size("bucket_size", self.bucket_size)
+        require_bool("load_instant", self.load_instant)
         dtype = self.bucket_dtype
         label = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
         if label is not None and label not in get_args(BucketDtype):
             known = ", ".join(get_args(BucketDtype))
             raise ValueError(f"unknown bucket_dtype {dtype!r} (known: None, {known})")
-        if self.bucket_device is not None and torch.device(self.bucket_device).type not in ("cpu", "cuda"):
+        if self.bucket_device is not None and str(self.bucket_device).partition(":")[0] not in (
+            "cpu",
+            "cuda",
+        ):
             raise ValueError(f"unknown bucket_device {self.bucket_device!r} (known: None, cpu, cuda)")
 
     @property
@@ -156,7 +172,8 @@ class _BucketDecoder(Decoder):
             self._flat = allocate(head.total) if head.load_instant else None
         if self._flat is None:
             return payload
-        self._flat[head.start : head.stop].copy_(payload[_HEAD_BYTES:])
+        # Not torch: its threads hang in forked processes.
+        self._flat.numpy()[head.start : head.stop] = payload.numpy()[_HEAD_BYTES:]
         return self._flat
 
     def decode(self, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -202,11 +219,18 @@ class _BucketDecoder(Decoder):
                 for head, payload in zip(heads, payloads, strict=True)
                 if head.start < last and meta.offset < head.stop
             ]
-            raw = pieces[0] if len(pieces) == 1 else torch.cat([payloads[0][:0], *pieces])
+            raw = pieces[0] if len(pieces) == 1 else _joined(pieces)
             if raw.numel() != meta.nbytes:
                 raise FormatError(f"{meta.name!r} is not whole in the buckets")
             out.append(raw.view(meta.dtype).view(meta.shape))
         return out
+
+
+def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    whole = torch.empty(sum(piece.numel() for piece in pieces), dtype=torch.uint8)
+    if pieces:  # not torch: its threads hang in forked processes
+        np.concatenate([piece.numpy() for piece in pieces], out=whole.numpy())
+    return whole
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weight_update.encodings.base import Encoding
-from weight_update.encodings.bucket import BucketEncoding
+from weight_update.encodings.bucket import BucketEncoding, require_bool
 from weight_update.encodings.patch import PatchEncoding
 
 __all__ = ["encoding_from_config"]
@@ -26,25 +26,27 @@ def encoding_from_config(config: Mapping[str, Any]) -> tuple[Encoding, bool]:
     Raises:
         ValueError: a key or value is unknown; the message lists the known ones.
     """
-    if set(config) == {"weight_syncer"}:
+    if isinstance(config, Mapping) and set(config) == {"weight_syncer"}:
         config = config["weight_syncer"]
-    _known(config, ["type", "patch", "bucket"], "weight_syncer")
+    config = _tree(config, ["type", "patch", "bucket"], "weight_syncer")
     kind = config.get("type")
     if kind not in ("patch", "bucket"):
         raise ValueError(f"unknown type {kind!r} of weight_syncer (known: patch, bucket)")
-    options = dict(config.get(kind) or {})
     if kind == "bucket":
-        _known(options, [*_BUCKET, "is_agent"], "bucket")
-        is_agent = bool(options.pop("is_agent", False))
+        options = _tree(config.get(kind), [*_BUCKET, "is_agent"], "bucket")
+        is_agent = options.pop("is_agent", False)
+        require_bool("is_agent", is_agent)
         return BucketEncoding(**options), is_agent
-    _known(options, [*_PATCH, "init_sync"], "patch")
-    init_sync = dict(options.pop("init_sync", None) or {})
-    _known(init_sync, list(_INIT_SYNC), "patch.init_sync")
+    options = _tree(config.get(kind), [*_PATCH, "init_sync"], "patch")
+    init_sync = _tree(options.pop("init_sync", None), list(_INIT_SYNC), "patch.init_sync")
     options.update({_INIT_SYNC[key]: value for key, value in init_sync.items()})
     return PatchEncoding(**options), False
 
 
-def _known(given: Mapping[str, Any], keys: list[str], where: str) -> None:
-    unknown = sorted(set(given) - set(keys))
+def _tree(given: Any, keys: list[str], where: str) -> dict[str, Any]:
+    if given is not None and not isinstance(given, Mapping):
+        raise ValueError(f"{where} has the keys {', '.join(keys)}, it is not {given!r}")
+    unknown = sorted(map(str, set(given or {}) - set(keys)))
     if unknown:
         raise ValueError(f"unknown keys in {where}: {', '.join(unknown)} (known: {', '.join(keys)})")
+    return dict(given or {})

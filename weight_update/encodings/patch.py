@@ -24,7 +24,7 @@ from weight_update.encodings.base import (
     WholeEncoding,
     register_encoding,
 )
-from weight_update.encodings.bucket import BucketEncoding
+from weight_update.encodings.bucket import BucketEncoding, require_bool, require_size
 from weight_update.encodings.changes import Changes, Run
 from weight_update.encodings.patch_format import Patch, PatchOptions, decode_patch, encode_patch
 from weight_update.encodings.scan import Scanner
@@ -65,8 +65,8 @@ class PatchEncoding(DeltaEncoding):
         init_sync_bucket_size: whole weights travel in buckets of at most so many bytes.
         layout: ``"flat"``: one stream of positions in the flat buffer; ``"coo"``: rows and columns of each
             tensor, as RLinf documents it.
-        values: ``"relative"``: as the distance from the value before, which takes few bytes and compresses
-            well; or ``"raw"``.
+        values: ``"raw"``, or ``"relative"``: as the distance from the value before, which takes fewer bytes
+            and compresses well, but a little longer. None: relative if they are compressed, else raw.
 
     Raises:
         ValueError: an option has a value that is not allowed; the message lists those that are.
@@ -81,14 +81,17 @@ class PatchEncoding(DeltaEncoding):
     init_sync_prefixes: Sequence[str] | None = None
     init_sync_bucket_size: int = 128 << 20
     layout: Layout = "flat"
-    values: Values = "relative"
+    values: Values | None = None
 
     def __post_init__(self) -> None:
         allowed = {"snapshot_device": Device, "transport_device": Device, "layout": Layout, "values": Values}
         for option, known in allowed.items():
             value = self.__dict__[option]
-            if value not in get_args(known):
+            if value not in get_args(known) and (option, value) != ("values", None):
                 raise ValueError(f"unknown {option} {value!r} (known: {', '.join(get_args(known))})")
+        require_bool("delta_encoding", self.delta_encoding)
+        require_bool("init_sync", self.init_sync)
+        require_size("init_sync_bucket_size", self.init_sync_bucket_size)
         if isinstance(self.init_sync_prefixes, str):
             raise ValueError(f"init_sync_prefixes is a list of prefixes, not {self.init_sync_prefixes!r}")
         chosen = resolve_compression(self.compression)
@@ -99,6 +102,8 @@ class PatchEncoding(DeltaEncoding):
         if chosen.device == "cpu" and self.transport_device == "cuda":
             raise ValueError(f"compression={chosen.label!r} works on the CPU: set transport_device='cpu'")
         object.__setattr__(self, "compression", chosen)
+        if self.values is None:
+            object.__setattr__(self, "values", "raw" if chosen.label == "none" else "relative")
 
     @property
     def whole(self) -> WholeEncoding:
@@ -108,8 +113,8 @@ class PatchEncoding(DeltaEncoding):
     @property
     def options(self) -> PatchOptions:
         """What the format needs to know."""
-        compression = resolve_compression(self.compression)
-        return PatchOptions(self.layout, self.delta_encoding, self.values, compression)
+        values: Values = "relative" if self.values == "relative" else "raw"
+        return PatchOptions(self.layout, self.delta_encoding, values, resolve_compression(self.compression))
 
     def bootstraps(self, schema: WeightSchema) -> list[int]:
         """See :meth:`DeltaEncoding.bootstraps`."""
@@ -118,7 +123,9 @@ class PatchEncoding(DeltaEncoding):
         if self.init_sync_prefixes is None:
             return list(range(len(schema.tensors)))
         names = matching(self.init_sync_prefixes, schema.names)
-        return [i for i, name in enumerate(schema.names) if name in names]
+        chosen = {i for i, name in enumerate(schema.names) if name in names}
+        owners = chosen | {first for first, other in schema.ties if other in chosen}
+        return sorted(owners | {other for first, other in schema.ties if first in owners})
 
     def tracker(self, schema: WeightSchema, tracked: Sequence[int] | None) -> Tracker[PatchDifference]:
         """See :meth:`DeltaEncoding.tracker`."""
@@ -151,6 +158,7 @@ class PatchTracker(Tracker[PatchDifference]):
         self._options, self._schema, self._tracked = options, schema, tracked
         self._flat = torch.empty(0, dtype=torch.uint8)
         self._scanner: Scanner | CudaScanner | None = None
+        self._gpus: set[torch.device] = set()
         self._flush: Future[None] | None = None
 
     @torch.no_grad()
@@ -163,25 +171,25 @@ class PatchTracker(Tracker[PatchDifference]):
         gpus = {tensor.device for tensor in tensors if tensor.is_cuda}
         if self._options.snapshot_device == "cuda" and not gpus:
             raise ValueError("snapshot_device='cuda' needs weights on a GPU; use 'cpu' here")
-        device = next(iter(gpus)) if self._options.snapshot_device == "cuda" else None
-        pinned = bool(gpus) and device is None
-        self._flat = torch.zeros(self._schema.nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+        self._start(gpus)
         views, own = self._schema.views(self._flat), self._schema.distinct
         if own:
             torch._foreach_copy_([views[i] for i in own], [tensors[i] for i in own])
-        self._scanner = self._make_scanner(gpus)
 
-    def _make_scanner(self, gpus: set[torch.device]) -> Scanner | CudaScanner:
-        relative = self._options.values == "relative"
-        if not gpus:
-            return Scanner(self._schema, self._tracked, relative=relative)
-        return CudaScanner(
-            self._schema,
-            Queues(next(iter(gpus))),
-            self._tracked,
-            relative=relative,
-            snapshot_device=self._options.snapshot_device,
-        )
+    def _start(self, gpus: set[torch.device]) -> None:
+        """Make the snapshot's memory, and the scanner for weights on ``gpus``."""
+        self._gpus = gpus
+        kept, relative = self._options.snapshot_device, self._options.values == "relative"
+        device = next(iter(gpus)) if kept == "cuda" else None
+        pinned = bool(gpus) and device is None
+        self._flat = torch.zeros(self._schema.nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+        if gpus:
+            queues = Queues(next(iter(gpus)))
+            self._scanner = CudaScanner(
+                self._schema, queues, self._tracked, relative=relative, snapshot_device=kept
+            )
+        else:
+            self._scanner = Scanner(self._schema, self._tracked, relative=relative)
 
     def compare(self, tensors: Sequence[torch.Tensor | None]) -> PatchDifference:
         """See :meth:`Tracker.compare`."""
@@ -218,7 +226,7 @@ class PatchTracker(Tracker[PatchDifference]):
 
     def _flushed(self) -> None:
         """Wait until the snapshot is what the last :meth:`advance` made it."""
-        flush, self._flush = self._flush, None
+        flush = self._flush  # it stays: several threads may have to wait for it
         if flush is not None:
             flush.result()
 
@@ -231,7 +239,8 @@ class PatchTracker(Tracker[PatchDifference]):
         """See :meth:`Tracker.copy`."""
         self._flushed()
         other = PatchTracker(self._options, self._schema, self._tracked)
-        other.begin(self.weights())
+        other._start(self._gpus)
+        other._flat.copy_(self._flat)
         return other
 
 

@@ -31,6 +31,9 @@ PIECE = 2 << 20
 LARGE = 64 << 10
 """Tensors below so many bytes share a piece with their neighbours."""
 
+LITTLE = 16 << 20
+"""Bytes below which one thread is faster than two."""
+
 SERIAL = 32736
 """Elements that torch copies on one thread, and a whole number of vectors: rests convert NaNs otherwise."""
 
@@ -72,7 +75,7 @@ class Scanner:
             first one that is tracked is looked at.
         dense_above: fraction of changed elements of a piece above which all of the piece is replaced.
         relative: values are what to add to the old bits instead of the new bits.
-        threads: worker threads; None for as many as torch uses.
+        threads: worker threads; None for as many as torch uses, but one where there is little to do.
 
     Raises:
         ValueError: ``threads`` is below 1.
@@ -82,12 +85,12 @@ class Scanner:
         self,
         schema: WeightSchema,
         tracked: Sequence[int] | None = None,
-        dense_above: float = 0.25,
+        dense_above: float = 0.5,
         relative: bool = False,
         threads: int | None = None,
     ) -> None:
         if threads is None:
-            threads = torch.get_num_threads()
+            threads = torch.get_num_threads() if schema.nbytes >= LITTLE else 1
         if threads < 1:
             raise ValueError(f"threads is {threads}, must be at least 1")
         self._schema, self._dense_above, self._relative = schema, dense_above, relative

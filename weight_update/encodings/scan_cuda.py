@@ -90,7 +90,7 @@ class CudaScanner:
         schema: WeightSchema,
         queues: Queues,
         tracked: Sequence[int] | None = None,
-        dense_above: float = 0.25,
+        dense_above: float = 0.5,
         relative: bool = False,
         snapshot_device: Literal["cpu", "cuda"] = "cpu",
         transport_device: Literal["cpu", "cuda"] = "cpu",
