@@ -8,6 +8,7 @@ from torch.distributed import TCPStore
 from weight_update.chunks import Kind, WeightChunk
 from weight_update.testing.transports import Ends, TransportContract
 from weight_update.transports import DistributedTransport, MemoryTransport, MPTransport, SharedMemTransport
+from weight_update.transports.c10d import Store
 from weight_update.transports.distributed import DistributedListener
 from weight_update.transports.mailbox import open_store
 from weight_update.transports.shared_mem import SharedMemListener
@@ -50,7 +51,7 @@ class TestDistributedTransport(TransportContract):
         self.listener = DistributedListener(store, "token", {0: sender})
         self.listener.start()
         receiver = DistributedTransport(
-            lambda: TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False),
+            lambda: Store(TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)),
             token="token",
             host=self.hosts[1],
         )

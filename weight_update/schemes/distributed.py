@@ -113,7 +113,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
 
     def _find_store(self) -> Store:
         try:
-            return TCPStore(self.address, self.port, is_master=False, wait_for_workers=False)
+            return Store(TCPStore(self.address, self.port, is_master=False, wait_for_workers=False))
         except dist.DistError as error:
             reason = str(error).partition("\n")[0]
             raise LinkClosedError(f"no sender at {self.address}:{self.port} ({reason})") from None

@@ -160,6 +160,8 @@ class DistributedTransport(TransportBackend):
             self._changed.notify_all()
         self._drop(self._line)
         self._slots.clear()
+        if self._store is not None:
+            self._store.close()
 
     def _drop(self, line: _Line | None = None) -> None:
         with self._changed:
@@ -322,6 +324,7 @@ class DistributedListener:
         self._door.close()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(5.0)
+        self._store.close()
 
     def _run(self) -> None:
         while True:

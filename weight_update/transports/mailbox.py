@@ -14,7 +14,7 @@ import time
 from datetime import timedelta
 
 from weight_update.errors import FormatError, LinkClosedError
-from weight_update.transports.c10d import DistError, Store, TCPStore
+from weight_update.transports.c10d import DistError, Store, TCPStore, disown, own
 from weight_update.transports.stream import deadline_of
 
 __all__ = ["Mailbox", "UnsignedError", "open_store"]
@@ -40,18 +40,24 @@ def open_store(address: str, port: int = 0) -> Store:
         sock.bind((address, port))
         sock.listen(_BACKLOG)
         port = sock.getsockname()[1]
-        _listening.add(sock.fileno())
-        return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach())
+        _listening[sock.fileno()] = port
+        raw = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach())
+        return Store(raw)
 
 
-_listening: set[int] = set()
+_listening: dict[int, int] = {}
+"""Ports by the descriptor of the socket that listens there, or did."""
 
 
 def _close_inherited() -> None:
     """In a forked child: nobody may knock there when the sender is gone."""
-    for fd in _listening:
+    for fd, port in _listening.items():
         with contextlib.suppress(OSError):
-            os.close(fd)
+            sock = socket.socket(fileno=os.dup(fd))  # raises unless it is a socket, still or again
+            with sock:
+                listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if listens and sock.getsockname()[1] == port:
+                    os.close(fd)
     _listening.clear()
 
 
@@ -128,8 +134,9 @@ class Mailbox:
 
     def _read(self) -> None:
         """Thread: wait on the store; it alone uses this client, which serves nobody else while it waits."""
+        store = None
         try:
-            store = self._store.clone()
+            store = own(self._store.clone())
             store.set_timeout(_FOREVER)
             while not self._closed:
                 raw = bytes(store.queue_pop(self.name))
@@ -137,6 +144,8 @@ class Mailbox:
                     self._arrived.put(raw)
         except DistError as error:
             self._arrived.put(LinkClosedError(f"the store is gone ({_brief(error)})"))
+        finally:
+            disown(store)
 
     def end(self) -> None:
         """The other end is gone: whoever takes gets what came before, then an error."""

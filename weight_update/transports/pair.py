@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from weight_update.errors import LinkClosedError, SyncTimeoutError
-from weight_update.transports.c10d import PrefixStore, ProcessGroupGloo, Store
+from weight_update.transports.c10d import PrefixStore, ProcessGroupGloo, Store, disown, own
 
 __all__ = ["Pair", "address_towards"]
 
@@ -47,7 +47,7 @@ class Pair:
         self._farewell: dist.Work | None = None
         try:
             meeting = PrefixStore(name, store.clone())
-            self._group = ProcessGroupGloo(meeting, rank, 2, options)
+            self._group = own(ProcessGroupGloo(meeting, rank, 2, options))
         except RuntimeError as error:
             raise LinkClosedError(f"no connection for payloads ({error})") from None
 
@@ -66,8 +66,10 @@ class Pair:
 
     def close(self) -> None:
         """Give up the connection; the other end hears of it at once."""
-        with contextlib.suppress(RuntimeError):
-            self._farewell = self._group.send([self._byte], self._other, _WATCH)
+        group = self._group
+        if group is not None:
+            with contextlib.suppress(RuntimeError):
+                self._farewell = group.send([self._byte], self._other, _WATCH)
 
     def on_loss(self, call: Callable[[], None]) -> None:
         """Call ``call``, from a thread, as soon as the other end is gone or has given up."""
@@ -78,6 +80,8 @@ class Pair:
                 self._group.recv([never], self._other, _WATCH).wait(timedelta(days=3650))
             call()
             self.close()  # which ends the other end's watch, if that is what began it
+            disown(self._group)
+            self._group = self._farewell = None
 
         threading.Thread(target=watch, name="weight_update-watch", daemon=True).start()
 
