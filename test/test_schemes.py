@@ -1,5 +1,6 @@
 """The schemes keep their contract."""
 
+import os
 from typing import Any
 
 import pytest
@@ -33,6 +34,18 @@ class TestDistributed(SchemeContract):
 
     def make_scheme(self, **options: Any) -> WeightSyncScheme:
         return DistributedWeightSyncScheme(**options)
+
+
+class Apart(DistributedWeightSyncScheme):
+    """Every process believes to be a host of its own: weights cross sockets."""
+
+    def _host_name(self) -> str:
+        return f"host of {os.getpid()}"
+
+
+class TestDistributedAcrossHosts(SchemeContract):
+    def make_scheme(self, **options: Any) -> WeightSyncScheme:
+        return Apart(**options)
 
 
 class TestMemory(SchemeContract):

@@ -83,10 +83,11 @@ class DistributedTransport(TransportBackend):
         return SharedBuffer(nbytes, self._directory)
 
     def restart(self) -> None:
-        """See :meth:`TransportBackend.restart`: a new line, on which nothing was said yet."""
-        self._drop()
+        """See :meth:`TransportBackend.restart`: a new line, unless there is one that works."""
         if self._find_store is None or self._closed:
             raise LinkClosedError("this end was closed")
+        if self._line is not None:
+            return
         if self._store is None:
             self._store = self._find_store()
         address = self._address or address_towards(self._store.host, self._store.port)
