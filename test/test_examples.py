@@ -83,6 +83,23 @@ def test_standalone(scheme: str) -> None:
     assert all(len(set(versions[1:])) == 1 for versions in rollouts), "hold() let an update in"
 
 
+@pytest.mark.parametrize("encoding", ["dense", "patch"])
+def test_distributed(encoding: str) -> None:
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "3", str(ROOT / "examples/distributed.py")]
+    done = subprocess.run(
+        [sys.executable, *command, "--updates", "20", "--encoding", encoding],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "trainer: the workers have {0: 20, 1: 20}" in done.stdout
+    assert sorted(re.findall(r"worker (\d): version 20", done.stdout)) == ["0", "1"]
+    assert "Traceback" not in done.stderr
+    assert "[W" not in done.stderr, "no warnings from the C++ side at the end"
+
+
 def test_multiple_models() -> None:
     def state(step: int, version: str = "") -> list[str]:
         return [f"  worker {idx}: actor of step {step}, critic of step {step}{version}" for idx in range(2)]

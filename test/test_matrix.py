@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from weight_update import (
     BucketEncoding,
     DenseEncoding,
+    DistributedWeightSyncScheme,
     Encoding,
     MemoryWeightSyncScheme,
     MultiProcessWeightSyncScheme,
@@ -24,9 +26,19 @@ from weight_update import (
 from weight_update.testing import Crew, Zoo, fingerprint, mlp, scramble
 from weight_update.testing.workers import Method, context_of
 
+
+class Apart(DistributedWeightSyncScheme):
+    """Every process believes to be a host of its own: weights cross sockets."""
+
+    def _host_name(self) -> str:
+        return f"host of {os.getpid()}"
+
+
 SCHEMES: dict[str, tuple[type[WeightSyncScheme], Method]] = {
     "shared_mem": (SharedMemWeightSyncScheme, "fork"),
     "multiprocess": (MultiProcessWeightSyncScheme, "fork"),
+    "distributed": (DistributedWeightSyncScheme, "fork"),
+    "distributed, two hosts": (Apart, "fork"),
     "memory": (MemoryWeightSyncScheme, "thread"),
 }
 STRATEGIES = ["tensordict", "state_dict"]

@@ -6,11 +6,17 @@ import pytest
 import torch
 from faults_tools import Crew
 
-from weight_update import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightSyncScheme
+from weight_update import (
+    DistributedWeightSyncScheme,
+    MultiProcessWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    WeightSyncScheme,
+)
 
 
 @pytest.fixture(
-    params=[SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme], ids=["shared_mem", "queues"]
+    params=[SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme, DistributedWeightSyncScheme],
+    ids=["shared_mem", "queues", "distributed"],
 )
 def kind(request: pytest.FixtureRequest) -> type[WeightSyncScheme]:
     """The class of the scheme under test."""

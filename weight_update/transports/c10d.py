@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from typing import Any
 
 import torch.distributed as dist
 
 __all__ = ["DistError", "PrefixStore", "ProcessGroupGloo", "Store", "TCPStore", "disown", "own"]
+
+_DRAIN_SECONDS, _LOOK_SECONDS = 0.5, 0.005
 
 _dist: Any = dist
 DistError: type[RuntimeError] = _dist.DistError
@@ -20,12 +24,18 @@ class Store:
 
     Args:
         raw: the store; nobody else keeps it.
+        server: whether it is the server.
+
+    Attributes:
+        unread: queues whose last item was put and perhaps not read yet.
     """
 
-    def __init__(self, raw: Any) -> None:
+    def __init__(self, raw: Any, *, server: bool = False) -> None:
         self._raw: Any = own(raw)
+        self._server = server
         self.host: str = raw.host
         self.port: int = raw.port
+        self.unread: list[str] = []
 
     def clone(self) -> Any:
         """Another client connection, to a plain TCPStore.
@@ -40,8 +50,14 @@ class Store:
         self._open().queue_push(name, item)
 
     def close(self) -> None:
-        """End it; a server's clients notice."""
+        """End it; a server when what it put last was read, else clients complain in the C++ log."""
         raw, self._raw = self._raw, None
+        deadline = time.monotonic() + _DRAIN_SECONDS
+        with contextlib.suppress(DistError):
+            while raw is not None and self._server and any(map(raw.queue_len, self.unread)):
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(_LOOK_SECONDS)
         disown(raw)
 
     def _open(self) -> Any:

@@ -225,6 +225,8 @@ class _Line:
         Mailbox(self._store, _DOOR, token, ordered=False).put(message)
 
     def send(self, chunk: WeightChunk, timeout: float | None) -> None:
+        if self._inbox.ended:
+            raise LinkClosedError("the other end has ended this connection")
         head = chunk.encode_head(checksum=not self.local)
         where = b""
         if self.local and chunk.payload is not None and chunk.payload_bytes:
@@ -281,8 +283,9 @@ class _Line:
         if self._closed:
             return
         self._closed = True
-        with contextlib.suppress(LinkClosedError):
-            self._outbox.put(_FRONT.pack(_CUT, 0, 0))
+        if not self._inbox.ended:
+            with contextlib.suppress(LinkClosedError):
+                self._outbox.put(_FRONT.pack(_CUT, 0, 0), last=True)
         self._inbox.close()
         if self._watch is not None:
             self._watch.close()

@@ -19,7 +19,7 @@ from weight_update.transports.stream import deadline_of
 
 __all__ = ["Mailbox", "UnsignedError", "open_store"]
 
-_FRONT = struct.Struct("<Q16s")  # number of the message, and its signature
+_FRONT = struct.Struct("<Q16s?")  # number of the message, its signature, and whether it is the last
 _FOREVER = timedelta(days=3650)
 _BACKLOG = 512
 
@@ -42,7 +42,7 @@ def open_store(address: str, port: int = 0) -> Store:
         port = sock.getsockname()[1]
         _listening[sock.fileno()] = port
         raw = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach())
-        return Store(raw)
+        return Store(raw, server=True)
 
 
 _listening: dict[int, int] = {}
@@ -75,24 +75,31 @@ class Mailbox:
         name: of the queue.
         token: what both ends know.
         ordered: whether one end alone puts, so that the numbers must follow each other.
+
+    Attributes:
+        ended: whether the last message is here; the other end of the store may be gone by now.
     """
 
     def __init__(self, store: Store, name: str, token: str, *, ordered: bool = True) -> None:
         self._store, self.name, self._key, self._ordered = store, name, token.encode(), ordered
         self._arrived: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
         self._reader: threading.Thread | None = None
+        self._reading = False
+        self.ended = False
         self._put = self._taken = 0
         self._closed = False
 
-    def put(self, message: bytes) -> None:
-        """Add a message; does not wait.
+    def put(self, message: bytes, *, last: bool = False) -> None:
+        """Add a message; does not wait. After the ``last`` one nobody reads on.
 
         Raises:
             LinkClosedError: the store is gone.
         """
-        front = _FRONT.pack(self._put, self._sign(self._put, message))
+        front = _FRONT.pack(self._put, self._sign(self._put, message, last), last)
         self._put += 1
         self._push(front + message)
+        if last:
+            self._store.unread.append(self.name)
 
     def take(self, timeout: float | None) -> bytes | None:
         """The next message, or None when none came within ``timeout`` seconds (None: wait for ever).
@@ -104,6 +111,7 @@ class Mailbox:
         """
         if self._reader is None and not self._closed:
             self._reader = threading.Thread(target=self._read, name=f"weight_update-{self.name}", daemon=True)
+            self._reading = True
             self._reader.start()
         deadline = deadline_of(timeout)
         while True:
@@ -121,9 +129,8 @@ class Mailbox:
 
     def _checked(self, raw: bytes) -> bytes | None:
         """The message, or None if it came before."""
-        number, signature = _FRONT.unpack(raw[: _FRONT.size].ljust(_FRONT.size, b"\0"))
-        message = raw[_FRONT.size :]
-        if not hmac.compare_digest(signature, self._sign(number, message)):
+        number, _, message, genuine = self._open(raw)
+        if not genuine:
             raise UnsignedError(message)
         if self._ordered and number > self._taken:
             raise FormatError(f"message {number} came, {self._taken} was next")
@@ -132,19 +139,32 @@ class Mailbox:
         self._taken += 1
         return message
 
+    def _is_last(self, raw: bytes) -> bool:
+        _, last, _, genuine = self._open(raw)
+        return last and genuine
+
+    def _open(self, raw: bytes) -> tuple[int, bool, bytes, bool]:
+        """Number, whether it is the last, message, and whether it was signed with our token."""
+        number, signature, last = _FRONT.unpack(raw[: _FRONT.size].ljust(_FRONT.size, b"\0"))
+        message = raw[_FRONT.size :]
+        return number, last, message, hmac.compare_digest(signature, self._sign(number, message, last))
+
     def _read(self) -> None:
         """Thread: wait on the store; it alone uses this client, which serves nobody else while it waits."""
         store = None
         try:
             store = own(self._store.clone())
             store.set_timeout(_FOREVER)
-            while not self._closed:
+            last = False
+            while not self._closed and not last:
                 raw = bytes(store.queue_pop(self.name))
+                last = self.ended = self._is_last(raw)
                 if not self._closed:
                     self._arrived.put(raw)
         except DistError as error:
             self._arrived.put(LinkClosedError(f"the store is gone ({_brief(error)})"))
         finally:
+            self._reading = False
             disown(store)
 
     def end(self) -> None:
@@ -157,11 +177,12 @@ class Mailbox:
             return
         self._closed = True
         self._arrived.put(LinkClosedError("this end was closed"))
-        with contextlib.suppress(LinkClosedError):
-            self._push(b"")  # the reader is waiting for something
+        if self._reading:
+            with contextlib.suppress(LinkClosedError):
+                self._push(b"")  # the reader is waiting for something
 
-    def _sign(self, number: int, message: bytes) -> bytes:
-        signed = b"%s %d %d " % (self.name.encode(), number, len(message))
+    def _sign(self, number: int, message: bytes, last: bool) -> bytes:
+        signed = b"%s %d %d %d " % (self.name.encode(), number, last, len(message))
         return hmac.new(self._key, signed + message, hashlib.sha256).digest()[:16]
 
     def _push(self, raw: bytes) -> None:

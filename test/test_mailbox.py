@@ -1,0 +1,95 @@
+"""Signed messages through a store that strangers can reach."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Iterator
+
+import pytest
+from torch.distributed import TCPStore
+
+from weight_update.errors import LinkClosedError
+from weight_update.transports.c10d import Store
+from weight_update.transports.mailbox import Mailbox, UnsignedError, open_store
+
+
+@pytest.fixture
+def server() -> Iterator[Store]:
+    store = open_store("127.0.0.1")
+    yield store
+    store.close()
+
+
+def client(server: Store) -> Store:
+    return Store(TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False))
+
+
+def test_messages_arrive_in_order(server: Store) -> None:
+    there, here = Mailbox(client(server), "box", "token"), Mailbox(server, "box", "token")
+    for number in range(20):
+        there.put(b"%d" % number)
+    assert [here.take(5.0) for _ in range(20)] == [b"%d" % number for number in range(20)]
+    assert here.take(0.05) is None
+    there.put(b"late")
+    assert here.take(5.0) == b"late"
+    here.close()
+
+
+def test_who_listens_on_which_address(server: Store) -> None:
+    address = socket.gethostbyname(socket.gethostname())
+    if address.startswith("127."):
+        pytest.skip("this machine has no other address than loopback")
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection((address, server.port), timeout=5.0)
+
+
+@pytest.mark.parametrize("rubbish", [b"", b"x", b"\0" * 25, b"\1" * 25, b"\xff" * 1000])
+def test_rubbish_is_told_from_messages(server: Store, rubbish: bytes) -> None:
+    here, there = Mailbox(server, "box", "token"), Mailbox(client(server), "box", "token")
+    client(server).queue_push("box", rubbish)
+    there.put(b"hello")
+    with pytest.raises(UnsignedError):
+        here.take(5.0)
+    assert here.take(5.0) == b"hello"
+    here.close()
+
+
+def test_another_token(server: Store) -> None:
+    here, there = Mailbox(server, "box", "token"), Mailbox(client(server), "box", "another")
+    there.put(b"hello")
+    with pytest.raises(UnsignedError) as caught:
+        here.take(5.0)
+    assert caught.value.message == b"hello"
+    here.close()
+
+
+def test_what_comes_again_is_skipped(server: Store) -> None:
+    here, there = Mailbox(server, "box", "token"), Mailbox(client(server), "box", "token")
+    there.put(b"one")
+    stranger = server.clone()
+    seen = bytes(stranger.queue_pop("box"))
+    for _ in range(3):
+        stranger.queue_push("box", seen)
+    there.put(b"two")
+    assert [here.take(5.0), here.take(5.0)] == [b"one", b"two"]
+    here.close()
+
+
+def test_close_wakes_and_ends(server: Store) -> None:
+    here = Mailbox(server, "box", "token")
+    assert here.take(0.01) is None
+    here.close()
+    for _ in range(2):
+        with pytest.raises(LinkClosedError):
+            here.take(5.0)
+
+
+def test_strangers_on_the_port_do_not_stop_it(server: Store) -> None:
+    here, there = Mailbox(server, "box", "token"), Mailbox(client(server), "box", "token")
+    for data in (b"GET / HTTP/1.0\r\n\r\n", struct.pack("<Q", 1 << 62), b"\xff" * 4096):
+        with socket.create_connection(("127.0.0.1", server.port)) as sock:
+            sock.sendall(data)
+    there.put(b"still here")
+    assert here.take(5.0) == b"still here"
+    here.close()
