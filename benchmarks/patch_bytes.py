@@ -30,9 +30,9 @@ __all__ = [
 
 LAYOUTS = {
     "flat": PatchEncoding(values="raw"),
-    "flat, relative": PatchEncoding(),
+    "flat, relative": PatchEncoding(values="relative"),
     "coo": PatchEncoding(layout="coo", values="raw"),
-    "coo, relative": PatchEncoding(layout="coo"),
+    "coo, relative": PatchEncoding(layout="coo", values="relative"),
 }
 COMPRESSIONS = ("none", "lz4", "zstd")
 VALUES: tuple[Literal["raw", "relative"], ...] = ("raw", "relative")

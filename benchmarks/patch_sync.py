@@ -29,7 +29,7 @@ __all__ = ["measure_sync", "sync_table"]
 SCHEMES = {"SharedMem": SharedMemWeightSyncScheme, "MultiProcess": MultiProcessWeightSyncScheme}
 ENCODINGS = {
     "dense": "dense",
-    "patch": PatchEncoding(),
+    "patch, relative": PatchEncoding(values="relative"),
     "patch, raw": PatchEncoding(values="raw"),
     "patch, zstd": PatchEncoding(compression="zstd"),
 }

@@ -152,7 +152,7 @@ def test_patches_are_timed_beside_a_copy_and_the_obvious_way(patch_tables):
 def test_a_patch_is_smaller_over_every_scheme(patch_tables):
     table = patch_tables["send() until applied"]
     for scheme in ("SharedMem", "MultiProcess"):
-        (dense,), (patch,) = (_cells(table, scheme=scheme, encoding=name) for name in ("dense", "patch"))
+        (dense,), (patch,) = (_cells(table, scheme=scheme, encoding=name) for name in ("dense", "patch, raw"))
         assert 0 < float(patch["MB sent"]) < float(dense["MB sent"]) / 10
 
 

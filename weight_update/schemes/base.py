@@ -10,6 +10,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing.util import Finalize
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
@@ -129,6 +130,15 @@ class WeightSyncScheme(ABC):
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._sending = threading.Lock()
 
+    def _close_at_end(self, close: Callable[..., None], *parts: Any) -> None:
+        """Have ``close(*parts)`` called by :meth:`shutdown`, or when the scheme or the process ends.
+
+        Processes that multiprocessing started run its own exit functions only: without them a worker that
+        ends right after an update would never say that it has it.
+        """
+        self._finalizer = weakref.finalize(self, close, *parts)
+        Finalize(self, self._finalizer, exitpriority=1)
+
     # -- for subclasses ----------------------------------------------------------------------------
 
     @abstractmethod
@@ -221,7 +231,7 @@ class WeightSyncScheme(ABC):
             raise
         self.model_id, self.context = model_id, context
         self._sources, self._sender = sources, sender
-        self._finalizer = weakref.finalize(self, _close_all, sender, self._door)
+        self._close_at_end(_close_all, sender, self._door)
 
     def init_on_receiver(
         self,
@@ -330,12 +340,12 @@ class WeightSyncScheme(ABC):
         except BaseException:
             receiver.abandon()  # the link is fine: it is for the next attempt
             self._link = link
-            self._finalizer = weakref.finalize(self, link.close)
+            self._close_at_end(link.close)
             raise
         receiver.mark_returned()
         receiver.start()
         self._receiver = receiver
-        self._finalizer = weakref.finalize(self, receiver.close)
+        self._close_at_end(receiver.close)
 
     # -- phase 3: updates --------------------------------------------------------------------------
 
