@@ -23,6 +23,7 @@ LAYERS: list[set[str]] = [
     {"transports"},
     {"buffers"},
     {"lane"},
+    {"change_lane"},
     {"peer"},
     {"receiver", "sender"},
     {"handle"},

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from weight_update.buffers import BufferPool, Shipment, Slot
+from weight_update.change_lane import ChangeLane
 from weight_update.chunks import Kind, WeightChunk, WeightSchema, differences, memory_identity, untied
 from weight_update.encodings import DeltaEncoding, Lend
 from weight_update.errors import (
@@ -29,7 +30,7 @@ from weight_update.errors import (
     WorkerError,
 )
 from weight_update.frames import Step
-from weight_update.lane import ChangeLane, Lane, Staged, WholeLane
+from weight_update.lane import Lane, Staged, WholeLane
 from weight_update.named import NamedWeights
 from weight_update.peer import Peer
 from weight_update.report import SyncReport
