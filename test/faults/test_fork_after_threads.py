@@ -41,7 +41,7 @@ def test_workers_do_not_hang(kind: type[WeightSyncScheme], encoding: str) -> Non
     source, target = nn.Linear(400, 1000), nn.Linear(400, 1000)
     target.load_state_dict(source.state_dict())
     torch.ones(1 << 20).mul_(2.0)  # starts the threads
-    scheme = kind(WeightStrategy(encoding=ENCODINGS[encoding]), timeout=10.0, connect_timeout=10.0)
+    scheme = kind(strategy=WeightStrategy(encoding=ENCODINGS[encoding]), timeout=10.0, connect_timeout=10.0)
     ours, theirs = ctx.Pipe()
     with scheme:
         scheme.init_on_sender(model=source, num_workers=1, ctx=ctx)

@@ -43,6 +43,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         token: workers must show it; None takes the environment's ``WEIGHT_UPDATE_TOKEN``, or makes one.
         host: name of the host that this process runs on, if processes of one machine are not to share
             memory; None takes the environment's ``WEIGHT_UPDATE_HOST``, or finds out.
+        directory: where buffers lie, as in :class:`SharedMemWeightSyncScheme`.
         options: the other options of :class:`WeightSyncScheme`.
 
     Raises:
@@ -59,15 +60,15 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         port: int = 0,
         token: str | None = None,
         host: str | None = None,
+        directory: str | None = None,
         **options: Any,
     ) -> None:
         if backend != "gloo":
             raise ValueError(f"unknown backend {backend!r} (known: 'gloo')")
         super().__init__(strategy, sync, **options)
         self.backend, self.address, self.port, self.host = backend, address, port, host
-        token = token or os.environ.get(_TOKEN)
-        self._told = token is not None  # workers may know the token without us
-        self._token = token or self._token
+        self.directory = directory
+        self._token = token or os.environ.get(_TOKEN) or self._token
 
     def _reset(self) -> None:
         super()._reset()
@@ -99,14 +100,18 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
                 "init_on_sender(), or give both sides address, port and token, or initialize "
                 "torch.distributed"
             )
-        return DistributedTransport(self._find_store, token=self._token, host=self._host_name())
+        return DistributedTransport(
+            self._find_store, token=self._token, host=self._host_name(), directory=self.directory
+        )
 
     @property
     def _notice(self) -> str:
         return f"weight_update/{self.model_id or 'policy'}"
 
     def _sender_end(self) -> DistributedTransport:
-        return DistributedTransport(token=self._token, address=self.address, host=self._host_name())
+        return DistributedTransport(
+            token=self._token, address=self.address, host=self._host_name(), directory=self.directory
+        )
 
     def _host_name(self) -> str | None:
         return self.host or os.environ.get(_HOST)

@@ -129,7 +129,7 @@ class DistributedTransport(TransportBackend):
             return first
         left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
         try:
-            return line.recv(left, allocate, self._slots)
+            return line.recv(left, allocate, self._map)
         except (LinkClosedError, FormatError, TimeoutError):
             self._drop(line)
             raise
@@ -163,6 +163,10 @@ class DistributedTransport(TransportBackend):
         self._slots.clear()
         if self._store is not None:
             self._store.close()
+
+    def _map(self, pid: int, fd: int, key: str, nbytes: int) -> torch.Tensor:
+        """The sender's slot."""
+        return self._slots.payload(key, nbytes, lambda: open_slot(pid, fd, key, self._directory))
 
     def _drop(self, line: _Line | None = None) -> None:
         with self._changed:
@@ -239,7 +243,12 @@ class _Line:
         if chunk.payload is not None and chunk.payload_bytes > _INLINE and not where:
             self._the_pair().send(chunk.payload, timeout)
 
-    def recv(self, timeout: float | None, allocate: Allocate | None, slots: SlotTable) -> WeightChunk | None:
+    def recv(
+        self,
+        timeout: float | None,
+        allocate: Allocate | None,
+        map_slot: Callable[[int, int, str, int], torch.Tensor],
+    ) -> WeightChunk | None:
         message = self._take(timeout)
         if message is None:
             return None
@@ -252,7 +261,7 @@ class _Line:
         payload = None
         if where:
             pid, fd, key = json.loads(where)
-            payload = slots.payload(key, prelude.payload_bytes, lambda: open_slot(pid, fd, key))
+            payload = map_slot(pid, fd, key, prelude.payload_bytes)
         elif prelude.payload_bytes:
             make = allocate or _fresh
             payload = make(prelude.payload_bytes)
