@@ -54,7 +54,8 @@ class PatchEncoding(DeltaEncoding):
     Args:
         snapshot_device: where the snapshot lies: ``"cpu"`` (pinned where weights are on a GPU) or
             ``"cuda"``. It has the size of the model in the receivers' dtypes.
-        transport_device: where a patch is put together and compressed: ``"cpu"`` or ``"cuda"``.
+        transport_device: where the arrays of a patch are compressed: ``"cpu"`` or ``"cuda"``. It is put
+            together on the CPU in both cases.
         delta_encoding: send distances between positions instead of positions.
         compression: of the patch: ``"none"``, ``"lz4"``, ``"zstd"``, ``"nvcomp_lz4"`` (on the GPU) or a
             :class:`~weight_update.compression.Compression`. What would not shrink travels as it is.
