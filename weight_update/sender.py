@@ -357,17 +357,13 @@ class Sender:
             self._require(self._peers[idx], named)
         self._numbers += 1
         report = SyncReport(self._numbers, self._strategy.encoding.label)
-        kinds: dict[tuple[Any, ...], list[Peer]] = {}
-        for idx in workers:
-            peer = self._peers[idx]
-            if peer.lane is None:
-                continue  # it was not here yet, or is a guest that has just gone
-            own = None if commit else id(peer.lane)  # what may be aborted brings no lanes together
-            kinds.setdefault((id(weights[idx]), peer.lane.schema.digest, peer.tracked, own), []).append(peer)
+        kinds = self._kinds(
+            weights, workers, apart=not commit
+        )  # what may be aborted brings no lanes together
         lanes: list[Lane] = []
         staged: list[Staged] = []
         try:
-            for peers in kinds.values():
+            for peers in kinds:
                 self._await_room()
                 named = weights[peers[0].idx]
                 lanes.append(self._lane_for(peers))
@@ -380,16 +376,30 @@ class Sender:
                 if lane not in self._lanes():
                     lane.close()
             raise
-        for peers, lane in zip(kinds.values(), lanes, strict=True):
+        for peers, lane in zip(kinds, lanes, strict=True):
             lane.family = (self._numbers, id(weights[peers[0].idx]))
             self._move(peers, lane)
             if commit:
                 lane.settle()
         _enter(report, lanes, staged)
-        with self._moved:
-            self._pool.trim(max((lane.schema.nbytes for lane in lanes), default=0))
+        if lanes:  # else the first workers are yet to come, and forked ones still hold what would be freed
+            with self._moved:
+                self._pool.trim(max(lane.schema.nbytes for lane in lanes))
         report.seconds["encode"] = time.perf_counter() - start
         return report
+
+    def _kinds(
+        self, weights: Mapping[int, NamedWeights], workers: Iterable[int], *, apart: bool
+    ) -> list[list[Peer]]:
+        """Workers by what they can be sent together; without those that were not here yet, or have just gone."""
+        kinds: dict[tuple[Any, ...], list[Peer]] = {}
+        for idx in workers:
+            peer = self._peers[idx]
+            if peer.lane is not None:
+                own = id(peer.lane) if apart else None
+                kind = (id(weights[idx]), peer.lane.schema.digest, peer.tracked, own)
+                kinds.setdefault(kind, []).append(peer)
+        return list(kinds.values())
 
     def _require(self, peer: Peer, named: NamedWeights) -> None:
         """Check weights to be sent; those that updates do not carry are needed the first time only."""
