@@ -391,7 +391,7 @@ class Sender:
     def _kinds(
         self, weights: Mapping[int, NamedWeights], workers: Iterable[int], *, apart: bool
     ) -> list[list[Peer]]:
-        """Workers by what they can be sent together; without those that were not here yet, or have just gone."""
+        """Workers by what they can be sent together; without those not here yet, or just gone."""
         kinds: dict[tuple[Any, ...], list[Peer]] = {}
         for idx in workers:
             peer = self._peers[idx]
