@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,7 @@ class Pair:
         self._farewell: dist.Work | None = None
         try:
             meeting = PrefixStore(name, store.clone())
-            self._group = own(ProcessGroupGloo(meeting, rank, 2, options))
+            self._group: Any = own(ProcessGroupGloo(meeting, rank, 2, options))
         except RuntimeError as error:
             raise LinkClosedError(f"no connection for payloads ({error})") from None
 
@@ -58,11 +59,11 @@ class Pair:
             LinkClosedError: the other end is gone.
             SyncTimeoutError: it does not read; the pair is of no more use.
         """
-        self._finish(lambda: self._group.send([payload], self._other, _DATA), timeout)
+        self._finish(lambda: self._begin("send", payload), timeout)
 
     def recv(self, into: torch.Tensor, timeout: float | None) -> None:
         """Fill ``into`` with what the other end sends; raises as :meth:`send`."""
-        self._finish(lambda: self._group.recv([into], self._other, _DATA), timeout)
+        self._finish(lambda: self._begin("recv", into), timeout)
 
     def close(self) -> None:
         """Give up the connection; the other end hears of it at once."""
@@ -84,6 +85,19 @@ class Pair:
             self._group = self._farewell = None
 
         threading.Thread(target=watch, name="weight_update-watch", daemon=True).start()
+
+    def _begin(self, what: Literal["send", "recv"], tensor: torch.Tensor) -> dist.Work:
+        group = self._group  # the watch takes it away when the other end is gone
+        if group is None:
+            raise LinkClosedError("the other end is gone")
+        try:
+            if what == "send":
+                work: dist.Work = group.send([tensor], self._other, _DATA)
+            else:
+                work = group.recv([tensor], self._other, _DATA)
+            return work
+        finally:
+            del group  # an error may be kept, and must not keep what has threads: see own()
 
     @staticmethod
     def _finish(begin: Callable[[], dist.Work], timeout: float | None) -> None:
