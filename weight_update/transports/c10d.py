@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
+import stat
 import time
 from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["DistError", "PrefixStore", "ProcessGroupGloo", "Store", "TCPStore", "disown", "own"]
+__all__ = ["DistError", "PrefixStore", "ProcessGroupGloo", "Store", "TCPStore", "disown", "keep_alive", "own"]
 
 _DRAIN_SECONDS, _LOOK_SECONDS = 0.5, 0.005
+_VANISHED_SECONDS = 180
+"""A machine that is silent for so long is gone; a link may be down for less."""
+_PROBES = 9
 
 _dist: Any = dist
 DistError: type[RuntimeError] = _dist.DistError
@@ -33,6 +39,8 @@ class Store:
     def __init__(self, raw: Any, *, server: bool = False) -> None:
         self._raw: Any = own(raw)
         self._server = server
+        if not server:
+            _keep_clients_alive(raw.port)
         self.host: str = raw.host
         self.port: int = raw.port
         self.unread: list[str] = []
@@ -43,7 +51,9 @@ class Store:
         Raises:
             DistError: the store is gone.
         """
-        return self._open().clone()
+        clone = self._open().clone()
+        _keep_clients_alive(self.port)
+        return clone
 
     def queue_push(self, name: str, item: bytes) -> None:
         """Add ``item`` to a queue; raises as :meth:`clone`."""
@@ -65,6 +75,25 @@ class Store:
         if raw is None:
             raise DistError("this store was closed")
         return raw
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Have the kernel end this connection, or those to be accepted here, when the other machine vanishes."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(_VANISHED_SECONDS // _PROBES, 1))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(_VANISHED_SECONDS // _PROBES, 1))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _VANISHED_SECONDS)
+
+
+def _keep_clients_alive(port: int) -> None:
+    """:meth:`keep_alive` for what a TCPStore connected to ``port``: it does not show its sockets."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # it is closed by now, or not connected
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(fd)) as sock:
+                if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getpeername()[1] == port:
+                    keep_alive(sock)
 
 
 _owned: list[Any] = []

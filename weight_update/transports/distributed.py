@@ -48,8 +48,8 @@ class DistributedTransport(TransportBackend):
     all: it maps the sender's slot.
 
     Args:
-        find_store: gives a client of the store; called when the link is first used. None makes a sender's
-            end, which is given its connection by :class:`DistributedListener`.
+        find_store: gives a client of the store within so many seconds; called when the link is first used.
+            None makes a sender's end, which is given its connection by :class:`DistributedListener`.
         token: what both ends know.
         address: of this machine's interface for payloads; None finds the one that leads to the store.
         host: name of this host, if not :func:`this_host`; two ends with one name share memory.
@@ -61,7 +61,7 @@ class DistributedTransport(TransportBackend):
 
     def __init__(
         self,
-        find_store: Callable[[], Store] | None = None,
+        find_store: Callable[[float | None], Store] | None = None,
         *,
         token: str = "",
         address: str | None = None,
@@ -82,14 +82,14 @@ class DistributedTransport(TransportBackend):
         """A shared slot; see :meth:`TransportBackend.allocate`."""
         return SharedBuffer(nbytes, self._directory)
 
-    def restart(self) -> None:
+    def restart(self, timeout: float | None = None) -> None:
         """See :meth:`TransportBackend.restart`: a new line, unless there is one that works."""
         if self._find_store is None or self._closed:
             raise LinkClosedError("this end was closed")
         if self._line is not None:
             return
         if self._store is None:
-            self._store = self._find_store()
+            self._store = self._find_store(timeout)
         address = self._address or address_towards(self._store.host, self._store.port)
         with self._changed:
             self._line = _Line(self._store, uuid.uuid4().hex, self._token, 1, address)
