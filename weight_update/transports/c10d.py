@@ -14,6 +14,8 @@ import torch.distributed as dist
 __all__ = ["DistError", "PrefixStore", "ProcessGroupGloo", "Store", "TCPStore", "disown", "keep_alive", "own"]
 
 _DRAIN_SECONDS, _LOOK_SECONDS = 0.5, 0.005
+_AWAITED = 63
+"""Queues of readers that were killed are never read: of so many, the oldest are not waited for."""
 _VANISHED_SECONDS = 180
 """A machine that is silent for so long is gone; a link may be down for less."""
 _PROBES = 9
@@ -31,9 +33,6 @@ class Store:
     Args:
         raw: the store; nobody else keeps it.
         server: whether it is the server.
-
-    Attributes:
-        unread: queues whose last item was put and perhaps not read yet.
     """
 
     def __init__(self, raw: Any, *, server: bool = False) -> None:
@@ -43,7 +42,7 @@ class Store:
             _keep_clients_alive(raw.port)
         self.host: str = raw.host
         self.port: int = raw.port
-        self.unread: list[str] = []
+        self._unread: list[str] = []
 
     def clone(self) -> Any:
         """Another client connection, to a plain TCPStore.
@@ -59,12 +58,19 @@ class Store:
         """Add ``item`` to a queue; raises as :meth:`clone`."""
         self._open().queue_push(name, item)
 
+    def await_reader(self, name: str) -> None:
+        """A server's :meth:`close` waits a little until the queue, to which nothing more is put, was read."""
+        raw = self._raw
+        if self._server and raw is not None:
+            unread = [one for one in self._unread if raw.queue_len(one)]
+            self._unread = [*unread[-_AWAITED:], name]
+
     def close(self) -> None:
         """End it; a server when what it put last was read, else clients complain in the C++ log."""
         raw, self._raw = self._raw, None
         deadline = time.monotonic() + _DRAIN_SECONDS
         with contextlib.suppress(DistError):
-            while raw is not None and self._server and any(map(raw.queue_len, self.unread)):
+            while raw is not None and self._server and any(map(raw.queue_len, self._unread)):
                 if time.monotonic() > deadline:
                     break
                 time.sleep(_LOOK_SECONDS)

@@ -10,12 +10,13 @@ import struct
 import threading
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
 import torch
 
 from weight_update.chunks import PRELUDE_BYTES, Kind, Prelude, WeightChunk, byte_view
-from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError
+from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, TransportError
 from weight_update.transports.base import Allocate, Buffer, TransportBackend
 from weight_update.transports.c10d import Store
 from weight_update.transports.mailbox import Mailbox, UnsignedError
@@ -30,6 +31,8 @@ _log = logging.getLogger(__name__)
 _DOOR = "door"
 _CUT, _FRAME = 0, 1
 _FRONT = struct.Struct("<BII")  # kind of message, bytes of the frame's head, and of where its payload lies
+_REMEMBERED = 10_000
+"""How many joins are remembered, so that none of them, written down by a stranger, is let in again."""
 _INLINE = 64 << 10
 """Bytes of a payload that travels with the signal: a further message would cost more than it."""
 
@@ -282,7 +285,7 @@ class _Line:
             except UnsignedError as error:
                 if not self._greeted:
                     raise JoinRefusedError("the tokens of the two ends differ") from None
-                _log.warning("%s: %s", self.name, error)
+                _log.warning("%s: %s", self.name, str(error))
                 continue
             self._greeted = self._greeted or message is not None
             return message
@@ -332,7 +335,7 @@ class DistributedListener:
     ) -> None:
         self._store, self._token, self._links, self._newcomers = store, token, links, newcomers
         self._door = Mailbox(store, _DOOR, token, ordered=False)
-        self._known: set[str] = set()
+        self._known: OrderedDict[str, None] = OrderedDict()
         self._thread = threading.Thread(target=self._run, name="weight_update-door", daemon=True)
 
     def start(self) -> None:
@@ -356,14 +359,16 @@ class DistributedListener:
             except LinkClosedError:
                 return
             except UnsignedError as error:
-                _log.warning("refused a connection: %s", error)
+                _log.warning("refused a connection: %s", str(error))  # a record that keeps no message
                 self._answer_stranger(error.message)
             except (JoinRefusedError, FormatError, ValueError, KeyError, struct.error) as error:
                 _log.warning("refused a connection: %s", error)
 
     def _answer_stranger(self, message: bytes) -> None:
         """Whoever has another token cannot read our answer, but learns from that."""
-        with contextlib.suppress(ValueError, KeyError, TypeError, struct.error):
+        with contextlib.suppress(
+            ValueError, KeyError, TypeError, RecursionError, struct.error, TransportError
+        ):
             link, _, _ = _read_knock(message)
             if link not in self._known:
                 Mailbox(self._store, f"{link}/down", self._token).put(b"")
@@ -372,7 +377,9 @@ class DistributedListener:
         link, host, hello = _read_knock(message)
         if hello.kind is not Kind.HELLO or link in self._known:
             raise FormatError("did not say hello, or says it again")
-        self._known.add(link)
+        self._known[link] = None
+        if len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
         worker = hello.header["worker"]
         try:
             end = self._links.get(worker) or self._newcomers(worker)

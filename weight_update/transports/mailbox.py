@@ -13,7 +13,7 @@ import threading
 import time
 from datetime import timedelta
 
-from weight_update.errors import FormatError, LinkClosedError
+from weight_update.errors import FormatError, LinkClosedError, TransportError
 from weight_update.transports.c10d import DistError, Store, TCPStore, disown, keep_alive, own
 from weight_update.transports.stream import deadline_of
 
@@ -22,6 +22,7 @@ __all__ = ["Mailbox", "UnsignedError", "find_store", "open_store"]
 _FRONT = struct.Struct("<Q16s?")  # number of the message, its signature, and whether it is the last
 _FOREVER = timedelta(days=3650)
 _BACKLOG = 512
+_LARGEST = (8 << 20) - _FRONT.size  # a TCPStore cuts off who sends more
 _PATIENCE = timedelta(minutes=5)
 _RETRY_SECONDS = 0.1
 
@@ -138,12 +139,18 @@ class Mailbox:
 
         Raises:
             LinkClosedError: the store is gone.
+            TransportError: it is larger than a store takes.
         """
+        if len(message) > _LARGEST:
+            raise TransportError(
+                f"{len(message) / 1e6:.1f} MB of names and extra state do not fit into one message through "
+                f"a TCPStore ({_LARGEST / 1e6:.1f} MB): fewer tensors, or less extra state"
+            )
         front = _FRONT.pack(self._put, self._sign(self._put, message, last), last)
         self._put += 1
         self._push(front + message)
         if last:
-            self._store.unread.append(self.name)
+            self._store.await_reader(self.name)
 
     def take(self, timeout: float | None) -> bytes | None:
         """The next message, or None when none came within ``timeout`` seconds (None: wait for ever).
