@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import socket
 import threading
 from collections.abc import Callable
@@ -19,6 +20,9 @@ __all__ = ["Pair", "address_towards"]
 
 _STALLED = 60.0
 """Seconds without the other end's answer after which it counts as gone."""
+
+_GRACE = 0.2
+"""Seconds within which a transfer that was complete before a farewell came is reported as such."""
 
 _DATA, _WATCH = 0, 1  # tags
 
@@ -46,6 +50,7 @@ class Pair:
         self._other = 1 - rank
         self._byte = torch.zeros(1, dtype=torch.uint8)
         self._farewell: dist.Work | None = None
+        self._losses: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         try:
             meeting = PrefixStore(name, store.clone())
             self._group: Any = own(ProcessGroupGloo(meeting, rank, 2, options))
@@ -62,8 +67,31 @@ class Pair:
         self._finish(lambda: self._begin("send", payload), timeout)
 
     def recv(self, into: torch.Tensor, timeout: float | None) -> None:
-        """Fill ``into`` with what the other end sends; raises as :meth:`send`."""
-        self._finish(lambda: self._begin("recv", into), timeout)
+        """Fill ``into`` with what the other end sends; raises as :meth:`send`.
+
+        Gloo does not tell a receive that is half done of the other end's death. It is therefore waited for
+        in a thread of its own, and whoever learns first, that thread or the watch, ends the wait here.
+        """
+        outcomes: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+        def wait() -> None:
+            try:
+                self._finish(lambda: self._begin("recv", into), timeout)
+            except (LinkClosedError, SyncTimeoutError) as error:
+                outcomes.put(error)
+            else:
+                outcomes.put(None)
+
+        self._losses = outcomes
+        if self._group is None:
+            outcomes.put(LinkClosedError("the other end is gone"))
+        threading.Thread(target=wait, name="weight_update-recv", daemon=True).start()
+        outcome = outcomes.get()
+        if outcome is not None:
+            with contextlib.suppress(queue.Empty):  # it said farewell: all that it sent before is here
+                outcome = outcomes.get(timeout=_GRACE)
+        if outcome is not None:
+            raise outcome
 
     def close(self) -> None:
         """Give up the connection; the other end hears of it at once."""
@@ -79,6 +107,7 @@ class Pair:
         def watch() -> None:
             with contextlib.suppress(RuntimeError):
                 self._group.recv([never], self._other, _WATCH).wait(timedelta(days=3650))
+            self._losses.put(LinkClosedError("the other end is gone"))
             call()
             self.close()  # which ends the other end's watch, if that is what began it
             disown(self._group)
