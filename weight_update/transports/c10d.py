@@ -58,6 +58,10 @@ class Store:
         """Add ``item`` to a queue; raises as :meth:`clone`."""
         self._open().queue_push(name, item)
 
+    def reach(self) -> None:
+        """Return when the server has what was put; raises as :meth:`clone`."""
+        self._open().queue_len("")
+
     def await_reader(self, name: str) -> None:
         """A server's :meth:`close` waits a little until the queue, to which nothing more is put, was read."""
         raw = self._raw

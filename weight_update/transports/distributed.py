@@ -29,7 +29,7 @@ __all__ = ["DistributedListener", "DistributedTransport", "this_host"]
 
 _log = logging.getLogger(__name__)
 _DOOR = "door"
-_CUT, _FRAME = 0, 1
+_CUT, _FRAME, _MEETING = 0, 1, 2  # the last: a frame, after which both ends make their group of two
 _FRONT = struct.Struct("<BII")  # kind of message, bytes of the frame's head, and of where its payload lies
 _REMEMBERED = 10_000
 """How many joins are remembered, so that none of them, written down by a stranger, is let in again."""
@@ -229,7 +229,9 @@ class _Line:
         """Ask to be let in."""
         info = json.dumps({"link": self.name, "host": host}).encode()
         message = struct.pack("<I", len(info)) + info + hello.encode()
-        Mailbox(self._store, _DOOR, token, ordered=False).put(message)
+        door = Mailbox(self._store, _DOOR, token, ordered=False)
+        door.put(message)
+        door.flush()
 
     def send(self, chunk: WeightChunk, timeout: float | None) -> None:
         if self._inbox.ended:
@@ -242,7 +244,10 @@ class _Line:
         inline = b""
         if chunk.payload is not None and not where and chunk.payload_bytes <= _INLINE:
             inline = bytes(byte_view(chunk.payload))
-        self._outbox.put(_FRONT.pack(_FRAME, len(head), len(where)) + head + where + inline)
+        kind = _MEETING if chunk.kind is Kind.WELCOME and not self.local else _FRAME
+        self._outbox.put(_FRONT.pack(kind, len(head), len(where)) + head + where + inline)
+        if kind == _MEETING:
+            self._meet()
         if chunk.payload is not None and chunk.payload_bytes > _INLINE and not where:
             self._the_pair().send(chunk.payload, timeout)
 
@@ -258,6 +263,8 @@ class _Line:
         kind, size, where_size = _FRONT.unpack(message[: _FRONT.size])
         if kind == _CUT:
             raise LinkClosedError("the other end has ended this connection")
+        if kind == _MEETING:
+            self._meet()
         message = message[_FRONT.size :]
         head, where, inline = message[:size], message[size : size + where_size], message[size + where_size :]
         prelude = Prelude.decode(head[:PRELUDE_BYTES])
@@ -301,9 +308,21 @@ class _Line:
         self._inbox.close()
         if self._watch is not None:
             self._watch.close()
-        with self._pairing:
+        if self._pairing.acquire(blocking=False):  # else it is being made: whoever does that closes it
+            self._pairing.release()
             if self._pair is not None:
                 self._pair.close()
+
+    def _meet(self) -> None:
+        """Make the group of two, without waiting for it: each end learns by it of the other's death."""
+
+        def meet() -> None:
+            try:
+                self._the_pair()
+            except LinkClosedError:
+                self._inbox.end()
+
+        threading.Thread(target=meet, name="weight_update-meet", daemon=True).start()
 
     def _the_pair(self) -> Pair:
         with self._pairing:
@@ -312,7 +331,14 @@ class _Line:
             if self._pair is None:
                 self._pair = Pair(self._store, f"{self.name}/pair", self.rank, self._address)
                 self._pair.on_loss(self._inbox.end)
-            return self._pair
+            pair = self._pair
+        self._close_if_late(pair)
+        return pair
+
+    def _close_if_late(self, pair: Pair) -> None:
+        """:meth:`close` does not wait for a pair that is being made."""
+        if self._closed:
+            pair.close()
 
 
 class DistributedListener:

@@ -23,7 +23,7 @@ _FRONT = struct.Struct("<Q16s?")  # number of the message, its signature, and wh
 _FOREVER = timedelta(days=3650)
 _BACKLOG = 512
 _LARGEST = (8 << 20) - _FRONT.size  # a TCPStore cuts off who sends more
-_PATIENCE = timedelta(minutes=5)
+_PATIENCE = timedelta(seconds=10)
 _RETRY_SECONDS = 0.1
 
 
@@ -60,7 +60,7 @@ def find_store(address: str, port: int, timeout: float | None) -> Store:
     """A client of the store at ``address``; waits until somebody listens there.
 
     Raises:
-        LinkClosedError: it could not be reached within ``timeout`` seconds (None: some minutes).
+        LinkClosedError: it could not be reached within ``timeout`` seconds (None: some).
     """
     limit = _PATIENCE.total_seconds() if timeout is None else timeout
     _await_listener(address, port, limit)
@@ -151,6 +151,13 @@ class Mailbox:
         self._push(front + message)
         if last:
             self._store.await_reader(self.name)
+
+    def flush(self) -> None:
+        """Wait until the store has what was put; raises as :meth:`put`."""
+        try:
+            self._store.reach()
+        except DistError as error:
+            raise LinkClosedError(f"the store is gone ({_brief(error)})") from None
 
     def take(self, timeout: float | None) -> bytes | None:
         """The next message, or None when none came within ``timeout`` seconds (None: wait for ever).
