@@ -87,7 +87,7 @@ def test_close_wakes_and_ends(server: Store) -> None:
 
 def test_a_message_that_is_too_large(server: Store) -> None:
     here, there = Mailbox(server, "box", "token"), Mailbox(client(server), "box", "token")
-    with pytest.raises(TransportError, match="9.0 MB .* fewer tensors"):
+    with pytest.raises(TransportError, match=r"9\.0 MB .* fewer tensors"):
         there.put(bytes(9_000_000))
     there.put(bytes(8_000_000))
     assert len(here.take(5.0)) == 8_000_000
