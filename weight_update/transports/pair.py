@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
@@ -24,6 +26,7 @@ _STALLED = 60.0
 _GRACE = 0.2
 """Seconds within which a transfer that was complete before a farewell came is reported as such."""
 
+_FAREWELL_SECONDS = 2.0
 _DATA, _WATCH = 0, 1  # tags
 
 
@@ -112,8 +115,11 @@ class Pair:
             self.close()  # which ends the other end's watch, if that is what began it
             disown(self._group)
             self._group = self._farewell = None
+            _watches.discard(threading.current_thread())
 
-        threading.Thread(target=watch, name="weight_update-watch", daemon=True).start()
+        thread = threading.Thread(target=watch, name="weight_update-watch", daemon=True)
+        _watches.add(thread)
+        thread.start()
 
     def _begin(self, what: Literal["send", "recv"], tensor: torch.Tensor) -> dist.Work:
         group = self._group  # the watch takes it away when the other end is gone
@@ -137,6 +143,17 @@ class Pair:
             if "imed out" in str(error):
                 raise SyncTimeoutError(f"the other end did not take part for {limit:g} s") from None
             raise LinkClosedError(f"the other end is gone ({str(error).partition(chr(10))[0]})") from None
+
+
+_watches: set[threading.Thread] = set()
+
+
+@atexit.register
+def _await_watches() -> None:
+    """The interpreter must not end under threads that come back from C++ meanwhile: the process would abort."""
+    deadline = time.monotonic() + _FAREWELL_SECONDS
+    for thread in list(_watches):
+        thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 def address_towards(host: str, port: int) -> str:
