@@ -10,6 +10,8 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 
+__all__ = ["Network", "why_not"]
+
 _CLONE_NEWNET = 0x40000000
 _SWITCH = "switch"
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -76,6 +78,13 @@ class Network:
         """The end of :meth:`lose`."""
         self._ip("-n", self.namespace(_SWITCH), "link", "set", self._port(host), "master", "br0")
 
+    def shape(self, host: str, rate: str) -> None:
+        """Let no more than ``rate`` (as ``tc`` writes it) through the cable of ``host``, each way."""
+        ends = ((self.namespace(host), "eth0"), (self.namespace(_SWITCH), self._port(host)))
+        for namespace, device in ends:
+            bucket = ("tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
+            self._run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *bucket)
+
     def enter(self, host: str) -> None:
         """Move the calling thread, and all that it starts from now on, to ``host``."""
         with open(f"/run/netns/{self.namespace(host)}", "rb") as file:
@@ -110,9 +119,12 @@ class Network:
         """Name of an interface: at most 15 characters."""
         return f"port{list(self.address).index(host)}"
 
+    def _ip(self, *arguments: str) -> None:
+        self._run("ip", *arguments)
+
     @staticmethod
-    def _ip(*arguments: str) -> None:
-        subprocess.run(["ip", *arguments], capture_output=True, text=True, check=True)
+    def _run(*command: str) -> None:
+        subprocess.run(command, capture_output=True, text=True, check=True)
 
 
 def _set_namespace(fd: int) -> None:

@@ -6,7 +6,8 @@ from functools import cache
 import pytest
 import torch
 from hosts_crew import HostsCrew
-from hosts_network import Network, why_not
+
+from benchmarks.network import Network, why_not
 
 refused = cache(why_not)
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from faults_tools import WAIT, Crew, Remote, join
-from hosts_network import Network
 from torch import nn
 
+from benchmarks.network import Network
 from weight_update import DistributedWeightSyncScheme, WeightSyncScheme
 
 

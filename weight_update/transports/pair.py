@@ -150,7 +150,7 @@ _watches: set[threading.Thread] = set()
 
 @atexit.register
 def _await_watches() -> None:
-    """The interpreter must not end under threads that come back from C++ meanwhile: the process would abort."""
+    """An interpreter that ends while threads come back to it from C++ aborts the process."""
     deadline = time.monotonic() + _FAREWELL_SECONDS
     for thread in list(_watches):
         thread.join(max(deadline - time.monotonic(), 0.0))
