@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torchrl.collectors
 from torch import nn
 
 from collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
@@ -19,7 +20,7 @@ from weight_update import LifecycleError, SharedMemWeightSyncScheme, SyncReport,
 __all__ = ["Remote", "inner_class", "inner_options"]
 
 
-class Remote(Updating):
+class Remote(Updating, torchrl.collectors.BaseCollector):
     """Mixed into TorchRL's distributed, RPC and Ray collectors, before them.
 
     Call sequence:
@@ -100,8 +101,7 @@ class Remote(Updating):
     # -- for subclasses ----------------------------------------------------------------------------
 
     def _begin(self, create_env_fn: Any, policy: Any, **options: Any) -> None:
-        base: Any = super()
-        base.__init__(create_env_fn, policy, **options)
+        super().__init__(create_env_fn, policy, **options)
 
     def _default_scheme(self, **options: Any) -> WeightSyncScheme:
         """The scheme of a policy for which none was given; ``options`` are those of the collector."""
@@ -134,14 +134,12 @@ class Remote(Updating):
         """As in TorchRL; what is received is passed on to the workers by this collector's own schemes."""
         require_ours(weight_recv_schemes)
         self._receivers.update(weight_recv_schemes)
-        base: Any = super()
-        base.register_scheme_receiver(weight_recv_schemes, synchronize_weights=synchronize_weights)
+        super().register_scheme_receiver(weight_recv_schemes, synchronize_weights=synchronize_weights)
 
     def shutdown(self, timeout: float | None = None, **options: Any) -> None:
         """As in TorchRL; the schemes of this collector end with it. Calling it twice is fine."""
-        base: Any = super()
         try:
-            base.shutdown(timeout=timeout, **options)
+            super().shutdown(timeout=timeout, **options)
         finally:
             self._end_schemes()
 
