@@ -30,7 +30,7 @@ from weight_update.testing.workers import Method, context_of
 class Apart(DistributedWeightSyncScheme):
     """Every process believes to be a host of its own: weights cross sockets."""
 
-    def _host_name(self) -> str:
+    def host_name(self) -> str:
         return f"host of {os.getpid()}"
 
 

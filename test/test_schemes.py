@@ -39,7 +39,7 @@ class TestDistributed(SchemeContract):
 class Apart(DistributedWeightSyncScheme):
     """Every process believes to be a host of its own: weights cross sockets."""
 
-    def _host_name(self) -> str:
+    def host_name(self) -> str:
         return f"host of {os.getpid()}"
 
 

@@ -5,6 +5,7 @@ from weight_update.schemes.distributed import DistributedWeightSyncScheme
 from weight_update.schemes.memory import MemoryWeightSyncScheme
 from weight_update.schemes.multiprocess import MultiProcessWeightSyncScheme
 from weight_update.schemes.no_sync import NoWeightSyncScheme
+from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
 from weight_update.schemes.shared_mem import SharedMemWeightSyncScheme
 from weight_update.schemes.together import group_schemes, send_together
 
@@ -13,8 +14,10 @@ __all__ = [
     "MemoryWeightSyncScheme",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
+    "RemoteWeightSyncScheme",
     "SharedMemWeightSyncScheme",
     "WeightSyncScheme",
+    "Whereabouts",
     "group_schemes",
     "send_together",
 ]

@@ -1,0 +1,138 @@
+"""What the schemes whose workers may be on other machines have in common."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from weight_update.errors import LinkClosedError
+from weight_update.schemes.base import End, WeightSyncScheme
+from weight_update.strategy import WeightStrategy
+from weight_update.transports.base import TransportBackend
+from weight_update.transports.c10d import Store, TCPStore
+from weight_update.transports.distributed import DistributedListener, DistributedTransport
+from weight_update.transports.mailbox import open_store
+
+__all__ = ["RemoteWeightSyncScheme", "Whereabouts"]
+
+_TOKEN = "WEIGHT_UPDATE_TOKEN"
+_HOST = "WEIGHT_UPDATE_HOST"
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Where a sender listens, and what it lets workers in with.
+
+    Attributes:
+        address: of its interface.
+        port: of its store.
+        token: the secret.
+    """
+
+    address: str
+    port: int
+    token: str
+
+
+class RemoteWeightSyncScheme(WeightSyncScheme):
+    """A TCPStore carries signals, process groups of two the weights; no process group is needed.
+
+    Workers on the sender's host map its memory, and no weights cross a socket to them.
+
+    Workers find the sender by what the scheme carries when it is pickled to them after ``init_on_sender``,
+    or by the same ``address``, ``port`` and ``token`` given on both sides. Where neither is so they ask:
+    a subclass writes :meth:`announce` and :meth:`look_up`.
+
+    Args:
+        backend: ``"gloo"``.
+        sync: see :class:`WeightSyncScheme`.
+        strategy: see :class:`WeightSyncScheme`.
+        address: of the interface that the sender listens on, and where workers find it. The default,
+            loopback, reaches workers on this machine only.
+        port: that it listens on; 0 takes a free one.
+        token: workers must show it; None takes the environment's ``WEIGHT_UPDATE_TOKEN``, or makes one.
+        host: name of the host that this process runs on, if processes of one machine are not to share
+            memory; None takes the environment's ``WEIGHT_UPDATE_HOST``, or finds out.
+        directory: where buffers lie, as in :class:`SharedMemWeightSyncScheme`.
+        options: the other options of :class:`WeightSyncScheme`.
+
+    Raises:
+        ValueError: an unknown backend.
+    """
+
+    def __init__(
+        self,
+        strategy: str | WeightStrategy = "tensordict",
+        backend: str = "gloo",
+        sync: bool = True,
+        *,
+        address: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        host: str | None = None,
+        directory: str | None = None,
+        **options: Any,
+    ) -> None:
+        if backend != "gloo":
+            raise ValueError(f"unknown backend {backend!r} (known: 'gloo')")
+        super().__init__(strategy, sync, **options)
+        self.backend, self.address, self.port, self.host = backend, address, port, host
+        self.directory = directory
+        self._token = token or os.environ.get(_TOKEN) or self._token
+
+    @abstractmethod
+    def announce(self, where: Whereabouts) -> None:
+        """Sender: tell those who will ask. Called once, by ``init_on_sender``; does not wait."""
+
+    @abstractmethod
+    def look_up(self) -> Whereabouts:
+        """Receiver: what the sender announced; waits for it up to ``connect_timeout`` seconds.
+
+        Raises:
+            LifecycleError: this scheme cannot ask anybody here; the message says what to do.
+            SyncTimeoutError: the sender did not announce itself in time.
+        """
+
+    def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
+        """See :meth:`WeightSyncScheme.open_sender`."""
+        del ctx
+        store = open_store(self.address, self.port)
+        self.port = store.port
+        links = {idx: self.sender_end(idx) for idx in workers}
+        self._door = DistributedListener(store, self._token, links, self.newcomers())
+        self.announce(Whereabouts(self.address, self.port, self._token))
+        return dict(links)
+
+    def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
+        """See :meth:`WeightSyncScheme.create_transport`."""
+        if end == "sender":
+            return self.sender_end(worker_idx)
+        if self.port == 0:
+            where = self.look_up()
+            self.address, self.port, self._token = where.address, where.port, where.token
+        return DistributedTransport(
+            self._find_store, token=self._token, host=self.host_name(), directory=self.directory
+        )
+
+    def sender_end(self, worker_idx: int) -> DistributedTransport:
+        """The sender's end of the link to a worker."""
+        del worker_idx
+        return DistributedTransport(
+            token=self._token, address=self.address, host=self.host_name(), directory=self.directory
+        )
+
+    def host_name(self) -> str | None:
+        """Processes that have one name share memory; None: find out."""
+        return self.host or os.environ.get(_HOST)
+
+    def _find_store(self) -> Store:
+        try:
+            return Store(TCPStore(self.address, self.port, is_master=False, wait_for_workers=False))
+        except dist.DistError as error:
+            reason = str(error).partition("\n")[0]
+            raise LinkClosedError(f"no sender at {self.address}:{self.port} ({reason})") from None
