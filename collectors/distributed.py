@@ -91,17 +91,19 @@ class DistributedCollector(ProcessGroupCollector, torchrl_distributed.Distribute
             stale = [idx for idx in range(self.num_workers) if self._is_stale(idx)]
             if stale:
                 self._update_workers(stale)
+                self._unchanged.update((idx, (self._version_of(idx), 0)) for idx in stale)
 
     def _is_stale(self, idx: int) -> bool:
-        """Count the batches under one version of a worker."""
-        scheme = self._schemes.get("policy")
-        version = None if scheme is None else scheme.worker_versions.get(idx)
+        """Count the batches since a worker got another version."""
+        version = self._version_of(idx)
         before, count = self._unchanged.get(idx, (version, 0))
-        count = count + 1 if version == before else 1
-        if count > self.max_weight_update_interval:
-            count = 0
-        self._unchanged[idx] = (version, count)
-        return count == 0
+        count = count + 1 if version == before else 0
+        self._unchanged[idx] = version, count
+        return bool(count > self.max_weight_update_interval)
+
+    def _version_of(self, idx: int) -> int | None:
+        scheme = self._schemes.get("policy")
+        return None if scheme is None else scheme.worker_versions.get(idx)
 
     def _update_workers(self, worker_ids: list[int] | None = None) -> None:
         if self._legacy_weight_updater:

@@ -43,6 +43,7 @@ class ProcessGroupCollector(Remote):
     collectors as ``weight_recv_schemes``, and connected when all is there.
     """
 
+    _ended = True  # until something was begun
     _program: Callable[..., None]
     """What a worker runs; see :mod:`collectors.node_programs`."""
 
