@@ -9,12 +9,11 @@ from collections import deque
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from weight_update.chunks import byte_view
 from weight_update.errors import FormatError, TransportError
 from weight_update.transports.checksum import BLOCK, Checksum
-from weight_update.transports.pair import Pair
+from weight_update.transports.pair import Pair, Pending
 
 __all__ = ["NOTE_BYTES", "Notes", "Onward", "recv_pieces", "send_pieces"]
 
@@ -80,7 +79,7 @@ class Onward:
 
     def __init__(self, pair: Pair | None) -> None:
         self._pair = pair
-        self._under_way: deque[dist.Work] = deque()
+        self._under_way: deque[Pending] = deque()
 
     def send(self, piece: torch.Tensor) -> None:
         """Begin to pass on a piece, which then stays as it is until :meth:`finish`."""
@@ -106,7 +105,7 @@ def send_pieces(pair: Pair, payload: torch.Tensor, patience: float | None) -> st
     Raises as :meth:`Pair.finish`.
     """
     total = Checksum()
-    under_way: deque[dist.Work] = deque()
+    under_way: deque[Pending] = deque()
     for piece in _pieces(payload):
         under_way.append(pair.begin_send(piece))
         total.add(piece)  # while it travels

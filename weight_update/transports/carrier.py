@@ -108,7 +108,8 @@ class Carrier:
         try:
             pair = Pair(self._store, f"{self._name}/pair", 0, self._address)
         except LinkClosedError as error:
-            _log.warning("%s: only small payloads can be sent: %s", self._name, error)
+            if not self._closed:
+                _log.warning("%s: only small payloads can be sent: %s", self._name, error)
             self._opened.set()
             return
         with self._closing:

@@ -112,7 +112,8 @@ class Keeper:
         try:
             pair = Pair(self._store, f"{self._name}/pair", 1, self._address)
         except LinkClosedError as error:
-            _log.warning("%s: only small payloads can be received: %s", self._name, error)
+            if not self._closed:
+                _log.warning("%s: only small payloads can be received: %s", self._name, error)
             return
         pair.on_loss(self._on_loss)
         with self._closing:

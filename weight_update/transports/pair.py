@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from weight_update.errors import LinkClosedError, SyncTimeoutError
 from weight_update.transports.c10d import PrefixStore, ProcessGroupGloo, Store, disown, own
 
-__all__ = ["FOREVER", "Pair", "address_towards"]
+__all__ = ["FOREVER", "STALLED", "Pair", "Pending", "address_towards"]
 
 STALLED = 60.0
 """Seconds without the other end's answer after which it counts as gone."""
@@ -23,6 +24,16 @@ FOREVER = 86400.0 * 3650
 """Seconds; the other end is waited for as long as it lives."""
 
 _DATA, _WATCH = 0, 1  # tags
+
+
+class Pending:
+    """Something that was begun on a pair.
+
+    It may be named by an exception that outlives the pair; the operation itself must not, see :func:`own`.
+    """
+
+    def __init__(self, work: dist.Work) -> None:
+        self.work: dist.Work | None = work
 
 
 class Pair:
@@ -45,31 +56,26 @@ class Pair:
     def __init__(
         self, store: Store, name: str, rank: int, address: str, timeout: float | None = None
     ) -> None:
-        options = ProcessGroupGloo._Options()
-        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-        options._timeout = timedelta(seconds=STALLED if timeout is None else timeout)
         self._other = 1 - rank
-        self._byte = torch.zeros(1, dtype=torch.uint8)
-        self._farewell: dist.Work | None = None
-        try:
-            meeting = PrefixStore(name, store.clone())
-            self._group = own(ProcessGroupGloo(meeting, rank, 2, options))
-        except RuntimeError as error:
-            raise LinkClosedError(f"no connection for payloads ({_brief(error)})") from None
+        self._pending: set[Pending] = set()
+        self._beginning = threading.Lock()
+        self._group, problem = _meet(store, name, rank, address, STALLED if timeout is None else timeout)
+        if self._group is None:
+            raise LinkClosedError(f"no connection for payloads ({problem})")
 
-    def begin_send(self, payload: torch.Tensor) -> dist.Work:
+    def begin_send(self, payload: torch.Tensor) -> Pending:
         """Send a contiguous CPU tensor, which stays as it is until :meth:`finish`.
 
         Raises:
             LinkClosedError: the other end is gone.
         """
-        return self._begin(lambda group: group.send([payload], self._other, _DATA))
+        return self._begin("send", payload, _DATA)
 
-    def begin_recv(self, into: torch.Tensor) -> dist.Work:
+    def begin_recv(self, into: torch.Tensor) -> Pending:
         """Fill ``into`` with what the other end sends, which has as many bytes; raises as above."""
-        return self._begin(lambda group: group.recv([into], self._other, _DATA))
+        return self._begin("recv", into, _DATA)
 
-    def finish(self, work: dist.Work, timeout: float | None) -> None:
+    def finish(self, pending: Pending, timeout: float | None) -> None:
         """Wait until it is done.
 
         Raises:
@@ -77,12 +83,20 @@ class Pair:
             SyncTimeoutError: it took no part; the pair is of no more use.
         """
         limit = STALLED if timeout is None else timeout
+        work, pending.work = pending.work, None
+        problem = "it was closed" if work is None else ""
         try:
-            work.wait(timedelta(seconds=limit))
+            if work is not None:
+                work.wait(timedelta(seconds=limit))
         except RuntimeError as error:
-            if "imed out" in str(error):
-                raise SyncTimeoutError(f"the other end did not take part for {limit:g} s") from None
-            raise _gone(error) from None
+            problem = str(error)
+        work = None
+        with self._beginning:
+            self._pending.discard(pending)
+        if "imed out" in problem:
+            raise SyncTimeoutError(f"the other end did not take part for {limit:g} s")
+        if problem:
+            raise LinkClosedError(f"the other end is gone ({_brief(problem)})")
 
     def send(self, payload: torch.Tensor, timeout: float | None) -> None:
         """:meth:`begin_send` and :meth:`finish`."""
@@ -94,10 +108,8 @@ class Pair:
 
     def close(self) -> None:
         """Give up the connection; the other end hears of it at once."""
-        group = self._group
-        if group is not None:
-            with contextlib.suppress(RuntimeError):
-                self._farewell = group.send([self._byte], self._other, _WATCH)
+        with contextlib.suppress(LinkClosedError):
+            self._begin("send", torch.zeros(1, dtype=torch.uint8), _WATCH)
 
     def on_loss(self, call: Callable[[], None]) -> None:
         """Call ``call``, from a thread, as soon as the other end is gone or has given up."""
@@ -105,22 +117,29 @@ class Pair:
 
     def watch(self, call: Callable[[], None]) -> None:
         """What that thread does; every pair needs one who does, else it is never freed."""
-        never = torch.empty(1, dtype=torch.uint8)
-        with contextlib.suppress(RuntimeError):
-            self._group.recv([never], self._other, _WATCH).wait(timedelta(seconds=FOREVER))
+        with contextlib.suppress(LinkClosedError, SyncTimeoutError):
+            self.finish(self._begin("recv", torch.empty(1, dtype=torch.uint8), _WATCH), FOREVER)
         call()
         self.close()  # which ends the other end's watch, if that is what began it
-        disown(self._group)
-        self._group = self._farewell = None
+        with self._beginning:
+            group, self._group = self._group, None
+            for pending in self._pending:
+                pending.work = None
+            self._pending.clear()
+        disown(group)
 
-    def _begin(self, operation: Callable[[ProcessGroupGloo], dist.Work]) -> dist.Work:
-        group = self._group
-        if group is None:
-            raise LinkClosedError("the other end is gone")
-        try:
-            return operation(group)
-        except RuntimeError as error:
-            raise _gone(error) from None
+    def _begin(self, way: Literal["send", "recv"], what: torch.Tensor, tag: int) -> Pending:
+        problem = "it was closed"
+        with self._beginning:
+            try:
+                if self._group is not None:
+                    to = [what], self._other, tag  # and no name for the group: see Pending
+                    pending = Pending(self._group.send(*to) if way == "send" else self._group.recv(*to))
+                    self._pending.add(pending)
+                    return pending
+            except RuntimeError as error:
+                problem = _brief(error)
+        raise LinkClosedError(f"the other end is gone ({problem})")
 
 
 def address_towards(host: str, port: int) -> str:
@@ -131,9 +150,16 @@ def address_towards(host: str, port: int) -> str:
         return str(sock.getsockname()[0])
 
 
-def _gone(error: Exception) -> LinkClosedError:
-    return LinkClosedError(f"the other end is gone ({_brief(error)})")
+def _meet(store: Store, name: str, rank: int, address: str, timeout: float) -> tuple[Any, str]:
+    """The group of two, or why there is none."""
+    options = ProcessGroupGloo._Options()
+    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timedelta(seconds=timeout)
+    try:
+        return own(ProcessGroupGloo(PrefixStore(name, store.clone()), rank, 2, options)), ""
+    except RuntimeError as error:
+        return None, _brief(error)
 
 
-def _brief(error: Exception) -> str:
+def _brief(error: object) -> str:
     return str(error).partition("\n")[0]
