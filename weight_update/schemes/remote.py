@@ -119,6 +119,11 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
             self._find_store, token=self._token, host=self.host_name(), directory=self.directory
         )
 
+    @property
+    def network_bytes(self) -> int:
+        """Bytes of payloads that this sender sent to other hosts so far; up to 64 KiB they do not count."""
+        return self._door.network_bytes if isinstance(self._door, DistributedListener) else 0
+
     def sender_end(self, worker_idx: int) -> DistributedTransport:
         """The sender's end of the link to a worker."""
         del worker_idx

@@ -24,6 +24,7 @@ __all__ = ["Carrier", "NotHeldError", "ship"]
 
 _log = logging.getLogger(__name__)
 _GONE_AT_ONCE = 64  # names of slots in one note
+_OPENING = 20.0  # seconds that a worker may take to make its pair, beside what updates may take
 _numbers = itertools.count()
 _T = TypeVar("_T")
 
@@ -63,10 +64,20 @@ class Carrier:
         self._opened = threading.Event()
         self._closing = threading.Lock()
         self._closed = False
+        self._thread = threading.Thread(target=self._run, name="weight_update-watch", daemon=True)
 
     def open(self) -> None:
         """Begin to make the pair; whoever needs it waits for it."""
-        threading.Thread(target=self._run, name="weight_update-watch", daemon=True).start()
+        self._thread.start()
+
+    def is_open(self) -> bool:
+        """Whether the connection was not taken down yet."""
+        return self._thread.is_alive()
+
+    def wait_until_gone(self, seconds: float) -> None:
+        """After :meth:`close`: wait until the connection was taken down."""
+        if self.is_open():
+            self._thread.join(seconds)
 
     def close(self) -> None:
         """Give up the connection; the worker hears of it."""
@@ -120,8 +131,8 @@ class Carrier:
         pair.watch(self._on_loss)
 
     def _talk(self, patience: float) -> Notes:
-        if not self._opened.wait(patience):
-            raise SyncTimeoutError(f"it made no connection for payloads within {patience:g} s")
+        if not self._opened.wait(max(patience, _OPENING)):
+            raise SyncTimeoutError("it made no connection for payloads")
         if self._notes is None or self._closed:
             raise LinkClosedError("there is no connection for payloads")
         return self._notes

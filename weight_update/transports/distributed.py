@@ -19,7 +19,6 @@ from weight_update.transports.base import Allocate, Buffer, TransportBackend
 from weight_update.transports.c10d import Store
 from weight_update.transports.line import (
     DOOR,
-    INLINE,
     Line,
     LocalLine,
     RemoteLine,
@@ -35,6 +34,7 @@ from weight_update.transports.stream import deadline_of
 __all__ = ["DistributedListener", "DistributedTransport", "this_host"]
 
 _log = logging.getLogger(__name__)
+_LEAVE_SECONDS = 0.5
 
 
 def this_host() -> str:
@@ -148,7 +148,7 @@ class DistributedTransport(TransportBackend):
         """See :meth:`TransportBackend.expect`."""
         lines = [link._line for link in links if isinstance(link, DistributedTransport)]
         remotes = [line for line in lines if isinstance(line, RemoteLine)]
-        if remotes and payload.numel() > INLINE:
+        if remotes and remotes[0].carries(payload):
             Route.of(remotes[0].store).expect(payload, remotes)
 
     def attach(self, store: Store, link: str, host: str, hello: WeightChunk) -> None:
@@ -229,6 +229,7 @@ class DistributedListener:
     ) -> None:
         self._store, self._token, self._links, self._newcomers = store, token, links, newcomers
         self._door = Mailbox(store, DOOR, token, ordered=False)
+        self._route = Route.of(store)
         self._known: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="weight_update-door", daemon=True)
 
@@ -237,11 +238,17 @@ class DistributedListener:
         if not self._thread.is_alive():
             self._thread.start()
 
+    @property
+    def network_bytes(self) -> int:
+        """Bytes of payloads that were sent to other hosts; those that go with their signal do not count."""
+        return self._route.sent
+
     def close(self) -> None:
         """Let nobody in any more."""
         self._door.close()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(5.0)
+        self._route.wait_until_gone(_LEAVE_SECONDS)
         self._store.close()
 
     def _run(self) -> None:

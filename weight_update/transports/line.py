@@ -191,9 +191,14 @@ class RemoteLine(Line):
 
     def place(self, chunk: WeightChunk, timeout: float | None) -> bytes:
         """See :meth:`Line.place`."""
-        if chunk.payload is None or chunk.payload_bytes <= INLINE:
+        if chunk.payload is None or not self.carries(chunk.payload):
             return b""
         return self._route.deliver(chunk.payload, self, timeout)
+
+    @staticmethod
+    def carries(payload: torch.Tensor) -> bool:
+        """Whether it is too large to go with the frame."""
+        return payload.numel() > INLINE
 
     def lose(self, error: Exception) -> None:
         """See :meth:`Remote.lose`."""

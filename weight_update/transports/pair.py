@@ -156,7 +156,8 @@ def _meet(store: Store, name: str, rank: int, address: str, timeout: float) -> t
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timedelta(seconds=timeout)
     try:
-        return own(ProcessGroupGloo(PrefixStore(name, store.clone()), rank, 2, options)), ""
+        with store.lend() as client:
+            return own(ProcessGroupGloo(PrefixStore(name, client), rank, 2, options)), ""
     except RuntimeError as error:
         return None, _brief(error)
 

@@ -54,6 +54,7 @@ class Route:
         self._under_way: set[tuple[str, _Content]] = set()  # what comes to which host
         self._held: dict[tuple[str, str], tuple[int, Remote, bytes]] = {}  # by host and slot
         self._expected: dict[_Content, list[str]] = {}  # the hosts that are to have it
+        self._leaving: list[Carrier] = []
         self._gone = 0
 
     @classmethod
@@ -81,9 +82,18 @@ class Route:
             if remote in self._remotes:
                 self._remotes.remove(remote)
                 self._gone += remote.carrier.sent
+                self._leaving = [*filter(Carrier.is_open, self._leaving), remote.carrier]
             for key in [key for key, held in self._held.items() if held[1] is remote]:
                 del self._held[key]
             self._moved.notify_all()
+
+    def wait_until_gone(self, seconds: float) -> None:
+        """Wait until the connections of those that were removed are taken down."""
+        deadline = time.monotonic() + seconds
+        with self._moved:
+            leaving, self._leaving = self._leaving, []
+        for carrier in leaving:
+            carrier.wait_until_gone(max(deadline - time.monotonic(), 0.0))
 
     def expect(self, payload: torch.Tensor, remotes: Iterable[Remote]) -> None:
         """Workers on several hosts are about to be sent ``payload``."""
