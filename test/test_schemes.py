@@ -47,6 +47,7 @@ class TestDistributedAcrossHosts(SchemeContract):
         return Apart(**options)
 
 
+@pytest.mark.slow
 class TestDistributedOnAnotherHost(TestDistributedAcrossHosts):
     """Both workers are on one host that is not the sender's."""
 

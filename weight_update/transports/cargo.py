@@ -19,6 +19,7 @@ __all__ = ["NOTE_BYTES", "Notes", "Onward", "recv_pieces", "send_pieces"]
 
 NOTE_BYTES = 4096
 _SIGNATURE = 32
+_UNHEARD = 4  # notes
 _WINDOW = 4  # pieces under way: the next ones travel while one is summed up
 
 
@@ -36,16 +37,22 @@ class Notes:
         self.pair = pair
         self._name, self._key, self._rank = name, token.encode(), rank
         self._said = self._heard = 0
+        self._under_way: deque[Pending] = deque()
 
     def say(self, note: dict[str, Any], timeout: float | None) -> None:
-        """Send one; raises as :meth:`Pair.finish`."""
+        """Begin to send one; waits, and raises as :meth:`Pair.finish`, if earlier ones were not heard yet.
+
+        Not waiting lets both ends say something at the same time.
+        """
         text = json.dumps(note).encode()
         if len(text) > NOTE_BYTES - _SIGNATURE:
             raise ValueError(f"a note of {len(text)} bytes")
         body = text.ljust(NOTE_BYTES - _SIGNATURE)
         signed = self._sign(self._rank, self._said, body) + body
         self._said += 1
-        self.pair.send(torch.frombuffer(bytearray(signed), dtype=torch.uint8), timeout)
+        if len(self._under_way) >= _UNHEARD:
+            self.pair.finish(self._under_way.popleft(), timeout)
+        self._under_way.append(self.pair.begin_send(torch.frombuffer(bytearray(signed), dtype=torch.uint8)))
 
     def hear(self, timeout: float | None) -> dict[str, Any]:
         """The next one; raises as :meth:`Pair.finish`.
