@@ -314,6 +314,17 @@ def fork_and_end(body: Body | None) -> int:
     return os.waitpid(child, 0)[1]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
+def test_nccl_without_cuda_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="use backend='gloo'"):
+        DistributedWeightSyncScheme(backend="nccl")
+
+
+def test_unknown_backend() -> None:
+    with pytest.raises(ValueError, match="known: 'gloo', 'nccl'"):
+        DistributedWeightSyncScheme(backend="mpi")
+
+
 # -- parts ---------------------------------------------------------------------------------------------
 
 

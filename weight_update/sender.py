@@ -399,15 +399,15 @@ class Sender:
     def _announce(self, peers: list[Peer]) -> None:
         """Tell the links which payloads several of them are about to be sent."""
         wanted: dict[int, tuple[torch.Tensor, list[TransportBackend]]] = {}
-        with self._moved:
+        with self.roll.moved:
             for peer in peers:
                 idle = peer.joined and peer.inflight is None and peer.lacks is not None
                 shipment = peer.lane.ready(peer.has) if idle and peer.lane is not None else None
                 for chunk in shipment.chunks if shipment is not None else ():
                     if chunk.payload is not None:
                         wanted.setdefault(id(chunk.payload), (chunk.payload, []))[1].append(peer.link)
-        for payload, links in wanted.values():
-            links[0].expect(payload, links)
+            for payload, links in wanted.values():
+                links[0].expect(payload, links)
 
     def _say(self, peer: Peer, *chunks: WeightChunk) -> None:
         with peer.sending:

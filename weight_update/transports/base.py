@@ -116,7 +116,7 @@ class TransportBackend(ABC):
     def expect(self, payload: torch.Tensor, links: Sequence[TransportBackend]) -> None:  # noqa: B027
         """Sender's end: ``payload`` is about to be sent through all of ``links``, of which this is one.
 
-        A transport may choose its way by that. Some of the links may not be used in the end.
+        A transport may choose its way by that. Some of the links may not be used in the end. Does not wait.
         """
 
     def release(self, payload: torch.Tensor) -> None:  # noqa: B027 - only shared memory cares

@@ -10,7 +10,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["DistError", "PrefixStore", "ProcessGroupGloo", "Store", "TCPStore", "disown", "own"]
+__all__ = [
+    "DistError",
+    "PrefixStore",
+    "ProcessGroupGloo",
+    "Store",
+    "TCPStore",
+    "disown",
+    "own",
+    "process_group_nccl",
+]
 
 _DRAIN_SECONDS, _LOOK_SECONDS = 0.5, 0.005
 
@@ -19,6 +28,11 @@ DistError: type[RuntimeError] = _dist.DistError
 PrefixStore: Any = _dist.PrefixStore
 ProcessGroupGloo: Any = _dist.ProcessGroupGloo
 TCPStore: Any = _dist.TCPStore
+
+
+def process_group_nccl() -> Any:
+    """The class; there is none without NCCL."""
+    return _dist.ProcessGroupNCCL
 
 
 class Store:

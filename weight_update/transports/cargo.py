@@ -92,7 +92,7 @@ class Onward:
         """Begin to pass on a piece, which then stays as it is until :meth:`finish`."""
         if self._pair is not None:
             try:
-                self._under_way.append(self._pair.begin_send(piece))
+                self._under_way.append(self._pair.begin_push(piece))
             except TransportError:
                 self._pair = None
 
@@ -114,7 +114,7 @@ def send_pieces(pair: Pair, payload: torch.Tensor, patience: float | None) -> st
     total = Checksum()
     under_way: deque[Pending] = deque()
     for piece in _pieces(payload):
-        under_way.append(pair.begin_send(piece))
+        under_way.append(pair.begin_push(piece))
         total.add(piece)  # while it travels
         if len(under_way) >= _WINDOW:
             pair.finish(under_way.popleft(), patience)
@@ -127,11 +127,11 @@ def recv_pieces(pair: Pair, into: torch.Tensor, patience: float | None, onward: 
     """The counterpart of :func:`send_pieces`; passes each piece on as soon as it is here."""
     total = Checksum()
     pieces = _pieces(into)
-    under_way = deque(pair.begin_recv(piece) for piece in pieces[:_WINDOW])
+    under_way = deque(pair.begin_pull(piece) for piece in pieces[:_WINDOW])
     for number, piece in enumerate(pieces):
         pair.finish(under_way.popleft(), patience)
         if number + _WINDOW < len(pieces):
-            under_way.append(pair.begin_recv(pieces[number + _WINDOW]))
+            under_way.append(pair.begin_pull(pieces[number + _WINDOW]))
         onward.send(piece)
         total.add(piece)
     return total.hex()

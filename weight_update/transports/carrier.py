@@ -18,6 +18,7 @@ from weight_update.transports.c10d import Store
 from weight_update.transports.cargo import Notes, send_pieces
 from weight_update.transports.checksum import CHECKSUM
 from weight_update.transports.pair import Pair
+from weight_update.transports.pairs import pair_of
 from weight_update.transports.slots import slot_of
 
 __all__ = ["Carrier", "NotHeldError", "ship"]
@@ -44,6 +45,7 @@ class Carrier:
         token: what both ends know.
         address: of this machine's interface for payloads.
         pid: of the worker, on its host.
+        backend: what payloads go through.
         on_loss: called from a thread when the worker is gone.
 
     Attributes:
@@ -51,13 +53,20 @@ class Carrier:
     """
 
     def __init__(
-        self, store: Store, name: str, token: str, address: str, pid: int, on_loss: Callable[[], None]
+        self,
+        store: Store,
+        name: str,
+        token: str,
+        address: str,
+        pid: int,
+        backend: str,
+        on_loss: Callable[[], None],
     ) -> None:
         self.sent = 0
         self.inward: str | None = None  # names of its links with other keepers
         self.outward: str | None = None
         self._store, self._name, self._token, self._address, self._pid = store, name, token, address, pid
-        self._on_loss = on_loss
+        self._on_loss, self._make_pair = on_loss, pair_of(backend)
         self._mirrored: dict[str, weakref.ref[Any]] = {}
         self._pair: Pair | None = None
         self._notes: Notes | None = None
@@ -117,7 +126,7 @@ class Carrier:
 
     def _run(self) -> None:
         try:
-            pair = Pair(self._store, f"{self._name}/pair", 0, self._address)
+            pair = self._make_pair(self._store, f"{self._name}/pair", 0, self._address)
         except LinkClosedError as error:
             if not self._closed:
                 _log.warning("%s: only small payloads can be sent: %s", self._name, error)

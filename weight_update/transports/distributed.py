@@ -44,7 +44,7 @@ def this_host() -> str:
 
 
 class DistributedTransport(TransportBackend):
-    """One end of a link through torch.distributed (gloo).
+    """One end of a link through torch.distributed.
 
     Frames go through queues of the store, signed with the token. A worker on the sender's host maps the
     sender's slot. To other hosts a payload is sent once, through a process group of two with one worker
@@ -57,6 +57,7 @@ class DistributedTransport(TransportBackend):
         address: of this machine's interface for payloads; None finds the one that leads to the store.
         host: name of this host, if not :func:`this_host`; two ends with one name share memory.
         directory: see :class:`~weight_update.transports.slots.SharedBuffer`.
+        backend: what payloads to other hosts go through; the sender's end decides.
     """
 
     shares_memory = True
@@ -70,7 +71,9 @@ class DistributedTransport(TransportBackend):
         address: str | None = None,
         host: str | None = None,
         directory: str | None = None,
+        backend: str = "gloo",
     ) -> None:
+        self._backend = backend
         self._find_store, self._token, self._address = find_store, token, address
         self._host, self._directory = host or this_host(), directory
         self._changed = threading.Condition()
@@ -161,7 +164,7 @@ class DistributedTransport(TransportBackend):
             if host == self._host:
                 self._line = LocalLine(store, link, self._token, pid)
             else:
-                self._line = RemoteLine(store, link, self._token, pid, host, address)
+                self._line = RemoteLine(store, link, self._token, pid, host, address, self._backend)
                 self._near = False
             self._changed.notify_all()
         if old is not None:

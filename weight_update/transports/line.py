@@ -87,7 +87,7 @@ class Line:
                 raise LinkClosedError("the other end has ended this connection")
             if kind == _FRAME:
                 break
-            self.on_pair()
+            self.on_pair(message[_FRONT.size :].decode())
         message = message[_FRONT.size :]
         head, where, inline = message[:size], message[size : size + where_size], message[size + where_size :]
         prelude = Prelude.decode(head[:PRELUDE_BYTES])
@@ -102,8 +102,9 @@ class Line:
             byte_view(payload)[:] = inline
         return prelude.assemble(head[PRELUDE_BYTES:], payload)
 
-    def on_pair(self) -> None:
+    def on_pair(self, backend: str) -> None:
         """The other end wants a pair for payloads."""
+        del backend
         raise FormatError("only a sender asks for a pair")
 
     def close(self) -> None:
@@ -163,6 +164,7 @@ class RemoteLine(Line):
         pid: of the worker.
         host: name of its host.
         address: of this machine's interface for payloads.
+        backend: what they go through.
 
     Attributes:
         carrier: leads to the keeper of the worker.
@@ -171,10 +173,13 @@ class RemoteLine(Line):
 
     local = False
 
-    def __init__(self, store: Store, name: str, token: str, pid: int, host: str, address: str) -> None:
+    def __init__(
+        self, store: Store, name: str, token: str, pid: int, host: str, address: str, backend: str
+    ) -> None:
         super().__init__(store, name, token)
         self.host, self.lost = host, None
-        self.carrier = Carrier(store, name, token, address, pid, self._gone)
+        self.carrier = Carrier(store, name, token, address, pid, backend, self._gone)
+        self._backend = backend
         self._route = Route.of(store)
         self._opened = False
 
@@ -184,7 +189,7 @@ class RemoteLine(Line):
         """See :meth:`Line.send`; the first frame comes with a pair, by which its end is noticed."""
         if not self._opened and chunk.kind is not Kind.REFUSED:
             self._opened = True
-            self.outbox.put(_FRONT.pack(_PAIR, 0, 0))
+            self.outbox.put(_FRONT.pack(_PAIR, 0, 0) + self._backend.encode())
             self.carrier.open()
             self._route.add(self)
         super().send(chunk, timeout)
@@ -238,12 +243,12 @@ class WorkerLine(Line):
         message = struct.pack("<I", len(info)) + info + hello.encode()
         Mailbox(self.store, DOOR, self.token, ordered=False).put(message)
 
-    def on_pair(self) -> None:
+    def on_pair(self, backend: str) -> None:
         """See :meth:`Line.on_pair`."""
         with self._closing:
             if self._keeper is None and not self._closed:
                 self._keeper = Keeper(
-                    self.store, self.name, self.token, self._address, self._directory, self.inbox.end
+                    self.store, self.name, self.token, self._address, self._directory, backend, self.inbox.end
                 )
 
     def release(self) -> None:

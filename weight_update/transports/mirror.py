@@ -19,6 +19,7 @@ from weight_update.transports.c10d import Store
 from weight_update.transports.cargo import Notes, Onward, recv_pieces
 from weight_update.transports.checksum import CHECKSUM
 from weight_update.transports.pair import FOREVER, Pair
+from weight_update.transports.pairs import pair_of
 from weight_update.transports.slots import SharedBuffer
 
 __all__ = ["Keeper", "Mirrors"]
@@ -79,6 +80,7 @@ class Keeper:
         token: what all ends know.
         address: of this machine's interface for payloads.
         directory: where mirrors lie, see :class:`SharedBuffer`.
+        backend: what payloads go through.
         on_loss: called from a thread when the sender is gone.
     """
 
@@ -89,12 +91,13 @@ class Keeper:
         token: str,
         address: str,
         directory: str | None,
+        backend: str,
         on_loss: Callable[[], None],
     ) -> None:
         self._store, self._name, self._token, self._address = store, name, token, address
         self._mirrors = Mirrors(directory)
         self._links: dict[str, Pair] = {}
-        self._on_loss = on_loss
+        self._on_loss, self._make_pair = on_loss, pair_of(backend)
         self._pair: Pair | None = None
         self._closing = threading.Lock()
         self._closed = False
@@ -110,7 +113,7 @@ class Keeper:
 
     def _run(self) -> None:
         try:
-            pair = Pair(self._store, f"{self._name}/pair", 1, self._address)
+            pair = self._make_pair(self._store, f"{self._name}/pair", 1, self._address)
         except LinkClosedError as error:
             if not self._closed:
                 _log.warning("%s: only small payloads can be received: %s", self._name, error)
@@ -148,10 +151,11 @@ class Keeper:
         self._unlink(way)
         try:
             rank = 0 if way == "out" else 1
-            self._links[way] = Pair(self._store, order["name"], rank, self._address, order["patience"])
+            made = self._make_pair(self._store, order["name"], rank, self._address, order["patience"])
         except LinkClosedError as error:
             return {"error": str(error)}
-        self._links[way].on_loss(lambda: None)
+        made.on_loss(lambda: None)
+        self._links[way] = made
         return {}
 
     def _unlink(self, way: str) -> None:

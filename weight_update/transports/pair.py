@@ -15,7 +15,7 @@ import torch.distributed as dist
 from weight_update.errors import LinkClosedError, SyncTimeoutError
 from weight_update.transports.c10d import PrefixStore, ProcessGroupGloo, Store, disown, own
 
-__all__ = ["FOREVER", "STALLED", "Pair", "Pending", "address_towards"]
+__all__ = ["FOREVER", "STALLED", "Pair", "Pending", "address_towards", "brief"]
 
 STALLED = 60.0
 """Seconds without the other end's answer after which it counts as gone."""
@@ -32,8 +32,9 @@ class Pending:
     It may be named by an exception that outlives the pair; the operation itself must not, see :func:`own`.
     """
 
-    def __init__(self, work: dist.Work) -> None:
+    def __init__(self, work: dist.Work, then: Callable[[], object] | None = None) -> None:
         self.work: dist.Work | None = work
+        self.then = then  # what is left to be done after it
 
 
 class Pair:
@@ -93,10 +94,20 @@ class Pair:
         work = None
         with self._beginning:
             self._pending.discard(pending)
-        if "imed out" in problem:
+        if "imed out" in problem or "timing out" in problem:
             raise SyncTimeoutError(f"the other end did not take part for {limit:g} s")
         if problem:
-            raise LinkClosedError(f"the other end is gone ({_brief(problem)})")
+            raise LinkClosedError(f"the other end is gone ({brief(problem)})")
+        if pending.then is not None:
+            pending.then()
+
+    def begin_push(self, piece: torch.Tensor) -> Pending:
+        """:meth:`begin_send` for a piece of a payload."""
+        return self.begin_send(piece)
+
+    def begin_pull(self, into: torch.Tensor) -> Pending:
+        """The counterpart of :meth:`begin_push`."""
+        return self.begin_recv(into)
 
     def send(self, payload: torch.Tensor, timeout: float | None) -> None:
         """:meth:`begin_send` and :meth:`finish`."""
@@ -121,6 +132,10 @@ class Pair:
             self.finish(self._begin("recv", torch.empty(1, dtype=torch.uint8), _WATCH), FOREVER)
         call()
         self.close()  # which ends the other end's watch, if that is what began it
+        self.release()
+
+    def release(self) -> None:
+        """Let go of all that has threads; nothing can be begun any more."""
         with self._beginning:
             group, self._group = self._group, None
             for pending in self._pending:
@@ -138,7 +153,7 @@ class Pair:
                     self._pending.add(pending)
                     return pending
             except RuntimeError as error:
-                problem = _brief(error)
+                problem = brief(error)
         raise LinkClosedError(f"the other end is gone ({problem})")
 
 
@@ -159,8 +174,9 @@ def _meet(store: Store, name: str, rank: int, address: str, timeout: float) -> t
         with store.lend() as client:
             return own(ProcessGroupGloo(PrefixStore(name, client), rank, 2, options)), ""
     except RuntimeError as error:
-        return None, _brief(error)
+        return None, brief(error)
 
 
-def _brief(error: object) -> str:
+def brief(error: object) -> str:
+    """The first line of what an error says."""
     return str(error).partition("\n")[0]
