@@ -25,6 +25,7 @@ from weight_update.transports.slots import SharedBuffer
 __all__ = ["Keeper", "Mirrors"]
 
 _log = logging.getLogger(__name__)
+_WORDS = 1000  # characters of an error that fit into a note
 
 
 class Mirrors:
@@ -153,7 +154,7 @@ class Keeper:
             rank = 0 if way == "out" else 1
             made = self._make_pair(self._store, order["name"], rank, self._address, order["patience"])
         except LinkClosedError as error:
-            return {"error": str(error)}
+            return {"error": str(error)[:_WORDS]}
         made.on_loss(lambda: None)
         self._links[way] = made
         return {}
@@ -177,12 +178,12 @@ class Keeper:
             if not order["chained"]:
                 raise
             self._unlink("in")
-            return {"error": f"the host before it in the chain: {error}"}
+            return {"error": f"the host before it in the chain: {error}"[:_WORDS]}
         expected = self._sum(order, sender)
         if order["checksum"] == CHECKSUM and total != expected:
             problem = problem or "the payload's checksum does not hold"
         if problem or mirror is None:
-            return {"error": problem}
+            return {"error": problem[:_WORDS]}
         return {"fd": mirror.fd, "key": mirror.key}
 
     def _payload(self, order: dict[str, Any], sender: Pair, into: torch.Tensor, onward: Onward) -> str:
