@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import threading
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ __all__ = ["Carrier", "NotHeldError", "ship"]
 _log = logging.getLogger(__name__)
 _GONE_AT_ONCE = 64  # names of slots in one note
 _OPENING = 20.0  # seconds that a worker may take to make its pair, beside what updates may take
+_LOOK = 0.5
 _numbers = itertools.count()
 _T = TypeVar("_T")
 
@@ -189,8 +191,9 @@ def ship(carriers: Sequence[Carrier], payload: torch.Tensor, patience: float) ->
     total = first.do(first.carrier.send, payload, patience)
     for stop in chain:
         stop.do(stop.carrier.say, {"do": "sum", "number": number, "sum": total}, patience)
+    deadline = time.monotonic() + 2 * patience
     for stop in chain:
-        stop.result = stop.do(_result, stop.carrier, 2 * patience) or b""
+        stop.result = stop.do(_result, stop.carrier, _until(deadline)) or b""
         if stop.error is not None:
             stop.carrier.inward = None
     return [stop.error or stop.result for stop in stops]
@@ -216,11 +219,17 @@ def _join(before: _Stop, after: _Stop, patience: float) -> None:
     for stop, way in ((after, "in"), (before, "out")):
         order = {"do": "link", "way": way, "name": name, "patience": patience}
         stop.do(stop.carrier.say, order, patience)
-    answers = [stop.do(stop.carrier.answer, 2 * patience) for stop in (before, after)]
+    deadline = time.monotonic() + 1.5 * patience  # theirs is ``patience``
+    answers = [stop.do(stop.carrier.answer, _until(deadline)) for stop in (before, after)]
     if all(answer == {} for answer in answers):
         before.carrier.outward = after.carrier.inward = name
     else:
         after.error = after.error or NotHeldError("the host before it in the chain cannot reach it")
+
+
+def _until(deadline: float) -> float:
+    """Seconds left, and time to look whether the answer is here already."""
+    return max(deadline - time.monotonic(), _LOOK)
 
 
 def _result(carrier: Carrier, patience: float) -> bytes:

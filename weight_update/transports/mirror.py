@@ -129,8 +129,8 @@ class Keeper:
         except (TransportError, TimeoutError, FormatError) as error:
             if isinstance(error, FormatError):
                 _log.warning("%s: %s", self._name, error)
-            pair.close()
         finally:
+            pair.close()
             for link in self._links.values():
                 link.close()
             self._mirrors.close()
