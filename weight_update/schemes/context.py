@@ -6,6 +6,7 @@ A context may offer, all optional:
   attributes and subscripts such as ``"env.transform[0]"``.
 - ``num_workers``, ``policy_device`` (one or a list), ``policy_factory`` (a list): what a sender with
   several workers needs to know.
+- ``collector_rrefs``: references of ``torch.distributed.rpc`` to the collectors of its workers.
 - ``increment_version()``: called once an update, when it becomes visible.
 - ``update_policy_weights_(model_id=..., policy_or_weights=...)``: called after an update if the context
   has weight sync schemes of its own, so that the update reaches the workers of this worker.
@@ -26,6 +27,7 @@ __all__ = [
     "factories_of",
     "register_with_torchrl",
     "resolve_model",
+    "rrefs_of",
 ]
 
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[([^\]]+)\]")
@@ -76,6 +78,11 @@ def factories_of(context: Any) -> list[Any]:
         return []
     factories = list(factories) if isinstance(factories, (list, tuple)) else [factories]
     return factories if any(factory is not None for factory in factories) else []
+
+
+def rrefs_of(context: Any) -> list[Any]:
+    """References of ``torch.distributed.rpc`` to the collectors of ``context``; empty if it has none."""
+    return list(getattr(context, "collector_rrefs", None) or ())
 
 
 def count_update(context: Any) -> None:
