@@ -6,7 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent import futures
 from typing import Any
 
 from weight_update.errors import LifecycleError, SyncTimeoutError
@@ -69,7 +69,8 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme):
         self._notice: weakref.finalize[Any, Any] | None = None
         self._question: Question | None = None
         self._opening: TransportBackend | None = None
-        self._joining: Future[None] | None = None
+        self._joining: futures.Future[None] | None = None
+        self._leaving = False
 
     # -- sender ------------------------------------------------------------------------------------
 
@@ -148,7 +149,7 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme):
             if not self._await_join(limit):
                 raise SyncTimeoutError(f"the first weights did not come within {limit:g} s")
         elif self._receiving and not self._connected and self.context is not None and idx is not None:
-            self._worker_idx, self._joining = idx, Future()
+            self._worker_idx, self._joining = idx, futures.Future()
             arguments = {"weights": weights, "timeout": limit}
             threading.Thread(
                 target=self._join,
@@ -177,12 +178,13 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme):
             self._opening = link
         return link
 
-    def _join(self, joining: Future[None], **arguments: Any) -> None:
+    def _join(self, joining: futures.Future[None], **arguments: Any) -> None:
         """Thread: ``connect()``."""
         try:
             super().connect(**arguments)
         except Exception as error:  # noqa: BLE001 - raised where somebody waits
-            _log.warning("worker %s could not connect: %s", self._worker_idx, error)
+            if not self._leaving:
+                _log.warning("worker %s could not connect: %s", self._worker_idx, error)
             joining.set_exception(error)
         else:
             joining.set_result(None)
@@ -192,16 +194,11 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme):
         joining = self._joining
         if joining is None:
             return True
-        try:
-            joining.result(timeout)
-        except TimeoutError:
-            if joining.done():
-                self._joining = None
-                raise
+        if not futures.wait([joining], timeout).done:
             return False
-        except Exception:
+        if joining.exception() is not None:
             self._joining = None
-            raise
+        joining.result()
         return True
 
     def _require_receiver(self) -> Receiver:
@@ -213,6 +210,7 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme):
 
     def shutdown(self) -> None:
         """See :meth:`WeightSyncScheme.shutdown`."""
+        self._leaving = True
         if self._notice is not None:
             self._notice()
         joining = self._joining
@@ -221,7 +219,7 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme):
                 self._question.cancel()
             if self._opening is not None:
                 self._opening.close()
-            joining.exception(_LEAVE_SECONDS)
+            futures.wait([joining], _LEAVE_SECONDS)
         super().shutdown()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -58,6 +58,8 @@ class RPCTransport(DistributedTransport):
             if chunk is None or not self._wants_call(chunk):
                 return chunk
             self._call = _Call(self._rref, self._model_id, chunk, self._timeout)
+            if self._closed:  # meanwhile: close() may not have seen the call
+                self._call.give_up()
         outcome = self._call.outcome(None if deadline is None else max(deadline - time.monotonic(), 0.0))
         if outcome is not None:
             self._call = None
