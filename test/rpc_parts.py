@@ -129,9 +129,10 @@ class World:
         enter(TRAINER, 0, self.port, self.size)
         self.inside = True
 
-    def admit(self, index: int) -> None:
-        """Let a worker into a world that may grow."""
-        self.workers[index].call("run", enter_world, f"w{index}", index + 1, self.port, None)
+    def admit(self, index: int, place: int | None = None) -> None:
+        """Let a worker into a world that may grow, in the place of another if need be."""
+        place = index if place is None else place
+        self.workers[index].call("run", enter_world, f"w{place}", place + 1, self.port, None)
 
     def sender(self, model: Any, *, called: bool = False, model_id: str | None = None, **options: Any) -> Any:
         """An initialized sender for the workers of the world; they are called if ``called``."""

@@ -82,7 +82,7 @@ def test_a_stopped_worker_holds_nobody_up(world: World) -> None:
     assert world.seen() == [fingerprint(mlp(5))] * 2
 
 
-@in_world(spares=1, dynamic=True)
+@in_world(spares=2, dynamic=True)
 def test_a_world_that_grows(world: World) -> None:
     scheme = world.sender(mlp(1))
     world.connect(scheme, mlp(2))
@@ -91,13 +91,13 @@ def test_a_world_that_grows(world: World) -> None:
     assert world.run(2, parts.join, mlp(2), "policy", {}) == 1
     scheme.send(mlp(4))
     assert world.seen(only=[0, 1, 2]) == [fingerprint(mlp(4))] * 3
-    for function in (parts.leave_scheme, parts.leave_world):  # in order; then it comes back under its name
+    for function in (parts.leave_scheme, parts.leave_world):  # in order; then another process takes its name
         world.run(2, function)
     scheme.send(mlp(5))
-    world.admit(2)
-    assert world.run(2, parts.join, mlp(2), "policy", {}) == 3
+    world.admit(3, place=2)
+    assert world.run(3, parts.join, mlp(2), "policy", {"worker_idx": 2}) == 3
     scheme.send(mlp(6))
-    assert world.seen(only=[0, 1, 2]) == [fingerprint(mlp(6))] * 3
+    assert world.seen(only=[0, 1, 3]) == [fingerprint(mlp(6))] * 3
 
 
 # -- the end -------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ A context may offer, all optional:
 - ``num_workers``, ``policy_device`` (one or a list), ``policy_factory`` (a list): what a sender with
   several workers needs to know.
 - ``collector_rrefs``: references of ``torch.distributed.rpc`` to the collectors of its workers.
+- ``first_worker_idx``: what the first of its workers calls itself; without it 0, or 1 for the collectors of
+  TorchRL whose workers go by their rank.
 - ``increment_version()``: called once an update, when it becomes visible.
 - ``update_policy_weights_(model_id=..., policy_or_weights=...)``: called after an update if the context
   has weight sync schemes of its own, so that the update reaches the workers of this worker.
@@ -25,6 +27,7 @@ __all__ = [
     "count_update",
     "devices_of",
     "factories_of",
+    "first_worker_of",
     "register_with_torchrl",
     "resolve_model",
     "rrefs_of",
@@ -83,6 +86,13 @@ def factories_of(context: Any) -> list[Any]:
 def rrefs_of(context: Any) -> list[Any]:
     """References of ``torch.distributed.rpc`` to the collectors of ``context``; empty if it has none."""
     return list(getattr(context, "collector_rrefs", None) or ())
+
+
+def first_worker_of(context: Any) -> int:
+    """What the first worker of ``context`` calls itself."""
+    module = sys.modules.get("torchrl.collectors.distributed")
+    by_rank = () if module is None else (module.DistributedCollector, module.DistributedSyncCollector)
+    return int(getattr(context, "first_worker_idx", isinstance(context, by_rank)))
 
 
 def count_update(context: Any) -> None:
