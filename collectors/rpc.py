@@ -23,8 +23,8 @@ from torchrl.envs import EnvBase, EnvCreator
 
 from collectors.intervals import Intervals
 from collectors.nodes import Nodes
-from collectors.rpc_node import join_world, leave, make_collector, name_of, run_node, was_in_a_world
-from weight_update import LifecycleError, RPCWeightSyncScheme, WeightSyncScheme, WorkerError
+from collectors.rpc_node import join_world, leave, made, make_collector, name_of, run_node, was_in_a_world
+from weight_update import LifecycleError, RPCWeightSyncScheme, WeightSyncError, WeightSyncScheme, WorkerError
 
 __all__ = ["RPCCollector"]
 
@@ -63,18 +63,23 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
     def _begin(self, create_env_fn: Any, policy: Any, **options: Any) -> None:
         if was_in_a_world():
             raise LifecycleError(
-                "this process is or was in a world of torch.distributed.rpc, and PyTorch cannot bring it into "
-                "a new one with the workers of this collector; make one RPCCollector in each process"
+                "this process is or was in a world of torch.distributed.rpc, and PyTorch cannot bring it "
+                "into a new one with the workers of this collector; make one RPCCollector in each process"
             )
         self._nodes, self._ended, self._in_group = Nodes(), False, False
         self._pending: set[int] = set()
         self._arrived: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self.collector_infos: list[Any] = []
         self.collector_rrefs: list[Any] = []
+        self._made: list[Any] = []
         self._given_options = options.pop("tensorpipe_options", None) or {}
         options["total_frames"] = _endless(options.get("total_frames", -1))
         if options.get("tcp_port") is None and options.get("launcher") == "mp":
             options["tcp_port"] = os.environ.get("TCP_PORT") or _free_port()
+        options["weight_sync_schemes"] = {} if options["weight_updater"] is None else None
         super()._begin(create_env_fn, policy, **options)
+        self._weight_sync_schemes = self._schemes or None
+        self._connect()
 
     def _default_scheme(self, **options: Any) -> WeightSyncScheme:
         """The scheme of a policy for which none was given."""
@@ -121,14 +126,32 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
     def _start_workers(self, **given: Any) -> None:
         self.collector_infos = [rpc.get_worker_info(name_of(idx)) for idx in range(self.num_workers)]
         self.collector_rrefs = [self._make(idx, **given) for idx in range(self.num_workers)]
-        waiting = [
-            rref.rpc_async(timeout=_START_SECONDS).register_scheme_receiver(self._schemes)
-            for rref in self.collector_rrefs
+        self._made = [
+            rpc.rpc_async(info, made, args=(rref,), timeout=_START_SECONDS)
+            for info, rref in zip(self.collector_infos, self.collector_rrefs, strict=True)
         ]
-        told = [f"worker {idx}: {why}" for idx, why in enumerate(map(_error_of, waiting)) if why]
-        if told:
-            raise WorkerError("workers could not start:\n" + "\n".join(told))
         self.futures = ()  # TorchRL's own account of what is on its way
+
+    def _connect(self) -> None:
+        """Workers' collectors are being made meanwhile; some wait for the first weights to go on."""
+        try:
+            for model_id, scheme in self._schemes.items():
+                if not scheme.initialized_on_sender:
+                    scheme.init_on_sender(model_id=model_id, context=self, num_workers=self.num_workers)
+                if not scheme.synchronized_on_sender:
+                    scheme.connect()
+        except WeightSyncError as error:
+            told = self._told(wait=False)
+            if not told:
+                raise
+            raise WorkerError(f"workers could not start:\n{told}") from error
+        if told := self._told(wait=True):
+            raise WorkerError(f"workers could not start:\n{told}")
+
+    def _told(self, *, wait: bool) -> str:
+        """What went wrong where collectors were made."""
+        ended = [(idx, future) for idx, future in enumerate(self._made) if wait or future.done()]
+        return "\n".join(f"worker {idx}: {why}" for idx, future in ended if (why := _error_of(future)))
 
     def _make(
         self,
@@ -153,6 +176,7 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
             "total_frames": -1,
             "split_trajs": False,
             "worker_idx": idx,
+            **({"weight_recv_schemes": self._schemes} if self._schemes else {}),
             **collector_kwargs[idx],
         }
         several = 0 if single else num_workers_per_collector
@@ -164,7 +188,9 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
         )
 
     def _worker_alive(self, worker_idx: int) -> bool:
-        return self._nodes.alive(worker_idx)
+        future = self._made[worker_idx] if worker_idx < len(self._made) else None
+        failed = future is not None and future.done() and _error_of(future) is not None
+        return self._nodes.alive(worker_idx) and not failed
 
     # -- data --------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed import rpc
 
-__all__ = ["join_world", "leave", "make_collector", "name_of", "run_node", "was_in_a_world"]
+__all__ = ["join_world", "leave", "made", "make_collector", "name_of", "run_node", "was_in_a_world"]
 
 _log = logging.getLogger(__name__)
 _told = threading.Event()
@@ -82,3 +82,8 @@ def leave() -> None:
 def make_collector(cls: Callable[..., Any], env: Any, several: int, options: dict[str, Any]) -> Any:
     """In a worker: its collector."""
     return cls([env] * several if several else env, **options)
+
+
+def made(rref: Any) -> None:
+    """In a worker: wait until its collector is made; raises what was raised then."""
+    rref.local_value()
