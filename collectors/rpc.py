@@ -61,17 +61,17 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
     _ended = True  # until something was begun
 
     def _begin(self, create_env_fn: Any, policy: Any, **options: Any) -> None:
-        if was_in_a_world():
-            raise LifecycleError(
-                "this process is or was in a world of torch.distributed.rpc, and PyTorch cannot bring it "
-                "into a new one with the workers of this collector; make one RPCCollector in each process"
-            )
         self._nodes, self._ended, self._in_group = Nodes(), False, False
         self._pending: set[int] = set()
         self._arrived: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self.collector_infos: list[Any] = []
         self.collector_rrefs: list[Any] = []
         self._made: list[Any] = []
+        if was_in_a_world():
+            raise LifecycleError(
+                "this process is or was in a world of torch.distributed.rpc, and PyTorch cannot bring it "
+                "into a new one with the workers of this collector; make one RPCCollector in each process"
+            )
         self._given_options = options.pop("tensorpipe_options", None) or {}
         options["total_frames"] = _endless(options.get("total_frames", -1))
         if options.get("tcp_port") is None and options.get("launcher") == "mp":

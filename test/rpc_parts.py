@@ -76,6 +76,7 @@ def in_world(**how: Any) -> Callable[[Callable[..., None]], Callable[..., None]]
             except EOFError:
                 trouble = "its process died"
             process.join(10.0)
+            trouble = trouble or ("its process did not exit" if process.is_alive() else None)
             process.kill()
             process.join()
             if trouble is not None:

@@ -136,3 +136,15 @@ def test_updates_go_on_when_rpc_has_ended(world: World) -> None:
     with pytest.raises(SyncFailedError, match="could not be called through RPC"):
         called.send(mlp(4))
     assert world.seen("True") == [fingerprint(mlp(4))] * 2
+
+
+_kept: list[RPCWeightSyncScheme] = []
+
+
+@in_world()
+def test_exit_without_shutdown(world: World) -> None:
+    scheme = world.sender(mlp(1), called=True)
+    world.connect(scheme, mlp(2))
+    scheme.send(mlp(3))
+    world.schemes.clear()
+    _kept.append(scheme)  # until the interpreter ends, which the decorator waits for

@@ -11,6 +11,7 @@ from weight_update import (
     MemoryWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
+    RPCWeightSyncScheme,
     SharedMemWeightSyncScheme,
     WeightSyncScheme,
 )
@@ -46,6 +47,13 @@ class Apart(DistributedWeightSyncScheme):
 class TestDistributedAcrossHosts(SchemeContract):
     def make_scheme(self, **options: Any) -> WeightSyncScheme:
         return Apart(**options)
+
+
+class TestRPC(SchemeContract):
+    """Workers know the sender from the scheme; ``test_rpc`` has workers in an RPC world."""
+
+    def make_scheme(self, **options: Any) -> WeightSyncScheme:
+        return RPCWeightSyncScheme(**options)
 
 
 class TestMemory(SchemeContract):
