@@ -79,7 +79,7 @@ class DistributedCollector(Intervals, ProcessGroupCollector, torchrl_distributed
         return self._taken(idx), [idx]
 
     def _ask(self, idx: int) -> None:
-        if idx not in self._pending:
+        if idx not in self._arrivals.pending:
             self._store.set(f"NODE_{idx + 1}_in", b"continue")
         super()._ask(idx)
 
@@ -155,7 +155,7 @@ class DistributedSyncCollector(ProcessGroupCollector, torchrl_distributed.Distri
 
     def _ask_to_end(self) -> None:
         dist.distributed_c10d._get_default_store().set(STOP, "1")
-        for idx in range(self.num_workers):
+        for idx in range(self.num_workers if self._arrivals else 0):
             self._ask(idx)  # whoever is about to send a batch has to get rid of it
 
 
