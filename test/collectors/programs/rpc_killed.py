@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from collector_parts import OPTIONS, Env, fill, make_policy, require_exact, weights_of
+from collector_parts import OPTIONS, Env, fill, make_policy, weights_of
 from torch import multiprocessing as torch_multiprocessing
 
 from collectors import RPCCollector
@@ -29,8 +29,8 @@ def main():
     )
     frames = iter(collector)
     versions = set()
-    for value in range(20):
-        fill(policy, float(max(versions, default=0)))
+    for _ in range(20):
+        fill(policy, 1.0)
         data = next(frames)
         assert (data["next", "policy_version"] == data["policy_version"]).all()
         versions.add(int(data["policy_version"].max()))
