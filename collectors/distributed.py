@@ -10,13 +10,14 @@ import torchrl.collectors.distributed as torchrl_distributed
 from tensordict import TensorDictBase
 from torch import distributed as dist
 
+from collectors.intervals import Intervals
 from collectors.node_programs import STOP, run_ahead, run_on_demand
 from collectors.process_group import ProcessGroupCollector
 
 __all__ = ["DistributedCollector", "DistributedSyncCollector"]
 
 
-class DistributedCollector(ProcessGroupCollector, torchrl_distributed.DistributedCollector):
+class DistributedCollector(Intervals, ProcessGroupCollector, torchrl_distributed.DistributedCollector):
     """TorchRL's ``DistributedCollector``, whose workers run our collectors.
 
     Workers are numbered from 0 everywhere, in ``worker_ids`` as well, though their ranks in the process group
@@ -49,7 +50,6 @@ class DistributedCollector(ProcessGroupCollector, torchrl_distributed.Distribute
     def _begin(self, create_env_fn: Any, policy: Any, **options: Any) -> None:
         options["weight_sync_schemes"] = {} if options["weight_updater"] is None else None
         options["total_frames"] = _endless(options.get("total_frames", -1))
-        self._unchanged: dict[int, tuple[int | None, int]] = {}
         super()._begin(create_env_fn, policy, **options)
 
     def _arguments_of(self, idx: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -87,29 +87,7 @@ class DistributedCollector(ProcessGroupCollector, torchrl_distributed.Distribute
         """What ``update_interval`` and ``max_weight_update_interval`` ask for after a batch was used."""
         if self.update_interval is not None and batches % self.update_interval == 0:
             self._update_workers(None if self._sync else workers)
-        if self.max_weight_update_interval > -1:
-            stale = [idx for idx in range(self.num_workers) if self._is_stale(idx)]
-            if stale:
-                self._update_workers(stale)
-                self._unchanged.update((idx, (self._version_of(idx), 0)) for idx in stale)
-
-    def _is_stale(self, idx: int) -> bool:
-        """Count the batches since a worker got another version."""
-        version = self._version_of(idx)
-        before, count = self._unchanged.get(idx, (version, 0))
-        count = count + 1 if version == before else 0
-        self._unchanged[idx] = version, count
-        return bool(count > self.max_weight_update_interval)
-
-    def _version_of(self, idx: int) -> int | None:
-        scheme = self._schemes.get("policy")
-        return None if scheme is None else scheme.worker_versions.get(idx)
-
-    def _update_workers(self, worker_ids: list[int] | None = None) -> None:
-        if self._legacy_weight_updater:
-            self.update_policy_weights_(worker_ids=worker_ids)
-        else:
-            self._send_all(worker_ids)
+        self._update_stale()
 
     def _ask_to_end(self) -> None:
         self._store.set("TRAINER_status", b"shutdown")

@@ -10,6 +10,7 @@ from weight_update import (
     MemoryWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
+    RPCWeightSyncScheme,
     SharedMemWeightSyncScheme,
     WeightSyncScheme,
 )
@@ -53,6 +54,13 @@ class TestDistributedOnAnotherHost(TestDistributedAcrossHosts):
 
     def make_scheme(self, **options: Any) -> WeightSyncScheme:
         return ApartInTwos(**options)
+
+
+class TestRPC(SchemeContract):
+    """Workers know the sender from the scheme; ``test_rpc`` has workers in an RPC world."""
+
+    def make_scheme(self, **options: Any) -> WeightSyncScheme:
+        return RPCWeightSyncScheme(**options)
 
 
 class TestMemory(SchemeContract):

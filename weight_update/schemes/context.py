@@ -6,6 +6,7 @@ A context may offer, all optional:
   attributes and subscripts such as ``"env.transform[0]"``.
 - ``num_workers``, ``policy_device`` (one or a list), ``policy_factory`` (a list): what a sender with
   several workers needs to know.
+- ``collector_rrefs``: references of ``torch.distributed.rpc`` to the collectors of its workers.
 - ``first_worker_idx``: what the first of its workers calls itself; without it 0, or 1 for the collectors of
   TorchRL whose workers go by their rank.
 - ``increment_version()``: called once an update, when it becomes visible.
@@ -29,6 +30,7 @@ __all__ = [
     "first_worker_of",
     "register_with_torchrl",
     "resolve_model",
+    "rrefs_of",
 ]
 
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[([^\]]+)\]")
@@ -79,6 +81,11 @@ def factories_of(context: Any) -> list[Any]:
         return []
     factories = list(factories) if isinstance(factories, (list, tuple)) else [factories]
     return factories if any(factory is not None for factory in factories) else []
+
+
+def rrefs_of(context: Any) -> list[Any]:
+    """References of ``torch.distributed.rpc`` to the collectors of ``context``; empty if it has none."""
+    return list(getattr(context, "collector_rrefs", None) or ())
 
 
 def first_worker_of(context: Any) -> int:
