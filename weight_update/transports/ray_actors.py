@@ -1,0 +1,103 @@
+"""Which actor is behind a link, and why it died."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weight_update.chunks import WeightChunk
+from weight_update.errors import LifecycleError, LinkClosedError, SyncFailedError
+from weight_update.transports.base import Allocate, TransportBackend
+from weight_update.transports.ray_board import require_ray
+
+__all__ = ["ActorLink", "ActorWatch"]
+
+_PROBE_SECONDS = 2.0
+
+
+class ActorWatch:
+    """What is known of the actors that are workers.
+
+    Args:
+        actors: handles by worker index; may change.
+    """
+
+    def __init__(self, actors: dict[int, Any]) -> None:
+        self.actors = actors
+        self._probes: dict[int, Any] = {}
+
+    def alive(self, idx: int) -> bool:
+        """Whether the actor may still come; does not wait for one that is busy."""
+        return idx not in self.actors or self._death(idx, 0.0) is None
+
+    def why(self, idx: int) -> str | None:
+        """Name of the actor and why it died; None if it lives, or is not known."""
+        return self._death(idx, _PROBE_SECONDS) if idx in self.actors else None
+
+    def named(self, error: SyncFailedError) -> SyncFailedError:
+        """``error`` with the names of the actors that died."""
+        failures = {idx: self._named(idx, one) for idx, one in error.failures.items()}
+        lines = "".join(f"\n  worker {idx}: {one}" for idx, one in sorted(failures.items()))
+        return SyncFailedError(str(error).partition("\n")[0] + lines, failures, error.report)
+
+    def _named(self, idx: int, error: Exception) -> Exception:
+        why = self.why(idx) if isinstance(error, LinkClosedError) else None
+        return error if why is None else LinkClosedError(why)
+
+    def _death(self, idx: int, seconds: float) -> str | None:
+        try:
+            ray = require_ray()
+        except LifecycleError:
+            return None
+        actor = self.actors[idx]
+        known, probe = self._probes.pop(idx, (None, None))
+        if known is not actor:
+            probe = actor.__ray_ready__.remote()  # waits behind the methods of a busy actor, fails if it died
+        done, _ = ray.wait([probe], timeout=seconds)
+        if not done:
+            self._probes[idx] = actor, probe
+            return None
+        try:
+            ray.get(probe)
+        except ray.exceptions.ActorUnavailableError:  # it is being restarted
+            return None
+        except ray.exceptions.RayActorError as error:
+            return f"{actor!r} died: {' '.join(str(error).split())}"
+        return None
+
+
+class ActorLink(TransportBackend):
+    """Mixed into a transport, before it: errors of a lost link name the actor.
+
+    Attributes:
+        watch: of the actors, on the sender's end.
+        worker: index of the actor behind this link.
+    """
+
+    watch: ActorWatch | None = None
+    worker = 0
+    _leaving = False
+
+    def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
+        """See :meth:`TransportBackend.send_chunk`."""
+        try:
+            super().send_chunk(chunk, timeout)
+        except LinkClosedError as error:
+            raise self._named(error) from None
+
+    def recv_chunk(
+        self, timeout: float | None = None, allocate: Allocate | None = None
+    ) -> WeightChunk | None:
+        """See :meth:`TransportBackend.recv_chunk`."""
+        try:
+            return super().recv_chunk(timeout, allocate)
+        except LinkClosedError as error:
+            raise self._named(error) from None
+
+    def close(self) -> None:
+        """See :meth:`TransportBackend.close`."""
+        self._leaving = True
+        super().close()
+
+    def _named(self, error: LinkClosedError) -> LinkClosedError:
+        why = None if self._leaving or self.watch is None else self.watch.why(self.worker)
+        return error if why is None else LinkClosedError(why)
