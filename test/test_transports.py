@@ -2,10 +2,12 @@
 
 import multiprocessing
 import os
+from typing import NoReturn
 
 from torch.distributed import TCPStore
 
 from weight_update.chunks import Kind, WeightChunk
+from weight_update.errors import JoinRefusedError
 from weight_update.testing.transports import Ends, TransportContract
 from weight_update.transports import DistributedTransport, MemoryTransport, MPTransport, SharedMemTransport
 from weight_update.transports.c10d import Store
@@ -28,7 +30,7 @@ class TestMPTransport(TransportContract):
 class TestSharedMemTransport(TransportContract):
     def make_ends(self) -> Ends:
         sender = SharedMemTransport()
-        self.listener = SharedMemListener("token", {0: sender})
+        self.listener = SharedMemListener("token", {0: sender}, nobody_else)
         self.listener.start()
         receiver = SharedMemTransport(self.listener.address)
         hello = {"token": "token", "worker": 0, "pid": 0, "version": None, "schema": None}
@@ -48,7 +50,7 @@ class TestDistributedTransport(TransportContract):
     def make_ends(self) -> Ends:
         store = open_store("127.0.0.1")
         sender = DistributedTransport(token="token", address="127.0.0.1", host=self.hosts[0])
-        self.listener = DistributedListener(store, "token", {0: sender})
+        self.listener = DistributedListener(store, "token", {0: sender}, nobody_else)
         self.listener.start()
         receiver = DistributedTransport(
             lambda: Store(TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)),
@@ -69,3 +71,7 @@ class TestDistributedTransportAcrossHosts(TestDistributedTransport):
     """Two ends that believe to be on two hosts: payloads cross a socket."""
 
     hosts = ("here", "there")
+
+
+def nobody_else(worker_idx: int) -> NoReturn:
+    raise JoinRefusedError(f"unknown worker index {worker_idx}")

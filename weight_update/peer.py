@@ -27,6 +27,7 @@ class Peer:
         inflight: what it was sent and has not answered yet.
         reached: the newest version it ever applied; not forgotten when it leaves.
         failures: why it did not apply a version, for the last few.
+        guest: whether it came beyond the first number of workers; nobody waits for it when it has gone.
     """
 
     def __init__(
@@ -35,8 +36,11 @@ class Peer:
         link: TransportBackend,
         schema: WeightSchema,
         tracked: frozenset[str] | None = None,
+        *,
+        guest: bool = False,
     ) -> None:
         self.idx, self.link, self.schema, self.tracked = idx, link, schema, tracked
+        self.guest = guest
         self.lane: Lane | None = None
         self.joined = False
         self.pid = 0

@@ -92,13 +92,14 @@ class Sender:
 
     @property
     def worker_versions(self) -> dict[int, int | None]:
-        """The version each worker has applied; None before its first."""
-        return {idx: peer.version for idx, peer in self._peers.items()}
+        """The version each worker has applied; None before its first, and when it has gone."""
+        return {idx: self._peers[idx].version for idx in self.workers}
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """Indices of all workers."""
-        return tuple(sorted(self._peers))
+        """Indices of all workers; of those beyond the first number, of who is here now."""
+        peers = self._peers.values()
+        return tuple(sorted(peer.idx for peer in peers if peer.joined or not peer.guest))
 
     @property
     def serving(self) -> bool:
@@ -108,6 +109,17 @@ class Sender:
     def schema(self, idx: int) -> WeightSchema:
         """What worker ``idx`` is to have."""
         return self._peers[idx].schema
+
+    def let_in(self, idx: int, make_link: Callable[[], TransportBackend]) -> TransportBackend:
+        """The link of a worker beyond the first number, which is to have what all others have."""
+        with self._moved:
+            if idx not in self._peers:
+                like = next(iter(self._peers.values()))
+                guest = Peer(idx, make_link(), like.schema, like.tracked, guest=True)
+                self._peers = {**self._peers, idx: guest}  # others may walk through the old one
+            if self.serving:
+                self._listen_to(self._peers[idx])
+            return self._peers[idx].link
 
     # -- joining -----------------------------------------------------------------------------------
 
@@ -133,29 +145,31 @@ class Sender:
             for peer in self._peers.values():
                 peer.lost, peer.failures = None, {}
         with self._publishing:
-            report = self._stage(weights, self._peers_with_lane())
+            report = self._stage(weights, weights)
             self._joining = weights
         for peer in self._peers.values():
             self._bring_up(peer)
-            if peer.thread is None:
-                peer.thread = threading.Thread(
-                    target=self._serve,
-                    args=(peer,),
-                    name=f"weight_update-peer-{peer.idx}",
-                    daemon=True,
-                )
-                peer.thread.start()
+            self._listen_to(peer)
         try:
             self._await_all(timeout, alive)
         finally:
             with self._publishing:
                 for idx, named in weights.items():
-                    if self._peers[idx].lane is None:  # it may come later, when these weights have changed
+                    if (
+                        self._peers[idx].lane is None and not self._peers[idx].guest
+                    ):  # it may come later, when these weights have changed
                         self._settle_in(self._peers[idx], self._peers[idx].schema, named)
                 self._joining = {}
             report.dense_bytes = sum(lane.schema.dense_bytes for lane in self._lanes())
         self.fill(report, weights)
         return report
+
+    def _listen_to(self, peer: Peer) -> None:
+        with self._moved:
+            if peer.thread is None:
+                name = f"weight_update-peer-{peer.idx}"
+                peer.thread = threading.Thread(target=self._serve, args=(peer,), name=name, daemon=True)
+                peer.thread.start()
 
     def _await_all(self, timeout: float, alive: Callable[[int], bool] | None) -> None:
         deadline = time.monotonic() + timeout
@@ -165,21 +179,18 @@ class Sender:
                     if alive is not None and not alive(peer.idx):
                         peer.lost = LinkClosedError("its process died before it connected")
                 self._moved.wait(_LOOK_SECONDS)
-            failures = {
-                peer.idx: error for peer in self._peers.values() if (error := peer.trouble()) is not None
-            }
+            expected = [peer for peer in self._peers.values() if not peer.guest]
+            failures = {peer.idx: error for peer in expected if (error := peer.trouble()) is not None}
             late = [peer.idx for peer in self._unsettled()]
-        _raise_connect(failures, late, timeout)
+            guests = [peer.idx for peer in self._peers.values() if peer.guest and peer.joined]
+        _raise_connect(failures, late, guests, timeout)
 
     def _unsettled(self) -> list[Peer]:
         return [
             peer
             for peer in self._peers.values()
-            if peer.trouble() is None and (not peer.joined or peer.version is None)
+            if not peer.guest and peer.trouble() is None and (not peer.joined or peer.version is None)
         ]
-
-    def _peers_with_lane(self) -> list[int]:
-        return [idx for idx, peer in self._peers.items() if peer.lane is not None]
 
     def _welcome(self, peer: Peer, hello: WeightChunk) -> None:
         header = hello.header
@@ -204,6 +215,7 @@ class Sender:
             return
         with self._moved:
             peer.let_go()
+            peer.lost = None
         lane = self._lane_to_join(peer, peer.schema.for_receiver(theirs))
         welcome = {"schema": lane.schema.to_header(), "strategy": self._strategy.extract_as}
         with peer.sending:  # an update that is just being sent goes to the old link, or not at all
@@ -218,9 +230,13 @@ class Sender:
     def _lane_to_join(self, peer: Peer, wire: WeightSchema) -> Lane:
         """The lane for a joining worker whose weights best travel as ``wire``."""
         with self._publishing:
+            if peer.lane is None and peer.guest and self._lanes():
+                newest = max(self._lanes(), key=lambda one: -1 if one.version is None else one.version)
+                self._move([peer], newest)
             lane = peer.lane
             if lane is None:
-                self._settle_in(peer, wire, self._joining.get(peer.idx))
+                first = next(iter(self._joining.values()), None) if peer.guest else None
+                self._settle_in(peer, wire, self._joining.get(peer.idx, first))
             elif wire.digest != lane.schema.digest:
                 twins = [one for one in self._lanes() if one.family == lane.family]
                 same = [one for one in twins if one.schema.digest == wire.digest]
@@ -270,6 +286,15 @@ class Sender:
                 if old is not None and old not in self._lanes():
                     old.close()
 
+    def _dismiss_guests(self) -> None:
+        """What a guest that has gone was sent is kept for nobody."""
+        with self._moved:
+            for peer in self._peers.values():
+                if peer.guest and peer.lane is not None and not peer.joined and peer.lost is not None:
+                    lane, peer.lane = peer.lane, None
+                    if lane not in self._lanes():
+                        lane.close()
+
     def _lane_for(self, peers: list[Peer]) -> Lane:
         """A lane for workers of one kind that are now sent the same weights, and for nobody else.
 
@@ -305,6 +330,7 @@ class Sender:
             SchemaMismatchError: the weights are not those of the schema; nothing was sent.
         """
         with self._publishing:
+            self._dismiss_guests()
             with self._moved:
                 for idx in weights:
                     self._peers[idx].forget_old_failures()
@@ -334,7 +360,8 @@ class Sender:
         kinds: dict[tuple[Any, ...], list[Peer]] = {}
         for idx in workers:
             peer = self._peers[idx]
-            assert peer.lane is not None
+            if peer.lane is None:
+                continue  # it was not here yet, or is a guest that has just gone
             own = None if commit else id(peer.lane)  # what may be aborted brings no lanes together
             kinds.setdefault((id(weights[idx]), peer.lane.schema.digest, peer.tracked, own), []).append(peer)
         lanes: list[Lane] = []
@@ -719,7 +746,9 @@ def _same_memory(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return a is b or (a is not None and b is not None and memory_identity(a) == memory_identity(b))
 
 
-def _raise_connect(failures: Mapping[int, Exception], late: list[int], timeout: float) -> None:
+def _raise_connect(
+    failures: Mapping[int, Exception], late: list[int], guests: list[int], timeout: float
+) -> None:
     mismatches = [error for error in failures.values() if isinstance(error, SchemaMismatchError)]
     if mismatches:
         problems = tuple(line for error in mismatches for line in error.problems)
@@ -730,6 +759,7 @@ def _raise_connect(failures: Mapping[int, Exception], late: list[int], timeout: 
         lines = "".join(f"\n  worker {idx}: {error}" for idx, error in sorted(failures.items()))
         raise SyncFailedError(f"workers could not connect:{lines}", failures)
     if late:
+        others = f" (others did: {guests}; do the indices match?)" if guests else ""
         raise SyncTimeoutError(
-            f"workers {late} did not connect within {timeout:g} s; have they called connect()?"
+            f"workers {late} did not connect within {timeout:g} s{others}; have they called connect()?"
         )

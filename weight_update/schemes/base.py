@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 
 from weight_update.chunks import WeightSchema
-from weight_update.errors import FormatError, LifecycleError, TransportError
+from weight_update.errors import FormatError, JoinRefusedError, LifecycleError, TransportError
 from weight_update.gate import shared_gate
 from weight_update.handle import SendHandle, failed
 from weight_update.named import NamedWeights
@@ -37,6 +37,8 @@ from weight_update.transports.base import TransportBackend
 __all__ = ["WeightSyncScheme"]
 
 End = Literal["sender", "receiver"]
+Newcomers = Callable[[int], Any]
+"""Gives a worker of that index, beyond the first number, its link; see ``WeightSyncScheme.newcomers``."""
 _F = TypeVar("_F", bound=Callable[..., Any])
 _REMEMBERED = 64
 """How many updates of ``sync=False`` that nobody waits for are looked after for errors."""
@@ -154,7 +156,8 @@ class WeightSyncScheme(ABC):
         """The sender's end of all links; the default creates one transport for each worker.
 
         What workers need to find the sender goes into attributes of self; a listener goes into
-        ``self._door``, which is started in :meth:`connect` and closed in :meth:`shutdown`.
+        ``self._door``, which is started in :meth:`connect` and closed in :meth:`shutdown`. A door that
+        can let in more workers than ``workers`` asks :meth:`newcomers`.
 
         Args:
             workers: indices.
@@ -162,6 +165,29 @@ class WeightSyncScheme(ABC):
         """
         del ctx
         return {idx: self.create_transport(worker_idx=idx, end="sender") for idx in workers}
+
+    def newcomers(self) -> Newcomers:
+        """For doors: a function that gives a worker beyond the first number its link.
+
+        It takes the worker's index and raises :class:`~weight_update.JoinRefusedError` where that worker
+        cannot be let in. It keeps no reference to the scheme.
+        """
+        myself = weakref.ref(self)
+
+        def let_in(worker_idx: int) -> TransportBackend:
+            me = myself()
+            if me is None or me._sender is None or me._sources is None:
+                raise JoinRefusedError("the scheme was shut down")
+            if not me._sources.common or worker_idx < 0:
+                known = ", ".join(map(str, sorted(me._sources.by_worker)))
+                raise JoinRefusedError(
+                    f"unknown worker index {worker_idx} (known: {known}); workers can be added where all "
+                    "have the same weights"
+                )
+            make = me.create_transport
+            return me._sender.let_in(worker_idx, lambda: make(worker_idx=worker_idx, end="sender"))
+
+        return let_in
 
     # -- phase 1: local ----------------------------------------------------------------------------
 
@@ -308,7 +334,9 @@ class WeightSyncScheme(ABC):
         assert self._sources is not None
         if self._door is not None:
             self._door.start()
-        named = self._sources.read(self.strategy, weights, sender.workers, first=True)
+        workers = sender.workers
+        sources = self._sources.with_guests(workers)
+        named = sources.read(self.strategy, weights, workers, first=True)
         self.last_report = sender.connect(named, limit, self.worker_alive)
 
     def _connect_receiver(self, worker_idx: int | None, weights: Any, limit: float) -> None:
@@ -573,14 +601,17 @@ class WeightSyncScheme(ABC):
     # -- insides -----------------------------------------------------------------------------------
 
     def _read(self, weights: Any, worker_ids: Any) -> dict[int, NamedWeights]:
-        self._require_sender()
-        assert self._sources is not None
+        sources = self._require_sources()
         if isinstance(weights, str):
             if self.context is None:
                 raise ValueError(f"weights={weights!r} names a model, but there is no context to find it in")
             weights = resolve_path(self.context, weights)
-        workers = self._sources.select(worker_ids, weights)
-        return self._sources.read(self.strategy, weights, workers)
+        return sources.read(self.strategy, weights, sources.select(worker_ids, weights))
+
+    def _require_sources(self) -> Sources:
+        sender = self._require_sender()
+        assert self._sources is not None
+        return self._sources.with_guests(sender.workers)
 
     def _require_sender(self) -> Sender:
         if self._sender is None:

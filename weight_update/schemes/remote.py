@@ -104,7 +104,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         store = open_store(self.address, self.port)
         self.port = store.port
         links = {idx: self.sender_end(idx) for idx in workers}
-        self._door = DistributedListener(store, self._token, links)
+        self._door = DistributedListener(store, self._token, links, self.newcomers())
         self.announce(Whereabouts(self.address, self.port, self._token))
         return dict(links)
 

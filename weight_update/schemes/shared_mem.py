@@ -47,7 +47,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
         """See :meth:`WeightSyncScheme.open_sender`."""
         links = {idx: SharedMemTransport(directory=self.directory) for idx in workers}
-        door = SharedMemListener(self._token, links)
+        door = SharedMemListener(self._token, links, self.newcomers())
         self._door, self._address = door, door.address
         return dict(links)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -142,6 +142,24 @@ class Sources:
             raise ValueError(f"{num_workers=} does not go with {count} devices; at least one is needed")
         places = [None if d is None else torch.device(d) for d in devices or [None] * count]
         return cls(dict.fromkeys(range(count), source), dict(enumerate(places)), device_map_fn)
+
+    def with_guests(self, workers: Sequence[int]) -> Sources:
+        """These sources, also for ``workers`` beyond the first number; see :attr:`common`."""
+        guests = [idx for idx in workers if idx not in self.by_worker]
+        if not guests or not self.common:
+            return self
+        like = next(iter(self.by_worker))
+        return replace(
+            self,
+            by_worker={**self.by_worker, **dict.fromkeys(guests, self.by_worker[like])},
+            devices={**self.devices, **dict.fromkeys(guests)},
+            chosen={**self.chosen, **dict.fromkeys(guests, self.chosen.get(like))},
+        )
+
+    @property
+    def common(self) -> bool:
+        """Whether all workers have the same weights by default, so that one more can have them too."""
+        return self.device_map is None and len({id(source) for source in self.by_worker.values()}) == 1
 
     def survey(self, strategy: WeightStrategy) -> dict[int, tuple[NamedWeights, frozenset[str] | None]]:
         """Which weights each worker is to have, and the names of those that updates carry (None: all).

@@ -18,6 +18,7 @@ This package needs pytest; nothing else of ``weight_update`` imports it.
 from weight_update.testing.compressions import CompressionContract
 from weight_update.testing.encodings import EncodingContract
 from weight_update.testing.models import Zoo, fingerprint, mlp, random_bits, scramble
+from weight_update.testing.newcomers import NewcomerContract
 from weight_update.testing.schemes import SchemeContract
 from weight_update.testing.strategies import StrategyContract
 from weight_update.testing.transports import TransportContract
@@ -28,6 +29,7 @@ __all__ = [
     "CompressionContract",
     "Crew",
     "EncodingContract",
+    "NewcomerContract",
     "SchemeContract",
     "StrategyContract",
     "TransportContract",

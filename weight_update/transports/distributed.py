@@ -10,7 +10,7 @@ import struct
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -319,10 +319,18 @@ class DistributedListener:
         store: the server's.
         token: workers must show it.
         links: the sender's end for each worker index.
+        newcomers: gives the link of a worker that has none, or raises
+            :class:`~weight_update.JoinRefusedError`.
     """
 
-    def __init__(self, store: Store, token: str, links: dict[int, DistributedTransport]) -> None:
-        self._store, self._token, self._links = store, token, links
+    def __init__(
+        self,
+        store: Store,
+        token: str,
+        links: Mapping[int, DistributedTransport],
+        newcomers: Callable[[int], DistributedTransport],
+    ) -> None:
+        self._store, self._token, self._links, self._newcomers = store, token, links, newcomers
         self._door = Mailbox(store, _DOOR, token, ordered=False)
         self._known: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="weight_update-door", daemon=True)
@@ -350,7 +358,7 @@ class DistributedListener:
             except UnsignedError as error:
                 _log.warning("refused a connection: %s", error)
                 self._answer_stranger(error.message)
-            except (FormatError, ValueError, KeyError, struct.error) as error:
+            except (JoinRefusedError, FormatError, ValueError, KeyError, struct.error) as error:
                 _log.warning("refused a connection: %s", error)
 
     def _answer_stranger(self, message: bytes) -> None:
@@ -366,14 +374,13 @@ class DistributedListener:
             raise FormatError("did not say hello, or says it again")
         self._known.add(link)
         worker = hello.header["worker"]
-        if worker in self._links:
-            self._links[worker].attach(self._store, link, host, hello)
-            return
-        known = ", ".join(map(str, sorted(self._links)))
-        reason = f"unknown worker index {worker} (known: {known})"
-        refused = _Line(self._store, link, self._token, 0, self._store.host)
-        refused.send(WeightChunk(Kind.REFUSED, {"reason": reason, "problems": []}), None)
-        raise FormatError(reason)
+        try:
+            end = self._links.get(worker) or self._newcomers(worker)
+        except JoinRefusedError as error:
+            refused = _Line(self._store, link, self._token, 0, self._store.host)
+            refused.send(WeightChunk(Kind.REFUSED, {"reason": str(error), "problems": []}), None)
+            raise
+        end.attach(self._store, link, host, hello)
 
 
 def _read_knock(message: bytes) -> tuple[str, str, WeightChunk]:

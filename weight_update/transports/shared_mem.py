@@ -12,11 +12,12 @@ import time
 import uuid
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 
 import torch
 
 from weight_update.chunks import Kind, WeightChunk
-from weight_update.errors import FormatError, LinkClosedError, TransportError
+from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, TransportError
 from weight_update.transports.base import Allocate, Buffer, TransportBackend
 from weight_update.transports.slots import SLOTS_REMEMBERED, SharedBuffer, SlotTable, slot_of
 from weight_update.transports.stream import Stream, deadline_of
@@ -209,16 +210,23 @@ class SharedMemListener:
     Args:
         token: workers must show it.
         links: the sender's end for each worker index.
+        newcomers: gives the link of a worker that has none, or raises
+            :class:`~weight_update.JoinRefusedError`.
 
     Attributes:
         address: an abstract Unix address; it vanishes with the process.
     """
 
-    def __init__(self, token: str, links: dict[int, SharedMemTransport]) -> None:
+    def __init__(
+        self,
+        token: str,
+        links: Mapping[int, SharedMemTransport],
+        newcomers: Callable[[int], SharedMemTransport],
+    ) -> None:
         if not hasattr(socket, "AF_UNIX") or not hasattr(socket, "send_fds"):
             raise TransportError("shared memory schemes need Unix sockets; use another scheme here")
         self.address = f"\0weight_update-{uuid.uuid4().hex}"
-        self._token, self._links = token, links
+        self._token, self._links, self._newcomers = token, links, newcomers
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._sock.bind(self.address)
         self._sock.listen(128)
@@ -268,26 +276,25 @@ class SharedMemListener:
             if prelude.kind is not Kind.HELLO or prelude.payload_bytes:
                 raise FormatError("did not say hello")
             hello = prelude.assemble(raw, None)
-            reason = self._refusal(hello)
-            if reason:
-                refused = WeightChunk(Kind.REFUSED, {"reason": reason, "problems": []})
+            try:
+                link = self._link_of(hello)
+            except JoinRefusedError as error:
+                refused = WeightChunk(Kind.REFUSED, {"reason": str(error), "problems": []})
                 stream.send(refused.encode(), deadline_of(_JOIN_SECONDS))
-                raise FormatError(reason)
-            self._links[hello.header["worker"]].attach(stream, hello)
-        except (FormatError, LinkClosedError, TimeoutError) as error:
+                raise
+            link.attach(stream, hello)
+        except (FormatError, TransportError, TimeoutError) as error:
             if not self._closed:
                 _log.warning("refused a connection: %s", error)
             stream.close()
         finally:
             self._knocking.discard(stream)
 
-    def _refusal(self, hello: WeightChunk) -> str | None:
+    def _link_of(self, hello: WeightChunk) -> SharedMemTransport:
         if not hello.shows(self._token):
-            return "wrong token: the scheme was not made by this sender"
-        if hello.header["worker"] not in self._links:
-            known = ", ".join(map(str, sorted(self._links)))
-            return f"unknown worker index {hello.header['worker']} (known: {known})"
-        return None
+            raise JoinRefusedError("wrong token: the scheme was not made by this sender")
+        worker: int = hello.header["worker"]
+        return self._links.get(worker) or self._newcomers(worker)
 
 
 def _copy_of(fd: int | None) -> int:

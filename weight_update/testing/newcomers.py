@@ -1,0 +1,145 @@
+"""Contract of schemes that let in workers beyond the first number."""
+
+from __future__ import annotations
+
+import time
+from typing import ClassVar
+
+import pytest
+
+from weight_update.errors import (
+    JoinRefusedError,
+    SchemaMismatchError,
+    SyncFailedError,
+    SyncTimeoutError,
+    UnknownWorkerError,
+)
+from weight_update.testing.cases import Assemble, SchemeCase, assert_equal
+from weight_update.testing.joining import times_index
+from weight_update.testing.models import mlp, scramble
+from weight_update.testing.workers import Crew, Worker
+
+__all__ = ["NewcomerContract"]
+
+
+class NewcomerContract(SchemeCase):
+    """Workers that nobody counted in ``init_on_sender`` join, leave and come back.
+
+    Attributes:
+        returns: whether one that left may come back under its index.
+    """
+
+    returns: ClassVar[bool] = True
+
+    def test_a_newcomer_gets_the_current_version(self, assemble: Assemble) -> None:
+        """And every update from then on; the others go on as before."""
+        source = mlp(1)
+        crew = assemble(source)
+        scramble(source, 2)
+        crew.scheme.send()
+        join(crew, 5)
+        assert crew.ask("version") == [1, 1, 1]
+        assert_equal(crew, source)
+        scramble(source, 3)
+        report = crew.scheme.send()
+        assert_equal(crew, source)
+        assert crew.scheme.worker_versions == {0: 2, 1: 2, 5: 2}
+        assert set(report.apply_seconds) == {0, 1, 5}
+
+    def test_it_can_be_addressed(self, assemble: Assemble) -> None:
+        """By ``worker_ids`` and by weights of its own, once it is here."""
+        crew = assemble(mlp(1))
+        with pytest.raises(UnknownWorkerError):
+            crew.scheme.send(mlp(2), worker_ids=5)
+        join(crew, 5)
+        crew.scheme.send(mlp(2), worker_ids=[5])
+        assert_equal(crew, mlp(1), mlp(1), mlp(2))
+        crew.scheme.send({0: mlp(3), 5: mlp(4)})
+        assert_equal(crew, mlp(3), mlp(1), mlp(4))
+
+    def test_nobody_waits_for_one_that_left(self, assemble: Assemble) -> None:
+        """It is no longer known; updates go to those who are here."""
+        source = mlp(1)
+        crew = assemble(source)
+        join(crew, 2)
+        crew.workers.pop().call("shutdown")
+        gone(crew, 2)
+        scramble(source, 2)
+        crew.scheme.send()
+        assert_equal(crew, source)
+        assert crew.scheme.worker_versions == {0: 1, 1: 1}
+        if self.returns:
+            join(crew, 2)
+            scramble(source, 3)
+            crew.scheme.send()
+            assert_equal(crew, source)
+
+    def test_it_must_fit(self, assemble: Assemble) -> None:
+        """A newcomer with another model is refused; nobody else is disturbed."""
+        crew = assemble(mlp(1))
+        crew.hire(2, mlp(1)[:1])
+        with pytest.raises(SchemaMismatchError) as caught:
+            crew.workers[2].call("connect")
+        assert caught.value.problems
+        crew.workers.pop().stop()
+        crew.scheme.send(mlp(2))
+        assert_equal(crew, mlp(2))
+
+    @pytest.mark.parametrize("own", ["params_map", "device_map_fn"])
+    def test_refused_where_each_has_its_own(self, assemble: Assemble, own: str) -> None:
+        """Nobody knows what a newcomer is to have then."""
+        if own == "params_map":
+            crew = assemble(params_map={0: mlp(1), 1: mlp(2)})
+        else:
+            crew = assemble(mlp(1), device_map_fn=times_index)
+        crew.hire(2, mlp(9))
+        with pytest.raises(JoinRefusedError, match="known: 0, 1"):
+            crew.workers[2].call("connect")
+        crew.workers.pop().stop()
+        crew.scheme.send()
+
+    def test_indices_that_do_not_match(self, assemble: Assemble) -> None:
+        """A worker that counts from 1 is no substitute for worker 0, and the error says who came."""
+        crew = assemble(mlp(1), [], connect=False, num_workers=1, devices=["cpu"])
+        crew.hire(1, mlp(2)).post("connect")
+        with pytest.raises(SyncTimeoutError, match=r"workers \[0\] .*others did: \[1\]"):
+            crew.scheme.connect(timeout=3.0)
+        crew.workers[0].answer()
+        assert_equal(crew, mlp(1))
+
+
+class KilledNewcomerTests(SchemeCase):
+    """For workers that are processes."""
+
+    def test_one_that_dies_is_named_once_at_most(self, assemble: Assemble) -> None:
+        """Then it is forgotten, until it comes back."""
+        source = mlp(1)
+        crew = assemble(source)
+        join(crew, 2)
+        crew.workers[2].runner.kill()
+        crew.workers.pop().runner.join()
+        try:
+            scramble(source, 2)
+            crew.scheme.send()
+        except SyncFailedError as error:
+            assert set(error.failures) == {2}
+        gone(crew, 2)
+        scramble(source, 3)
+        crew.scheme.send()
+        join(crew, 2)
+        assert_equal(crew, source)
+
+
+def join(crew: Crew, index: int) -> Worker:
+    """A new worker, connected."""
+    worker = crew.hire(index, mlp(200 + index))
+    worker.call("connect")
+    return worker
+
+
+def gone(crew: Crew, index: int) -> None:
+    """Wait until the sender knows that a worker left."""
+    deadline = time.monotonic() + 10
+    while index in crew.scheme.worker_versions:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
