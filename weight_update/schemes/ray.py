@@ -120,7 +120,7 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme):
                 links = super().open_sender(workers, ctx)
             else:
                 stored = {idx: self._stored(idx) for idx in workers}
-                self._door = RayListener(self._board, stored)
+                self._door = RayListener(self._board, self._token, stored, self.newcomers())
                 links = dict(stored)
         except BaseException:
             close_board(self._board)
@@ -143,8 +143,8 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme):
         here = require_ray().util.get_node_ip_address()
         if address.startswith("127.") and node != here:
             raise LifecycleError(
-                f"the sender on {node} listens on {address}, which nobody reaches from {here}: make the scheme "
-                f"with address={node!r}, or with data='object_store'"
+                f"the sender on {node} listens on {address}, which nobody reaches from {here}: make the "
+                f"scheme with address={node!r}, or with data='object_store'"
             )
         return Whereabouts(address, port, self._token)
 

@@ -19,6 +19,7 @@ import torch
 from weight_update.chunks import PRELUDE_BYTES, Kind, Prelude, WeightChunk, byte_view
 from weight_update.errors import (
     FormatError,
+    JoinRefusedError,
     LifecycleError,
     LinkClosedError,
     NotEnoughMemoryError,
@@ -65,9 +66,10 @@ class Shelf:
                 try:
                     ref = self._refs[chunk] = ray.put(chunk.payload.numpy())
                 except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
+                    reason = str(error).partition("\n")[0]
                     raise NotEnoughMemoryError(
-                        f"Ray's object store has no room for {chunk.payload_bytes / 1e6:.1f} MB; give ray.init "
-                        f"more object_store_memory, or send less at once ({str(error).partition(chr(10))[0]})"
+                        f"Ray's object store has no room for {chunk.payload_bytes / 1e6:.1f} MB; give "
+                        f"ray.init more object_store_memory, or send less at once ({reason})"
                     ) from None
             return ref
 
@@ -316,11 +318,20 @@ class RayListener:
 
     Args:
         board: handle of the actor.
+        token: workers must show it.
         links: the sender's end for each worker index.
+        newcomers: gives the link of a worker that has none, or raises
+            :class:`~weight_update.JoinRefusedError`.
     """
 
-    def __init__(self, board: Any, links: Mapping[int, RayTransport]) -> None:
-        self._board, self._links = board, links
+    def __init__(
+        self,
+        board: Any,
+        token: str,
+        links: Mapping[int, RayTransport],
+        newcomers: Callable[[int], RayTransport],
+    ) -> None:
+        self._board, self._token, self._links, self._newcomers = board, token, links, newcomers
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="weight_update-door", daemon=True)
 
@@ -344,7 +355,7 @@ class RayListener:
                     self._admit(*knock)
             except (LinkClosedError, LifecycleError):
                 return
-            except (FormatError, ValueError, TypeError) as error:
+            except (JoinRefusedError, FormatError, ValueError, TypeError) as error:
                 _log.warning("refused a connection: %s", error)
 
     def _admit(self, name: str, message: tuple[str, bytes], refs: list[Any]) -> None:
@@ -352,19 +363,23 @@ class RayListener:
         hello = WeightChunk.decode(raw)
         if hello.kind is not Kind.HELLO:
             raise FormatError("did not say hello")
-        worker = hello.header["worker"]
-        link = self._links.get(worker)
         local = node == require_ray().get_runtime_context().get_node_id()
-        line = _Line(self._board, name, 0, Shelf() if link is None else link.shelf, local)
-        if link is not None:
-            line.follow(refs[0])
-            link.attach(line, hello)
-            return
-        known = ", ".join(map(str, sorted(self._links)))
-        reason = f"unknown worker index {worker} (known: {known})"
-        line.send(WeightChunk(Kind.REFUSED, {"reason": reason, "problems": []}))
-        line.close()
-        raise FormatError(reason)
+        try:
+            link = self._link_of(hello)
+        except JoinRefusedError as error:
+            refused = _Line(self._board, name, 0, Shelf(), local)
+            refused.send(WeightChunk(Kind.REFUSED, {"reason": str(error), "problems": []}))
+            refused.close()
+            raise
+        line = _Line(self._board, name, 0, link.shelf, local)
+        line.follow(refs[0])
+        link.attach(line, hello)
+
+    def _link_of(self, hello: WeightChunk) -> RayTransport:
+        if not hello.shows(self._token):
+            raise JoinRefusedError("wrong token: the scheme was not made by this sender")
+        worker: int = hello.header["worker"]
+        return self._links.get(worker) or self._newcomers(worker)
 
 
 def with_ray(call: Callable[[], object]) -> None:

@@ -80,7 +80,7 @@ class ActorLink(TransportBackend):
     def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
         """See :meth:`TransportBackend.send_chunk`."""
         try:
-            super().send_chunk(chunk, timeout)
+            super().send_chunk(chunk, timeout)  # type: ignore[safe-super]  # of the transport mixed with
         except LinkClosedError as error:
             raise self._named(error) from None
 
@@ -89,14 +89,14 @@ class ActorLink(TransportBackend):
     ) -> WeightChunk | None:
         """See :meth:`TransportBackend.recv_chunk`."""
         try:
-            return super().recv_chunk(timeout, allocate)
+            return super().recv_chunk(timeout, allocate)  # type: ignore[safe-super]
         except LinkClosedError as error:
             raise self._named(error) from None
 
     def close(self) -> None:
         """See :meth:`TransportBackend.close`."""
         self._leaving = True
-        super().close()
+        super().close()  # type: ignore[safe-super]
 
     def _named(self, error: LinkClosedError) -> LinkClosedError:
         why = None if self._leaving or self.watch is None else self.watch.why(self.worker)

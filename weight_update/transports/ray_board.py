@@ -1,4 +1,7 @@
-"""A small Ray actor in which the two ends of links meet: whereabouts and mailboxes. Ray is imported here only."""
+"""A small Ray actor where the two ends of links meet: whereabouts and mailboxes.
+
+This is the only module that imports ray.
+"""
 
 from __future__ import annotations
 
@@ -129,15 +132,17 @@ class Board:
             self._lines.pop(line, None)
 
     async def watch(self, line: str) -> None:
-        """Wait until an end has finished. The worker's call of this is known to the sender by its reference,
-        which Ray declares lost at once when the worker's process dies.
+        """Wait until an end has finished.
+
+        The sender holds the reference of the worker's call of this; Ray declares it lost at once when the
+        worker's process dies.
         """
         kept = self._line(line)
         async with kept.changed:
             await kept.changed.wait_for(lambda: kept.finished(0) or kept.finished(1))
 
     async def settle(self, seconds: float) -> None:
-        """Wait until workers have taken what the sender left for them, or have finished; or for ``seconds``."""
+        """Wait up to ``seconds`` until workers have taken what was left for them, or have finished."""
 
         async def taken(kept: _Line) -> None:
             async with kept.changed:
@@ -199,7 +204,7 @@ def find_board(name: str, namespace: str | None, timeout: float) -> Any:
             time.sleep(_LOOK_SECONDS)  # Ray tells nobody that an actor was named
 
 
-def ask(call: Any, timeout: float) -> Any:
+def ask(call: Any, timeout: float | None) -> Any:
     """The result of a call of the board.
 
     Raises:
