@@ -6,6 +6,7 @@ from weight_update.schemes.memory import MemoryWeightSyncScheme
 from weight_update.schemes.multiprocess import MultiProcessWeightSyncScheme
 from weight_update.schemes.no_sync import NoWeightSyncScheme
 from weight_update.schemes.ray import RayWeightSyncScheme
+from weight_update.schemes.ray_transform import RayModuleTransformScheme
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
 from weight_update.schemes.shared_mem import SharedMemWeightSyncScheme
 from weight_update.schemes.together import group_schemes, send_together
@@ -15,6 +16,7 @@ __all__ = [
     "MemoryWeightSyncScheme",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
+    "RayModuleTransformScheme",
     "RayWeightSyncScheme",
     "RemoteWeightSyncScheme",
     "SharedMemWeightSyncScheme",

@@ -173,7 +173,7 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme):
         try:
             super()._connect_sender(sender, worker_idx, weights, limit)
         except SyncFailedError as error:
-            raise self._watch.named(error) from None
+            raise self._watch.all_named(error) from None
 
 
 class _TorchLink(ActorLink, DistributedTransport):

@@ -220,7 +220,7 @@ class _Line:
         self._ready: deque[tuple[bytes, list[Any]]] = deque()
         self._call: Any = None  # one call that waits in the actor for what comes next
         self._taken = self._put = 0
-        self._closed = False
+        self._closed = self._lost = False
         self._sending = threading.Lock()
         self._life: Any = board.watch.remote(name) if end == 1 else None
 
@@ -237,6 +237,7 @@ class _Line:
 
     def _end_if_lost(self, life: Future[None]) -> None:
         if not self._closed and life.exception() is not None:
+            self._lost = True
             with_ray(lambda: self._board.finish.remote(self.name, 1, 0))
 
     def send(self, chunk: WeightChunk) -> None:
@@ -299,7 +300,7 @@ class _Line:
             call, self._call = self._call, None
             messages, over = ask(call, None)
             if over:
-                raise LinkClosedError("the other end has left")
+                raise LinkClosedError("its process died" if self._lost else "the other end has left")
             self._taken += len(messages)
             self._ready.extend(messages)
         return self._ready.popleft()

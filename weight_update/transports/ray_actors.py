@@ -23,46 +23,48 @@ class ActorWatch:
 
     def __init__(self, actors: dict[int, Any]) -> None:
         self.actors = actors
-        self._probes: dict[int, Any] = {}
+        self._probes: dict[int, tuple[Any, Any]] = {}
 
     def alive(self, idx: int) -> bool:
         """Whether the actor may still come; does not wait for one that is busy."""
-        return idx not in self.actors or self._death(idx, 0.0) is None
+        return self._trouble(idx, 0.0)[0]
 
-    def why(self, idx: int) -> str | None:
-        """Name of the actor and why it died; None if it lives, or is not known."""
-        return self._death(idx, _PROBE_SECONDS) if idx in self.actors else None
+    def named(self, idx: int, error: Exception) -> Exception:
+        """``error`` of a lost link, with the name of the actor and why it died."""
+        if idx not in self.actors or not isinstance(error, LinkClosedError):
+            return error
+        _, trouble = self._trouble(idx, _PROBE_SECONDS)
+        return LinkClosedError(f"{self.actors[idx]!r}: {trouble or error}")
 
-    def named(self, error: SyncFailedError) -> SyncFailedError:
+    def all_named(self, error: SyncFailedError) -> SyncFailedError:
         """``error`` with the names of the actors that died."""
-        failures = {idx: self._named(idx, one) for idx, one in error.failures.items()}
+        failures = {idx: self.named(idx, one) for idx, one in error.failures.items()}
         lines = "".join(f"\n  worker {idx}: {one}" for idx, one in sorted(failures.items()))
         return SyncFailedError(str(error).partition("\n")[0] + lines, failures, error.report)
 
-    def _named(self, idx: int, error: Exception) -> Exception:
-        why = self.why(idx) if isinstance(error, LinkClosedError) else None
-        return error if why is None else LinkClosedError(why)
-
-    def _death(self, idx: int, seconds: float) -> str | None:
+    def _trouble(self, idx: int, seconds: float) -> tuple[bool, str | None]:
+        """Whether the actor may live, and what Ray says of it if that is not well."""
+        actor = self.actors.get(idx)
         try:
             ray = require_ray()
         except LifecycleError:
-            return None
-        actor = self.actors[idx]
+            return True, None
+        if actor is None:
+            return True, None
         known, probe = self._probes.pop(idx, (None, None))
         if known is not actor:
             probe = actor.__ray_ready__.remote()  # waits behind the methods of a busy actor, fails if it died
         done, _ = ray.wait([probe], timeout=seconds)
         if not done:
             self._probes[idx] = actor, probe
-            return None
+            return True, None
         try:
             ray.get(probe)
-        except ray.exceptions.ActorUnavailableError:  # it is being restarted
-            return None
+        except ray.exceptions.ActorUnavailableError:
+            return True, "it ended, and Ray starts it again"
         except ray.exceptions.RayActorError as error:
-            return f"{actor!r} died: {' '.join(str(error).split())}"
-        return None
+            return False, " ".join(str(error).split())
+        return True, None
 
 
 class ActorLink(TransportBackend):
@@ -98,6 +100,5 @@ class ActorLink(TransportBackend):
         self._leaving = True
         super().close()  # type: ignore[safe-super]
 
-    def _named(self, error: LinkClosedError) -> LinkClosedError:
-        why = None if self._leaving or self.watch is None else self.watch.why(self.worker)
-        return error if why is None else LinkClosedError(why)
+    def _named(self, error: LinkClosedError) -> Exception:
+        return error if self._leaving or self.watch is None else self.watch.named(self.worker, error)
