@@ -46,6 +46,9 @@ class ProcessGroupCollector(Remote):
     _program: Callable[..., None]
     """What a worker runs; see :mod:`collectors.node_programs`."""
 
+    first_worker_idx = 0
+    """What the first worker calls itself: not its rank, which is 1."""
+
     def _begin(self, create_env_fn: Any, policy: Any, **options: Any) -> None:
         self._nodes = Nodes()
         self._ended = False
