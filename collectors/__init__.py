@@ -4,6 +4,7 @@ from collectors import extra  # noqa: F401  # first: it names the extra to insta
 from collectors.distributed import DistributedCollector, DistributedSyncCollector
 from collectors.legacy import MultiProcessedWeightUpdater, VanillaWeightUpdater, WeightUpdaterBase
 from collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from collectors.ray import RayCollector
 from collectors.single import Collector
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "MultiCollector",
     "MultiProcessedWeightUpdater",
     "MultiSyncCollector",
+    "RayCollector",
     "VanillaWeightUpdater",
     "WeightUpdaterBase",
 ]

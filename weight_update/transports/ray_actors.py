@@ -52,7 +52,7 @@ class ActorWatch:
         if actor is None:
             return True, None
         known, probe = self._probes.pop(idx, (None, None))
-        if known is not actor:
+        if known is not actor or seconds:  # an old call may have been answered before the actor died
             probe = actor.__ray_ready__.remote()  # waits behind the methods of a busy actor, fails if it died
         done, _ = ray.wait([probe], timeout=seconds)
         if not done:
