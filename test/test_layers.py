@@ -25,6 +25,8 @@ LAYERS: list[set[str]] = [
     {"lane"},
     {"change_lane"},
     {"peer"},
+    {"roll"},
+    {"lanes"},
     {"receiver", "sender"},
     {"handle"},
     {"schemes"},

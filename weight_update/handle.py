@@ -28,7 +28,7 @@ class SendHandle:
 
     def done(self) -> bool:
         """Whether every worker has applied it (or a newer one), or failed."""
-        return self._sender.settled(self.version, self._workers)
+        return self._sender.roll.settled(self.version, self._workers)
 
     def wait(self, timeout: float | None = None) -> SyncReport:
         """Wait until every worker has applied this update or a newer one.
@@ -41,16 +41,16 @@ class SendHandle:
         """
         limit = self._sender.timeout if timeout is None else timeout
         start = time.perf_counter()
-        failures = self._sender.wait_applied(self.version, self._workers, limit)
+        failures = self._sender.roll.wait_applied(self.version, self._workers, limit)
         self._report.seconds["ack"] = time.perf_counter() - start
-        self._sender.fill(self._report, self._workers)
+        self._sender.roll.fill(self._report, self._workers)
         if failures:
             raise failed(self.version, failures, self._report)
         return self._report
 
     def wait_staged(self) -> dict[int, Exception]:
         """Wait until the workers have staged it; the errors of those that have not."""
-        return self._sender.wait_staged(self.version, self._workers, self._sender.timeout)
+        return self._sender.roll.wait_staged(self.version, self._workers, self._sender.timeout)
 
     def commit(self) -> None:
         """Let the workers apply what they staged."""
@@ -62,7 +62,7 @@ class SendHandle:
 
     def failures(self) -> dict[int, Exception]:
         """The errors known by now, by worker; does not wait."""
-        return self._sender.failures(self.version, self._workers)
+        return self._sender.roll.failures(self.version, self._workers)
 
     @property
     def report(self) -> SyncReport:

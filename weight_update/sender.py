@@ -7,14 +7,12 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 
 from weight_update.buffers import BufferPool, Shipment, Slot
-from weight_update.change_lane import ChangeLane
 from weight_update.chunks import Kind, WeightChunk, WeightSchema, differences, memory_identity, untied
 from weight_update.encodings import DeltaEncoding, Lend
 from weight_update.errors import (
@@ -30,10 +28,12 @@ from weight_update.errors import (
     WorkerError,
 )
 from weight_update.frames import Step
-from weight_update.lane import Lane, Staged, WholeLane
+from weight_update.lane import Lane, Staged
+from weight_update.lanes import Lanes
 from weight_update.named import NamedWeights
 from weight_update.peer import Peer
 from weight_update.report import SyncReport
+from weight_update.roll import Roll
 from weight_update.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 
@@ -54,6 +54,10 @@ class Sender:
         strategy: how weights are read and encoded.
         token: workers must show it to get in.
         timeout: seconds an update may take until all workers have applied it.
+
+    Attributes:
+        roll: the workers.
+        version: the last one that a worker applied.
     """
 
     def __init__(
@@ -68,9 +72,9 @@ class Sender:
         self.version: int | None = None
         self.timeout = timeout
         self._strategy, self._token = strategy, token
-        self._peers = {idx: Peer(idx, link, schemas[idx], tracked[idx]) for idx, link in links.items()}
+        self.roll = Roll(Peer(idx, link, schemas[idx], tracked[idx]) for idx, link in links.items())
+        self._lanes = Lanes(self.roll, strategy.encoding, self._borrow)
         self._numbers = -1
-        self._moved = threading.Condition(threading.RLock())
         self._publishing = threading.Lock()
         self._joining: Mapping[int, NamedWeights] = {}  # weights for whom joins while connect() waits
         first = next(iter(links.values()))
@@ -91,35 +95,19 @@ class Sender:
         self._helpers: ThreadPoolExecutor | None = None
 
     @property
-    def worker_versions(self) -> dict[int, int | None]:
-        """The version each worker has applied; None before its first, and when it has gone."""
-        return {idx: self._peers[idx].version for idx in self.workers}
-
-    @property
-    def workers(self) -> tuple[int, ...]:
-        """Indices of all workers; of those beyond the first number, of who is here now."""
-        peers = self._peers.values()
-        return tuple(sorted(peer.idx for peer in peers if peer.joined or not peer.guest))
-
-    @property
     def serving(self) -> bool:
         """Whether :meth:`connect` was called, and :meth:`close` was not."""
         return self._numbers >= 0 and not self._closed
 
-    def schema(self, idx: int) -> WeightSchema:
-        """What worker ``idx`` is to have."""
-        return self._peers[idx].schema
-
     def let_in(self, idx: int, make_link: Callable[[], TransportBackend]) -> TransportBackend:
         """The link of a worker beyond the first number, which is to have what all others have."""
-        with self._moved:
-            if idx not in self._peers:
-                like = next(iter(self._peers.values()))
-                guest = Peer(idx, make_link(), like.schema, like.tracked, guest=True)
-                self._peers = {**self._peers, idx: guest}  # others may walk through the old one
+        with self.roll.moved:
+            if idx not in self.roll:
+                like = next(iter(self.roll))
+                self.roll.add(Peer(idx, make_link(), like.schema, like.tracked, guest=True))
             if self.serving:
-                self._listen_to(self._peers[idx])
-            return self._peers[idx].link
+                self._listen_to(self.roll[idx])
+            return self.roll[idx].link
 
     # -- joining -----------------------------------------------------------------------------------
 
@@ -141,13 +129,13 @@ class Sender:
             SyncTimeoutError: workers did not come in time; the message names them.
             SyncFailedError: anything else went wrong in a worker.
         """
-        with self._moved:
-            for peer in self._peers.values():
+        with self.roll.moved:
+            for peer in self.roll:
                 peer.lost, peer.failures = None, {}
         with self._publishing:
             report = self._stage(weights, weights)
             self._joining = weights
-        for peer in self._peers.values():
+        for peer in self.roll:
             self._bring_up(peer)
             self._listen_to(peer)
         try:
@@ -156,16 +144,16 @@ class Sender:
             with self._publishing:
                 for idx, named in weights.items():
                     if (
-                        self._peers[idx].lane is None and not self._peers[idx].guest
+                        self.roll[idx].lane is None and not self.roll[idx].guest
                     ):  # it may come later, when these weights have changed
-                        self._settle_in(self._peers[idx], self._peers[idx].schema, named)
+                        self._settle_in(self.roll[idx], self.roll[idx].schema, named)
                 self._joining = {}
-            report.dense_bytes = sum(lane.schema.dense_bytes for lane in self._lanes())
-        self.fill(report, weights)
+            report.dense_bytes = sum(lane.schema.dense_bytes for lane in self._lanes.all())
+        self.roll.fill(report, weights)
         return report
 
     def _listen_to(self, peer: Peer) -> None:
-        with self._moved:
+        with self.roll.moved:
             if peer.thread is None:
                 name = f"weight_update-peer-{peer.idx}"
                 peer.thread = threading.Thread(target=self._serve, args=(peer,), name=name, daemon=True)
@@ -173,24 +161,18 @@ class Sender:
 
     def _await_all(self, timeout: float, alive: Callable[[int], bool] | None) -> None:
         deadline = time.monotonic() + timeout
-        with self._moved:
-            while self._unsettled() and time.monotonic() < deadline:
-                for peer in self._unsettled():
+        with self.roll.moved:
+            while self.roll.unsettled and time.monotonic() < deadline:
+                for peer in self.roll.unsettled:
                     if alive is not None and not alive(peer.idx):
                         peer.lost = LinkClosedError("its process died before it connected")
-                self._moved.wait(_LOOK_SECONDS)
-            expected = [peer for peer in self._peers.values() if not peer.guest]
-            failures = {peer.idx: error for peer in expected if (error := peer.trouble()) is not None}
-            late = [peer.idx for peer in self._unsettled()]
-            guests = [peer.idx for peer in self._peers.values() if peer.guest and peer.joined]
+                self.roll.moved.wait(_LOOK_SECONDS)
+            failures = {
+                peer.idx: error for peer in self.roll.expected if (error := peer.trouble()) is not None
+            }
+            late = [peer.idx for peer in self.roll.unsettled]
+            guests = [peer.idx for peer in self.roll if peer.guest and peer.joined]
         _raise_connect(failures, late, guests, timeout)
-
-    def _unsettled(self) -> list[Peer]:
-        return [
-            peer
-            for peer in self._peers.values()
-            if not peer.guest and peer.trouble() is None and (not peer.joined or peer.version is None)
-        ]
 
     def _welcome(self, peer: Peer, hello: WeightChunk) -> None:
         header = hello.header
@@ -209,106 +191,36 @@ class Sender:
             reason = str(error).partition("\n")[0]
             refused = {"reason": reason, "problems": list(problems)}
             self._say(peer, WeightChunk(Kind.REFUSED, refused))
-            with self._moved:
+            with self.roll.moved:
                 peer.joined, peer.lost = False, error
-                self._moved.notify_all()
+                self.roll.moved.notify_all()
             return
-        with self._moved:
+        with self.roll.moved:
             peer.let_go()
             peer.lost = None
         lane = self._lane_to_join(peer, peer.schema.for_receiver(theirs))
         welcome = {"schema": lane.schema.to_header(), "strategy": self._strategy.extract_as}
         with peer.sending:  # an update that is just being sent goes to the old link, or not at all
             peer.link.send_chunk(WeightChunk(Kind.WELCOME, {**welcome, **lane.welcome()}), self.timeout)
-            with self._moved:
+            with self.roll.moved:
                 peer.joined, peer.lost, peer.pid = True, None, header["pid"]
                 peer.failures.clear()  # it is another process, or has begun anew
         self._bring_up(peer)
 
-    # -- lanes -------------------------------------------------------------------------------------
-
     def _lane_to_join(self, peer: Peer, wire: WeightSchema) -> Lane:
         """The lane for a joining worker whose weights best travel as ``wire``."""
         with self._publishing:
-            if peer.lane is None and peer.guest and self._lanes():
-                newest = max(self._lanes(), key=lambda one: -1 if one.version is None else one.version)
-                self._move([peer], newest)
-            lane = peer.lane
-            if lane is None:
+            self._lanes.join(peer, wire)
+            if peer.lane is None:
                 first = next(iter(self._joining.values()), None) if peer.guest else None
                 self._settle_in(peer, wire, self._joining.get(peer.idx, first))
-            elif wire.digest != lane.schema.digest:
-                twins = [one for one in self._lanes() if one.family == lane.family]
-                same = [one for one in twins if one.schema.digest == wire.digest]
-                if same:
-                    self._move([peer], same[0])
-                elif lane.schema.digest != peer.schema.digest:  # neither its own kind nor our own: wait
-                    self._move([peer], self._new_lane(wire, peer.tracked, lane.family))
             assert peer.lane is not None
             return peer.lane
 
     def _settle_in(self, peer: Peer, wire: WeightSchema, named: NamedWeights | None) -> None:
-        """Find or make the first lane of ``peer``, with ``named`` as its weights."""
-        family = (self._numbers, id(named))
-        for lane in self._lanes():
-            if lane.family == family and lane.schema.digest == wire.digest:
-                self._move([peer], lane)
-                return
-        lane = self._new_lane(wire, peer.tracked, family)
-        if named is not None:
-            lane.stage(Step.of(self._numbers, named.extra), named.tensors)
-            lane.settle()
-            with self._moved:
-                self._pool.trim(wire.nbytes)
-        self._move([peer], lane)
-
-    def _new_lane(self, schema: WeightSchema, tracked: frozenset[str] | None, family: Hashable) -> Lane:
-        encoding = self._strategy.encoding
-        names = schema.names
-        positions = None if tracked is None else [i for i, name in enumerate(names) if name in tracked]
-        lane: Lane
-        if isinstance(encoding, DeltaEncoding):
-            lane = ChangeLane(schema, self._borrow, self._moved, encoding, positions)
-        else:
-            lane = WholeLane(schema, self._borrow, self._moved, encoding.whole)
-        lane.family = family
-        return lane
-
-    def _lanes(self) -> list[Lane]:
-        return list({id(peer.lane): peer.lane for peer in self._peers.values() if peer.lane}.values())
-
-    def _move(self, peers: Iterable[Peer], lane: Lane) -> None:
-        with self._moved:
-            left = {id(peer.lane): peer.lane for peer in peers if peer.lane not in (None, lane)}
-            for peer in peers:
-                peer.lane = lane
-            for old in left.values():
-                if old is not None and old not in self._lanes():
-                    old.close()
-
-    def _dismiss_guests(self) -> None:
-        """What a guest that has gone was sent is kept for nobody."""
-        with self._moved:
-            for peer in self._peers.values():
-                if peer.guest and peer.lane is not None and not peer.joined and peer.lost is not None:
-                    lane, peer.lane = peer.lane, None
-                    if lane not in self._lanes():
-                        lane.close()
-
-    def _lane_for(self, peers: list[Peer]) -> Lane:
-        """A lane for workers of one kind that are now sent the same weights, and for nobody else.
-
-        They are to be moved to it when that is certain.
-        """
-        lanes = {id(peer.lane): peer.lane for peer in peers if peer.lane is not None}
-        assert lanes
-        outside = {id(peer.lane) for peer in self._peers.values() if peer not in peers}
-        own = [lane for key, lane in lanes.items() if key not in outside]
-        if own:
-            lane = max(own, key=lambda one: -1 if one.version is None else one.version)
-        else:
-            lane = next(iter(lanes.values())).fork()
-        return lane
+        self._lanes.settle_in(peer, wire, self._numbers, named)
+        with self.roll.moved:
+            self._pool.trim(wire.nbytes)
 
     # -- sending -----------------------------------------------------------------------------------
 
@@ -330,13 +242,13 @@ class Sender:
             SchemaMismatchError: the weights are not those of the schema; nothing was sent.
         """
         with self._publishing:
-            self._dismiss_guests()
-            with self._moved:
+            self._lanes.dismiss_guests()
+            with self.roll.moved:
                 for idx in weights:
-                    self._peers[idx].forget_old_failures()
+                    self.roll[idx].forget_old_failures()
             report = self._stage(weights, weights, commit=commit, group=group)
             start = time.perf_counter()
-            sent = self._bring_up_all([self._peers[idx] for idx in weights])
+            sent = self._bring_up_all([self.roll[idx] for idx in weights])
             report.seconds["send"] = time.perf_counter() - start
             chunks = [chunk for shipment in sent for chunk in shipment.chunks]
             if self._shared:
@@ -354,40 +266,34 @@ class Sender:
         """Encode a new version for ``workers`` and, unless it waits for COMMIT, settle it."""
         start = time.perf_counter()
         for idx, named in weights.items():
-            self._require(self._peers[idx], named)
+            self._require(self.roll[idx], named)
         self._numbers += 1
         report = SyncReport(self._numbers, self._strategy.encoding.label)
-        kinds: dict[tuple[Any, ...], list[Peer]] = {}
-        for idx in workers:
-            peer = self._peers[idx]
-            if peer.lane is None:
-                continue  # it was not here yet, or is a guest that has just gone
-            own = None if commit else id(peer.lane)  # what may be aborted brings no lanes together
-            kinds.setdefault((id(weights[idx]), peer.lane.schema.digest, peer.tracked, own), []).append(peer)
+        kinds = self._lanes.kinds(
+            weights, workers, apart=not commit
+        )  # what may be aborted brings no lanes together
         lanes: list[Lane] = []
         staged: list[Staged] = []
         try:
-            for peers in kinds.values():
+            for peers in kinds:
                 self._await_room()
                 named = weights[peers[0].idx]
-                lanes.append(self._lane_for(peers))
+                lanes.append(self._lanes.for_one_kind(peers))
                 step = Step.of(self._numbers, named.extra, commit=commit, group=group)
                 holders = [peer.has for peer in peers if peer.has is not None]
                 staged.append(lanes[-1].stage(step, named.tensors, holders))
         except BaseException:
-            for lane in lanes:
-                lane.drop()
-                if lane not in self._lanes():
-                    lane.close()
+            self._lanes.abandon(lanes)
             raise
-        for peers, lane in zip(kinds.values(), lanes, strict=True):
+        for peers, lane in zip(kinds, lanes, strict=True):
             lane.family = (self._numbers, id(weights[peers[0].idx]))
-            self._move(peers, lane)
+            self._lanes.move(peers, lane)
             if commit:
                 lane.settle()
         _enter(report, lanes, staged)
-        with self._moved:
-            self._pool.trim(max((lane.schema.nbytes for lane in lanes), default=0))
+        if lanes:  # else the first workers are yet to come, and forked ones still hold what would be freed
+            with self.roll.moved:
+                self._pool.trim(max(lane.schema.nbytes for lane in lanes))
         report.seconds["encode"] = time.perf_counter() - start
         return report
 
@@ -412,7 +318,7 @@ class Sender:
     def _free_slot(self, nbytes: int) -> Slot:
         """A slot that nobody reads, with one user; waits for one while memory is short."""
         deadline = time.monotonic() + self.timeout
-        with self._moved:
+        with self.roll.moved:
             while True:
                 slot = self._pool.take(nbytes)
                 if slot is not None:
@@ -422,7 +328,7 @@ class Sender:
                     raise NotEnoughMemoryError(
                         f"no memory for {nbytes / 1e6:.1f} MB, and workers did not let go of any in time"
                     )
-                self._moved.wait(_LOOK_SECONDS)
+                self.roll.moved.wait(_LOOK_SECONDS)
 
     def _await_room(self) -> None:
         """Wait while so many updates are in use that a further one would cost too much memory.
@@ -430,25 +336,25 @@ class Sender:
         A worker that is late keeps up to two until it goes on: there may be so many more.
         """
         deadline = time.monotonic() + self.timeout
-        with self._moved:
+        with self.roll.moved:
             while time.monotonic() < deadline:
-                lanes = self._lanes()
+                lanes = self._lanes.all()
                 held = [one for lane in lanes for one in lane.held]
-                held += [one for peer in self._peers.values() for one in (peer.applied, peer.inflight) if one]
+                held += [one for peer in self.roll for one in (peer.applied, peer.inflight) if one]
                 limit = _MAX_UPDATES + 2 * self._late() + 2 * (len(lanes) - 1)
                 if len({id(one.content) for one in held}) < limit:
                     return
-                self._moved.wait(_LOOK_SECONDS)
+                self.roll.moved.wait(_LOOK_SECONDS)
 
     def _late(self) -> int:
         """How many workers have had an update for longer than the timeout."""
         now = time.monotonic()
-        peers = self._peers.values()
+        peers = self.roll
         return sum(peer.inflight is not None and now - peer.since > self.timeout for peer in peers)
 
     def _bring_up(self, peer: Peer) -> Shipment | None:
         """Send ``peer`` what it lacks, unless it is busy; called whenever that may have changed."""
-        with self._moved:
+        with self.roll.moved:
             if not peer.joined or peer.inflight is not None or peer.lacks is None:
                 return None
         with peer.sending:
@@ -466,7 +372,7 @@ class Sender:
     def _load(self, peer: Peer) -> Shipment | None:
         """Make what ``peer`` lacks the shipment in flight to it."""
         while True:
-            with self._moved:
+            with self.roll.moved:
                 lane = peer.lane
                 if not peer.joined or peer.inflight is not None or lane is None or peer.lacks is None:
                     return None
@@ -497,11 +403,11 @@ class Sender:
     def commit(self, version: int, workers: Iterable[int]) -> None:
         """Let workers apply what they staged."""
         with self._publishing:
-            for lane in self._lanes():
+            for lane in self._lanes.all():
                 if lane.pending == version:
                     lane.settle()
-        peers = [self._peers[idx] for idx in workers]
-        with self._moved:
+        peers = [self.roll[idx] for idx in workers]
+        with self.roll.moved:
             told = [p.idx for p in peers if p.inflight is not None and p.inflight.version == version]
         self._tell(told, WeightChunk(Kind.COMMIT, {"version": version}))
         self._bring_up_all([peer for peer in peers if peer.idx not in told])
@@ -510,21 +416,21 @@ class Sender:
         """Let workers forget what they staged, and go back to the version before."""
         workers = list(workers)
         with self._publishing:
-            for lane in self._lanes():
+            for lane in self._lanes.all():
                 if lane.pending == version:
                     lane.drop()
         self._tell(workers, WeightChunk(Kind.ABORT, {"version": version}))
-        with self._moved:
+        with self.roll.moved:
             for idx in workers:
-                peer = self._peers[idx]
+                peer = self.roll[idx]
                 peer.staged = None
                 if peer.inflight is not None and peer.inflight.version == version:
                     peer.hold("inflight", None)
-            self._moved.notify_all()
+            self.roll.moved.notify_all()
 
     def _tell(self, workers: Iterable[int], chunk: WeightChunk) -> None:
         for idx in workers:
-            peer = self._peers[idx]
+            peer = self.roll[idx]
             if not peer.joined:
                 continue
             try:
@@ -560,14 +466,14 @@ class Sender:
         if chunk.kind is Kind.HELLO:
             self._welcome(peer, chunk)
         elif chunk.kind is Kind.STAGED:
-            with self._moved:
+            with self.roll.moved:
                 peer.staged = header["version"]
-                self._moved.notify_all()
+                self.roll.moved.notify_all()
         elif chunk.kind in (Kind.APPLIED, Kind.FAILED):
             self._settle(peer, chunk)
             self._bring_up(peer)
         elif chunk.kind is Kind.BEHIND:
-            with self._moved:
+            with self.roll.moved:
                 peer.has = None  # whole weights, then
                 peer.hold("inflight", None)
             self._bring_up(peer)
@@ -578,7 +484,7 @@ class Sender:
 
     def _settle(self, peer: Peer, chunk: WeightChunk) -> None:
         version = chunk.header["version"]
-        with self._moved:
+        with self.roll.moved:
             update = peer.inflight
             if update is None or update.version != version:
                 return
@@ -594,115 +500,39 @@ class Sender:
                 text = chunk.header["traceback"] or chunk.header["error"]
                 peer.failures[version] = WorkerError(f"{chunk.header['error']}\n\n{text}")
             peer.hold("inflight", None)
-            self._moved.notify_all()
+            self.roll.moved.notify_all()
 
     def _lose(self, peer: Peer, error: Exception) -> None:
-        with self._moved:
+        with self.roll.moved:
             if peer.joined or peer.lost is None:
                 peer.lost = error
             peer.let_go()
-            self._moved.notify_all()
-
-    # -- waiting -----------------------------------------------------------------------------------
-
-    def wait_staged(self, version: int, workers: Iterable[int], timeout: float) -> dict[int, Exception]:
-        """Wait until workers have ``version`` staged; the errors of those that do not."""
-
-        def settled(peer: Peer) -> bool:
-            return peer.staged == version or not peer.joined or version in peer.failures
-
-        return self._wait(version, workers, timeout, settled, lambda peer: peer.staged == version)
-
-    def wait_applied(self, version: int, workers: Iterable[int], timeout: float) -> dict[int, Exception]:
-        """Wait until workers have applied ``version`` or a newer one; the errors of those that did not."""
-
-        def has_it(peer: Peer) -> bool:
-            return peer.reached >= version
-
-        def settled(peer: Peer) -> bool:
-            return has_it(peer) or not peer.joined or peer.failure(version) is not None
-
-        return self._wait(version, workers, timeout, settled, has_it)
-
-    def _wait(
-        self,
-        version: int,
-        workers: Iterable[int],
-        timeout: float,
-        settled: Callable[[Peer], bool],
-        good: Callable[[Peer], bool],
-    ) -> dict[int, Exception]:
-        peers = [self._peers[idx] for idx in workers]
-        with self._moved:
-            self._moved.wait_for(lambda: all(map(settled, peers)), timeout)
-            failures: dict[int, Exception] = {}
-            for peer in peers:
-                if good(peer):
-                    continue
-                if (error := peer.failure(version)) is not None:
-                    failures[peer.idx] = error
-                elif not peer.joined:
-                    failures[peer.idx] = peer.lost or LinkClosedError("it is not connected")
-                else:
-                    failures[peer.idx] = SyncTimeoutError(
-                        f"did not apply it within {timeout:g} s: it is stopped, or in hold() or a long "
-                        "forward pass; it gets the newest version when it goes on (or raise timeout=)"
-                    )
-            return failures
-
-    def failures(self, version: int, workers: Iterable[int]) -> dict[int, Exception]:
-        """The errors known by now of workers that will not apply ``version``; does not wait."""
-        with self._moved:
-            found = {}
-            for idx in workers:
-                peer = self._peers[idx]
-                if version in peer.failures:
-                    found[idx] = peer.failures[version]
-                elif not peer.joined and peer.reached < version:
-                    found[idx] = peer.lost or LinkClosedError("it is not connected")
-            return found
-
-    def settled(self, version: int, workers: Iterable[int]) -> bool:
-        """Whether nothing more is to be waited for."""
-        with self._moved:
-            return all(
-                not peer.joined or peer.reached >= version or peer.failure(version) is not None
-                for peer in (self._peers[idx] for idx in workers)
-            )
-
-    def fill(self, report: SyncReport, workers: Iterable[int]) -> None:
-        """Enter into ``report`` what the workers said."""
-        with self._moved:
-            for idx in workers:
-                peer = self._peers[idx]
-                if peer.reached >= report.version:
-                    report.apply_seconds[idx] = peer.apply_seconds
-                    report.stall_seconds[idx] = peer.stall_seconds
+            self.roll.moved.notify_all()
 
     def close(self) -> None:
         """Say goodbye, end all threads, free all memory."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        for peer in self._peers.values():
+        for peer in self.roll:
             if peer.joined:
                 self._tell([peer.idx], WeightChunk(Kind.GOODBYE, {}))
-        for peer in self._peers.values():
+        for peer in self.roll:
             peer.link.close()
-        for peer in self._peers.values():
+        for peer in self.roll:
             if peer.thread is not None and peer.thread is not threading.current_thread():
                 peer.thread.join(5.0)
         if self._helpers is not None:
             self._helpers.shutdown(wait=False, cancel_futures=True)
-        with self._moved:
-            for lane in self._lanes():
+        with self.roll.moved:
+            for lane in self._lanes.all():
                 lane.close()
-            for peer in self._peers.values():
+            for peer in self.roll:
                 peer.joined = False
                 peer.hold("applied", None)
                 peer.hold("inflight", None)
                 peer.lane = None
-            self._moved.notify_all()
+            self.roll.moved.notify_all()
         self._pool.close()
 
 

@@ -334,7 +334,7 @@ class WeightSyncScheme(ABC):
         assert self._sources is not None
         if self._door is not None:
             self._door.start()
-        workers = sender.workers
+        workers = sender.roll.workers
         sources = self._sources.with_guests(workers)
         named = sources.read(self.strategy, weights, workers, first=True)
         self.last_report = sender.connect(named, limit, self.worker_alive)
@@ -506,7 +506,8 @@ class WeightSyncScheme(ABC):
     @property
     def worker_versions(self) -> dict[int, int | None]:
         """Sender: the version each worker has applied; None for a worker that is not connected."""
-        return self._sender.worker_versions if self._sender is not None else {}
+        roll = None if self._sender is None else self._sender.roll
+        return {} if roll is None else {idx: roll[idx].version for idx in roll.workers}
 
     @property
     def initialized_on_sender(self) -> bool:
@@ -611,7 +612,7 @@ class WeightSyncScheme(ABC):
     def _require_sources(self) -> Sources:
         sender = self._require_sender()
         assert self._sources is not None
-        return self._sources.with_guests(sender.workers)
+        return self._sources.with_guests(sender.roll.workers)
 
     def _require_sender(self) -> Sender:
         if self._sender is None:
