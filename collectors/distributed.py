@@ -79,7 +79,7 @@ class DistributedCollector(ProcessGroupCollector, torchrl_distributed.Distribute
         return self._taken(idx), [idx]
 
     def _ask(self, idx: int) -> None:
-        if idx not in self._pending:
+        if idx not in self._arrivals.pending:
             self._store.set(f"NODE_{idx + 1}_in", b"continue")
         super()._ask(idx)
 
@@ -91,17 +91,19 @@ class DistributedCollector(ProcessGroupCollector, torchrl_distributed.Distribute
             stale = [idx for idx in range(self.num_workers) if self._is_stale(idx)]
             if stale:
                 self._update_workers(stale)
+                self._unchanged.update((idx, (self._version_of(idx), 0)) for idx in stale)
 
     def _is_stale(self, idx: int) -> bool:
-        """Count the batches under one version of a worker."""
-        scheme = self._schemes.get("policy")
-        version = None if scheme is None else scheme.worker_versions.get(idx)
+        """Count the batches since a worker got another version."""
+        version = self._version_of(idx)
         before, count = self._unchanged.get(idx, (version, 0))
-        count = count + 1 if version == before else 1
-        if count > self.max_weight_update_interval:
-            count = 0
-        self._unchanged[idx] = (version, count)
-        return count == 0
+        count = count + 1 if version == before else 0
+        self._unchanged[idx] = version, count
+        return bool(count > self.max_weight_update_interval)
+
+    def _version_of(self, idx: int) -> int | None:
+        scheme = self._schemes.get("policy")
+        return None if scheme is None else scheme.worker_versions.get(idx)
 
     def _update_workers(self, worker_ids: list[int] | None = None) -> None:
         if self._legacy_weight_updater:
@@ -175,7 +177,7 @@ class DistributedSyncCollector(ProcessGroupCollector, torchrl_distributed.Distri
 
     def _ask_to_end(self) -> None:
         dist.distributed_c10d._get_default_store().set(STOP, "1")
-        for idx in range(self.num_workers):
+        for idx in range(self.num_workers if self._arrivals else 0):
             self._ask(idx)  # whoever is about to send a batch has to get rid of it
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -19,7 +19,7 @@ __all__ = ["Nodes"]
 
 _READY = "ready"
 _LOOK_SECONDS = 0.2
-_KILL_SECONDS = 5.0
+_JOIN_SECONDS, _KILL_SECONDS = 5.0, 2.0
 
 
 @dataclass
@@ -92,12 +92,12 @@ class Nodes:
 
     def require_joined(self, idx: int) -> None:
         """The connection to ``idx`` broke: as :meth:`require_alive`, giving the process a moment to end."""
-        if idx < len(self._nodes):
-            self._nodes[idx].process.join(_KILL_SECONDS)
+        self._await_end([idx])
         self.require_alive()
 
-    def told(self) -> str:
-        """Tracebacks of those that have failed."""
+    def told(self, failing: Iterable[int] = ()) -> str:
+        """Tracebacks of those that have failed; those of ``failing`` are given a moment to end."""
+        self._await_end(failing)
         failed = []
         for idx, node in enumerate(self._nodes):
             node.listen()
@@ -130,6 +130,11 @@ class Nodes:
                 node.process.join()
             node.listen()
             node.pipe.close()
+
+    def _await_end(self, workers: Iterable[int]) -> None:
+        deadline = time.monotonic() + _JOIN_SECONDS
+        for node in (self._nodes[idx] for idx in workers if idx < len(self._nodes)):
+            node.process.join(max(deadline - time.monotonic(), 0.0))
 
     def _running(self) -> list[Any]:
         return [node.process for node in self._nodes if node.process.is_alive()]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-import queue
 import socket
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,13 +16,15 @@ from torchrl.collectors.utils import split_trajectories
 from torchrl.data.utils import CloudpickleWrapper
 from torchrl.envs import EnvBase, EnvCreator
 
+from collectors.arrivals import Arrivals
 from collectors.nodes import Nodes
 from collectors.remote import Remote
 from collectors.single import Collector
 from weight_update import (
     DistributedWeightSyncScheme,
     LifecycleError,
-    WeightSyncError,
+    SyncFailedError,
+    SyncTimeoutError,
     WeightSyncScheme,
     WorkerError,
 )
@@ -43,6 +43,7 @@ class ProcessGroupCollector(Remote):
     collectors as ``weight_recv_schemes``, and connected when all is there.
     """
 
+    _ended = True  # until something was begun
     _program: Callable[..., None]
     """What a worker runs; see :mod:`collectors.node_programs`."""
 
@@ -53,9 +54,7 @@ class ProcessGroupCollector(Remote):
         self._nodes = Nodes()
         self._ended = False
         self._in_group = False
-        self._pending: set[int] = set()
-        self._arrived: queue.SimpleQueue[tuple[int, Exception | None]] = queue.SimpleQueue()
-        self._receiving: list[threading.Thread] = []
+        self._arrivals: Any = None  # until there is an example of what arrives
         if dist.is_initialized():
             raise LifecycleError(
                 "torch.distributed is initialized in this process, but this collector makes the default "
@@ -63,8 +62,16 @@ class ProcessGroupCollector(Remote):
             )
         if options.get("tcp_port") is None and options.get("launcher") == "mp":
             options["tcp_port"] = os.environ.get("TCP_PORT") or _free_port()
-        super()._begin(create_env_fn, policy, **options)
-        self._connect()
+        try:
+            super()._begin(create_env_fn, policy, **options)
+            for scheme in self._schemes.values():
+                if not scheme.synchronized_on_sender:
+                    scheme.connect()
+        except (SyncFailedError, SyncTimeoutError) as error:
+            told = self._nodes.told(error.failures if isinstance(error, SyncFailedError) else ())
+            if not told:
+                raise
+            raise WorkerError(f"workers could not start:\n{told}") from error
 
     def _default_scheme(self, **options: Any) -> WeightSyncScheme:
         """The scheme of a policy for which none was given."""
@@ -99,17 +106,6 @@ class ProcessGroupCollector(Remote):
         self._in_group = True
         super()._init_master_dist(world_size, backend)
 
-    def _connect(self) -> None:
-        try:
-            for scheme in self._schemes.values():
-                if not scheme.synchronized_on_sender:
-                    scheme.connect()
-        except WeightSyncError as error:
-            told = self._nodes.told()
-            if not told:
-                raise
-            raise WorkerError(f"workers could not start:\n{told}") from error
-
     def _worker_alive(self, worker_idx: int) -> bool:
         return self._nodes.alive(worker_idx)
 
@@ -132,8 +128,7 @@ class ProcessGroupCollector(Remote):
     # -- data --------------------------------------------------------------------------------------
 
     def _make_container(self) -> None:
-        example = self._example()
-        self._batches = [example.clone().lock_() for _ in range(self.num_workers)]
+        self._arrivals = Arrivals(self._example(), self.num_workers)
 
     def _example(self) -> TensorDictBase:
         """A batch like those that workers send, made in this process."""
@@ -165,12 +160,7 @@ class ProcessGroupCollector(Remote):
 
     def _ask(self, idx: int) -> None:
         """Begin to receive the next batch of a worker, unless that is on its way."""
-        if idx not in self._pending:
-            self._pending.add(idx)
-            parts = self._batches[idx].irecv(src=idx + 1, return_premature=True)
-            waiting = threading.Thread(target=_await, args=(idx, parts, self._arrived), daemon=True)
-            self._receiving = [thread for thread in self._receiving if thread.is_alive()] + [waiting]
-            waiting.start()
+        self._arrivals.ask(idx)
 
     def _next_arrival(self) -> int:
         """Wait for a batch; returns whose it is.
@@ -178,29 +168,34 @@ class ProcessGroupCollector(Remote):
         Raises:
             WorkerError: a worker has ended, or its connection broke.
         """
-        while True:
-            try:
-                idx, error = self._arrived.get(timeout=_LOOK_SECONDS)
-            except queue.Empty:
-                self._nodes.require_alive()
-                continue
-            self._pending.discard(idx)
-            if error is None:
-                return idx
+        while (found := self._arrivals.take(_LOOK_SECONDS)) is None:
+            self._nodes.require_alive()
+        idx: int = found[0]
+        error: Exception | None = found[1]
+        if error is not None:
             self._nodes.require_joined(idx)
             raise WorkerError(f"the connection to worker {idx} broke: {error}") from error
+        return idx
+
+    def _send_all(self, worker_ids: Any = None) -> None:
+        try:
+            super()._send_all(worker_ids)
+        except SyncFailedError as error:
+            for idx in error.failures:
+                self._nodes.require_joined(idx)  # it can say more about it
+            raise
 
     def _gather(self) -> TensorDictBase:
         """A batch of each worker, stacked."""
         for idx in range(self.num_workers):
             self._ask(idx)
-        while self._pending:
+        while self._arrivals.pending:
             self._next_arrival()
         return torch.stack([self._taken(idx) for idx in range(self.num_workers)])
 
     def _taken(self, idx: int) -> TensorDictBase:
         """A copy of the batch of a worker, in which trajectories have numbers that no other worker uses."""
-        data = self._batches[idx].clone()
+        data = self._arrivals.batches[idx].clone()
         key = ("collector", "traj_ids")
         if key in data.keys(True):
             data.set_(key, data[key] * self.num_workers + idx)
@@ -237,8 +232,8 @@ class ProcessGroupCollector(Remote):
         self._ended = True
         self._nodes.kill()
         self._end_schemes()
-        for thread in self._receiving:
-            thread.join(_END_SECONDS)
+        if self._arrivals is not None:
+            self._arrivals.close(_END_SECONDS)
         if self._in_group and dist.is_initialized():
             dist.destroy_process_group()
         self._in_group = False
@@ -247,16 +242,6 @@ class ProcessGroupCollector(Remote):
         """A collector that nobody uses any more ends."""
         if not self._ended:
             self.shutdown()
-
-
-def _await(idx: int, parts: list[Any], arrived: queue.SimpleQueue[tuple[int, Exception | None]]) -> None:
-    try:
-        for part in parts:
-            part.wait()
-    except RuntimeError as error:  # of gloo: the other end is gone
-        arrived.put((idx, error))
-    else:
-        arrived.put((idx, None))
 
 
 def _free_port() -> int:

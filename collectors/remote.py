@@ -46,6 +46,7 @@ class Remote(Updating, torchrl.collectors.BaseCollector):
         weight_sync_schemes: by model id; None takes the default; they are shut down with the collector.
         weight_recv_schemes: receivers of this collector, if it is a worker itself; what comes is passed on.
         weight_updater: a legacy updater, instead of schemes.
+        worker_idx: index of this collector, if it is a worker itself.
         options: all other options of TorchRL's collector.
 
     Attributes:
@@ -65,8 +66,10 @@ class Remote(Updating, torchrl.collectors.BaseCollector):
         weight_sync_schemes: dict[str, WeightSyncScheme] | None = None,
         weight_recv_schemes: dict[str, WeightSyncScheme] | None = None,
         weight_updater: Any = None,
+        worker_idx: int | None = None,
         **options: Any,
     ) -> None:
+        self.worker_idx = worker_idx
         if weight_sync_schemes is not None and weight_updater is not None:
             raise TypeError("give either weight_sync_schemes or weight_updater, not both")
         if weight_sync_schemes is None and weight_updater is None:

@@ -180,6 +180,7 @@ class Mailbox:
         if self._reading:
             with contextlib.suppress(LinkClosedError):
                 self._push(b"")  # the reader is waiting for something
+                self._store.unread.append(self.name)
 
     def _sign(self, number: int, message: bytes, last: bool) -> bytes:
         signed = b"%s %d %d %d " % (self.name.encode(), number, last, len(message))
