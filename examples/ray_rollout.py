@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import gymnasium
@@ -95,6 +96,13 @@ def send(scheme: RayWeightSyncScheme) -> str:
     return f"synchronized in {1e3 * sum(report.seconds.values()):.1f} ms"
 
 
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait until it is true, but not for ever."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
 def train(options: argparse.Namespace) -> None:
     """Play, learn, send."""
     policy = make_policy()
@@ -113,15 +121,13 @@ def train(options: argparse.Namespace) -> None:
             if update == options.kill_at:
                 print(f"killing player 1 of {options.players}", flush=True)
                 ray.kill(players[1], no_restart=False)
-                time.sleep(0.1)
+                wait_until(lambda: scheme.worker_versions[1] is None)
             told = send(scheme)
             print(
                 f"update {update:3d}: players {here}, versions {versions}, return {mean:6.1f}, {told}",
                 flush=True,
             )
-        deadline = time.monotonic() + 30
-        while None in scheme.worker_versions.values() and time.monotonic() < deadline:
-            time.sleep(0.1)  # it may still be starting
+        wait_until(lambda: None not in scheme.worker_versions.values())  # it may still be starting
         print(f"at the end players have {scheme.worker_versions}", flush=True)
 
 

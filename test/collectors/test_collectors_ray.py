@@ -11,9 +11,21 @@ import pytest
 import torch
 import torchrl.collectors.distributed as torchrl_distributed
 from collector_parts import OPTIONS, Env, fill, make_policy, policy_of_nine
+from tensordict.nn import TensorDictModule
+from torchrl.data import Unbounded
+from torchrl.envs import TransformedEnv
+from torchrl.envs.transforms.module import RayModuleTransform
 
 from collectors import Collector, MultiSyncCollector, RayCollector
-from weight_update import LifecycleError, RayWeightSyncScheme, SyncFailedError, SyncReport
+from weight_update import (
+    LifecycleError,
+    NothingToSendError,
+    RayModuleTransformScheme,
+    RayWeightSyncScheme,
+    SchemaMismatchError,
+    SyncFailedError,
+    SyncReport,
+)
 
 ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "weight-update[ray]"')
 
@@ -157,3 +169,44 @@ def test_what_goes_wrong_in_the_constructor_leaves_nothing() -> None:
     while ray.available_resources().get("CPU") != 4 and time.monotonic() < deadline:
         time.sleep(0.1)
     assert ray.available_resources()["CPU"] == 4  # its actors are gone
+
+
+def make_scorer() -> TensorDictModule:
+    return TensorDictModule(torch.nn.Linear(2, 1), in_keys=["observation"], out_keys=["score"])
+
+
+def make_other_scorer() -> TensorDictModule:
+    return TensorDictModule(torch.nn.Linear(2, 2), in_keys=["observation"], out_keys=["score"])
+
+
+def with_score(spec: Any) -> Any:
+    spec["score"] = Unbounded(1)
+    return spec
+
+
+def test_module_of_a_transform_through_a_collector() -> None:
+    scheme = RayModuleTransformScheme()
+    with pytest.raises(LifecycleError, match="has no transform"):
+        scheme.init_on_sender()
+    transform = RayModuleTransform(
+        module_factory=make_scorer, observation_spec_transform=with_score, weight_sync_scheme=scheme
+    )
+    assert scheme.worker_versions == {0: 0}
+    with pytest.raises(NothingToSendError):
+        scheme.send()
+    collector = Collector(
+        TransformedEnv(Env(), transform),
+        make_policy(),
+        frames_per_batch=5,
+        weight_sync_schemes={"scorer": scheme},
+        **OPTIONS,
+    )
+    for value in (1.0, 2.0):
+        report = collector.update_policy_weights_(fill(make_scorer(), value), model_id="scorer")
+        assert report.version == value
+        scores = collector.env.rollout(3)["next", "score"]  # TorchRL's collectors want them at reset, too
+        assert scores.unique().tolist() == [value]  # observations are 0: the bias
+    collector.shutdown()
+    ours = RayModuleTransformScheme(model=make_other_scorer(), connect_timeout=30.0)
+    with ours, pytest.raises(SchemaMismatchError, match="weight"):
+        RayModuleTransform(module_factory=make_scorer, weight_sync_scheme=ours)

@@ -25,7 +25,7 @@ from weight_update.errors import (
     NotEnoughMemoryError,
 )
 from weight_update.transports.base import Allocate, TransportBackend
-from weight_update.transports.ray_board import ask, require_ray
+from weight_update.transports.ray_board import ask, require_ray, running_ray
 from weight_update.transports.stream import deadline_of
 
 __all__ = ["RayListener", "RayTransport", "Shelf"]
@@ -58,7 +58,7 @@ class Shelf:
         Raises:
             NotEnoughMemoryError: the store has no room.
         """
-        ray = require_ray()
+        ray = running_ray()
         assert chunk.payload is not None
         with self._lock:
             ref = self._refs.get(chunk)
@@ -226,7 +226,7 @@ class _Line:
 
     def knock(self, hello: WeightChunk) -> None:
         """Ask to be let in."""
-        node = require_ray().get_runtime_context().get_node_id()
+        node = running_ray().get_runtime_context().get_node_id()
         refs = [self._life]
         ask(self._board.knock.remote(self.name, (node, hello.encode()), refs), _FETCH_SECONDS)
 
@@ -250,10 +250,10 @@ class _Line:
         self._say(message, refs)
 
     def _say(self, message: bytes, refs: list[Any]) -> None:
+        running_ray()
         with self._sending:
             if self._closed:
                 raise LinkClosedError("this end was closed")
-            require_ray()
             self._board.put.remote(self.name, 1 - self._end, self._put, message, refs)
             self._put += 1
 
@@ -278,7 +278,7 @@ class _Line:
         return prelude.assemble(head[PRELUDE_BYTES:], payload)
 
     def _fetch(self, ref: Any) -> Any:
-        ray = require_ray()
+        ray = running_ray()
         try:
             return ray.get(ref, timeout=_FETCH_SECONDS)
         except (ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError) as error:
@@ -287,7 +287,7 @@ class _Line:
             raise LinkClosedError(f"Ray's object store lost an update ({reason})") from None
 
     def _next(self, deadline: float | None) -> tuple[bytes, list[Any]] | None:
-        ray = require_ray()
+        ray = running_ray()
         while not self._ready:
             if self._closed:
                 raise LinkClosedError("this end was closed")
@@ -354,7 +354,7 @@ class RayListener:
                 knock = ask(self._board.door.remote(_POLL_SECONDS), None)
                 if knock is not None and not self._closed:
                     self._admit(*knock)
-            except (LinkClosedError, LifecycleError):
+            except LinkClosedError:
                 return
             except (JoinRefusedError, FormatError, ValueError, TypeError) as error:
                 _log.warning("refused a connection: %s", error)
@@ -364,7 +364,7 @@ class RayListener:
         hello = WeightChunk.decode(raw)
         if hello.kind is not Kind.HELLO:
             raise FormatError("did not say hello")
-        local = node == require_ray().get_runtime_context().get_node_id()
+        local = node == running_ray().get_runtime_context().get_node_id()
         try:
             link = self._link_of(hello)
         except JoinRefusedError as error:

@@ -13,7 +13,7 @@ from typing import Any
 
 from weight_update.errors import LifecycleError, LinkClosedError, SyncTimeoutError
 
-__all__ = ["Board", "ask", "close_board", "find_board", "open_board", "require_ray"]
+__all__ = ["Board", "ask", "close_board", "find_board", "open_board", "require_ray", "running_ray"]
 
 _LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 1.0
@@ -204,13 +204,25 @@ def find_board(name: str, namespace: str | None, timeout: float) -> Any:
             time.sleep(_LOOK_SECONDS)  # Ray tells nobody that an actor was named
 
 
+def running_ray() -> Any:
+    """As :func:`require_ray`, for links that are in use.
+
+    Raises:
+        LinkClosedError: Ray was shut down in this process.
+    """
+    try:
+        return require_ray()
+    except LifecycleError:
+        raise LinkClosedError("Ray was shut down in this process") from None
+
+
 def ask(call: Any, timeout: float | None) -> Any:
     """The result of a call of the board.
 
     Raises:
         LinkClosedError: the board is gone, or Ray is, or gave no answer in time.
     """
-    ray = require_ray()
+    ray = running_ray()
     try:
         return ray.get(call, timeout=timeout)
     except ray.exceptions.RayError as error:
