@@ -36,10 +36,10 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
     """
 
     def _begin(self, create_env_fn: Any, policy: Any, **options: Any) -> None:
-        if find_spec("ray") is None:
-            raise ImportError('RayCollector needs Ray: pip install "weight-update[ray]"', name="ray")
         self._remote_collectors: list[Any] = []
         self._runtime_lease: Any = None
+        if find_spec("ray") is None:
+            raise ImportError('RayCollector needs Ray: pip install "weight-update[ray]"', name="ray")
         given = options["collector_kwargs"]  # TorchRL writes into these
         many = isinstance(given, (list, tuple))
         options["collector_kwargs"] = [dict(one) for one in given] if many else dict(given or {})
