@@ -53,6 +53,7 @@ class ProcessGroupCollector(Remote):
     def _begin(self, create_env_fn: Any, policy: Any, **options: Any) -> None:
         self._nodes = Nodes()
         self._ended = False
+        self._owner = os.getpid()
         self._in_group = False
         self._arrivals: Any = None  # until there is an example of what arrives
         if dist.is_initialized():
@@ -240,7 +241,7 @@ class ProcessGroupCollector(Remote):
 
     def __del__(self) -> None:
         """A collector that nobody uses any more ends."""
-        if not self._ended:
+        if not self._ended and self._owner == os.getpid():  # not in a forked child
             self.shutdown()
 
 

@@ -155,7 +155,6 @@ def test_a_collector_after_a_collector():
 
 
 PROGRAM = """
-    import multiprocessing
     import os
     import signal
     import sys
@@ -165,8 +164,7 @@ PROGRAM = """
     from collectors import DistributedCollector, DistributedSyncCollector
 
     if __name__ == "__main__":
-        multiprocessing.set_forkserver_preload(["collectors", "torchrl.envs"])
-        torch_multiprocessing.set_start_method("forkserver", force=True)
+        torch_multiprocessing.set_start_method("fork", force=True)  # the quickest
         options = dict(frames_per_batch=8, total_frames=-1, launcher="mp", collector_kwargs=OPTIONS)
         workers = {cls}([Env] * 2, make_policy(), **options)
         frames = iter(workers)
