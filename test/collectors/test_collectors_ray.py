@@ -110,6 +110,7 @@ def update_until_error(collector: RayCollector) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_factories_and_the_object_store() -> None:
     schemes = {"policy": RayWeightSyncScheme(data="object_store")}
     collector = make(None, 1, policy_factory=policy_of_nine, weight_sync_schemes=schemes)
