@@ -4,6 +4,7 @@ from collectors import extra  # noqa: F401  # first: it names the extra to insta
 from collectors.distributed import DistributedCollector, DistributedSyncCollector
 from collectors.legacy import MultiProcessedWeightUpdater, VanillaWeightUpdater, WeightUpdaterBase
 from collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from collectors.ray import RayCollector
 from collectors.rpc import RPCCollector
 from collectors.single import Collector
 
@@ -16,6 +17,7 @@ __all__ = [
     "MultiProcessedWeightUpdater",
     "MultiSyncCollector",
     "RPCCollector",
+    "RayCollector",
     "VanillaWeightUpdater",
     "WeightUpdaterBase",
 ]

@@ -4,6 +4,7 @@ from weight_update.transports.base import Buffer, TransportBackend
 from weight_update.transports.distributed import DistributedTransport
 from weight_update.transports.memory import MemoryTransport
 from weight_update.transports.multiprocess import MPTransport
+from weight_update.transports.ray import RayTransport
 from weight_update.transports.rpc import RPCTransport
 from weight_update.transports.shared_mem import SharedMemTransport
 
@@ -13,6 +14,7 @@ __all__ = [
     "MPTransport",
     "MemoryTransport",
     "RPCTransport",
+    "RayTransport",
     "SharedMemTransport",
     "TransportBackend",
 ]
