@@ -53,13 +53,16 @@ class Processes:
 
     def connect(self, scheme: Any) -> tuple[int, ...]:
         """Let all connect with the initialized sender; their process ids."""
-        for number, conn in enumerate(self._conns, self._first):
-            conn.send((scheme, number))
+        self._hand_out(scheme)
         scheme.connect()
         try:
             return tuple(conn.recv() for conn in self._conns)
         except EOFError:
             raise RuntimeError("a worker died before it was connected") from None
+
+    def _hand_out(self, scheme: Any) -> None:
+        for number, conn in enumerate(self._conns, self._first):
+            conn.send((scheme, number))
 
     def marks(self) -> Marks:
         """What each worker has; see :meth:`Model.marks`."""
@@ -88,6 +91,10 @@ class World(Processes):
         enter_world(0, count + 1)
         self.collector_infos = [rpc.get_worker_info(f"player{rank}") for rank in range(1, count + 1)]
         self.collector_rrefs = [rpc.remote(info, the_player) for info in self.collector_infos]
+
+    def _hand_out(self, scheme: Any) -> None:
+        # TorchRL's scheme cannot be pickled any more when it knows the workers.
+        super()._hand_out(type(scheme)())
 
 
 class Actors:
