@@ -46,6 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
     facts = machine(["ray"] if uses_ray else [])
     print("\n".join(facts) + "\n", flush=True)
     tables = []
+    # Processes of an RPC world that end together warn that the others have.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # With five processes a side, their imports would take longer than what is measured.
     mp.set_forkserver_preload([*_PRELOAD, "ray"] if uses_ray else _PRELOAD)
     with _running_ray(plan.largest) if uses_ray else contextlib.nullcontext() as address:

@@ -90,13 +90,14 @@ def cluster_targets(plan: Plan, sync: Found, tensors: Found) -> Iterator[Target]
     for scheme in main:
         reached = _of_rival(tensors, scheme, (plan.tensors_megabytes, _MANY, plan.tensors_workers))
         yield f"{CLUSTER[scheme]}, {_MANY:,} tensors, of torchrl's time", reached, 0.01
-    for workers in plan.workers:
+    for workers in plan.workers if "distributed" in plan.schemes else ():
         figure = sync.get(("distributed", 1.0, 16, workers), Figure(()))
         name = f"Distributed, 1 MB, {workers} workers"
         yield f"{name}, ms", figure.times(1e3).median, 2.0
         yield f"{name}, of torchrl's time", _of_rival(sync, "distributed", (1.0, 16, workers)), 0.25
-    one, four = (sync.get(("distributed-sockets", 1000.0, 16, hosts)) for hosts in (1, 4))
-    yield "Distributed, a host each, 1 GB, time to 4 hosts / to 1", ratio(four, one), 2.0
+    if "distributed-sockets" in plan.schemes:
+        one, four = (sync.get(("distributed-sockets", 1000.0, 16, hosts)) for hosts in (1, 4))
+        yield "Distributed, a host each, 1 GB, time to 4 hosts / to 1", ratio(four, one), 2.0
 
 
 def _of_rival(found: Found, scheme: str, case: tuple[float, int, int]) -> float | None:
