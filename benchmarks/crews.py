@@ -128,7 +128,7 @@ class Actors:
 
     def close(self) -> None:
         calls = [actor.leave.remote() for actor in self._actors]
-        self._ray.wait(calls, num_returns=len(calls), timeout=5.0)
+        self._ray.wait(calls, num_returns=len(calls), timeout=_LEAVING)
         self._ray.shutdown()
 
 
