@@ -111,7 +111,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         "schemes": tuple(CLUSTER),
         "workers": (1, 2, 4),
         "repeats": 5,
-        "budget": 12.0,
+        "budget": 20.0,
         "start_timeout": 60.0,
     }
     if options.quick:

@@ -56,5 +56,5 @@ class RemoteTrainer:
         return seconds
 
     def close(self) -> None:
-        self._crew.close()
         self._scheme.shutdown()
+        self._crew.close()
