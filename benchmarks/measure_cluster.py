@@ -30,7 +30,7 @@ def tensors_cases(plan: Plan) -> list[tuple[float, int, int]]:
 
 
 def measure_cluster(plan: Plan, cases: Iterable[tuple[float, int, int]], ray: str | None) -> Found:
-    """Each scheme in turns with its rival and a copy; the schemes one after the other, for memory's sake.
+    """Each scheme in turns with its rival and a copy; one after the other, so that all fit into memory.
 
     Args:
         plan: its schemes are names of :data:`CLUSTER`.
@@ -42,8 +42,8 @@ def measure_cluster(plan: Plan, cases: Iterable[tuple[float, int, int]], ray: st
         for scheme in plan.schemes:
             megabytes, tensors, workers = case
             plan.say(f"{CLUSTER[scheme]}: {megabytes:g} MB in {tensors} tensors to {workers} workers")
-            # Variants of a scheme have no rival of their own: it was measured with the scheme itself.
-            sides = (scheme, COPY) if "-" in scheme else (scheme, rival(scheme), COPY)
+            # What a variant of a scheme is compared with was measured with the scheme itself.
+            sides = (scheme,) if "-" in scheme else (scheme, rival(scheme), COPY)
             started = [(side, Case(*case, start="forkserver", ray=_ray_of(side, ray))) for side in sides]
             with groups(started, plan.start_timeout) as live:
                 for group, figure in zip(live, figures_of(live, plan), strict=True):
@@ -62,7 +62,7 @@ def cluster_table(title: str, found: Found) -> Table:
     for side, *case in found:
         if side not in CLUSTER:
             continue
-        names = (side, rival(side), f"{COPY}-{side}")
+        names = (side, rival(side), f"{COPY}-{side.partition('-')[0]}")
         ours, theirs, copy = (found.get((name, *case), Figure(())) for name in names)
         rows.append(
             [
