@@ -1,6 +1,6 @@
 """Compare the schemes that leave the machine with TorchRL's, in one run and in turns.
 
-    python -m benchmarks.cluster                        # everything; minutes on two cores
+    python -m benchmarks.cluster                        # everything; about ten minutes on two cores
     python -m benchmarks.cluster --scheme rpc           # one scheme
     python -m benchmarks.cluster --quick                # Distributed only, to see that it works
     python -m benchmarks.cluster --rst docs/benchmark_cluster.rst
@@ -69,7 +69,7 @@ def _tables(plan: Plan, parts: tuple[str, ...], ray: str | None) -> Iterator[Tab
     if "tensors" in parts:
         tensors = measure_cluster(plan, tensors_cases(plan), ray)
         yield cluster_table("Across processes: many tensors", tensors)
-    yield targets_table(cluster_targets(plan, sync, tensors))
+    yield targets_table(cluster_targets(plan, sync, tensors), "Across processes: targets")
 
 
 @contextlib.contextmanager

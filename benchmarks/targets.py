@@ -30,14 +30,14 @@ Target = tuple[str, float | None, float]
 """What, the figure reached (None: not measured), and the most it may be."""
 
 
-def targets_table(targets: Iterable[Target]) -> Table:
+def targets_table(targets: Iterable[Target], title: str = "Targets") -> Table:
     """One row for each target."""
     rows = [
         [what, f"<= {limit:g}", "-" if reached is None else f"{reached:.4g}", _verdict(reached, limit)]
         for what, reached, limit in targets
     ]
     return Table(
-        "Targets",
+        title,
         "Medians of this run, except where it says otherwise.",
         ["target", "limit", "reached", "met"],
         rows,
