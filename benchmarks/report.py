@@ -12,7 +12,7 @@ from importlib.metadata import version
 
 import torch
 
-__all__ = ["Figure", "Table", "machine", "ratio", "to_rst", "to_text"]
+__all__ = ["Figure", "Table", "machine", "ratio", "show_ratio", "to_rst", "to_text"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,12 @@ def ratio(one: Figure | None, other: Figure | None) -> float | None:
     return one.median / other.median
 
 
+def show_ratio(one: Figure | None, other: Figure | None) -> str:
+    """:func:`ratio` as a cell."""
+    value = ratio(one, other)
+    return "-" if value is None else f"{value:.3f}"
+
+
 @dataclass(frozen=True)
 class Table:
     """A table with a title.
@@ -70,10 +76,10 @@ class Table:
     rows: Sequence[Sequence[str]]
 
 
-def machine() -> list[str]:
-    """When and where this runs, one fact a line."""
+def machine(also: Sequence[str] = ()) -> list[str]:
+    """When and where this runs, one fact a line; ``also`` are further packages to name."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    names = ("torch", "tensordict", "torchrl")
+    names = ("torch", "tensordict", "torchrl", *also)
     return [
         f"Date: {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
         f"Machine: {len(os.sched_getaffinity(0))} cores, {memory / 1e9:.1f} GB of memory, "

@@ -18,6 +18,7 @@ from weight_update.compression import NoCompression
 
 ROOT = Path(__file__).parent.parent
 TITLES = ["Synchronous update", "Many tensors", "A worker that computes", "Memory of all", "Targets"]
+CLUSTER_TITLES = ["Across processes: synchronous", "Across processes: many", "Across processes: targets"]
 PATCH_TITLES = [
     "Bytes: policies in training",
     "Bytes: changes of 1..4 ulp",
@@ -35,6 +36,14 @@ def tables(tmp_path_factory):
     file = tmp_path_factory.mktemp("bench") / "results.rst"
     _run("benchmarks.compare", "--quick", "--scheme", "shared", "--rst", str(file))
     return _tables(file.read_text(), TITLES)
+
+
+@pytest.fixture(scope="module")
+def cluster_tables(tmp_path_factory):
+    pytest.importorskip("torchrl", reason="the benchmarks compare with torchrl")
+    file = tmp_path_factory.mktemp("bench") / "cluster.rst"
+    _run("benchmarks.cluster", "--quick", "--rst", str(file))
+    return _tables(file.read_text(), CLUSTER_TITLES)
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +163,23 @@ def test_a_patch_is_smaller_over_every_scheme(patch_tables):
     for scheme in ("SharedMem", "MultiProcess"):
         (dense,), (patch,) = (_cells(table, scheme=scheme, encoding=name) for name in ("dense", "patch, raw"))
         assert 0 < float(patch["MB sent"]) < float(dense["MB sent"]) / 10
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("title", CLUSTER_TITLES[:2])
+def test_distributed_was_measured_beside_torchrl(cluster_tables, title):
+    (row,) = _cells(cluster_tables[title], scheme="Distributed")
+    for name in ("ours", "torchrl", "plain copy", "ours/torchrl", "ours/copy"):
+        numbers = _numbers(row[name])
+        assert numbers, f"{name} was not measured: {row}"
+        assert all(math.isfinite(number) and number > 0 for number in numbers), row
+
+
+@pytest.mark.timeout(300)
+def test_targets_of_distributed_are_judged(cluster_tables):
+    judged = {row["target"]: row["met"] for row in _cells(cluster_tables["Across processes: targets"])}
+    assert judged["Distributed, 1 GB, 4 workers, of torchrl's time"] == "not measured"
+    assert judged["Distributed, 1 MB, 1 workers, of torchrl's time"] in ("yes", "no")
 
 
 def _documented(shape, *places):
