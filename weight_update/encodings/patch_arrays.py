@@ -60,12 +60,13 @@ class ArrayWriter:
         codec, packed = pack(self._compression, _moved(data, self._compression.device))
         self._enter(array.itemsize, codec, array.size, [packed.cpu()])
 
-    def join(self, pieces: Sequence[torch.Tensor]) -> None:
-        """Add 1-D uint8 tensors, one behind the other, as one array of bytes."""
+    def join(self, pieces: Sequence[Array]) -> None:
+        """Add 1-D arrays of one unsigned type, at least one, one behind the other as a single array."""
         if self._compression.name != _PLAIN:
-            self.add(np.concatenate([piece.numpy() for piece in pieces]))
+            self.add(np.concatenate(pieces))
             return
-        self._enter(1, _PLAIN, sum(piece.numel() for piece in pieces), pieces)  # spares one copy
+        items, bodies = sum(map(len, pieces)), [torch.from_numpy(piece.view(np.uint8)) for piece in pieces]
+        self._enter(pieces[0].itemsize, _PLAIN, items, bodies)  # spares one copy
 
     def _enter(self, width: int, codec: str, items: int, body: Sequence[torch.Tensor]) -> None:
         name = codec.encode("ascii")

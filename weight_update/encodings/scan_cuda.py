@@ -159,7 +159,8 @@ class CudaScanner:
         for width in sorted({width for width, _, _ in found}):
             positions = torch.cat([positions for w, positions, _ in found if w == width])
             values = torch.cat([values for w, _, values in found if w == width])
-            sparse.append(Sparse(width, self._hand_over(positions), self._hand_over(values), self._relative))
+            positions, values = self._hand_over(positions), self._hand_over(values)
+            sparse.append(Sparse.of(width, positions, values, self._relative))
         return tuple(sparse)
 
     def _hand_over(self, tensor: torch.Tensor) -> torch.Tensor:
