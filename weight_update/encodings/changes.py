@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -128,12 +128,17 @@ class Changes:
             else:
                 place.numpy()[:] = run.data.numpy()
 
+    def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Changes:
+        """The same with every tensor replaced by what ``move`` makes of it."""
+        sparse = []
+        for part in self.sparse:
+            stretches = (Stretch(s.first, move(s.places), move(s.values)) for s in part.stretches)
+            sparse.append(replace(part, stretches=tuple(stretches)))
+        return Changes(tuple(sparse), tuple(replace(run, data=move(run.data)) for run in self.runs))
+
     def to(self, device: torch.device) -> Changes:
         """The same on ``device``; what is there already is not copied."""
-        return Changes(
-            tuple(_moved(part, device) for part in self.sparse),
-            tuple(replace(run, data=run.data.to(device)) for run in self.runs),
-        )
+        return self.map(lambda tensor: tensor.to(device))
 
     def touched(self, schema: WeightSchema) -> list[int]:
         """Positions of the entries of ``schema`` that change, in ascending order; CPU only."""
@@ -149,11 +154,6 @@ class Changes:
         for run in self.runs:
             hit |= (starts < run.start + run.data.numel()) & (run.start < ends)
         return sorted(order[int(i)] for i in np.flatnonzero(hit))
-
-
-def _moved(part: Sparse, device: torch.device) -> Sparse:
-    stretches = (Stretch(one.first, one.places.to(device), one.values.to(device)) for one in part.stretches)
-    return replace(part, stretches=tuple(stretches))
 
 
 # Not torch: its threads hang in forked processes.

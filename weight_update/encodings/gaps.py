@@ -11,7 +11,15 @@ from weight_update.encodings.patch_arrays import UNSIGNED, Array, ArrayReader, A
 from weight_update.encodings.threads import in_threads, threads_for
 from weight_update.errors import FormatError
 
-__all__ = ["decode_flat", "encode_flat", "join_units", "require_increasing", "split_units"]
+__all__ = [
+    "UNITS",
+    "decode_flat",
+    "encode_flat",
+    "escape_of",
+    "join_units",
+    "require_increasing",
+    "split_units",
+]
 
 UNITS = (1, 2, 4)
 """Bytes of a unit."""
@@ -85,21 +93,21 @@ def _gaps(first: int, places: Array, before: int) -> Array:
 def _needed(gaps: Array) -> list[int]:
     """How many units of each size the gaps take."""
     largest = int(gaps.max())
-    escapes = [int((gaps // _escape(size)).sum()) if largest >= _escape(size) else 0 for size in UNITS]
+    escapes = [int((gaps // escape_of(size)).sum()) if largest >= escape_of(size) else 0 for size in UNITS]
     return [gaps.size + more for more in escapes]
 
 
 def _spread(gaps: Array, size: int) -> Array:
     unit = UNSIGNED[size]
-    if int(gaps.max()) < _escape(size):
+    if int(gaps.max()) < escape_of(size):
         return gaps.astype(unit)
-    escapes = gaps // _escape(size)
+    escapes = gaps // escape_of(size)
     rest = gaps.astype(unit)
     rest += escapes.astype(unit)  # as good as gap - escape * escapes: escape is -1 modulo 2**bits
     escapes += 1
     ends = np.cumsum(escapes, dtype=np.int64)
     ends -= 1
-    units = np.full(int(ends[-1]) + 1, _escape(size), unit)
+    units = np.full(int(ends[-1]) + 1, escape_of(size), unit)
     units[ends] = rest
     return units
 
@@ -108,13 +116,14 @@ def _blocks(array: Array) -> list[Array]:
     return [array[start : start + _BLOCK] for start in range(0, array.size, _BLOCK)]
 
 
-def _escape(size: int) -> int:
+def escape_of(size: int) -> int:
+    """The largest value of a unit of ``size`` bytes."""
     return (1 << 8 * size) - 1
 
 
 def most_units(count: int, limit: int) -> int:
     """How many units ``count`` positions below ``limit`` can take."""
-    return count + limit // _escape(1)
+    return count + limit // escape_of(1)
 
 
 def join_units(units: Array, count: int, limit: int) -> Array:
@@ -123,7 +132,7 @@ def join_units(units: Array, count: int, limit: int) -> Array:
     Raises:
         FormatError: they are not ``count``, or not below ``limit``.
     """
-    escape = _escape(units.itemsize)
+    escape = escape_of(units.itemsize)
     if units.size * escape >= 1 << 63:  # the sum could wrap around; no writer has so many wide units
         raise FormatError(f"a patch has {units.size} units of {units.itemsize} bytes")
     if not units.size or units[-1] == escape or np.count_nonzero(units != escape) != count:
@@ -145,13 +154,13 @@ def join_units(units: Array, count: int, limit: int) -> Array:
 
 def _measure(units: Array) -> tuple[int, int]:
     """How many positions end in these units, and how far they lead."""
-    found = int(np.count_nonzero(units != _escape(units.itemsize)))
+    found = int(np.count_nonzero(units != escape_of(units.itemsize)))
     return found, int(units.sum(dtype=np.uint64)) + found
 
 
 def _walk(units: Array, before: int, out: Array, steps: int) -> None:
     """Write the positions that end in these units, which lead ``steps`` far, into ``out``."""
-    whole = units != _escape(units.itemsize)
+    whole = units != escape_of(units.itemsize)
     each = units + whole  # to the next position, or to its next unit: both fit the unit
     ends = np.cumsum(each, dtype=np.uint32 if steps < 1 << 32 else np.uint64)
     np.add(ends[whole].astype(np.int64), before, out=out)

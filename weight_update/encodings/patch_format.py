@@ -29,7 +29,7 @@ from weight_update.encodings.planes import decode_steps, encode_steps
 from weight_update.encodings.threads import in_threads, threads_for
 from weight_update.errors import FormatError
 
-__all__ = ["Patch", "PatchOptions", "decode_patch", "encode_patch"]
+__all__ = ["Patch", "PatchOptions", "decode_patch", "encode_patch", "write_patch"]
 
 _HEAD = struct.Struct("<4sBBBBIIqq")
 _SECTION = struct.Struct("<QQ")
@@ -100,9 +100,7 @@ def encode_patch(
         ValueError: layout ``"coo"`` and a change that lies in no tensor of its width.
     """
     out = ArrayWriter(options.compression)
-    sections = b""
     for part in changes.sparse:
-        sections += _SECTION.pack(part.width, len(part))
         if options.layout == "flat":
             encode_flat(out, part, options.delta)
         else:
@@ -110,10 +108,17 @@ def encode_patch(
         _encode_values(out, part, snapshot, options.values)
     if changes.runs:
         _encode_runs(out, changes.runs)
+    return write_patch(out, changes, base, version, options, lend)
+
+
+def write_patch(
+    out: ArrayWriter, changes: Changes, base: int, version: int, options: PatchOptions, lend: Lend
+) -> torch.Tensor:
+    """The payload whose arrays are in ``out``; see :func:`encode_patch`."""
     flags = _DELTA * options.delta | _RELATIVE * (options.values == "relative")
     layout, count = _LAYOUTS.index(options.layout), len(changes.sparse)
     head = _HEAD.pack(_MAGIC, _FORMAT, layout, flags, count, len(changes.runs), len(out), base, version)
-    return out.write(head + sections, lend)
+    return out.write(head + b"".join(_SECTION.pack(part.width, len(part)) for part in changes.sparse), lend)
 
 
 def _encode_values(out: ArrayWriter, part: Sparse, snapshot: torch.Tensor, values: str) -> None:
