@@ -9,21 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from weight_update.chunks import WeightSchema
 from weight_update.encodings.changes import Changes, Run, Sparse, Stretch
+from weight_update.encodings.differing import INTEGER, Bytes, Found, differing
 from weight_update.encodings.pieces import Piece, cut, flattened
 from weight_update.encodings.threads import in_threads
 
 __all__ = ["Scan", "Scanner"]
-
-Bytes = NDArray[np.uint8]
-Found = tuple[int, NDArray[Any], NDArray[Any]]  # width, positions, values
 
 PIECE = 2 << 20
 """Bytes of a piece: short enough for caches, long enough that threads rarely meet at the interpreter lock."""
@@ -39,16 +35,6 @@ LITTLE = 16 << 20
 
 SERIAL = 32736
 """Elements that torch copies on one thread, and a whole number of vectors: rests convert NaNs otherwise."""
-
-FEW = 0.1
-"""Up to this fraction numpy's ``nonzero`` branches at each one found, and mispredicts most."""
-
-_INTEGER: dict[int, np.dtype[Any]] = {
-    1: np.dtype(np.uint8),
-    2: np.dtype(np.int16),
-    4: np.dtype(np.int32),
-    8: np.dtype(np.int64),
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,66 +192,15 @@ def _compare(
     piece = reader.piece
     old = snapshot[piece.start : piece.start + piece.nbytes]
     new = reader.read(live, old)
-    found = _of_width(piece.widths[0], new, old) if len(piece.widths) == 1 else _mixed(piece, new, old)
+    found = differing(piece, new, old)
     changed = sum(len(positions) for _, positions, _ in found)
     if changed > dense_above * piece.elements:
         runs = [Run(piece.start + a, torch.from_numpy(new[a:b].copy())) for a, b in piece.stretches]
         return _Found(piece.start, changed, runs=runs)
     if relative:
         for width, positions, values in found:
-            values -= old.view(_INTEGER[width]).take(positions)  # from the core's own cache
+            values -= old.view(INTEGER[width]).take(positions)  # from the core's own cache
     return _Found(piece.start, changed, found)
-
-
-def _mixed(piece: Piece, new: Bytes, old: Bytes) -> list[Found]:
-    """Elements that differ where there are several widths."""
-    words = np.flatnonzero(new.view(np.int64) != old.view(np.int64))
-    starts = np.array([(part.start - piece.start) // 8 for part in piece.parts])
-    widths = np.array([part.width for part in piece.parts])
-    kinds = widths[np.searchsorted(starts, words, side="right") - 1]
-    found = (_inside(width, words[kinds == width], new, old) for width in piece.widths)
-    return [(width, positions, values) for width, positions, values in found if len(positions)]
-
-
-def _of_width(width: int, new: Bytes, old: Bytes) -> list[Found]:
-    """Elements that differ where all are of one width."""
-    if len(new) % 8 == 0:
-        differ = new.view(np.int64) != old.view(np.int64)
-        count = int(np.count_nonzero(differ))
-        if count == 0:
-            return []
-        if width == 8 or count < (1 - (1 - FEW) ** (8 // width)) * len(differ):  # as many as FEW elements
-            return [_inside(width, _where(differ, count), new, old)]
-    values = new.view(_INTEGER[width])
-    positions = np.flatnonzero(values != old.view(_INTEGER[width]))
-    return [(width, positions, values.take(positions))] if len(positions) else []
-
-
-def _where(differ: NDArray[np.bool_], count: int) -> NDArray[np.int64]:
-    """Positions of the ``count`` true ones, quicker than numpy's where they are few."""
-    if len(differ) % 8 or count > FEW * len(differ):
-        return np.flatnonzero(differ)
-    eights = differ.view(np.int64)
-    lines = np.flatnonzero(eights != 0)
-    return _spread(lines, np.flatnonzero(eights.take(lines).view(np.bool_)), 3)
-
-
-def _inside(width: int, words: NDArray[np.int64], new: Bytes, old: Bytes) -> Found:
-    """Elements of one width that differ within ``words`` of 8 bytes that differ."""
-    values = new.view(np.int64).take(words)
-    if width == 8:
-        return width, words, values
-    parts = values.view(_INTEGER[width])
-    at = np.flatnonzero(parts != old.view(np.int64).take(words).view(_INTEGER[width]))
-    return width, _spread(words, at, (8 // width).bit_length() - 1), parts.take(at)
-
-
-def _spread(groups: NDArray[np.int64], at: NDArray[np.int64], bits: int) -> NDArray[np.int64]:
-    """Places of members ``at`` of ``groups``, which have ``1 << bits`` members each."""
-    places = groups.take(at >> bits)
-    places <<= bits
-    places += at & ((1 << bits) - 1)
-    return places
 
 
 def _join(start: int, pieces: Sequence[_Found]) -> _Difference:
