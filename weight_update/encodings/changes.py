@@ -160,7 +160,8 @@ class Changes:
 def _write_sparse(words: Array, part: Sparse) -> None:
     def write(block: Stretch) -> None:
         for one in block.blocks(_BLOCK):  # what was read is in the cache when it is written
-            from_here, places, values = words[one.first :], one.places.numpy(), one.values.numpy()
+            from_here, values = words[one.first :], one.values.numpy()
+            places = one.places.numpy().astype(np.int64, copy=False)  # int32 would take three times as long
             if part.relative:
                 values = values + np.take(from_here, places, mode="clip")
             from_here[places] = values

@@ -199,7 +199,7 @@ def _compare(
         return _Found(piece.start, changed, runs=runs)
     if relative:
         for width, positions, values in found:
-            values -= old.view(INTEGER[width]).take(positions)  # from the core's own cache
+            values -= old.view(INTEGER[width]).take(positions, mode="wrap")  # from the core's own cache
     return _Found(piece.start, changed, found)
 
 
@@ -215,7 +215,9 @@ def _join(start: int, pieces: Sequence[_Found]) -> _Difference:
         places = np.empty(values.shape, np.int32)  # fresh memory is what costs most here
         end = 0
         for at, (_, inside, _) in parts:
-            np.add(inside, (at - start) // width, out=places[end : end + len(inside)])
+            here = places[end : end + len(inside)]
+            here[:] = inside
+            here += (at - start) // width
             end += len(inside)
         stretches[width] = Stretch(start // width, torch.from_numpy(places), torch.from_numpy(values))
     changed = sum(piece.changed for piece in pieces)
