@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import gpu
+from benchmarks.gpu_times import Variant
 from benchmarks.patch_peer import documented_bytes
 from benchmarks.patch_updates import Update
 from weight_update.compression import NoCompression
@@ -58,7 +60,12 @@ def patch_tables(tmp_path_factory):
 
 
 def _run(module, *arguments):
-    done = subprocess.run(
+    done = _started(module, *arguments)
+    assert done.returncode == 0, done.stderr
+
+
+def _started(module, *arguments):
+    return subprocess.run(
         [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -67,7 +74,6 @@ def _run(module, *arguments):
         timeout=280,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
 
 
 def _tables(text, titles):
@@ -198,3 +204,35 @@ def test_rlinf_bytes_by_hand():
     assert _documented((2, 400), *wide) == [counts + 3 * (1 + 1 + 2), counts + 3 * (1 + 4 + 2)]
     assert _documented((400,), (300,)) == [counts + 1 + 4 + 2] * 2
     assert _documented((5,)) == [0, 0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_its_benchmark_says_so():
+    done = _started("benchmarks.gpu", "--quick")
+    assert done.returncode == 2
+    assert "needs a CUDA device" in done.stderr
+    assert done.stdout == ""
+
+
+def test_what_the_benchmark_of_a_gpu_measures():
+    whole = gpu.plan(None, False, ("none", "nvcomp_lz4"))
+    assert (whole.megabytes, whole.fractions) == (500.0, (0.0001, 0.01, 0.05, 0.2))
+    assert len(set(whole.variants)) == 2 * (4 + 2)
+    assert {one.transport_device for one in whole.variants if one.compression != "none"} == {"cuda"}
+    quick = gpu.plan(None, True, ("none",))
+    assert (quick.megabytes, quick.fractions, len(quick.variants)) == (20.0, (0.01,), 8)
+    assert gpu.plan(7.0, True, ("none",)).megabytes == 7.0
+
+
+@pytest.mark.timeout(300)
+def test_the_benchmark_of_a_gpu_runs_to_its_end_on_the_cpu():
+    variants = tuple(Variant("cpu", "cpu", "none", values) for values in ("raw", "relative"))
+    tables = list(gpu.measure(gpu.Plan(2.0, 1, (0.01,), variants), torch.device("cpu")))
+    assert [table.title.partition(",")[0].partition(":")[0] for table in tables] == [
+        "Dense",
+        "Patches",
+        "send() until applied",
+    ]
+    assert all(len(row) == len(table.head) for table in tables for row in table.rows)
+    assert [row[0] for row in tables[1].rows[2:]] == ["cpu", "cpu"]
+    assert {row[0] for row in tables[2].rows} == {"SharedMem", "Distributed"}
