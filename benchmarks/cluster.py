@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     plan = _plan(options)
     uses_ray = any(scheme.startswith("ray") for scheme in plan.schemes)
-    facts = machine(["ray"] if uses_ray else [])
+    facts = machine(["torch", "tensordict", "torchrl", *(["ray"] if uses_ray else [])])
     print("\n".join(facts) + "\n", flush=True)
     tables = []
     # Processes of an RPC world that end together warn that the others have.

@@ -76,16 +76,9 @@ class Table:
     rows: Sequence[Sequence[str]]
 
 
-<<<<<<< HEAD
-def machine(also: Sequence[str] = ()) -> list[str]:
-    """When and where this runs, one fact a line; ``also`` are further packages to name."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    names = ("torch", "tensordict", "torchrl", *also)
-=======
 def machine(names: Sequence[str] = ("torch", "tensordict", "torchrl")) -> list[str]:
     """When and where this runs, and the versions of ``names``, one fact a line."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
->>>>>>> pgpu
     return [
         f"Date: {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
         f"Machine: {len(os.sched_getaffinity(0))} cores, {memory / 1e9:.1f} GB of memory, "
