@@ -37,8 +37,10 @@ from weight_update.testing import (
 from weight_update.testing.lifecycle import LifecycleTests
 from weight_update.testing.ray_workers import RayWorker
 from weight_update.testing.transports import Ends
-from weight_update.transports.ray import RayListener, RayTransport, Shelf
+from weight_update.transports.ray import RayTransport
 from weight_update.transports.ray_board import close_board, find_board, open_board
+from weight_update.transports.ray_door import RayListener
+from weight_update.transports.ray_shelf import Shelf
 
 ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "weight-update[ray]"')
 from ray_parts import (  # noqa: E402

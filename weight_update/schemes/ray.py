@@ -12,9 +12,11 @@ from weight_update.sender import Sender
 from weight_update.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.distributed import DistributedTransport
-from weight_update.transports.ray import RayListener, RayTransport, Shelf
+from weight_update.transports.ray import RayTransport
 from weight_update.transports.ray_actors import ActorLink, ActorWatch
 from weight_update.transports.ray_board import ask, close_board, find_board, open_board, require_ray
+from weight_update.transports.ray_door import RayListener
+from weight_update.transports.ray_shelf import Shelf
 
 __all__ = ["RayWeightSyncScheme"]
 

@@ -9,12 +9,25 @@ import asyncio
 import contextlib
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from weight_update.errors import LifecycleError, LinkClosedError, SyncTimeoutError
 
-__all__ = ["Board", "ask", "close_board", "find_board", "open_board", "require_ray", "running_ray"]
+__all__ = [
+    "POLL_SECONDS",
+    "Board",
+    "ask",
+    "close_board",
+    "find_board",
+    "open_board",
+    "require_ray",
+    "running_ray",
+    "with_ray",
+]
 
+POLL_SECONDS = 20.0
+"""A call that waits in the actor is made anew after so long."""
 _LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 1.0
 
@@ -227,6 +240,15 @@ def ask(call: Any, timeout: float | None) -> Any:
         return ray.get(call, timeout=timeout)
     except ray.exceptions.RayError as error:
         raise LinkClosedError(f"the sender is gone ({_brief(error)})") from None
+
+
+def with_ray(call: Callable[[], object]) -> None:
+    """Do something with Ray, unless it has ended."""
+    try:
+        require_ray()
+    except LifecycleError:
+        return
+    call()
 
 
 def close_board(board: Any) -> None:
