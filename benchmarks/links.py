@@ -24,7 +24,7 @@ import torch
 import torch.multiprocessing as mp
 
 from benchmarks.network import Network, why_not
-from benchmarks.patch_sync import digests_of, model_of
+from benchmarks.patch_sync import digests, empty_model
 from benchmarks.patch_updates import change, layered
 from benchmarks.report import Figure, Table, machine, ratio, to_rst, to_text
 from weight_update import DistributedWeightSyncScheme, PatchEncoding, WeightStrategy, WeightSyncScheme
@@ -143,7 +143,7 @@ def measure(plan: Plan, label: str, megabytes: float, count: int) -> Sent:
                 seconds.append(time.perf_counter() - start)
             for pipe in pipes:
                 pipe.send("digests")
-            if any(pipe.recv() != digests_of(weights) for pipe in pipes):
+            if any(pipe.recv() != digests(weights) for pipe in pipes):
                 raise RuntimeError(f"{label}: a worker has other weights than the trainer")
     return Sent(Figure(tuple(seconds[_WARM:])), report.wire_bytes / 1e6)
 
@@ -191,12 +191,12 @@ def _receive(
     network.enter(host)
     os.environ["WEIGHT_UPDATE_HOST"] = host
     torch.set_num_threads(1)
-    model = model_of(shapes)
+    model = empty_model(shapes)
     scheme.init_on_receiver(model=model, worker_idx=idx)
     scheme.connect()
     with contextlib.suppress(EOFError):
         while pipe.recv() == "digests":
-            pipe.send(digests_of(model.state_dict()))
+            pipe.send(digests(model.state_dict()))
     scheme.shutdown()
 
 
