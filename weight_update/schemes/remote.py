@@ -84,6 +84,10 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         self.directory = directory
         self._token = token or os.environ.get(_TOKEN) or self._token
 
+    def _reset(self) -> None:
+        super()._reset()
+        self._listener: DistributedListener | None = None
+
     @abstractmethod
     def announce(self, where: Whereabouts) -> None:
         """Sender: tell those who will ask. Called once, by ``init_on_sender``; does not wait."""
@@ -103,7 +107,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         store = open_store(self.address, self.port)
         self.port = store.port
         links = {idx: self.sender_end(idx) for idx in workers}
-        self._door = DistributedListener(store, self._token, links, self.newcomers())
+        self._door = self._listener = DistributedListener(store, self._token, links, self.newcomers())
         self.announce(Whereabouts(self.address, self.port, self._token))
         return dict(links)
 
@@ -121,18 +125,22 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
     @property
     def network_bytes(self) -> int:
         """Bytes of payloads that this sender sent to other hosts so far; up to 64 KiB they do not count."""
-        return self._door.network_bytes if isinstance(self._door, DistributedListener) else 0
+        return 0 if self._listener is None else self._listener.network_bytes
 
     def sender_end(self, worker_idx: int) -> DistributedTransport:
         """The sender's end of the link to a worker."""
         del worker_idx
-        return DistributedTransport(
-            token=self._token,
-            address=self.address,
-            host=self.host_name(),
-            directory=self.directory,
-            backend=self.backend,
-        )
+        return DistributedTransport(**self.sender_options())
+
+    def sender_options(self) -> dict[str, Any]:
+        """Arguments for the sender's end of any link."""
+        return {
+            "token": self._token,
+            "address": self.address,
+            "host": self.host_name(),
+            "directory": self.directory,
+            "backend": self.backend,
+        }
 
     def host_name(self) -> str | None:
         """Processes that have one name share memory; None: find out."""
