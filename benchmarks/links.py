@@ -101,7 +101,7 @@ def _encodings_table(plan: Plan) -> Table:
         rows.append([label, f"{one.megabytes:.2f}", one.seconds.show(1e3, 0), f"{sooner:.1f}"])
     note = (
         f"Milliseconds, median (least .. most) of {plan.turns} turns. {_FRACTION:.0%} of all elements\n"
-        f"change by 1 to 4 ulp in bfloat16. The target for patches of 500 MB: {_TARGET:.0f} times sooner than dense."
+        f"change by 1 to 4 ulp in bfloat16. To reach at 500 MB: {_TARGET:.0f} times sooner."
     )
     head = ["encoding", "MB sent", "send() until applied", "times sooner than dense"]
     return Table(f"{plan.megabytes:.0f} MB to one host over {plan.rate}/s", note, head, rows)

@@ -83,7 +83,7 @@ def leave_without_a_word(me: Worker) -> None:
 
 
 def test_a_worker_that_exits_without_shutdown(kind, crew: Crew) -> None:
-    scheme, model = crew.scheme(kind, timeout=10.0), Stripes(4, 64)
+    scheme, model = crew.scheme(kind, timeout=3.0), Stripes(4, 64)
     workers = crew.launch(scheme, model, lambda: Stripes(4, 64), 2)
     workers[1].begin(leave_without_a_word)
     workers[1].process.join(5.0)
