@@ -87,6 +87,7 @@ class Pair:
             SyncTimeoutError: it took no part; the pair is of no more use.
         """
         limit = STALLED if timeout is None else timeout
+        _remember_thread()
         work, pending.work = pending.work, None
         problem = "it was closed" if work is None else ""
         try:
@@ -131,13 +132,11 @@ class Pair:
 
     def watch(self, call: Callable[[], None]) -> None:
         """What that thread does; every pair needs one who does, else it is never freed."""
-        _watches.add(threading.current_thread())
         with contextlib.suppress(LinkClosedError, SyncTimeoutError):
             self.finish(self._begin("recv", torch.empty(1, dtype=torch.uint8), _WATCH), FOREVER)
         call()
         self.close()  # which ends the other end's watch, if that is what began it
         self.release()
-        _watches.discard(threading.current_thread())
 
     def release(self) -> None:
         """Let go of all that has threads; nothing can be begun any more."""
@@ -162,14 +161,22 @@ class Pair:
         raise LinkClosedError(f"the other end is gone ({problem})")
 
 
-_watches: set[threading.Thread] = set()
+_threads: set[threading.Thread] = set()
+"""Those that have waited for a pair and are not finished."""
+
+
+def _remember_thread() -> None:
+    thread = threading.current_thread()
+    if thread.daemon and thread not in _threads:
+        _threads.difference_update([one for one in list(_threads) if not one.is_alive()])
+        _threads.add(thread)
 
 
 @atexit.register
-def _await_watches() -> None:
+def _await_threads() -> None:
     """An interpreter that ends while threads come back to it from C++ aborts the process."""
     deadline = time.monotonic() + _FAREWELL_SECONDS
-    for thread in list(_watches):
+    for thread in list(_threads):
         thread.join(max(deadline - time.monotonic(), 0.0))
 
 
