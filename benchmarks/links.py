@@ -68,10 +68,14 @@ class Sent:
 
     Attributes:
         seconds: from ``send()`` until all have applied it.
+        encode: the part of it before anything is sent.
+        apply: the part of it after all has arrived.
         megabytes: of an update's payloads.
     """
 
     seconds: Figure
+    encode: Figure
+    apply: Figure
     megabytes: float
 
 
@@ -85,7 +89,8 @@ def main(arguments: list[str] | None = None) -> int:
     facts = [*machine(), f"The sender's link: {plan.rate} each way (tc tbf, burst 256kb)"]
     print("\n".join(facts) + "\n", flush=True)
     tables = []
-    for table in (_encodings_table(plan), _hosts_table(plan)):
+    for make_table in (_encodings_table, _hosts_table):
+        table = make_table(plan)
         print(to_text(table), flush=True)
         tables.append(table)
     if rst is not None:
@@ -98,12 +103,19 @@ def _encodings_table(plan: Plan) -> Table:
     rows = []
     for label, one in sent.items():
         sooner = ratio(sent["dense"].seconds, one.seconds) or 0.0
-        rows.append([label, f"{one.megabytes:.2f}", one.seconds.show(1e3, 0), f"{sooner:.1f}"])
+        rows.append(
+            [
+                label,
+                f"{one.megabytes:.2f}",
+                *(figure.show(1e3, 0) for figure in (one.seconds, one.encode, one.apply)),
+                f"{sooner:.1f}",
+            ]
+        )
     note = (
         f"Milliseconds, median (least .. most) of {plan.turns} turns. {_FRACTION:.0%} of all elements\n"
         f"change by 1 to 4 ulp in bfloat16. To reach at 500 MB: {_TARGET:.0f} times sooner."
     )
-    head = ["encoding", "MB sent", "send() until applied", "times sooner than dense"]
+    head = ["encoding", "MB sent", "send() until applied", "encode", "apply", "times sooner than dense"]
     return Table(f"{plan.megabytes:.0f} MB to one host over {plan.rate}/s", note, head, rows)
 
 
@@ -135,17 +147,21 @@ def measure(plan: Plan, label: str, megabytes: float, count: int) -> Sent:
     with Network(["trainer", *hosts]) as network, network.inside("trainer"):
         network.shape("trainer", plan.rate)
         with _connected(network, hosts, label, weights) as (scheme, pipes):
-            seconds = []
+            seconds, reports = [], []
             for _ in range(_WARM + plan.turns):
                 change(weights, _FRACTION, "1..4 ulp", random)
                 start = time.perf_counter()
-                report = scheme.send(weights=weights)
+                reports.append(scheme.send(weights=weights))
                 seconds.append(time.perf_counter() - start)
             for pipe in pipes:
                 pipe.send("digests")
             if any(pipe.recv() != digests(weights) for pipe in pipes):
                 raise RuntimeError(f"{label}: a worker has other weights than the trainer")
-    return Sent(Figure(tuple(seconds[_WARM:])), report.wire_bytes / 1e6)
+    kept = reports[_WARM:]
+    encode = tuple(report.seconds["encode"] for report in kept)
+    apply = tuple(max(report.apply_seconds.values()) for report in kept)
+    megabytes = kept[-1].wire_bytes / 1e6
+    return Sent(Figure(tuple(seconds[_WARM:])), Figure(encode), Figure(apply), megabytes)
 
 
 @contextlib.contextmanager

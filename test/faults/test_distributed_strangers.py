@@ -222,6 +222,7 @@ def test_what_a_worker_said_is_not_heard_twice(crew: Crew, caplog: pytest.LogCap
         scheme.connect(timeout=10.0)
         worker.result()
         scheme.send(fill(model, 1))
+        assert not any(scheme._token.encode() in said for said in tap.heard)
         (said,) = [bytes(said) for said in tap.heard if b"door" in said]
         with caplog.at_level(logging.WARNING):
             call(scheme.port, said).close()

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -283,6 +284,7 @@ class DistributedListener:
         link, host, hello = read_knock(message)
         if hello.kind is not Kind.HELLO or link in self._known:
             raise FormatError("did not say hello, or says it again")
+        hello = replace(hello, header={**hello.header, "token": self._token})  # it has signed with that
         self._known[link] = None
         if len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
