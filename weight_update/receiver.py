@@ -164,7 +164,7 @@ class Receiver:
             "version": self.version,
             "schema": mine,
         }
-        self.link.restart()
+        self.link.restart(timeout)
         self.link.send_chunk(WeightChunk(Kind.HELLO, hello), timeout)
         reply = self._expect(deadline)
         while reply.kind in (Kind.UPDATE, Kind.COMMIT, Kind.ABORT):  # meant for the worker before this one

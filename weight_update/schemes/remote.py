@@ -8,15 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-
-from weight_update.errors import LinkClosedError
 from weight_update.schemes.base import End, WeightSyncScheme
 from weight_update.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
-from weight_update.transports.c10d import Store, TCPStore
+from weight_update.transports.c10d import Store
 from weight_update.transports.distributed import DistributedListener, DistributedTransport
-from weight_update.transports.mailbox import open_store
+from weight_update.transports.mailbox import find_store, open_store
 from weight_update.transports.pairs import require_backend
 
 __all__ = ["RemoteWeightSyncScheme", "Whereabouts"]
@@ -149,9 +146,5 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         """Processes that have one name share memory; None: find out."""
         return self.host or os.environ.get(_HOST)
 
-    def _find_store(self) -> Store:
-        try:
-            return Store(TCPStore(self.address, self.port, is_master=False, wait_for_workers=False))
-        except dist.DistError as error:
-            reason = str(error).partition("\n")[0]
-            raise LinkClosedError(f"no sender at {self.address}:{self.port} ({reason})") from None
+    def _find_store(self, timeout: float | None) -> Store:
+        return find_store(self.address, self.port, timeout)

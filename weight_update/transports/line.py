@@ -130,7 +130,7 @@ class Line:
             except UnsignedError as error:
                 if not self._greeted:
                     raise JoinRefusedError("the tokens of the two ends differ") from None
-                _log.warning("%s: %s", self.name, error)
+                _log.warning("%s: %s", self.name, str(error))
                 continue
             self._greeted = self._greeted or message is not None
             return message
@@ -241,7 +241,9 @@ class WorkerLine(Line):
         """Ask to be let in."""
         info = json.dumps({"link": self.name, "host": host}).encode()
         message = struct.pack("<I", len(info)) + info + hello.encode()
-        Mailbox(self.store, DOOR, self.token, ordered=False).put(message)
+        door = Mailbox(self.store, DOOR, self.token, ordered=False)
+        door.put(message)
+        door.flush()
 
     def on_pair(self, backend: str) -> None:
         """See :meth:`Line.on_pair`."""
