@@ -43,6 +43,17 @@ from weight_update.schemes import (
     send_together,
 )
 from weight_update.strategy import WeightStrategy
+from weight_update.synchronizer import (
+    BlockingExplorer,
+    BlockingTrainer,
+    ExplorerClient,
+    RunningStatus,
+    Synchronizer,
+    SyncMethod,
+    SyncPlan,
+    SyncStyle,
+    TrainerClient,
+)
 from weight_update.transports import (
     Buffer,
     DistributedTransport,
@@ -55,6 +66,8 @@ from weight_update.transports import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockingExplorer",
+    "BlockingTrainer",
     "BucketEncoding",
     "Buffer",
     "Compression",
@@ -63,6 +76,7 @@ __all__ = [
     "DistributedTransport",
     "DistributedWeightSyncScheme",
     "Encoding",
+    "ExplorerClient",
     "FormatError",
     "Gate",
     "JoinRefusedError",
@@ -77,14 +91,20 @@ __all__ = [
     "NothingToSendError",
     "PatchEncoding",
     "RemoteWeightSyncScheme",
+    "RunningStatus",
     "SchemaMismatchError",
     "SendHandle",
     "SharedMemTransport",
     "SharedMemWeightSyncScheme",
     "SyncFailedError",
+    "SyncMethod",
+    "SyncPlan",
     "SyncReport",
+    "SyncStyle",
     "SyncTimeoutError",
+    "Synchronizer",
     "TensorMeta",
+    "TrainerClient",
     "TransportBackend",
     "TransportError",
     "UnknownWorkerError",

@@ -85,7 +85,8 @@ class Machine(State):
         explorer = self.explorers[id]
         if explorer.status is not REQUIRE_SYNC:
             explorer.status, explorer.outcome = REQUIRE_SYNC, None
-            explorer.wanted, explorer.asked = self.plan.wanted(explorer.step), self.newest
+            explorer.wanted = self.plan.wanted(explorer.step)
+            explorer.asked, explorer.had = self.newest, explorer.version
         self._settle()
 
     def gave_up(self, id: int, reason: str = "no new weights came in time") -> bool:
@@ -94,6 +95,7 @@ class Machine(State):
         if explorer.busy:
             return False
         resolve(explorer, Outcome(explorer.version, reason))
+        explorer.failed_at = explorer.step
         self._settle()
         return True
 
@@ -138,7 +140,10 @@ class Machine(State):
         explorer = self.explorers.get(id)
         if explorer is not None and explorer.busy:
             explorer.busy = False
+            newer = explorer.version is None or version > explorer.version
             self.has(id, version)
+            if newer:
+                resolve(explorer, Outcome(version))
 
     def failed(self, id: int, reason: str) -> None:
         """What was on its way to an explorer did not arrive."""
@@ -148,13 +153,12 @@ class Machine(State):
             self.gave_up(id, reason)
 
     def has(self, id: int, version: int) -> None:
-        """An explorer has a published version in force."""
+        """An explorer has a published version in force, however it came."""
         assert self.newest is not None, "nothing was published"
         assert version <= self.newest, f"version {version} was not published"
         explorer = self.explorers[id]
         if explorer.version is None or version > explorer.version:
-            explorer.version, explorer.busy = version, False
-            resolve(explorer, Outcome(version))
+            explorer.version = version
         self._settle()
 
     def transferred(self) -> None:

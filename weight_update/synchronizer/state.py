@@ -42,6 +42,7 @@ class Explorer:
     Attributes:
         wanted: FIXED, while it waits: the trainer step whose weights it needs.
         asked: while it waits: the newest version when it began to.
+        had: while it waits: what it had when it began to.
         busy: whether weights are on their way to it: it cannot give up now.
     """
 
@@ -53,6 +54,7 @@ class Explorer:
     failed_at: int | None = None
     wanted: int = 0
     asked: int | None = None
+    had: int | None = None
     busy: bool = False
     outcome: Outcome | None = None
 
@@ -85,9 +87,9 @@ class State:
     def trainer_needs_sync(self) -> bool:
         """Whether the trainer should call ``sync_weight`` now."""
         trainer, plan = self.trainer, self.plan
-        if trainer is None or trainer.status is not RUNNING:
+        if trainer is None or trainer.status is STOPPED:
             return False
-        if plan.direct and self.ready():
+        if trainer.status is REQUIRE_SYNC or self.ready():
             return True
         if trainer.step == trainer.failed_at:
             return False
@@ -98,7 +100,9 @@ class State:
     def explorer_needs_sync(self, id: int) -> bool:
         """Whether an explorer should call ``sync_weight`` now."""
         explorer, plan = self.explorers[id], self.plan
-        if explorer.status is not RUNNING or explorer.failed_at == explorer.step:
+        if explorer.status is REQUIRE_SYNC:
+            return True
+        if explorer.failed_at == explorer.step:
             return False
         if self._trainer_stopped():
             return not plan.direct and self._behind(explorer) > 0
@@ -160,9 +164,11 @@ class State:
             return False
         if self.plan.style is SyncStyle.FULLY_ASYNC:
             return self._behind(explorer) <= self.plan.max_staleness
-        if self.plan.style is not SyncStyle.FIXED:
-            return False
+        if self.plan.style is SyncStyle.EXPLORER_DRIVEN:
+            return explorer.asked is None or explorer.version > explorer.asked
         newest = self.plan.direct or explorer.version == self.newest
+        if self.plan.style is SyncStyle.TRAINER_DRIVEN:
+            return newest and explorer.version != explorer.had
         return newest and self._steps.get(explorer.version, -1) >= explorer.wanted
 
     def _next_wanted(self, explorer: Explorer) -> int:
@@ -181,7 +187,9 @@ class State:
         return newest - (-1 if explorer.version is None else explorer.version)
 
     def _has_nothing(self, explorer: Explorer) -> bool:
-        return explorer.version is None and self.newest is not None
+        """Whether it has no weights of the trainer though there are some."""
+        exist = self.newest is not None or (self.plan.direct and self.trainer is not None)
+        return exist and explorer.version is None
 
     def _trainer_stopped(self) -> bool:
         return self.trainer is not None and self.trainer.status is STOPPED
