@@ -123,6 +123,19 @@ def test_explorer_driven_after_a_timeout_asks_again_at_the_next_step(method: Syn
 
 
 @pytest.mark.parametrize("method", HELD)
+def test_explorer_driven_takes_what_was_published_at_this_very_step_for_another(method: SyncMethod) -> None:
+    made = machine(method, SyncStyle.EXPLORER_DRIVEN, explorers=2)
+    made.trainer_at(3)
+    made.published(0, 3)
+    made.explorer_requires(1)
+    assert made.may_fetch(1) == 0
+    assert not made.trainer_needs_sync()
+    made.trainer_at(4)
+    assert made.may_fetch(1) is None
+    assert made.trainer_needs_sync()
+
+
+@pytest.mark.parametrize("method", HELD)
 def test_trainer_driven_explorers_see_that_there_is_something_newer(method: SyncMethod) -> None:
     made = machine(method, SyncStyle.TRAINER_DRIVEN)
     assert not made.explorer_needs_sync(0)

@@ -81,7 +81,7 @@ class Trainer(TrainerClient):
             except StopAsyncIteration:
                 self.logger.info("No more samples to train. Stopping training.")
                 break
-            except Exception:
+            except Exception:  # noqa: BLE001 - as printed
                 self.logger.error(f"Error in Trainer:\n{traceback.format_exc()}")
                 break
         return "trained"
@@ -125,7 +125,7 @@ class Explorer(ExplorerClient):
                     await self.eval()
                 if await self.need_sync():
                     await self.sync_weight()  # Request latest weights via Synchronizer
-            except Exception:
+            except Exception:  # noqa: BLE001 - as printed
                 self.logger.error(f"Error in Explorer: {traceback.format_exc()}")
                 break
         return "explored"

@@ -134,6 +134,8 @@ class Desk:
             self.publish(version, step)  # this synchronizer is newer than the trainer, and has no journal
             if self.plan.method is SyncMethod.MEMORY:
                 machine.lost_weights()
+        if self.plan.direct and ticket is not None and ticket != self.trainer_ticket:
+            self.learn(ticket, 0, self.next_version(), step)  # what an outlet opens with; who joins has it
         self.trainer_ticket = ticket
         return machine.trainer_joined(step, synced_at)
 

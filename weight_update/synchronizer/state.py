@@ -155,7 +155,7 @@ class State:
         if self.plan.style is SyncStyle.FIXED:
             return newest if self.newest_step >= explorer.wanted else None
         if self.plan.style is SyncStyle.EXPLORER_DRIVEN:
-            return newest if explorer.asked is None or newest > explorer.asked else None
+            return newest if self._answers(explorer, newest) else None
         return newest
 
     def _content(self, explorer: Explorer) -> bool:
@@ -165,11 +165,17 @@ class State:
         if self.plan.style is SyncStyle.FULLY_ASYNC:
             return self._behind(explorer) <= self.plan.max_staleness
         if self.plan.style is SyncStyle.EXPLORER_DRIVEN:
-            return explorer.asked is None or explorer.version > explorer.asked
+            return explorer.version != explorer.had and self._answers(explorer, explorer.version)
         newest = self.plan.direct or explorer.version == self.newest
         if self.plan.style is SyncStyle.TRAINER_DRIVEN:
             return newest and explorer.version != explorer.had
         return newest and self._steps.get(explorer.version, -1) >= explorer.wanted
+
+    def _answers(self, explorer: Explorer, version: int) -> bool:
+        """EXPLORER_DRIVEN: whether ``version`` came after it asked, or is what the trainer has still."""
+        current = self.trainer is not None and self.trainer.step == self.newest_step
+        since = explorer.asked is None or version > explorer.asked
+        return since or (current and version == self.newest)
 
     def _next_wanted(self, explorer: Explorer) -> int:
         if explorer.status is REQUIRE_SYNC:
