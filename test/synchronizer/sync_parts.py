@@ -60,7 +60,6 @@ class Sync:
     step: int
     weights: float
     metrics: dict[str, Any]
-    newest: int | None
 
 
 @dataclass
@@ -68,7 +67,6 @@ class Explored:
     """What an explorer went through."""
 
     syncs: list[Sync] = field(default_factory=list)
-    staleness: list[int] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     error: Exception | None = None
 
@@ -96,11 +94,12 @@ class ExplorerThread(threading.Thread):
         client.step += 1
         if client.need_sync():
             metrics = client.sync_weight()
-            self.seen.syncs.append(Sync(client.step, step_of(self.model), metrics, client.latest_version()))
-        elif client.version is not None:
-            newest = client.latest_version()
-            self.seen.staleness.append((newest or 0) - client.version)
-        self.seen.weights.append(step_of(self.model))
+            self.seen.syncs.append(Sync(client.step, self._weights(), metrics))
+        self.seen.weights.append(self._weights())
+
+    def _weights(self) -> float:
+        with self.client.hold():
+            return step_of(self.model)
 
 
 def train(

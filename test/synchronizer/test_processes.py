@@ -65,7 +65,10 @@ def hire() -> Iterator[Any]:
         explorer.end()
 
 
-@pytest.mark.parametrize("method", list(SyncMethod))
+@pytest.mark.parametrize(
+    "method",
+    [SyncMethod.NCCL, SyncMethod.MEMORY, pytest.param(SyncMethod.CHECKPOINT, marks=pytest.mark.slow)],
+)
 def test_one_that_is_killed_and_one_that_stops_do_not_stop_the_third(
     method: SyncMethod, tmp_path: Path, hire: Any
 ) -> None:

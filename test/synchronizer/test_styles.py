@@ -29,7 +29,8 @@ def test_weights_get_where_and_when_they_should(
         for thread in threads:
             thread.start()
         said = train(where, lambda: any(thread.is_alive() for thread in threads))
-    published = {one["version"]: one["step"] for one in said if "reason" not in one}
+    published = {0: 0} if method is SyncMethod.NCCL else {}  # who joins has what the trainer began with
+    published |= {one["version"]: one["step"] for one in said if "reason" not in one}
     for thread in threads:
         seen = thread.seen
         if seen.error is not None:
@@ -54,5 +55,4 @@ def check_style(style: SyncStyle, seen: Explored) -> None:
         assert steps
         assert all(sync.weights % INTERVAL == 0 for sync in seen.syncs)
     else:
-        assert len(steps) >= 1, "the first weights are waited for"
-        assert seen.weights[-1] >= 0
+        assert seen.weights[-1] >= 0, "they came, waited for or in the background"

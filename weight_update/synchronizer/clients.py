@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
 
 from weight_update.strategy import WeightStrategy
@@ -179,6 +180,10 @@ class ExplorerClient(_Client[BlockingExplorer]):
         options: dict[str, Any] = {"timeout": timeout, "transfer_timeout": transfer_timeout, "step": step}
         channel = _channel_to(where, token)
         super().__init__(BlockingExplorer(channel, model, id=id, strategy=strategy, **options))
+
+    def hold(self) -> AbstractContextManager[None]:
+        """No update lands inside this context; use it around several forward passes in FULLY_ASYNC."""
+        return self.blocking.hold()
 
     @property
     def id(self) -> int:

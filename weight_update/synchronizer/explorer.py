@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -60,6 +61,7 @@ class BlockingExplorer(Party):
         self._inlet: Inlet | None = None
         self._files: Files | None = None
         self._reading = threading.Lock()
+        self._file_step = 0
         reply = self._introduce()
         if self.plan.method is SyncMethod.CHECKPOINT:
             self._open_files(reply["directory"])
@@ -112,6 +114,15 @@ class BlockingExplorer(Party):
             else:
                 self._synced_at = step
             return {"bytes": self._nbytes(), **metrics, "seconds": time.perf_counter() - start}
+
+    def hold(self) -> AbstractContextManager[None]:
+        """No update lands inside this context; use it around several forward passes in FULLY_ASYNC.
+
+        In the other styles weights change in :meth:`sync_weight` only.
+        """
+        if self._files is not None:
+            return self._gate.hold()
+        return nullcontext() if self._inlet is None else self._inlet.scheme.hold()
 
     def give_up(self) -> None:
         """From another thread: let :meth:`sync_weight` return now, with the version there is."""
@@ -178,6 +189,8 @@ class BlockingExplorer(Party):
         """Read a version, or the newest that can be read; which one and its step, or None and why."""
         assert self._files is not None
         with self._reading:
+            if self.version is not None and self.version >= version:  # the background was faster
+                return (self.version, self._file_step), ""
             try:
                 found = self._files.apply(
                     version, self.version, self._model, self._gate, self.transfer_timeout
@@ -187,6 +200,7 @@ class BlockingExplorer(Party):
             if found is None:
                 return None, f"version {version} cannot be read, and there is no other that is newer"
             self._is_at(found[0])
+            self._file_step = found[1]
             return found, ""
 
     def _follow(self) -> None:
