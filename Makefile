@@ -25,7 +25,7 @@ setup: $(READY)
 
 $(READY): setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) -e ".[test,lz4,zstd]"
+	$(INSTALL) -e ".[test,lz4,zstd,ray]"
 	touch $@
 
 $(DOCS_READY): $(READY)

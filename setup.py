@@ -34,7 +34,7 @@ LZ4 = ["lz4>=4.0"]
 ZSTD = ["zstandard>=0.19"]
 NVCOMP = ["nvidia-nvcomp-cu12>=5.2"]
 EXAMPLES = ["matplotlib>=3.8", "tqdm>=4.66"]
-BENCH = union(COLLECTORS, EXAMPLES, ["psutil>=5.9"])
+BENCH = union(COLLECTORS, EXAMPLES, RAY, ["psutil>=5.9"])
 DOCS = ["sphinx>=8.0", "furo>=2024.8.6"]
 TEST = union(
     COLLECTORS,

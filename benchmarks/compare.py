@@ -17,9 +17,9 @@ from pathlib import Path
 from benchmarks.measure_memory import measure_memory, memory_table
 from benchmarks.measure_stall import measure_stall, stall_table
 from benchmarks.measure_sync import measure_sync, measure_tensors, sync_table, tensors_table
-from benchmarks.plan import Plan
+from benchmarks.plan import Plan, numbers, sizes
 from benchmarks.report import Table, machine, to_rst, to_text
-from benchmarks.targets import Results, targets_table
+from benchmarks.targets import Results, targets_of, targets_table
 
 __all__ = ["main"]
 
@@ -55,22 +55,14 @@ def _tables(plan: Plan, parts: tuple[str, ...]) -> Iterator[Table]:
     if "memory" in parts:
         results.memory = measure_memory(plan)
         yield memory_table(results.memory)
-    yield targets_table(results)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
-
-
-def _sizes(text: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in text.split(","))
+    yield targets_table(targets_of(results))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", type=_sizes, metavar="MB,MB", help="default: 1,100,1000")
-    parser.add_argument("--tensors", type=_numbers, metavar="N,N", help="default: 16,1000,5000")
-    parser.add_argument("--workers", type=_numbers, metavar="N,N", help="default: 1,2,4,8")
+    parser.add_argument("--sizes", type=sizes, metavar="MB,MB", help="default: 1,100,1000")
+    parser.add_argument("--tensors", type=numbers, metavar="N,N", help="default: 16,1000,5000")
+    parser.add_argument("--workers", type=numbers, metavar="N,N", help="default: 1,2,4,8")
     parser.add_argument("--scheme", action="append", choices=Plan().schemes, help="default: both")
     parser.add_argument("--repeats", type=int, help="default: 10; ten times that up to 10 MB")
     parser.add_argument("--timeout", type=float, help="seconds for one answer of a side; default: 60")

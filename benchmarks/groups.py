@@ -24,7 +24,7 @@ class Group:
     """The sending process of one side and, through it, its workers."""
 
     def __init__(self, side: str, case: Case) -> None:
-        ctx = mp.get_context("spawn")
+        ctx = mp.get_context(case.start)
         self.side, self.case = side, case
         self.pids: tuple[int, ...] = ()
         self.failure: str | None = None

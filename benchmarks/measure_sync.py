@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from benchmarks.groups import Group, groups, interleave
 from benchmarks.plan import Plan
-from benchmarks.report import Figure, Table, ratio
+from benchmarks.report import Figure, Table, show_ratio
 from benchmarks.sender import Case
 from benchmarks.sides import COPY, LABELS
 
@@ -55,8 +55,8 @@ def sync_table(found: dict[Key, Figure]) -> Table:
                 f"{megabytes:g}",
                 str(workers),
                 *(figure.show(1e3) for figure in (ours, theirs, copy)),
-                _x(ratio(ours, theirs)),
-                _x(ratio(ours, copy)),
+                show_ratio(ours, theirs),
+                show_ratio(ours, copy),
             ]
         )
     return Table(
@@ -100,7 +100,7 @@ def tensors_table(found: dict[Key, Figure]) -> Table:
                 ours.show(1e3),
                 theirs.show(1e3),
                 "as before" if free is None else free.show(1e3),
-                _x(ratio(ours, theirs if free is None else free)),
+                show_ratio(ours, theirs if free is None else free),
             ]
         )
     megabytes, workers = next(iter(found))[1], next(iter(found))[3]
@@ -110,7 +110,3 @@ def tensors_table(found: dict[Key, Figure]) -> Table:
         ["scheme", "tensors", "ours", "torchrl", "torchrl, more files", "ours/torchrl"],
         rows,
     )
-
-
-def _x(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
-__all__ = ["Model", "trainer_weights"]
+__all__ = ["Model", "fill", "mark", "trainer_weights"]
 
 _WIDTH = 16  # of the one layer that computes: 16 x 16 float32 is 1 KB, so that 5,000 tensors are 5 MB
 _LAYERS = 8  # times that it is applied, for a forward pass of about 50 microseconds
@@ -45,7 +45,12 @@ class Model(nn.Module):
 
 def trainer_weights(megabytes: float, tensors: int) -> TensorDictBase:
     """Weights of a model of its own, every byte of them written."""
-    weights: TensorDictBase = TensorDict.from_module(Model(megabytes, tensors)).data
+    return fill(Model(megabytes, tensors))
+
+
+def fill(model: Model) -> TensorDictBase:
+    """The model's own weights, every byte of them written."""
+    weights: TensorDictBase = TensorDict.from_module(model).data
     for value in weights.values(True, True):
         value.fill_(0.5)
     return weights

@@ -24,7 +24,7 @@ from weight_update import (
 )
 from weight_update.chunks import digest
 
-__all__ = ["measure_sync", "sync_table"]
+__all__ = ["digests", "empty_model", "measure_sync", "sync_table"]
 
 SCHEMES = {"SharedMem": SharedMemWeightSyncScheme, "MultiProcess": MultiProcessWeightSyncScheme}
 ENCODINGS = {
@@ -58,8 +58,8 @@ def measure_sync(megabytes: float, turns: int) -> dict[Key, list[Sent]]:
                 report = scheme.send(weights=weights)
                 found[key].append((time.perf_counter() - start, report))
         pipe.send("digests")
-        for key, digests in zip(found, pipe.recv(), strict=True):
-            _check(key, digests == _digests(weights), found[key][-1][1])
+        for key, found_there in zip(found, pipe.recv(), strict=True):
+            _check(key, found_there == digests(weights), found[key][-1][1])
     return {key: sent[_WARM:] for key, sent in found.items()}
 
 
@@ -93,18 +93,18 @@ def _receive(schemes: list[WeightSyncScheme], shapes: dict[str, tuple[int, ...]]
     torch.set_num_threads(1)
     models = []
     for scheme in schemes:
-        models.append(_model(shapes))
+        models.append(empty_model(shapes))
         scheme.init_on_receiver(model=models[-1], worker_idx=0)
         scheme.connect()
     with contextlib.suppress(EOFError):
         while pipe.recv() == "digests":
-            pipe.send([_digests(model.state_dict()) for model in models])
+            pipe.send([digests(model.state_dict()) for model in models])
     for scheme in schemes:
         scheme.shutdown()
 
 
-def _model(shapes: dict[str, tuple[int, ...]]) -> nn.Module:
-    """A module with parameters of these names, which have one dot."""
+def empty_model(shapes: dict[str, tuple[int, ...]]) -> nn.Module:
+    """A module with parameters of these names, which have one dot, in bfloat16."""
     layers: dict[str, nn.ParameterDict] = {}
     for name, shape in shapes.items():
         layer, _, leaf = name.partition(".")
@@ -113,8 +113,9 @@ def _model(shapes: dict[str, tuple[int, ...]]) -> nn.Module:
     return nn.ModuleDict(layers)
 
 
-def _digests(weights: Weights) -> dict[str, str]:
-    return {name: digest(value) for name, value in weights.items()}
+def digests(weights: Weights) -> dict[str, str]:
+    """Of each tensor."""
+    return {name: digest(value.cpu()) for name, value in weights.items()}
 
 
 def _check(key: Key, same: bool, report: SyncReport) -> None:

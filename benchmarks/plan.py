@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "numbers", "sizes"]
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Plan:
         sizes: model sizes in MB.
         tensors: numbers of tensors.
         workers: numbers of workers.
-        schemes: which of ``"shared"`` and ``"process"``.
+        schemes: which of our sides.
         repeats: turns of each side at the largest sizes; small updates get ten times as many.
         timeout: seconds for one answer of a side.
         start_timeout: seconds until all processes of a side are connected; each imports torch first.
@@ -56,3 +56,13 @@ class Plan:
     def say(line: str) -> None:
         """Tell what is going on."""
         print(f"... {line}", file=sys.stderr, flush=True)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """An option such as ``1,2,4``."""
+    return tuple(int(part) for part in text.split(","))
+
+
+def sizes(text: str) -> tuple[float, ...]:
+    """An option such as ``0.5,100``."""
+    return tuple(float(part) for part in text.split(","))

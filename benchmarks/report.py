@@ -12,7 +12,7 @@ from importlib.metadata import version
 
 import torch
 
-__all__ = ["Figure", "Table", "machine", "ratio", "to_rst", "to_text"]
+__all__ = ["Figure", "Table", "machine", "ratio", "show_ratio", "to_rst", "to_text"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,12 @@ def ratio(one: Figure | None, other: Figure | None) -> float | None:
     return one.median / other.median
 
 
+def show_ratio(one: Figure | None, other: Figure | None) -> str:
+    """:func:`ratio` as a cell."""
+    value = ratio(one, other)
+    return "-" if value is None else f"{value:.3f}"
+
+
 @dataclass(frozen=True)
 class Table:
     """A table with a title.
@@ -70,10 +76,9 @@ class Table:
     rows: Sequence[Sequence[str]]
 
 
-def machine() -> list[str]:
-    """When and where this runs, one fact a line."""
+def machine(names: Sequence[str] = ("torch", "tensordict", "torchrl")) -> list[str]:
+    """When and where this runs, and the versions of ``names``, one fact a line."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    names = ("torch", "tensordict", "torchrl")
     return [
         f"Date: {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
         f"Machine: {len(os.sched_getaffinity(0))} cores, {memory / 1e9:.1f} GB of memory, "

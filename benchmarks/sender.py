@@ -16,7 +16,8 @@ import torch
 import torch.multiprocessing as mp
 
 from benchmarks.models import mark, trainer_weights
-from benchmarks.sides import COPY, make_scheme
+from benchmarks.remote_sender import RemoteTrainer
+from benchmarks.sides import COPY, LABELS, make_scheme
 from benchmarks.workers import Capture, Orders, idle_worker
 
 __all__ = ["Case", "Stall", "serve"]
@@ -33,12 +34,16 @@ class Case:
         tensors: number of its tensors.
         workers: number of receiving processes.
         descriptors: limit of open files of each process; None leaves it as it is.
+        start: how the sender's process is started: ``"spawn"``, or ``"forkserver"``, which imports only once.
+        ray: address of the running Ray, for the sides that use it.
     """
 
     megabytes: float
     tensors: int = 16
     workers: int = 1
     descriptors: int | None = None
+    start: str = "spawn"
+    ray: str | None = None
 
 
 @dataclass(frozen=True)
@@ -183,13 +188,19 @@ def _stall(capture: Capture, begin: float, end: float, reported: float | None) -
     return Stall(usual, longest, switch, reported)
 
 
+def _make(side: str, case: Case) -> Any:
+    if side == COPY:
+        return _Copier(case)
+    return _Trainer(side, case) if side in LABELS else RemoteTrainer(side, case)
+
+
 def serve(conn: Connection, side: str, case: Case) -> None:
     """Body of the sending process: a method's name comes in, ``(True, result)`` goes out."""
     os.setsid()  # one signal then ends the whole group, however it hangs
     if case.descriptors is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (case.descriptors, case.descriptors))
     try:
-        group: Any = _Copier(case) if side == COPY else _Trainer(side, case)
+        group = _make(side, case)
         conn.send((True, (os.getpid(), *group.pids)))
         while (order := conn.recv()) != "close":
             conn.send((True, getattr(group, order)()))

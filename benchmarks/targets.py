@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from benchmarks.measure_memory import Memory
@@ -11,7 +11,7 @@ from benchmarks.measure_sync import UNLIMITED, Key
 from benchmarks.report import Figure, Table, ratio
 from benchmarks.sides import COPY
 
-__all__ = ["Results", "targets_table"]
+__all__ = ["Results", "Target", "targets_of", "targets_table"]
 
 
 @dataclass
@@ -30,14 +30,14 @@ Target = tuple[str, float | None, float]
 """What, the figure reached (None: not measured), and the most it may be."""
 
 
-def targets_table(results: Results) -> Table:
+def targets_table(targets: Iterable[Target], title: str = "Targets") -> Table:
     """One row for each target."""
     rows = [
         [what, f"<= {limit:g}", "-" if reached is None else f"{reached:.4g}", _verdict(reached, limit)]
-        for what, reached, limit in _targets(results)
+        for what, reached, limit in targets
     ]
     return Table(
-        "Targets",
+        title,
         "Medians of this run, except where it says otherwise.",
         ["target", "limit", "reached", "met"],
         rows,
@@ -50,7 +50,8 @@ def _verdict(reached: float | None, limit: float) -> str:
     return "yes" if reached <= limit else "no"
 
 
-def _targets(results: Results) -> Iterator[Target]:
+def targets_of(results: Results) -> Iterator[Target]:
+    """What :mod:`benchmarks.compare` has to reach."""
     sync = results.sync
 
     def at(one: str, other: str, megabytes: float, workers: int) -> float | None:

@@ -65,7 +65,7 @@ class Collector(Updating, torchrl.collectors.Collector):
             if not scheme.initialized_on_sender
         }
         self._source: Any = None
-        self._installed = False
+        self._installed: dict[str, WeightSyncScheme] | None = None  # the receivers it knows of
         self.env: Any
         self._policy_output_keys: Any
         super().__init__(
@@ -138,14 +138,14 @@ class Collector(Updating, torchrl.collectors.Collector):
 
     def rollout(self) -> TensorDictBase | None:
         """As in TorchRL."""
-        if not self._installed:
-            self._install_policy_call()
+        connected = {key: one for key, one in real(self._receivers).items() if one.synchronized_on_receiver}
+        if connected != self._installed:
+            self._install_policy_call(connected)
         rollout: TensorDictBase | None = super().rollout()
         return rollout
 
-    def _install_policy_call(self) -> None:
+    def _install_policy_call(self, schemes: dict[str, WeightSyncScheme]) -> None:
         policy = run = self._wrapped_policy_uncompiled
-        schemes = real(self._receivers)
         unhooked: list[WeightSyncScheme] = []
         if self.compiled_policy or self.cudagraphed_policy:
             unhooked = [scheme for model_id, scheme in schemes.items() if _in_policy(model_id)]
@@ -158,7 +158,7 @@ class Collector(Updating, torchrl.collectors.Collector):
             unhooked=unhooked,
             version=self._versions.now if self._stamps else None,
         )
-        self._installed = True
+        self._installed = schemes
 
     # -- receiving ---------------------------------------------------------------------------------
 
@@ -181,7 +181,6 @@ class Collector(Updating, torchrl.collectors.Collector):
         self._receivers.update(receivers)
         inside = [scheme for model_id, scheme in real(self._receivers).items() if _in_policy(model_id)]
         self._versions.scheme = inside[0] if inside else None
-        self._installed = False
 
     def receive_weights(self, policy_or_weights: Any = None, **named: Any) -> None:
         """As in TorchRL; weights given here are checked, and applied all or not at all."""

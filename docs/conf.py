@@ -13,8 +13,8 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
 ]
-# The two results are included, by benchmarks.rst and tuning.rst.
-exclude_patterns = ["_build", "benchmark_results.rst", "benchmark_patch.rst"]
+# The results are included, by benchmarks.rst and tuning.rst.
+exclude_patterns = ["_build", "benchmark_cluster.rst", "benchmark_results.rst", "benchmark_patch.rst"]
 # index.rst names its pages by glob, so that one not yet written is no error. Sphinx 9 gives that
 # warning no type, so suppress_warnings cannot name it. Drop this once all pages exist.
 logging.getLogger("sphinx.sphinx.directives.other").addFilter(

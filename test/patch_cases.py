@@ -104,7 +104,7 @@ def make_case(
                 [-1, 1], positions.numel()
             )
             values = before + torch.from_numpy(steps).to(BITS[width])
-        parts.append(Sparse(width, positions, values))
+        parts.append(Sparse.of(width, positions, values))
     changes = Changes(tuple(parts), runs)
     new = old.clone()
     changes.write(new)

@@ -43,6 +43,10 @@ def check_form(changes: Changes, nbytes: int) -> None:
         assert part.positions.shape == part.values.shape
         assert part.positions.numel() > 0
         assert bool((part.positions.diff() > 0).all())
+        for one in part.stretches:
+            assert one.places.dtype in (torch.int32, torch.int64)
+            assert len(one.places) == len(one.values) > 0
+            assert int(one.places[0]) >= 0
         written.view(-1, part.width)[part.positions] += 1
     starts = [run.start for run in changes.runs]
     assert starts == sorted(starts)

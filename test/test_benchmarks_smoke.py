@@ -12,12 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import gpu
+from benchmarks.gpu_times import Variant
 from benchmarks.patch_peer import documented_bytes
 from benchmarks.patch_updates import Update
 from weight_update.compression import NoCompression
 
 ROOT = Path(__file__).parent.parent
 TITLES = ["Synchronous update", "Many tensors", "A worker that computes", "Memory of all", "Targets"]
+CLUSTER_TITLES = ["Across processes: synchronous", "Across processes: many", "Across processes: targets"]
 PATCH_TITLES = [
     "Bytes: policies in training",
     "Bytes: changes of 1..4 ulp",
@@ -38,6 +41,14 @@ def tables(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def cluster_tables(tmp_path_factory):
+    pytest.importorskip("torchrl", reason="the benchmarks compare with torchrl")
+    file = tmp_path_factory.mktemp("bench") / "cluster.rst"
+    _run("benchmarks.cluster", "--quick", "--rst", str(file))
+    return _tables(file.read_text(), CLUSTER_TITLES)
+
+
+@pytest.fixture(scope="module")
 def patch_tables(tmp_path_factory):
     pytest.importorskip("torchrl", reason="the benchmark names its version")
     pytest.importorskip("gymnasium", reason="the benchmark trains on CartPole")
@@ -49,7 +60,12 @@ def patch_tables(tmp_path_factory):
 
 
 def _run(module, *arguments):
-    done = subprocess.run(
+    done = _started(module, *arguments)
+    assert done.returncode == 0, done.stderr
+
+
+def _started(module, *arguments):
+    return subprocess.run(
         [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -58,7 +74,6 @@ def _run(module, *arguments):
         timeout=280,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
 
 
 def _tables(text, titles):
@@ -156,6 +171,23 @@ def test_a_patch_is_smaller_over_every_scheme(patch_tables):
         assert 0 < float(patch["MB sent"]) < float(dense["MB sent"]) / 10
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("title", CLUSTER_TITLES[:2])
+def test_distributed_was_measured_beside_torchrl(cluster_tables, title):
+    (row,) = _cells(cluster_tables[title], scheme="Distributed")
+    for name in ("ours", "torchrl", "plain copy", "ours/torchrl", "ours/copy"):
+        numbers = _numbers(row[name])
+        assert numbers, f"{name} was not measured: {row}"
+        assert all(math.isfinite(number) and number > 0 for number in numbers), row
+
+
+@pytest.mark.timeout(300)
+def test_targets_of_distributed_are_judged(cluster_tables):
+    judged = {row["target"]: row["met"] for row in _cells(cluster_tables["Across processes: targets"])}
+    assert judged["Distributed, 1 GB, 4 workers, of torchrl's time"] == "not measured"
+    assert judged["Distributed, 1 MB, 1 workers, of torchrl's time"] in ("yes", "no")
+
+
 def _documented(shape, *places):
     old = torch.zeros(shape, dtype=torch.bfloat16)
     new = old.clone()
@@ -172,3 +204,35 @@ def test_rlinf_bytes_by_hand():
     assert _documented((2, 400), *wide) == [counts + 3 * (1 + 1 + 2), counts + 3 * (1 + 4 + 2)]
     assert _documented((400,), (300,)) == [counts + 1 + 4 + 2] * 2
     assert _documented((5,)) == [0, 0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_its_benchmark_says_so():
+    done = _started("benchmarks.gpu", "--quick")
+    assert done.returncode == 2
+    assert "needs a CUDA device" in done.stderr
+    assert done.stdout == ""
+
+
+def test_what_the_benchmark_of_a_gpu_measures():
+    whole = gpu.plan(None, False, ("none", "nvcomp_lz4"))
+    assert (whole.megabytes, whole.fractions) == (500.0, (0.0001, 0.01, 0.05, 0.2))
+    assert len(set(whole.variants)) == 2 * (4 + 2)
+    assert {one.transport_device for one in whole.variants if one.compression != "none"} == {"cuda"}
+    quick = gpu.plan(None, True, ("none",))
+    assert (quick.megabytes, quick.fractions, len(quick.variants)) == (20.0, (0.01,), 8)
+    assert gpu.plan(7.0, True, ("none",)).megabytes == 7.0
+
+
+@pytest.mark.timeout(300)
+def test_the_benchmark_of_a_gpu_runs_to_its_end_on_the_cpu():
+    variants = tuple(Variant("cpu", "cpu", "none", values) for values in ("raw", "relative"))
+    tables = list(gpu.measure(gpu.Plan(2.0, 1, (0.01,), variants), torch.device("cpu")))
+    assert [table.title.partition(",")[0].partition(":")[0] for table in tables] == [
+        "Dense",
+        "Patches",
+        "send() until applied",
+    ]
+    assert all(len(row) == len(table.head) for table in tables for row in table.rows)
+    assert [row[0] for row in tables[1].rows[2:]] == ["cpu", "cpu"]
+    assert {row[0] for row in tables[2].rows} == {"SharedMem", "Distributed"}

@@ -100,6 +100,36 @@ def test_distributed(encoding: str) -> None:
     assert "[W" not in done.stderr, "no warnings from the C++ side at the end"
 
 
+def ray_lines(name: str, *args: str) -> list[str]:
+    """What a Ray example prints; Ray itself talks on stderr."""
+    pytest.importorskip("ray", reason='Ray is not installed: pip install "weight-update[ray]"')
+    done = run(name, *args)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("data", [pytest.param("torch", marks=pytest.mark.slow), "object_store"])
+def test_ray_rollout(data: str) -> None:
+    lines = ray_lines("ray_rollout.py", "--updates", "6", "--kill-at", "3", "--episodes", "1", "--data", data)
+    update = re.compile(r"update +(\d+): players \[(.*)\], versions \[(.*)\], return +(\S+), (.*)")
+    updates = [found.groups() for line in lines if (found := update.fullmatch(line))]
+    assert [int(number) for number, *_ in updates] == [1, 2, 3, 4, 5, 6]
+    assert [players for _, players, *_ in updates[:4]] == ["0, 1"] * 3 + ["0"]
+    assert all(int(version) == int(number) - 1 for number, _, version, *_ in updates)
+    assert updates[0][-1].startswith("synchronized in")
+    assert updates[2][-1] == "player 1 is gone, the others have version 3"
+    assert "at the end players have {0: 6, 1: 6}" in lines
+
+
+@pytest.mark.slow  # test_collectors_ray.py has the same in another form
+def test_ray_module_transform() -> None:
+    lines = ray_lines("ray_module_transform.py")
+    assert lines == [
+        f"version {version}: the scores are those of the trainer's model: True" for version in range(3)
+    ]
+
+
 def test_multiple_models() -> None:
     def state(step: int, version: str = "") -> list[str]:
         return [f"  worker {idx}: actor of step {step}, critic of step {step}{version}" for idx in range(2)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -23,16 +22,8 @@ from weight_update import (
     WeightStrategy,
     WeightSyncScheme,
 )
-from weight_update.testing import Crew, Zoo, fingerprint, mlp, scramble
+from weight_update.testing import Apart, Crew, Zoo, fingerprint, mlp, scramble
 from weight_update.testing.workers import Method, context_of
-
-
-class Apart(DistributedWeightSyncScheme):
-    """Every process believes to be a host of its own: weights cross sockets."""
-
-    def host_name(self) -> str:
-        return f"host of {os.getpid()}"
-
 
 SCHEMES: dict[str, tuple[type[WeightSyncScheme], Method]] = {
     "shared_mem": (SharedMemWeightSyncScheme, "fork"),

@@ -43,7 +43,7 @@ def test_every_element_of_every_shape(
     meta, width = schema.tensors[1], min(dtype.itemsize, 8)
     positions = torch.arange(meta.offset // width, (meta.offset + meta.nbytes) // width)
     old = noise(schema.nbytes, np.random.default_rng(0))
-    changes = Changes((Sparse(width, positions, ~old.view(BITS[width])[positions]),))
+    changes = Changes((Sparse.of(width, positions, ~old.view(BITS[width])[positions]),))
     new = old.clone()
     changes.write(new)
     case = Case(schema, old, new, changes)
@@ -66,7 +66,7 @@ def test_gaps_around_the_escapes(gap: int, count: int) -> None:
     far = 399 + torch.arange(1, count + 1) * (gap + 1)
     for positions in (far, torch.cat([close, far])):
         old = torch.zeros(schema.nbytes, dtype=torch.uint8)
-        changes = Changes((Sparse(1, positions, torch.ones(positions.numel(), dtype=torch.uint8)),))
+        changes = Changes((Sparse.of(1, positions, torch.ones(positions.numel(), dtype=torch.uint8)),))
         new = old.clone()
         changes.write(new)
         case = Case(schema, old, new, changes)
@@ -76,11 +76,19 @@ def test_gaps_around_the_escapes(gap: int, count: int) -> None:
 def test_positions_beyond_four_billion() -> None:
     schema = WeightSchema.of({"a": torch.empty(1 << 34, dtype=torch.uint8, device="meta")})
     positions = torch.tensor([0, 3, (1 << 32) - 1, 1 << 32, (1 << 34) - 1])
-    changes = Changes((Sparse(1, positions, torch.arange(5, dtype=torch.uint8)),))
+    changes = Changes((Sparse.of(1, positions, torch.arange(5, dtype=torch.uint8)),))
     for chosen in ALL_OPTIONS:
         if chosen.values == "raw":
             payload = encode_patch(changes, torch.empty(0), schema, 0, 1, chosen, lend)
             assert torch.equal(decode_patch(payload, schema).changes.sparse[0].positions, positions)
+
+
+def test_gaps_that_add_up_to_more_than_four_billion() -> None:
+    schema = WeightSchema.of({"a": torch.empty(1 << 34, dtype=torch.uint8, device="meta")})
+    positions = torch.arange(300_000) * 50_000
+    changes = Changes((Sparse.of(1, positions, torch.ones(300_000, dtype=torch.uint8)),))
+    payload = encode_patch(changes, torch.empty(0), schema, 0, 1, options(), lend)
+    assert torch.equal(decode_patch(payload, schema).changes.sparse[0].positions, positions)
 
 
 def test_schema_whose_entries_are_not_in_the_order_of_their_places() -> None:
@@ -100,7 +108,7 @@ def test_payload_at_an_odd_address() -> None:
 
 def test_coordinates_need_a_tensor_of_the_width() -> None:
     schema = WeightSchema.of({"a": torch.empty(8)})
-    changes = Changes((Sparse(2, torch.tensor([1]), torch.tensor([1], dtype=torch.int16)),))
+    changes = Changes((Sparse.of(2, torch.tensor([1]), torch.tensor([1], dtype=torch.int16)),))
     with pytest.raises(ValueError, match="outside the tensors of its width"):
         encode_patch(changes, torch.zeros(64, dtype=torch.uint8), schema, 0, 1, options("coo"), lend)
 
@@ -110,7 +118,7 @@ def test_steps_instead_of_bits_give_the_same_patch(values: str) -> None:
     case = bf16_case(1 << 16, 0.1)
     (part,) = case.changes.sparse
     steps = part.values - case.old.view(torch.int16)[part.positions]
-    relative = Changes((dataclasses.replace(part, values=steps, relative=True),))
+    relative = Changes((Sparse.of(2, part.positions, steps, relative=True),))
     payload = dataclasses.replace(case, changes=relative).encode(options(values=values))
     assert torch.equal(payload, case.encode(options(values=values)))
 

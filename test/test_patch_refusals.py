@@ -75,7 +75,7 @@ def test_another_schema(case: Case, chosen: PatchOptions) -> None:
 def small_patch(layout: str = "flat", delta: bool = False) -> tuple[bytearray, WeightSchema]:
     """Elements 1 and 6 of 8 x 2 float32 and a run, uncompressed: each array takes 8 bytes."""
     schema = WeightSchema.of({"a": torch.empty(8, 2), "b": torch.empty(2).double()})
-    part = Sparse(4, torch.tensor([1, 6]), torch.tensor([10, 20], dtype=torch.int32))
+    part = Sparse.of(4, torch.tensor([1, 6]), torch.tensor([10, 20], dtype=torch.int32))
     run = Run(64, torch.arange(8, dtype=torch.uint8))
     old = torch.zeros(schema.nbytes, dtype=torch.uint8)
     payload = encode_patch(Changes((part,), (run,)), old, schema, 0, 1, options(layout, delta), lend)

@@ -47,16 +47,18 @@ def test_zoo(seed: int, threads: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("fraction", [0.0001, 0.02, 0.15, 1.0])
 @pytest.mark.parametrize("count", [1, 1001, 100_005])
+@pytest.mark.parametrize("group", [1 << 16, 1 << 18])
 def test_counts_are_exact(
-    dtype: torch.dtype, fraction: float, count: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, fraction: float, count: int, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scan_module, "PIECE", 1 << 16)
+    monkeypatch.setattr(scan_module, "GROUP", group)
     monkeypatch.setattr(scan_module, "LARGE", 1 << 12)
     tensor = random_bits((count,), dtype, 1)
     schema = schema_of([tensor])
     snapshot = flat_of(schema, [tensor])
     changed = flip(tensor, fraction, 3)
-    scan = scanned(Scanner(schema), schema, [tensor], snapshot)
+    scan = scanned(Scanner(schema, threads=2), schema, [tensor], snapshot)
     assert scan.changed == changed
     assert scan.total == tensor.nbytes // min(8, dtype.itemsize)
 
@@ -214,11 +216,16 @@ DTYPE_NAMES = st.sampled_from(sorted(DTYPES))
 @given(
     st.lists(st.tuples(SHAPES, DTYPE_NAMES, st.sampled_from([0.0, 0.001, 0.1, 1.0])), max_size=12),
     st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    st.booleans(),
     st.integers(1, 3),
     st.data(),
 )
 def test_any_model(
-    entries: list[tuple[tuple[int, ...], str, float]], dense_above: float, threads: int, data: st.DataObject
+    entries: list[tuple[tuple[int, ...], str, float]],
+    dense_above: float,
+    relative: bool,
+    threads: int,
+    data: st.DataObject,
 ) -> None:
     tensors = [random_bits(shape, DTYPES[name], i) for i, (shape, name, _) in enumerate(entries)]
     schema = schema_of(tensors)
@@ -228,7 +235,7 @@ def test_any_model(
         flip(tensor, fraction, i)
         for i, (tensor, (_, _, fraction)) in enumerate(zip(tensors, entries, strict=True))
     ]
-    scanner = Scanner(schema, tracked, dense_above, threads)
+    scanner = Scanner(schema, tracked, dense_above, relative, threads)
     before = snapshot.clone()
     scan = scanner.scan(tensors, snapshot)
     check_form(scan.changes, schema.nbytes)

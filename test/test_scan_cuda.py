@@ -45,8 +45,11 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-def make(schema: WeightSchema, device: torch.device, *args: Any) -> CudaScanner:
-    return CudaScanner(schema, Queues(device) if device.type == "cuda" else Immediate(), *args)
+def make(
+    schema: WeightSchema, device: torch.device, tracked: list[int] | None = None, **options: Any
+) -> CudaScanner:
+    queues = Queues(device) if device.type == "cuda" else Immediate()
+    return CudaScanner(schema, queues, tracked, **options)
 
 
 def placed(snapshot: torch.Tensor, place: str, device: torch.device) -> torch.Tensor:
@@ -58,7 +61,7 @@ def placed(snapshot: torch.Tensor, place: str, device: torch.device) -> torch.Te
 
 def on_cpu(changes: Changes) -> Changes:
     return Changes(
-        tuple(Sparse(part.width, part.positions.cpu(), part.values.cpu()) for part in changes.sparse),
+        tuple(Sparse.of(part.width, part.positions.cpu(), part.values.cpu()) for part in changes.sparse),
         tuple(Run(run.start, run.data.cpu()) for run in changes.runs),
     )
 
@@ -72,11 +75,13 @@ def of_all_kinds() -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("piece", [1 << 16, 32 << 20])
 @pytest.mark.parametrize("fraction", [0.01, 1.0])
+@pytest.mark.parametrize("relative", [False, True])
 @pytest.mark.parametrize(("kept", "transport"), PLACES)
 def test_changes_give_the_new_bits(
     device: torch.device,
     kept: str,
     transport: str,
+    relative: bool,
     fraction: float,
     piece: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -88,7 +93,7 @@ def test_changes_give_the_new_bits(
     contiguous = [tensor for tensor in tensors if tensor.is_contiguous() and tensor.numel()]
     changed = sum(flip(tensor, fraction, i) for i, tensor in enumerate(contiguous))
     live = [tensor.to(device) for tensor in tensors]
-    scanner = make(schema, device, None, 0.5, kept, transport)
+    scanner = make(schema, device, relative=relative, snapshot_device=kept, transport_device=transport)
     scan = scanner.scan(live, snapshot)
     assert scan.changed == changed
     assert scan.total == sum(tensor.nbytes // min(8, tensor.element_size()) for tensor in tensors)
@@ -108,7 +113,7 @@ def test_master_weights_are_converted(device: torch.device, kept: str, transport
     ]
     schema = schema_of([tensor.bfloat16() for tensor in tensors])
     snapshot = placed(torch.zeros(schema.nbytes, dtype=torch.uint8), kept, device)
-    scanner = make(schema, device, None, 0.5, kept, transport)
+    scanner = make(schema, device, snapshot_device=kept, transport_device=transport)
     live = [tensor.to(device).requires_grad_() for tensor in tensors]
     for _ in range(3):
         scanner.scan(live, snapshot).changes.to(snapshot.device).write(snapshot)
@@ -149,7 +154,7 @@ def test_what_a_side_stream_just_wrote_is_found(kept: str, transport: str) -> No
     snapshot = placed(torch.zeros(schema.nbytes, dtype=torch.uint8), kept, device)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
-        scanner = make(schema, device, None, 0.5, kept, transport)
+        scanner = make(schema, device, snapshot_device=kept, transport_device=transport)
         for turn in range(20):
             torch.cuda._sleep(10_000_000)  # so that all below is queued, not done
             for tensor in live:

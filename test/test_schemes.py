@@ -1,6 +1,5 @@
 """The schemes keep their contract."""
 
-import os
 from typing import Any
 
 import pytest
@@ -11,12 +10,14 @@ from weight_update import (
     MemoryWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
+    RPCWeightSyncScheme,
     SharedMemWeightSyncScheme,
     WeightSyncScheme,
 )
-from weight_update.testing import Crew, SchemeContract, mlp, scramble
+from weight_update.testing import Apart, ApartInTwos, Crew, SchemeContract, mlp, scramble
 from weight_update.testing.cases import assert_equal
 from weight_update.testing.workers import context_of
+from weight_update.transports import line
 
 
 class TestSharedMem(SchemeContract):
@@ -36,16 +37,30 @@ class TestDistributed(SchemeContract):
         return DistributedWeightSyncScheme(**options)
 
 
-class Apart(DistributedWeightSyncScheme):
-    """Every process believes to be a host of its own: weights cross sockets."""
-
-    def host_name(self) -> str:
-        return f"host of {os.getpid()}"
-
-
 class TestDistributedAcrossHosts(SchemeContract):
+    """Each worker is on a host of its own; all payloads, even small ones, go down a chain of them."""
+
+    @pytest.fixture(autouse=True)
+    def nothing_inline(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(line, "INLINE", 0)
+
     def make_scheme(self, **options: Any) -> WeightSyncScheme:
         return Apart(**options)
+
+
+@pytest.mark.slow
+class TestDistributedOnAnotherHost(TestDistributedAcrossHosts):
+    """Both workers are on one host that is not the sender's."""
+
+    def make_scheme(self, **options: Any) -> WeightSyncScheme:
+        return ApartInTwos(**options)
+
+
+class TestRPC(SchemeContract):
+    """Workers know the sender from the scheme; ``test_rpc`` has workers in an RPC world."""
+
+    def make_scheme(self, **options: Any) -> WeightSyncScheme:
+        return RPCWeightSyncScheme(**options)
 
 
 class TestMemory(SchemeContract):

@@ -9,7 +9,13 @@ from torch.distributed import TCPStore
 from weight_update.chunks import Kind, WeightChunk
 from weight_update.errors import JoinRefusedError
 from weight_update.testing.transports import Ends, TransportContract
-from weight_update.transports import DistributedTransport, MemoryTransport, MPTransport, SharedMemTransport
+from weight_update.transports import (
+    DistributedTransport,
+    MemoryTransport,
+    MPTransport,
+    RPCTransport,
+    SharedMemTransport,
+)
 from weight_update.transports.c10d import Store
 from weight_update.transports.distributed import DistributedListener
 from weight_update.transports.mailbox import open_store
@@ -46,10 +52,11 @@ class TestDistributedTransport(TransportContract):
     """Two ends on one host, which share memory."""
 
     hosts = ("here", "here")
+    sender_class = DistributedTransport
 
     def make_ends(self) -> Ends:
         store = open_store("127.0.0.1")
-        sender = DistributedTransport(token="token", address="127.0.0.1", host=self.hosts[0])
+        sender = self.sender_class(token="token", address="127.0.0.1", host=self.hosts[0])
         self.listener = DistributedListener(store, "token", {0: sender}, nobody_else)
         self.listener.start()
         receiver = DistributedTransport(
@@ -75,3 +82,9 @@ class TestDistributedTransportAcrossHosts(TestDistributedTransport):
 
 def nobody_else(worker_idx: int) -> NoReturn:
     raise JoinRefusedError(f"unknown worker index {worker_idx}")
+
+
+class TestRPCTransport(TestDistributedTransport):
+    """Without an object to call; ``test_rpc`` has those."""
+
+    sender_class = RPCTransport

@@ -77,6 +77,7 @@ class BufferPool:
         free = [slot for slot in self._slots if slot.users == 0]
         for slot in free:
             if slot.buffer.tensor.numel() == nbytes:
+                slot.buffer.use += 1
                 return slot
         try:
             self._slots.append(Slot(self._link.allocate(nbytes)))

@@ -95,7 +95,7 @@ class Peer:
 
     def let_go(self) -> None:
         """Stop counting on its answer. If it may still read our memory, never write there again."""
-        if self.link.shares_memory and may_run(self.pid):
+        if self.link.shares_memory and (not self.link.near or may_run(self.pid)):
             for shipment in (self.applied, self.inflight):
                 for slot in shipment.slots if shipment is not None else ():
                     slot.abandoned = True

@@ -387,6 +387,7 @@ class Sender:
         slow = [peer for peer in peers if not peer.link.quick]
         quick = [peer for peer in peers if peer.link.quick]
         if len(slow) > 1:
+            self._announce(slow)
             self._helpers = self._helpers or ThreadPoolExecutor(thread_name_prefix="weight_update-send")
             under_way = [self._helpers.submit(self._bring_up, peer) for peer in slow]
         else:
@@ -394,6 +395,19 @@ class Sender:
         sent = [self._bring_up(peer) for peer in quick]
         sent += [future.result() for future in under_way]
         return [shipment for shipment in sent if shipment is not None]
+
+    def _announce(self, peers: list[Peer]) -> None:
+        """Tell the links which payloads several of them are about to be sent."""
+        wanted: dict[int, tuple[torch.Tensor, list[TransportBackend]]] = {}
+        with self.roll.moved:
+            for peer in peers:
+                idle = peer.joined and peer.inflight is None and peer.lacks is not None
+                shipment = peer.lane.ready(peer.has) if idle and peer.lane is not None else None
+                for chunk in shipment.chunks if shipment is not None else ():
+                    if chunk.payload is not None:
+                        wanted.setdefault(id(chunk.payload), (chunk.payload, []))[1].append(peer.link)
+            for payload, links in wanted.values():
+                links[0].expect(payload, links)
 
     def _say(self, peer: Peer, *chunks: WeightChunk) -> None:
         with peer.sending:

@@ -20,6 +20,7 @@ from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms import Compose, ModuleTransform
 from torchrl.modules import RandomPolicy
 from torchrl.weight_update import SharedMemWeightSyncScheme as TorchRLScheme
+from update_calls import require_every_call, require_refusals
 
 from collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from weight_update import (
@@ -28,10 +29,7 @@ from weight_update import (
     MultiProcessWeightSyncScheme,
     NothingToSendError,
     NoWeightSyncScheme,
-    SchemaMismatchError,
     SharedMemWeightSyncScheme,
-    SyncReport,
-    UnknownWorkerError,
     UnsupportedSourceError,
 )
 
@@ -43,53 +41,6 @@ def two_workers(policy=None, cls=MultiSyncCollector, **options):
 def used(frames):
     """The weights that each worker computed the next batch with."""
     return [float(worker.unique()) for worker in next(frames)["action"]]
-
-
-# The ways of calling that TorchRL documents, each given the value that the weights should get.
-CALLS = {
-    "module": lambda c, v: c.update_policy_weights_(make_policy(v)),
-    "tensordict": lambda c, v: c.update_policy_weights_(weights_of(v)),
-    "policy=": lambda c, v: c.update_policy_weights_(policy=make_policy(v)),
-    "weights=": lambda c, v: c.update_policy_weights_(weights=weights_of(v), model_id="policy"),
-    "policy_or_weights=": lambda c, v: c.update_policy_weights_(policy_or_weights=weights_of(v)),
-    "state_dict": lambda c, v: c.update_policy_weights_(make_policy(v).state_dict()),
-    "nested dict": lambda c, v: c.update_policy_weights_(weights_of(v).to_dict()),
-    "params": lambda c, v: c.update_policy_weights_(TensorDict.from_module(make_policy(v), as_module=True)),
-    "weights_dict": lambda c, v: c.update_policy_weights_(weights_dict={"policy": weights_of(v)})["policy"],
-}
-
-
-def require_every_call(collector, used_now, policy):
-    for number, (name, call) in enumerate(CALLS.items(), start=1):
-        report = call(collector, float(number))
-        assert isinstance(report, SyncReport), name
-        assert report.version == number == collector.policy_version, name
-        assert set(used_now()) == {float(number)}, name
-    fill(policy, 50.0)
-    assert collector.update_policy_weights_().version == number + 1
-    assert set(used_now()) == {50.0}
-    with pytest.warns(DeprecationWarning, match="renamed"):
-        collector.update_policy_weights_(policy_weights=weights_of(51.0))
-    assert set(used_now()) == {51.0}
-
-
-def require_refusals(collector, used_now):
-    before, version = used_now(), collector.policy_version
-    with pytest.raises(ValueError, match=r"only one of weights, policy"):
-        collector.update_policy_weights_(weights=weights_of(1.0), policy=make_policy())
-    with pytest.raises(ValueError, match="only one of policy_or_weights, weights_dict"):
-        collector.update_policy_weights_(weights_of(1.0), weights_dict={"policy": weights_of(1.0)})
-    with pytest.raises(ValueError, match="model_id and weights_dict"):
-        collector.update_policy_weights_(model_id="policy", weights_dict={"policy": weights_of(1.0)})
-    with pytest.raises(ValueError, match="empty"):
-        collector.update_policy_weights_(weights_dict={})
-    with pytest.raises(UnknownWorkerError):
-        collector.update_policy_weights_(weights_of(1.0), worker_ids=9)
-    with pytest.raises(SchemaMismatchError, match=r"module\.layers\.0"):
-        collector.update_policy_weights_(weights_of(1.0).exclude(("module", "layers", "0")))
-    with pytest.raises(UnsupportedSourceError, match="int"):
-        collector.update_policy_weights_(5)
-    assert (used_now(), collector.policy_version) == (before, version)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from weight_update import WeightSyncScheme
+from weight_update.testing.processes import freeze
 
 WAIT = 30.0
 """Seconds after which a worker that does not answer is a failure of the test."""
@@ -212,7 +213,10 @@ class Remote:
         self._pipe.send(None)
 
     def signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+        if number == signal.SIGSTOP:
+            freeze(self.pid)
+        else:
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         """End it at once, as the kernel does when memory runs out."""

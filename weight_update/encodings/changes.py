@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,8 +12,9 @@ import numpy.typing as npt
 import torch
 
 from weight_update.chunks import WeightSchema
+from weight_update.encodings.threads import in_threads, threads_for
 
-__all__ = ["Changes", "Run", "Sparse"]
+__all__ = ["Changes", "Run", "Sparse", "Stretch"]
 
 Array = npt.NDArray[Any]
 
@@ -19,6 +22,7 @@ BITS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 
 """The integer that holds the bits of an element of so many bytes; 16-byte elements count as two of 8."""
 
 _BLOCK = 1 << 14
+_SHARE = 1 << 17  # elements that a thread writes at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,20 +39,62 @@ class Run:
 
 
 @dataclass(frozen=True, eq=False)
+class Stretch:
+    """Consecutive ones of the elements that change.
+
+    Attributes:
+        first: the element of the buffer that ``places`` count from.
+        places: 1-D int32 or int64, not empty, not negative, strictly increasing.
+        values: as in :class:`Sparse`, of the shape of ``places``.
+    """
+
+    first: int
+    places: torch.Tensor
+    values: torch.Tensor
+
+    def blocks(self, size: int) -> Iterator[Stretch]:
+        """The same in stretches of at most ``size`` elements."""
+        for start in range(0, len(self.places), size):
+            stop = start + size
+            yield Stretch(self.first, self.places[start:stop], self.values[start:stop])
+
+
+@dataclass(frozen=True, eq=False)
 class Sparse:
     """Single elements of one width.
 
     Attributes:
         width: bytes of an element: 1, 2, 4 or 8.
-        positions: 1-D int64, strictly increasing, in elements of this width from the start of the buffer.
-        values: new bit patterns, of dtype ``BITS[width]`` and the shape of ``positions``.
+        stretches: by ascending position, at least one; elements of this width count from the start of the
+            buffer. Their values are new bit patterns, of dtype ``BITS[width]``.
         relative: the values are not new bits but are added to those that are there, modulo 2**(8 * width).
     """
 
     width: int
-    positions: torch.Tensor
-    values: torch.Tensor
+    stretches: tuple[Stretch, ...]
     relative: bool = False
+
+    @classmethod
+    def of(cls, width: int, positions: torch.Tensor, values: torch.Tensor, relative: bool = False) -> Sparse:
+        """One stretch; ``positions`` are int64."""
+        return cls(width, (Stretch(0, positions, values),), relative)
+
+    def __len__(self) -> int:
+        return sum(len(one.places) for one in self.stretches)
+
+    @functools.cached_property
+    def positions(self) -> torch.Tensor:
+        """All positions, 1-D int64, strictly increasing."""
+        return torch.cat([one.places.to(torch.int64) + one.first for one in self.stretches])
+
+    @functools.cached_property
+    def values(self) -> torch.Tensor:
+        """All values, of the shape of :attr:`positions`."""
+        return torch.cat([one.values for one in self.stretches])
+
+    def blocks(self, size: int) -> list[Stretch]:
+        """The same in stretches of at most ``size`` elements."""
+        return [block for one in self.stretches for block in one.blocks(size)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,11 +115,12 @@ class Changes:
         It must be on the device of the tensors given here. Positions are trusted.
         """
         for part in self.sparse:
-            words, positions, values = flat.view(BITS[part.width]), part.positions, part.values
+            words = flat.view(BITS[part.width])
             if words.is_cuda:
+                positions, values = part.positions, part.values
                 words[positions] = words[positions] + values if part.relative else values
             else:
-                _write_sparse(words.numpy(), positions.numpy(), values.numpy(), part.relative)
+                _write_sparse(words.numpy(), part)
         for run in self.runs:
             place = flat[run.start : run.start + run.data.numel()]
             if place.is_cuda:
@@ -81,15 +128,17 @@ class Changes:
             else:
                 place.numpy()[:] = run.data.numpy()
 
+    def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Changes:
+        """The same with every tensor replaced by what ``move`` makes of it."""
+        sparse = []
+        for part in self.sparse:
+            stretches = (Stretch(s.first, move(s.places), move(s.values)) for s in part.stretches)
+            sparse.append(replace(part, stretches=tuple(stretches)))
+        return Changes(tuple(sparse), tuple(replace(run, data=move(run.data)) for run in self.runs))
+
     def to(self, device: torch.device) -> Changes:
         """The same on ``device``; what is there already is not copied."""
-        return Changes(
-            tuple(
-                replace(part, positions=part.positions.to(device), values=part.values.to(device))
-                for part in self.sparse
-            ),
-            tuple(replace(run, data=run.data.to(device)) for run in self.runs),
-        )
+        return self.map(lambda tensor: tensor.to(device))
 
     def touched(self, schema: WeightSchema) -> list[int]:
         """Positions of the entries of ``schema`` that change, in ascending order; CPU only."""
@@ -108,10 +157,13 @@ class Changes:
 
 
 # Not torch: its threads hang in forked processes.
-def _write_sparse(words: Array, positions: Array, values: Array, relative: bool) -> None:
-    if not relative:
-        words[positions] = values
-        return
-    for start in range(0, positions.size, _BLOCK):  # what was read is in the cache when it is written
-        place = positions[start : start + _BLOCK]
-        words[place] = values[start : start + _BLOCK] + np.take(words, place, mode="clip")
+def _write_sparse(words: Array, part: Sparse) -> None:
+    def write(block: Stretch) -> None:
+        for one in block.blocks(_BLOCK):  # what was read is in the cache when it is written
+            from_here, values = words[one.first :], one.values.numpy()
+            places = one.places.numpy().astype(np.int64, copy=False)  # int32 would take three times as long
+            if part.relative:
+                values = values + np.take(from_here, places, mode="clip")
+            from_here[places] = values
+
+    in_threads(write, part.blocks(_SHARE), threads_for(len(part)))

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import numpy as np
 
+from weight_update.encodings.changes import Sparse
 from weight_update.encodings.patch_arrays import UNSIGNED, Array, ArrayReader, ArrayWriter
+from weight_update.encodings.threads import in_threads, threads_for
 from weight_update.errors import FormatError
 
-__all__ = ["decode_flat", "encode_flat", "join_units", "require_increasing", "split_units"]
+__all__ = [
+    "UNITS",
+    "decode_flat",
+    "encode_flat",
+    "escape_of",
+    "join_units",
+    "require_increasing",
+    "split_units",
+]
 
 UNITS = (1, 2, 4)
 """Bytes of a unit."""
@@ -17,12 +27,12 @@ UNITS = (1, 2, 4)
 _BLOCK = 1 << 17  # so many numbers at a time: what is computed from them stays in the cache
 
 
-def encode_flat(out: ArrayWriter, positions: Array, delta: bool) -> None:
-    """Write ``positions`` (int64, strictly increasing, not empty) as gaps, or as they are."""
+def encode_flat(out: ArrayWriter, part: Sparse, delta: bool) -> None:
+    """Write the positions of ``part`` as gaps, or as they are."""
     if delta:
-        out.add(split_units(positions))
+        out.join(split_units([(one.first, one.places.numpy()) for one in part.blocks(_BLOCK)]))
     else:
-        out.integers(positions)
+        out.integers(part.positions.numpy())
 
 
 def decode_flat(arrays: ArrayReader, count: int, limit: int, delta: bool) -> Array:
@@ -50,61 +60,70 @@ def require_increasing(positions: Array) -> None:
         raise FormatError("the positions of a patch do not increase")
 
 
-def split_units(positions: Array) -> Array:
-    """Gaps (position - previous - 1) of int64 ``positions`` in units of 1, 2 or 4 bytes.
+def split_units(stretches: Sequence[tuple[int, Array]]) -> list[Array]:
+    """Gaps (position - previous - 1) in units of 1, 2 or 4 bytes, in one array for each stretch.
 
     The largest value of a unit is an escape: "add it and go on with the next unit". The unit is the one that
     gives the fewest bytes.
+
+    Args:
+        stretches: each a first position and places counted from it, int32 or int64, not empty; all together
+            strictly increasing.
     """
-    gaps = _gaps(positions)
-    largest = int(gaps.max())
-    needed = {}
-    for size in UNITS:
-        needed[size] = gaps.size
-        if largest < _escape(size):
-            break
-        needed[size] += sum(int((part // _escape(size)).sum()) for part in _blocks(gaps))
-    size = min(needed, key=lambda size: size * needed[size])
-    return gaps.astype(UNSIGNED[size]) if needed[size] == gaps.size else _spread(gaps, size, needed[size])
+    ends = [first + int(places[-1]) for first, places in stretches]
+    tasks = [(*stretch, end) for stretch, end in zip(stretches, [-1, *ends], strict=False)]
+    threads = threads_for(sum(len(places) for _, places in stretches))
+    gaps = in_threads(lambda task: _gaps(*task), tasks, threads)
+    needed = [sum(counts) for counts in zip(*in_threads(_needed, gaps, threads), strict=True)]
+    unit = min(UNITS, key=lambda size: size * needed[UNITS.index(size)])
+    return in_threads(lambda part: _spread(part, unit), gaps, threads)
 
 
-def _gaps(positions: Array) -> Array:
-    short = positions.astype(np.uint32 if int(positions[-1]) < 1 << 32 else np.uint64)
-    gaps = np.empty_like(short)
-    gaps[0] = short[0]
+def _gaps(first: int, places: Array, before: int) -> Array:
+    """The gaps of one stretch; ``before`` is the position before its first one."""
+    narrow = first + int(places[-1]) - before < 1 << 32
+    short = places.view(np.uint32) if places.itemsize == 4 else places.astype("u4" if narrow else "u8")
+    gaps = np.empty(len(short), np.uint32 if narrow else np.uint64)
     np.subtract(short[1:], short[:-1], out=gaps[1:])
     gaps[1:] -= 1
+    gaps[0] = first + int(places[0]) - before - 1
     return gaps
 
 
-def _spread(gaps: Array, size: int, needed: int) -> Array:
+def _needed(gaps: Array) -> list[int]:
+    """How many units of each size the gaps take."""
+    largest = int(gaps.max())
+    escapes = [int((gaps // escape_of(size)).sum()) if largest >= escape_of(size) else 0 for size in UNITS]
+    return [gaps.size + more for more in escapes]
+
+
+def _spread(gaps: Array, size: int) -> Array:
     unit = UNSIGNED[size]
-    units = np.full(needed, _escape(size), unit)
-    at = 0
-    for part in _blocks(gaps):
-        escapes = part // _escape(size)
-        rest = part.astype(unit)
-        rest += escapes.astype(unit)  # as good as gap - escape * escapes: escape is -1 modulo 2**bits
-        escapes += 1
-        ends = np.cumsum(escapes, dtype=escapes.dtype).astype(np.int64)
-        ends += at - 1
-        units[ends] = rest
-        at = int(ends[-1]) + 1
+    if int(gaps.max()) < escape_of(size):
+        return gaps.astype(unit)
+    escapes = gaps // escape_of(size)
+    rest = gaps.astype(unit)
+    rest += escapes.astype(unit)  # as good as gap - escape * escapes: escape is -1 modulo 2**bits
+    escapes += 1
+    ends = np.cumsum(escapes, dtype=escapes.dtype).astype(np.int64)  # in one step it takes five times as long
+    ends -= 1
+    units = np.full(int(ends[-1]) + 1, escape_of(size), unit)
+    units[ends] = rest
     return units
 
 
-def _blocks(array: Array) -> Iterator[Array]:
-    for start in range(0, array.size, _BLOCK):
-        yield array[start : start + _BLOCK]
+def _blocks(array: Array) -> list[Array]:
+    return [array[start : start + _BLOCK] for start in range(0, array.size, _BLOCK)]
 
 
-def _escape(size: int) -> int:
+def escape_of(size: int) -> int:
+    """The largest value of a unit of ``size`` bytes."""
     return (1 << 8 * size) - 1
 
 
 def most_units(count: int, limit: int) -> int:
     """How many units ``count`` positions below ``limit`` can take."""
-    return count + limit // _escape(1)
+    return count + limit // escape_of(1)
 
 
 def join_units(units: Array, count: int, limit: int) -> Array:
@@ -113,7 +132,7 @@ def join_units(units: Array, count: int, limit: int) -> Array:
     Raises:
         FormatError: they are not ``count``, or not below ``limit``.
     """
-    escape = _escape(units.itemsize)
+    escape = escape_of(units.itemsize)
     if units.size * escape >= 1 << 63:  # the sum could wrap around; no writer has so many wide units
         raise FormatError(f"a patch has {units.size} units of {units.itemsize} bytes")
     if not units.size or units[-1] == escape or np.count_nonzero(units != escape) != count:
@@ -121,15 +140,27 @@ def join_units(units: Array, count: int, limit: int) -> Array:
     last = int(units.sum(dtype=np.uint64)) + count - 1
     if last >= limit:
         raise FormatError(f"a patch changes element {last} of {limit}")
-    sums = np.uint32 if units.itemsize < 4 else np.uint64  # wide enough for those of one block
+    blocks = _blocks(units)
+    threads = threads_for(units.size)
+    found, steps = np.array(in_threads(_measure, blocks, threads)).T
+    befores = (np.cumsum(steps) - steps - 1).tolist()
+    ends = np.cumsum(found).tolist()
     positions = np.empty(count, np.int64)
-    at, reached = 0, -1
-    for part in _blocks(units):
-        whole = part != escape
-        part = part + whole  # steps to the next position, or to its next unit: both fit the unit
-        ends = np.cumsum(part, dtype=sums)
-        found = ends[whole]
-        np.add(found.astype(np.int64), reached, out=positions[at : at + found.size])
-        at += found.size
-        reached += int(ends[-1])
+    places = [positions[end - many : end] for end, many in zip(ends, found.tolist(), strict=True)]
+    in_threads(lambda task: _walk(*task), list(zip(blocks, befores, places, strict=True)), threads)
     return positions
+
+
+def _measure(units: Array) -> tuple[int, int]:
+    """How many positions end in these units, and how far they lead."""
+    found = int(np.count_nonzero(units != escape_of(units.itemsize)))
+    return found, int(units.sum(dtype=np.uint64)) + found
+
+
+def _walk(units: Array, before: int, out: Array) -> None:
+    """Write the positions that end in these units into ``out``; ``before`` is the one before the first."""
+    whole = units != escape_of(units.itemsize)
+    ends = (units + whole).astype(np.int64)  # to the next position, or to its next unit: both fit the unit
+    ends[0] += before
+    np.cumsum(ends, out=ends)
+    out[:] = ends[whole]

@@ -27,6 +27,7 @@ from weight_update.encodings.base import (
 from weight_update.encodings.bucket import BucketEncoding, require_bool, require_size
 from weight_update.encodings.changes import Changes, Run
 from weight_update.encodings.patch_format import Patch, PatchOptions, decode_patch, encode_patch
+from weight_update.encodings.patch_torch import encode_patch_on_device
 from weight_update.encodings.scan import Scanner
 from weight_update.encodings.scan_cuda import CudaScanner, Queues
 from weight_update.named import matching
@@ -54,8 +55,8 @@ class PatchEncoding(DeltaEncoding):
     Args:
         snapshot_device: where the snapshot lies: ``"cpu"`` (pinned where weights are on a GPU) or
             ``"cuda"``. It has the size of the model in the receivers' dtypes.
-        transport_device: where the arrays of a patch are compressed: ``"cpu"`` or ``"cuda"``. It is put
-            together on the CPU in both cases.
+        transport_device: where a patch is put together and compressed: ``"cpu"``, or ``"cuda"``, the GPU that
+            the weights are on; its bytes are the same. It travels from the memory of the CPU in both cases.
         delta_encoding: send distances between positions instead of positions.
         compression: of the patch: ``"none"``, ``"lz4"``, ``"zstd"``, ``"nvcomp_lz4"`` (on the GPU) or a
             :class:`~weight_update.compression.Compression`. What would not shrink travels as it is.
@@ -160,6 +161,7 @@ class PatchTracker(Tracker[PatchDifference]):
         self._flat = torch.empty(0, dtype=torch.uint8)
         self._scanner: Scanner | CudaScanner | None = None
         self._gpus: set[torch.device] = set()
+        self._queues: Queues | None = None
         self._flush: Future[None] | None = None
 
     @torch.no_grad()
@@ -176,6 +178,7 @@ class PatchTracker(Tracker[PatchDifference]):
         views, own = self._schema.views(self._flat), self._schema.distinct
         if own:
             torch._foreach_copy_([views[i] for i in own], [tensors[i] for i in own])
+        self._written()
 
     def _start(self, gpus: set[torch.device]) -> None:
         """Make the snapshot's memory, and the scanner for weights on ``gpus``."""
@@ -185,9 +188,14 @@ class PatchTracker(Tracker[PatchDifference]):
         pinned = bool(gpus) and device is None
         self._flat = torch.zeros(self._schema.nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
         if gpus:
-            queues = Queues(next(iter(gpus)))
+            self._queues = Queues(next(iter(gpus)))
             self._scanner = CudaScanner(
-                self._schema, queues, self._tracked, relative=relative, snapshot_device=kept
+                self._schema,
+                self._queues,
+                self._tracked,
+                relative=relative,
+                snapshot_device=kept,
+                transport_device=self._options.transport_device,
             )
         else:
             self._scanner = Scanner(self._schema, self._tracked, relative=relative)
@@ -201,7 +209,11 @@ class PatchTracker(Tracker[PatchDifference]):
 
     def encode(self, difference: PatchDifference, base: int, version: int, lend: Lend) -> torch.Tensor:
         """See :meth:`Tracker.encode`."""
-        return self._encode(difference.changes, base, version, lend)
+        if self._options.transport_device == "cpu" or self._queues is None:
+            return self._encode(difference.changes, base, version, lend)
+        return encode_patch_on_device(
+            difference.changes, self._schema, base, version, self._options.options, lend
+        )
 
     def bootstrap(self, version: int, lend: Lend) -> torch.Tensor:
         """See :meth:`Tracker.bootstrap`."""
@@ -219,11 +231,23 @@ class PatchTracker(Tracker[PatchDifference]):
         """See :meth:`Tracker.advance`."""
         self._flushed()
         if difference.changed < _FEW:
-            difference.changes.to(self._flat.device).write(self._flat)
+            self._write(difference.changes)
             return
         pool = ThreadPoolExecutor(1, thread_name_prefix="weight_update-snapshot")
-        self._flush = pool.submit(lambda: difference.changes.to(self._flat.device).write(self._flat))
+        self._flush = pool.submit(self._write, difference.changes)
         pool.shutdown(wait=False)  # its thread ends with its only task
+
+    def _write(self, changes: Changes) -> None:
+        home = self._flat.device
+        if self._queues is not None and home.type == "cpu":
+            changes = changes.map(self._queues.bring)
+        changes.to(home).write(self._flat)
+        self._written()
+
+    def _written(self) -> None:
+        """Wait until the snapshot is what was written: it may be read in another stream next."""
+        if self._flat.is_cuda:
+            torch.cuda.current_stream(self._flat.device).synchronize()
 
     def _flushed(self) -> None:
         """Wait until the snapshot is what the last :meth:`advance` made it."""
@@ -242,6 +266,7 @@ class PatchTracker(Tracker[PatchDifference]):
         other = PatchTracker(self._options, self._schema, self._tracked)
         other._start(self._gpus)
         other._flat.copy_(self._flat)
+        other._written()
         return other
 
 

@@ -57,15 +57,20 @@ class ArrayWriter:
     def add(self, array: Array) -> None:
         """Add a 1-D array of unsigned integers as it is."""
         data = torch.from_numpy(array.view(np.uint8))
-        codec, packed = pack(self._compression, _moved(data, self._compression.device))
-        self._enter(array.itemsize, codec, array.size, [packed.cpu()])
+        self.put(_moved(data, self._compression.device), array.itemsize)
 
-    def join(self, pieces: Sequence[torch.Tensor]) -> None:
-        """Add 1-D uint8 tensors, one behind the other, as one array of bytes."""
+    def put(self, data: torch.Tensor, width: int) -> None:
+        """Add the bytes (1-D uint8, on a device that the compression works on) of integers of ``width``."""
+        codec, packed = pack(self._compression, data)
+        self._enter(width, codec, data.numel() // width, [packed])
+
+    def join(self, pieces: Sequence[Array]) -> None:
+        """Add 1-D arrays of one unsigned type, at least one, one behind the other as a single array."""
         if self._compression.name != _PLAIN:
-            self.add(np.concatenate([piece.numpy() for piece in pieces]))
+            self.add(np.concatenate(pieces))
             return
-        self._enter(1, _PLAIN, sum(piece.numel() for piece in pieces), pieces)  # spares one copy
+        items, bodies = sum(map(len, pieces)), [torch.from_numpy(piece.view(np.uint8)) for piece in pieces]
+        self._enter(pieces[0].itemsize, _PLAIN, items, bodies)  # spares one copy
 
     def _enter(self, width: int, codec: str, items: int, body: Sequence[torch.Tensor]) -> None:
         name = codec.encode("ascii")
@@ -77,22 +82,26 @@ class ArrayWriter:
 
     def write(self, head: bytes, lend: Lend) -> torch.Tensor:
         """Head, table and arrays in memory from ``lend``, 1-D uint8, without a byte to spare."""
-        table = head + b"".join(self._entries)
-        starts, end = [], len(table)
+        table = torch.frombuffer(bytearray(head + b"".join(self._entries)), dtype=torch.uint8)
+        pieces, end = [table], table.numel()
         for body in self._bodies:
-            starts.append(_align(end))
-            end = starts[-1] + sum(piece.numel() for piece in body)
+            pieces += [torch.zeros(_align(end) - end, dtype=torch.uint8), *body]
+            end = _align(end) + sum(piece.numel() for piece in body)
         payload = lend(end)[:end]
-        out = payload.numpy()
-        out[: len(table)] = np.frombuffer(table, np.uint8)
-        at = len(table)
-        for start, body in zip(starts, self._bodies, strict=True):
-            out[at:start] = 0
-            at = start
-            for piece in body:
-                out[at : at + piece.numel()] = piece.numpy()
-                at += piece.numel()
+        _gather(pieces, payload.numpy())
         return payload
+
+
+def _gather(pieces: Sequence[torch.Tensor], out: Array) -> None:
+    """Copy the pieces one behind the other; what lies on a GPU comes from there in one transfer."""
+    gpu = next((piece.device for piece in pieces if piece.is_cuda), None)
+    if gpu is not None:
+        together = torch.cat([piece.to(gpu) for piece in pieces])
+        pieces = [torch.empty(together.shape, dtype=torch.uint8, pin_memory=True).copy_(together)]
+    at = 0
+    for piece in pieces:
+        out[at : at + piece.numel()] = piece.numpy()
+        at += piece.numel()
 
 
 class ArrayReader:

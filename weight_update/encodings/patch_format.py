@@ -21,14 +21,15 @@ import torch
 from weight_update.chunks import WeightSchema
 from weight_update.compression import Compression
 from weight_update.encodings.base import Lend
-from weight_update.encodings.changes import BITS, Changes, Run, Sparse
+from weight_update.encodings.changes import BITS, Changes, Run, Sparse, Stretch
 from weight_update.encodings.coordinates import Grid, decode_coo, encode_coo
 from weight_update.encodings.gaps import decode_flat, encode_flat
 from weight_update.encodings.patch_arrays import ALIGNMENT, UNSIGNED, Array, ArrayReader, ArrayWriter
 from weight_update.encodings.planes import decode_steps, encode_steps
+from weight_update.encodings.threads import in_threads, threads_for
 from weight_update.errors import FormatError
 
-__all__ = ["Patch", "PatchOptions", "decode_patch", "encode_patch"]
+__all__ = ["Patch", "PatchOptions", "decode_patch", "encode_patch", "write_patch"]
 
 _HEAD = struct.Struct("<4sBBBBIIqq")
 _SECTION = struct.Struct("<QQ")
@@ -36,6 +37,7 @@ _MAGIC = b"WUPP"
 _FORMAT = 1
 _LAYOUTS = ("flat", "coo")
 _DELTA, _RELATIVE = 1, 2
+_BLOCK = 1 << 17  # so many values at a time: what is computed from them stays in the cache
 
 
 @dataclass(frozen=True)
@@ -98,39 +100,50 @@ def encode_patch(
         ValueError: layout ``"coo"`` and a change that lies in no tensor of its width.
     """
     out = ArrayWriter(options.compression)
-    sections = b""
     for part in changes.sparse:
-        sections += _SECTION.pack(part.width, part.positions.numel())
-        positions = part.positions.numpy()
         if options.layout == "flat":
-            encode_flat(out, positions, options.delta)
+            encode_flat(out, part, options.delta)
         else:
-            encode_coo(out, positions, Grid.of(schema, part.width), options.delta)
+            encode_coo(out, part.positions.numpy(), Grid.of(schema, part.width), options.delta)
         _encode_values(out, part, snapshot, options.values)
     if changes.runs:
         _encode_runs(out, changes.runs)
+    return write_patch(out, changes, base, version, options, lend)
+
+
+def write_patch(
+    out: ArrayWriter, changes: Changes, base: int, version: int, options: PatchOptions, lend: Lend
+) -> torch.Tensor:
+    """The payload whose arrays are in ``out``; see :func:`encode_patch`."""
     flags = _DELTA * options.delta | _RELATIVE * (options.values == "relative")
     layout, count = _LAYOUTS.index(options.layout), len(changes.sparse)
     head = _HEAD.pack(_MAGIC, _FORMAT, layout, flags, count, len(changes.runs), len(out), base, version)
-    return out.write(head + sections, lend)
+    return out.write(head + b"".join(_SECTION.pack(part.width, len(part)) for part in changes.sparse), lend)
 
 
 def _encode_values(out: ArrayWriter, part: Sparse, snapshot: torch.Tensor, values: str) -> None:
-    bits = part.values.numpy().view(UNSIGNED[part.width])
-    if part.relative != (values == "relative"):
+    kind, relative = UNSIGNED[part.width], values == "relative"
+
+    def bits(block: Stretch) -> Array:
+        given = block.values.numpy().view(kind)
+        if part.relative == relative:
+            return given
         # Positions are trusted, so that nothing is clipped: this mode is merely the fastest.
-        old = np.take(snapshot.numpy().view(bits.dtype), part.positions.numpy(), mode="clip")
-        bits = bits + old if part.relative else bits - old
-    if values == "relative":
-        encode_steps(out, bits)
+        old = np.take(snapshot.numpy().view(kind)[block.first :], block.places.numpy(), mode="clip")
+        changed: Array = given - old if relative else given + old
+        return changed
+
+    pieces = in_threads(bits, part.blocks(_BLOCK), threads_for(len(part)))
+    if relative:
+        encode_steps(out, pieces)
     else:
-        out.add(bits)
+        out.join(pieces)
 
 
 def _encode_runs(out: ArrayWriter, runs: Sequence[Run]) -> None:
     out.integers(np.array([run.start for run in runs], np.uint64))
     out.integers(np.array([run.data.numel() for run in runs], np.uint64))
-    out.join([run.data for run in runs])
+    out.join([run.data.numpy() for run in runs])
 
 
 def decode_patch(payload: torch.Tensor, schema: WeightSchema) -> Patch:
@@ -188,7 +201,7 @@ def _decode_sparse(
         positions = decode_coo(arrays, count, schema, width, delta)
     values = decode_steps(arrays, count, width) if relative else arrays.exactly(count, (width,))
     bits = torch.from_numpy(values).view(BITS[width])
-    return Sparse(width, torch.from_numpy(positions), bits, relative)
+    return Sparse.of(width, torch.from_numpy(positions), bits, relative)
 
 
 def _decode_runs(arrays: ArrayReader, count: int, nbytes: int) -> tuple[Run, ...]:

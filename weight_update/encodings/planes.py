@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from weight_update.encodings.gaps import UNITS, join_units, most_units, split_units
 from weight_update.encodings.patch_arrays import UNSIGNED, Array, ArrayReader, ArrayWriter
+from weight_update.encodings.threads import in_threads, threads_for
 from weight_update.errors import FormatError
 
 __all__ = ["decode_steps", "encode_steps"]
@@ -13,31 +16,39 @@ __all__ = ["decode_steps", "encode_steps"]
 _NONE = np.empty(0, np.uint8)
 
 
-def encode_steps(out: ArrayWriter, steps: Array) -> None:
-    """Write ``steps`` (unsigned: new - old modulo 2**bits) so that small ones of either sign cost little.
+def encode_steps(out: ArrayWriter, steps: Sequence[Array]) -> None:
+    """Write steps (unsigned: new - old modulo 2**bits) so that small ones of either sign cost little.
 
     Steps are made zigzag (0, -1, 1, -2, ... become 0, 1, 2, 3, ...). Plane k holds byte k of all of them and
     travels as two arrays: where it is not zero, and what it is there; or, where that is not shorter, no
     positions and the whole plane.
+
+    Args:
+        out: where to.
+        steps: arrays, not empty, that are one behind the other.
     """
+    each = in_threads(_planes, steps, threads_for(sum(map(len, steps))))
+    for plane in zip(*each, strict=True):
+        _encode_plane(out, plane)
+
+
+def _planes(steps: Array) -> list[Array]:
     zigzag = _fold(steps)
-    largest = int(zigzag.max())
-    for plane in range(steps.itemsize):
-        shift = 8 * plane
-        part = (zigzag >> zigzag.dtype.type(shift)).astype(np.uint8) if largest >> shift else _NONE
-        _encode_plane(out, part)
+    shifts = range(0, 8 * steps.itemsize, 8)
+    return [(zigzag >> zigzag.dtype.type(shift)).astype(np.uint8) for shift in shifts]
 
 
-def _encode_plane(out: ArrayWriter, plane: Array) -> None:
-    filled = np.count_nonzero(plane)
-    where = _NONE
-    if 0 < 2 * filled < plane.size:
-        places = np.flatnonzero(plane)
-        where, plane = split_units(places), plane[places]
-    elif filled == 0:
-        plane = _NONE
-    out.add(where)
-    out.add(plane)
+def _encode_plane(out: ArrayWriter, plane: Sequence[Array]) -> None:
+    filled = sum(int(np.count_nonzero(part)) for part in plane)
+    where: Sequence[Array] = [_NONE]
+    if filled == 0:
+        plane = [_NONE]
+    elif 2 * filled < sum(map(len, plane)):
+        together = np.concatenate(plane)
+        places = np.flatnonzero(together)
+        where, plane = split_units([(0, places)]), [together[places]]
+    out.join(where)
+    out.join(plane)
 
 
 def decode_steps(arrays: ArrayReader, count: int, width: int) -> Array:

@@ -7,26 +7,25 @@ first gathered. Each piece is compared in words of 8 bytes, and only words that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from weight_update.chunks import WeightSchema
-from weight_update.encodings.changes import Changes, Run, Sparse
+from weight_update.encodings.changes import Changes, Run, Sparse, Stretch
+from weight_update.encodings.differing import INTEGER, Bytes, Found, differing
 from weight_update.encodings.pieces import Piece, cut, flattened
+from weight_update.encodings.threads import in_threads
 
 __all__ = ["Scan", "Scanner"]
 
-Bytes = NDArray[np.uint8]
-Found = tuple[int, NDArray[Any], NDArray[Any]]  # width, positions, values
-
 PIECE = 2 << 20
 """Bytes of a piece: short enough for caches, long enough that threads rarely meet at the interpreter lock."""
+
+GROUP = 16 << 20
+"""Bytes of the flat buffer whose changes become one stretch: long enough to go on with in several threads."""
 
 LARGE = 64 << 10
 """Tensors below so many bytes share a piece with their neighbours."""
@@ -36,16 +35,6 @@ LITTLE = 16 << 20
 
 SERIAL = 32736
 """Elements that torch copies on one thread, and a whole number of vectors: rests convert NaNs otherwise."""
-
-FEW = 0.1
-"""Up to this fraction numpy's ``nonzero`` branches at each one found, and mispredicts most."""
-
-_INTEGER: dict[int, np.dtype[Any]] = {
-    1: np.dtype(np.uint8),
-    2: np.dtype(np.int16),
-    4: np.dtype(np.int32),
-    8: np.dtype(np.int64),
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,8 +84,8 @@ class Scanner:
             raise ValueError(f"threads is {threads}, must be at least 1")
         self._schema, self._dense_above, self._relative = schema, dense_above, relative
         self._pieces = list(cut(schema, tracked, PIECE, LARGE))
-        lanes = [self._pieces[lane::threads] for lane in range(min(threads, len(self._pieces)))]
-        self._lanes = [_readers(lane) for lane in lanes]
+        groups = list(_grouped(self._pieces))
+        self._lanes = [_readers(groups[lane::threads]) for lane in range(min(threads, len(groups)))]
         self._total = sum(piece.elements for piece in self._pieces)
 
     def scan(self, tensors: Sequence[torch.Tensor], snapshot: torch.Tensor) -> Scan:
@@ -111,19 +100,32 @@ class Scanner:
         """
         check_sizes(self._schema, tensors, snapshot)
         done = self._each_lane(flattened(tensors, self._pieces), snapshot.numpy())
-        in_order = [done[i % len(done)][i // len(done)] for i in range(len(self._pieces))]
-        changed = sum(difference.changed for difference in in_order)
-        return Scan(_merge(in_order, self._relative), changed, self._total)
+        groups = [done[i % len(done)][i // len(done)] for i in range(sum(map(len, done)))]
+        changed = sum(group.changed for group in groups)
+        return Scan(_together(groups, self._relative), changed, self._total)
 
     def _each_lane(self, live: Sequence[torch.Tensor], snapshot: Bytes) -> list[list[_Difference]]:
-        @torch.no_grad()  # a setting of each thread
-        def run(lane: Sequence[_Reader]) -> list[_Difference]:
-            return [_compare(reader, live, snapshot, self._dense_above, self._relative) for reader in lane]
+        def compare(group: Sequence[_Reader]) -> _Difference:
+            each = [_compare(reader, live, snapshot, self._dense_above, self._relative) for reader in group]
+            return _join(group[0].piece.start, each)
 
-        if len(self._lanes) < 2:
-            return [run(lane) for lane in self._lanes]
-        with ThreadPoolExecutor(len(self._lanes)) as pool:  # not kept: threads do not survive a fork
-            return list(pool.map(run, self._lanes))
+        @torch.no_grad()  # a setting of each thread
+        def run(lane: Sequence[Sequence[_Reader]]) -> list[_Difference]:
+            return [compare(group) for group in lane]
+
+        return in_threads(run, self._lanes, len(self._lanes))
+
+
+def _grouped(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """Consecutive ones that lie within :data:`GROUP` bytes."""
+    group: list[Piece] = []
+    for piece in pieces:
+        if group and piece.start + piece.nbytes - group[0].start > GROUP:
+            yield group
+            group = []
+        group.append(piece)
+    if group:
+        yield group
 
 
 def check_sizes(schema: WeightSchema, tensors: Sequence[torch.Tensor], snapshot: torch.Tensor) -> None:
@@ -160,13 +162,13 @@ class _Reader:
         return new
 
 
-def _readers(lane: Sequence[Piece]) -> list[_Reader]:
-    scratch = torch.empty(max(piece.nbytes for piece in lane), dtype=torch.uint8)
-    return [_Reader(piece, scratch) for piece in lane]
+def _readers(lane: Sequence[Sequence[Piece]]) -> list[list[_Reader]]:
+    scratch = torch.empty(max(piece.nbytes for group in lane for piece in group), dtype=torch.uint8)
+    return [[_Reader(piece, scratch) for piece in group] for group in lane]
 
 
 @dataclass(frozen=True)
-class _Difference:
+class _Found:
     """What differs in the piece that starts at byte ``start``; positions count from there."""
 
     start: int
@@ -175,91 +177,59 @@ class _Difference:
     runs: Sequence[Run] = ()
 
 
+@dataclass(frozen=True)
+class _Difference:
+    """What differs in a group, by width."""
+
+    changed: int
+    stretches: dict[int, Stretch]
+    runs: list[Run]
+
+
 def _compare(
     reader: _Reader, live: Sequence[torch.Tensor], snapshot: Bytes, dense_above: float, relative: bool
-) -> _Difference:
+) -> _Found:
     piece = reader.piece
     old = snapshot[piece.start : piece.start + piece.nbytes]
     new = reader.read(live, old)
-    found = _of_width(piece.widths[0], new, old) if len(piece.widths) == 1 else _mixed(piece, new, old)
+    found = differing(piece, new, old)
     changed = sum(len(positions) for _, positions, _ in found)
     if changed > dense_above * piece.elements:
         runs = [Run(piece.start + a, torch.from_numpy(new[a:b].copy())) for a, b in piece.stretches]
-        return _Difference(piece.start, changed, runs=runs)
+        return _Found(piece.start, changed, runs=runs)
     if relative:
         for width, positions, values in found:
-            values -= old.view(_INTEGER[width]).take(positions)  # from the core's own cache
-    short = [(width, positions.astype(np.int32), values) for width, positions, values in found]
-    return _Difference(piece.start, changed, short)  # fresh memory is what costs most here
+            values -= old.view(INTEGER[width]).take(positions, mode="wrap")  # from the core's own cache
+    return _Found(piece.start, changed, found)
 
 
-def _mixed(piece: Piece, new: Bytes, old: Bytes) -> list[Found]:
-    """Elements that differ where there are several widths."""
-    words = np.flatnonzero(new.view(np.int64) != old.view(np.int64))
-    starts = np.array([(part.start - piece.start) // 8 for part in piece.parts])
-    widths = np.array([part.width for part in piece.parts])
-    kinds = widths[np.searchsorted(starts, words, side="right") - 1]
-    found = (_inside(width, words[kinds == width], new, old) for width in piece.widths)
-    return [(width, positions, values) for width, positions, values in found if len(positions)]
-
-
-def _of_width(width: int, new: Bytes, old: Bytes) -> list[Found]:
-    """Elements that differ where all are of one width."""
-    if len(new) % 8 == 0:
-        differ = new.view(np.int64) != old.view(np.int64)
-        count = int(np.count_nonzero(differ))
-        if count == 0:
-            return []
-        if width == 8 or count < (1 - (1 - FEW) ** (8 // width)) * len(differ):  # as many as FEW elements
-            return [_inside(width, _where(differ, count), new, old)]
-    values = new.view(_INTEGER[width])
-    positions = np.flatnonzero(values != old.view(_INTEGER[width]))
-    return [(width, positions, values.take(positions))] if len(positions) else []
-
-
-def _where(differ: NDArray[np.bool_], count: int) -> NDArray[np.int64]:
-    """Positions of the ``count`` true ones, quicker than numpy's where they are few."""
-    if len(differ) % 8 or count > FEW * len(differ):
-        return np.flatnonzero(differ)
-    eights = differ.view(np.int64)
-    lines = np.flatnonzero(eights != 0)
-    return _spread(lines, np.flatnonzero(eights.take(lines).view(np.bool_)), 3)
-
-
-def _inside(width: int, words: NDArray[np.int64], new: Bytes, old: Bytes) -> Found:
-    """Elements of one width that differ within ``words`` of 8 bytes that differ."""
-    values = new.view(np.int64).take(words)
-    if width == 8:
-        return width, words, values
-    parts = values.view(_INTEGER[width])
-    at = np.flatnonzero(parts != old.view(np.int64).take(words).view(_INTEGER[width]))
-    return width, _spread(words, at, (8 // width).bit_length() - 1), parts.take(at)
-
-
-def _spread(groups: NDArray[np.int64], at: NDArray[np.int64], bits: int) -> NDArray[np.int64]:
-    """Places of members ``at`` of ``groups``, which have ``1 << bits`` members each."""
-    places = groups.take(at >> bits)
-    places <<= bits
-    places += at & ((1 << bits) - 1)
-    return places
-
-
-def _merge(differences: Sequence[_Difference], relative: bool) -> Changes:
-    """One stream for each width; positions count from the start of the flat buffer from now on."""
+def _join(start: int, pieces: Sequence[_Found]) -> _Difference:
+    """One stretch for each width; ``start`` is the first byte of the first piece."""
     by_width: dict[int, list[tuple[int, Found]]] = {}
-    for difference in differences:
-        for found in difference.found:
-            by_width.setdefault(found[0], []).append((difference.start, found))
-    sparse = []
-    for width, parts in sorted(by_width.items()):
+    for piece in pieces:
+        for found in piece.found:
+            by_width.setdefault(found[0], []).append((piece.start, found))
+    stretches = {}
+    for width, parts in by_width.items():
         values = np.concatenate([values for _, (_, _, values) in parts])
-        positions = np.empty(values.shape, np.int64)
+        places = np.empty(values.shape, np.int32)  # fresh memory is what costs most here
         end = 0
-        for start, (_, inside, _) in parts:
-            np.add(inside, start // width, out=positions[end : end + len(inside)])
+        for at, (_, inside, _) in parts:
+            here = places[end : end + len(inside)]
+            here[:] = inside
+            here += (at - start) // width
             end += len(inside)
-        sparse.append(Sparse(width, torch.from_numpy(positions), torch.from_numpy(values), relative))
-    return Changes(tuple(sparse), tuple(run for difference in differences for run in difference.runs))
+        stretches[width] = Stretch(start // width, torch.from_numpy(places), torch.from_numpy(values))
+    changed = sum(piece.changed for piece in pieces)
+    return _Difference(changed, stretches, [run for piece in pieces for run in piece.runs])
+
+
+def _together(groups: Sequence[_Difference], relative: bool) -> Changes:
+    sparse = []
+    for width in sorted({width for group in groups for width in group.stretches}):
+        stretches = tuple(group.stretches[width] for group in groups if width in group.stretches)
+        sparse.append(Sparse(width, stretches, relative))
+    return Changes(tuple(sparse), tuple(run for group in groups for run in group.runs))
 
 
 def _readable(part: torch.Tensor, dtype: torch.dtype) -> bool:

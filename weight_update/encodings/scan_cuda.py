@@ -5,7 +5,8 @@ What happens to piece ``i`` of a snapshot on the CPU, and in which queue::
     fetch    snapshot i+1 -> device, while i is compared
     compute  wait for fetch i; compare, nonzero, gather
     store    after the last piece: positions and values -> pinned memory
-    later    the caller writes the changes into the snapshot, in a thread of its own
+    later    the caller writes the changes into the snapshot, in a thread of its own; what stayed on the
+             device comes to pinned memory first, in queue store
 
 Method: the "CPU Snapshot Optimization Path" in the documentation of RLinf's weight syncer.
 """
@@ -61,6 +62,18 @@ class Queues:
         with torch.cuda.stream(self._store):
             target.copy_(source, non_blocking=True)
         source.record_stream(self._store)
+        return target
+
+    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Pinned memory that holds ``tensor``, whose computation was over at the last :meth:`finish`.
+
+        It does not wait in line behind what is computed now.
+        """
+        if not tensor.is_cuda:
+            return tensor
+        target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        with torch.cuda.stream(self._store):
+            target.copy_(tensor)
         return target
 
     def finish(self) -> None:
@@ -159,7 +172,8 @@ class CudaScanner:
         for width in sorted({width for width, _, _ in found}):
             positions = torch.cat([positions for w, positions, _ in found if w == width])
             values = torch.cat([values for w, _, values in found if w == width])
-            sparse.append(Sparse(width, self._hand_over(positions), self._hand_over(values), self._relative))
+            positions, values = self._hand_over(positions), self._hand_over(values)
+            sparse.append(Sparse.of(width, positions, values, self._relative))
         return tuple(sparse)
 
     def _hand_over(self, tensor: torch.Tensor) -> torch.Tensor:

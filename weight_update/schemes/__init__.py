@@ -5,7 +5,10 @@ from weight_update.schemes.distributed import DistributedWeightSyncScheme
 from weight_update.schemes.memory import MemoryWeightSyncScheme
 from weight_update.schemes.multiprocess import MultiProcessWeightSyncScheme
 from weight_update.schemes.no_sync import NoWeightSyncScheme
+from weight_update.schemes.ray import RayWeightSyncScheme
+from weight_update.schemes.ray_transform import RayModuleTransformScheme
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
+from weight_update.schemes.rpc import RPCWeightSyncScheme
 from weight_update.schemes.shared_mem import SharedMemWeightSyncScheme
 from weight_update.schemes.together import group_schemes, send_together
 
@@ -14,6 +17,9 @@ __all__ = [
     "MemoryWeightSyncScheme",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
+    "RPCWeightSyncScheme",
+    "RayModuleTransformScheme",
+    "RayWeightSyncScheme",
     "RemoteWeightSyncScheme",
     "SharedMemWeightSyncScheme",
     "WeightSyncScheme",

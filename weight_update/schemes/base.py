@@ -249,13 +249,14 @@ class WeightSyncScheme(ABC):
             if id(named) not in known:
                 known[id(named)] = WeightSchema.of(named.tensors)
             schemas[idx], tracked[idx] = known[id(named)], names
+        self.model_id = model_id
         links = self.open_sender(workers, ctx)
         try:
             sender = Sender(links, schemas, tracked, self.strategy, self._token, self.timeout)
         except BaseException:
             _close_all(*links.values(), self._door)
             raise
-        self.model_id, self.context = model_id, context
+        self.context = context
         self._sources, self._sender = sources, sender
         self._close_at_end(_close_all, sender, self._door)
 

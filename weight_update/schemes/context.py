@@ -6,6 +6,9 @@ A context may offer, all optional:
   attributes and subscripts such as ``"env.transform[0]"``.
 - ``num_workers``, ``policy_device`` (one or a list), ``policy_factory`` (a list): what a sender with
   several workers needs to know.
+- ``collector_rrefs``: references of ``torch.distributed.rpc`` to the collectors of its workers.
+- ``first_worker_idx``: what the first of its workers calls itself; without it 0, or 1 for the collectors of
+  TorchRL whose workers go by their rank.
 - ``increment_version()``: called once an update, when it becomes visible.
 - ``update_policy_weights_(model_id=..., policy_or_weights=...)``: called after an update if the context
   has weight sync schemes of its own, so that the update reaches the workers of this worker.
@@ -24,8 +27,10 @@ __all__ = [
     "count_update",
     "devices_of",
     "factories_of",
+    "first_worker_of",
     "register_with_torchrl",
     "resolve_model",
+    "rrefs_of",
 ]
 
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[([^\]]+)\]")
@@ -76,6 +81,18 @@ def factories_of(context: Any) -> list[Any]:
         return []
     factories = list(factories) if isinstance(factories, (list, tuple)) else [factories]
     return factories if any(factory is not None for factory in factories) else []
+
+
+def rrefs_of(context: Any) -> list[Any]:
+    """References of ``torch.distributed.rpc`` to the collectors of ``context``; empty if it has none."""
+    return list(getattr(context, "collector_rrefs", None) or ())
+
+
+def first_worker_of(context: Any) -> int:
+    """What the first worker of ``context`` calls itself."""
+    module = sys.modules.get("torchrl.collectors.distributed")
+    by_rank = () if module is None else (module.DistributedCollector, module.DistributedSyncCollector)
+    return int(getattr(context, "first_worker_idx", isinstance(context, by_rank)))
 
 
 def count_update(context: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from weight_update.errors import LifecycleError, SyncTimeoutError
+from weight_update.schemes.context import first_worker_of
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
 from weight_update.strategy import WeightStrategy
 
@@ -39,6 +40,23 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme):
         **options: Any,
     ) -> None:
         super().__init__(strategy, backend, sync, **options)
+        self._first_worker = 0
+
+    def init_on_sender(self, *, context: Any = None, **options: Any) -> None:
+        """See :meth:`WeightSyncScheme.init_on_sender`. Workers have indices from 0, whatever their ranks."""
+        self._first_worker = first_worker_of(context)
+        super().init_on_sender(context=context, **options)
+
+    def init_on_receiver(self, *, worker_idx: int | None = None, **options: Any) -> None:
+        """See :meth:`WeightSyncScheme.init_on_receiver`; a worker of TorchRL's gives its rank."""
+        super().init_on_receiver(worker_idx=self._index_of(worker_idx), **options)
+
+    def connect(self, *, worker_idx: int | None = None, **options: Any) -> None:
+        """See :meth:`WeightSyncScheme.connect`; a worker of TorchRL's gives its rank."""
+        super().connect(worker_idx=self._index_of(worker_idx), **options)
+
+    def _index_of(self, worker: int | None) -> int | None:
+        return None if worker is None else worker - self._first_worker
 
     def announce(self, where: Whereabouts) -> None:
         """See :meth:`RemoteWeightSyncScheme.announce`: through the store of the default group."""

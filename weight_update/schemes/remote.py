@@ -17,6 +17,7 @@ from weight_update.transports.base import TransportBackend
 from weight_update.transports.c10d import Store, TCPStore
 from weight_update.transports.distributed import DistributedListener, DistributedTransport
 from weight_update.transports.mailbox import open_store
+from weight_update.transports.pairs import require_backend
 
 __all__ = ["RemoteWeightSyncScheme", "Whereabouts"]
 
@@ -49,7 +50,9 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
     a subclass writes :meth:`announce` and :meth:`look_up`.
 
     Args:
-        backend: ``"gloo"``.
+        backend: what weights go through to other hosts, ``"gloo"`` or ``"nccl"``. NCCL goes over the CUDA
+            device that is current in each process, which must be one of its own: a copy to the device and
+            one from it are added. A worker that uses CUDA cannot be started by ``fork``.
         sync: see :class:`WeightSyncScheme`.
         strategy: see :class:`WeightSyncScheme`.
         address: of the interface that the sender listens on, and where workers find it. The default,
@@ -62,7 +65,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         options: the other options of :class:`WeightSyncScheme`.
 
     Raises:
-        ValueError: an unknown backend.
+        ValueError: an unknown backend, or NCCL without CUDA.
     """
 
     def __init__(
@@ -78,12 +81,15 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         directory: str | None = None,
         **options: Any,
     ) -> None:
-        if backend != "gloo":
-            raise ValueError(f"unknown backend {backend!r} (known: 'gloo')")
+        require_backend(backend)
         super().__init__(strategy, sync, **options)
         self.backend, self.address, self.port, self.host = backend, address, port, host
         self.directory = directory
         self._token = token or os.environ.get(_TOKEN) or self._token
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._listener: DistributedListener | None = None
 
     @abstractmethod
     def announce(self, where: Whereabouts) -> None:
@@ -104,7 +110,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         store = open_store(self.address, self.port)
         self.port = store.port
         links = {idx: self.sender_end(idx) for idx in workers}
-        self._door = DistributedListener(store, self._token, links, self.newcomers())
+        self._door = self._listener = DistributedListener(store, self._token, links, self.newcomers())
         self.announce(Whereabouts(self.address, self.port, self._token))
         return dict(links)
 
@@ -119,12 +125,25 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
             self._find_store, token=self._token, host=self.host_name(), directory=self.directory
         )
 
+    @property
+    def network_bytes(self) -> int:
+        """Bytes of payloads that this sender sent to other hosts so far; up to 64 KiB they do not count."""
+        return 0 if self._listener is None else self._listener.network_bytes
+
     def sender_end(self, worker_idx: int) -> DistributedTransport:
         """The sender's end of the link to a worker."""
         del worker_idx
-        return DistributedTransport(
-            token=self._token, address=self.address, host=self.host_name(), directory=self.directory
-        )
+        return DistributedTransport(**self.sender_options())
+
+    def sender_options(self) -> dict[str, Any]:
+        """Arguments for the sender's end of any link."""
+        return {
+            "token": self._token,
+            "address": self.address,
+            "host": self.host_name(),
+            "directory": self.directory,
+            "backend": self.backend,
+        }
 
     def host_name(self) -> str | None:
         """Processes that have one name share memory; None: find out."""

@@ -9,18 +9,11 @@ from weight_update.errors import LinkClosedError
 from weight_update.synchronizer.channels import Channel
 from weight_update.synchronizer.desk import Reply
 from weight_update.synchronizer.plan import SyncPlan
+from weight_update.transports.ray_board import require_ray
 
 __all__ = ["RayChannel", "RayHost"]
 
 _THREADS = 1000  # each client that waits has one
-
-
-def _ray() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise ImportError('a synchronizer in an actor needs Ray: pip install "weight-update[ray]"') from error
-    return ray
 
 
 class RayHost:
@@ -44,7 +37,7 @@ class RayHost:
         actor_options: dict[str, Any],
     ) -> RayHost:
         """See :meth:`Synchronizer.as_ray_actor`."""
-        ray = _ray()
+        ray = require_ray()
         settings = {"num_cpus": 0, **actor_options, "max_concurrency": _THREADS, "name": name}
         if namespace is not None:
             settings["namespace"] = namespace
@@ -54,7 +47,7 @@ class RayHost:
 
     def close(self) -> None:
         """End the actor."""
-        ray = _ray()
+        ray = require_ray()
         if ray.is_initialized():
             with contextlib.suppress(ray.exceptions.RayError):  # it may be gone
                 ray.get(self._actor.close.remote(), timeout=10)
@@ -66,7 +59,7 @@ class _Actor:
         from weight_update.synchronizer.host import Synchronizer
 
         self._synchronizer = Synchronizer(SyncPlan(**plan), directory=directory, **options)
-        self._synchronizer.reach_by(str(_ray().util.get_node_ip_address()))
+        self._synchronizer.reach_by(str(require_ray().util.get_node_ip_address()))
 
     def ready(self) -> bool:
         return True
@@ -86,7 +79,7 @@ class RayChannel(Channel):
     """
 
     def __init__(self, address: str) -> None:
-        self._ray = _ray()
+        self._ray = require_ray()
         namespace, _, self._name = address.removeprefix("ray:").rpartition("/")
         self._namespace = namespace or None
         self._actor: Any = None

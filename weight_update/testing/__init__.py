@@ -15,6 +15,7 @@
 This package needs pytest; nothing else of ``weight_update`` imports it.
 """
 
+from weight_update.testing.apart import Apart, ApartInTwos
 from weight_update.testing.compressions import CompressionContract
 from weight_update.testing.encodings import EncodingContract
 from weight_update.testing.models import Zoo, fingerprint, mlp, random_bits, scramble
@@ -25,6 +26,8 @@ from weight_update.testing.transports import TransportContract
 from weight_update.testing.workers import Body, Crew, Worker, WorkerDiedError
 
 __all__ = [
+    "Apart",
+    "ApartInTwos",
     "Body",
     "CompressionContract",
     "Crew",

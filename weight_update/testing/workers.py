@@ -31,7 +31,7 @@ from weight_update.testing.models import fingerprint
 
 __all__ = ["Body", "Crew", "Method", "Worker", "WorkerDiedError", "context_of"]
 
-Method = Literal["fork", "spawn", "thread"]
+Method = Literal["fork", "spawn", "thread", "ray"]
 
 ANSWER_SECONDS = 60.0
 """How long a test waits for a worker's answer before it fails."""
@@ -155,7 +155,7 @@ class Worker:
 
     def post(self, command: str, *args: Any, **kwargs: Any) -> None:
         """First half of :meth:`call`."""
-        self._pipe.send_bytes(_dumps((command, args, kwargs)))
+        self._pipe.send_bytes(dumps((command, args, kwargs)))
 
     def answer(self, timeout: float = ANSWER_SECONDS) -> Any:
         """Second half of :meth:`call`.
@@ -166,7 +166,7 @@ class Worker:
         try:
             if not self._pipe.poll(timeout):
                 raise WorkerDiedError(f"worker {self.index} gave no answer within {timeout} s")
-            good, value = _loads(self._pipe.recv_bytes())
+            good, value = loads(self._pipe.recv_bytes())
         except (EOFError, ConnectionError) as error:
             raise WorkerDiedError(f"worker {self.index} is gone") from error
         if good:
@@ -180,7 +180,7 @@ class Worker:
     def stop(self) -> None:
         """Shut the scheme down and end the worker; a process that does not end is killed."""
         with contextlib.suppress(OSError):  # it may have ended on its own
-            self._pipe.send_bytes(_dumps(None))
+            self._pipe.send_bytes(dumps(None))
         self.runner.join(10.0)
         if self.runner.is_alive() and hasattr(self.runner, "kill"):
             self.runner.kill()
@@ -193,7 +193,7 @@ class Crew:
 
     Args:
         scheme: an initialized sender.
-        method: how to start workers.
+        method: how to start workers; ``"ray"`` needs Ray to run.
     """
 
     def __init__(self, scheme: WeightSyncScheme, method: Method = "fork") -> None:
@@ -202,7 +202,7 @@ class Crew:
 
     def hire(self, index: int, model: Any, **options: Any) -> Worker:
         """Start a worker and have it call ``init_on_receiver`` with a copy of ``model``."""
-        worker = Worker(self.scheme, index, self.method)
+        worker = start_worker(self.scheme, index, self.method)
         self.workers.append(worker)
         worker.call("init", model, **options)
         return worker
@@ -236,19 +236,30 @@ class Crew:
         self.scheme.shutdown()
 
 
+def start_worker(scheme: WeightSyncScheme, index: int, method: Method) -> Worker:
+    """A new worker."""
+    if method != "ray":
+        return Worker(scheme, index, method)
+    from weight_update.testing.ray_workers import RayWorker  # it builds on this module
+
+    return RayWorker(scheme, index)
+
+
 def context_of(method: Method) -> Any:
-    """The multiprocessing context for ``init_on_sender(ctx=...)``; None for threads."""
-    return None if method == "thread" else multiprocessing.get_context(method)
+    """The multiprocessing context for ``init_on_sender(ctx=...)``; None where there is none."""
+    return None if method in ("thread", "ray") else multiprocessing.get_context(method)
 
 
-def _dumps(value: Any) -> bytes:
+def dumps(value: Any) -> bytes:
+    """By value."""
     # Plain pickle cannot write tensors of the newer dtypes; torch's multiprocessing would share memory.
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
-def _loads(data: bytes) -> Any:
+def loads(data: bytes) -> Any:
+    """Inverse of :func:`dumps`."""
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
@@ -269,19 +280,20 @@ def _serve(pipe: Connection, scheme: WeightSyncScheme, index: int) -> None:
     body = Body(scheme, index)
     while True:
         try:
-            message = _loads(pipe.recv_bytes())
+            message = loads(pipe.recv_bytes())
         except EOFError:
             message = None
         if message is None:
             break
         command, args, kwargs = message
-        pipe.send_bytes(_outcome(getattr(body, command), args, kwargs))
+        pipe.send_bytes(outcome(getattr(body, command), args, kwargs))
     body.shutdown()
     pipe.close()
 
 
-def _outcome(method: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
+def outcome(method: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
+    """What a method returns or raises, for :meth:`Worker.answer`."""
     try:
-        return _dumps((True, method(*args, **kwargs)))
+        return dumps((True, method(*args, **kwargs)))
     except Exception as error:  # noqa: BLE001 - raised again in the test
-        return _dumps((False, error))
+        return dumps((False, error))

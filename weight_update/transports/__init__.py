@@ -4,6 +4,8 @@ from weight_update.transports.base import Buffer, TransportBackend
 from weight_update.transports.distributed import DistributedTransport
 from weight_update.transports.memory import MemoryTransport
 from weight_update.transports.multiprocess import MPTransport
+from weight_update.transports.ray import RayTransport
+from weight_update.transports.rpc import RPCTransport
 from weight_update.transports.shared_mem import SharedMemTransport
 
 __all__ = [
@@ -11,6 +13,8 @@ __all__ = [
     "DistributedTransport",
     "MPTransport",
     "MemoryTransport",
+    "RPCTransport",
+    "RayTransport",
     "SharedMemTransport",
     "TransportBackend",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -27,10 +27,12 @@ class Buffer:
 
     Attributes:
         tensor: 1-D uint8 CPU tensor of exactly the size asked for.
+        use: how often it was lent to be written; another number means another content.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
+        self.use = 0
 
     def close(self) -> None:
         """Give the memory back; receivers that still read it keep it alive on their side."""
@@ -53,6 +55,11 @@ class TransportBackend(ABC):
     def quick(self) -> bool:
         """Whether ``send_chunk`` returns without waiting for the other end."""
         return self.shares_memory
+
+    @property
+    def near(self) -> bool:
+        """Whether the worker's process id means something in this process."""
+        return True
 
     rejoins: ClassVar[bool] = False
     """Whether, on the sender's end, ``recv_chunk`` may be called again after
@@ -105,6 +112,12 @@ class TransportBackend(ABC):
             NotEnoughMemoryError: it does not fit on this machine.
         """
         return Buffer(torch.empty(nbytes, dtype=torch.uint8))
+
+    def expect(self, payload: torch.Tensor, links: Sequence[TransportBackend]) -> None:  # noqa: B027
+        """Sender's end: ``payload`` is about to be sent through all of ``links``, of which this is one.
+
+        A transport may choose its way by that. Some of the links may not be used in the end. Does not wait.
+        """
 
     def release(self, payload: torch.Tensor) -> None:  # noqa: B027 - only shared memory cares
         """Receiver's end: the weights in ``payload`` are no longer in use here."""

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["DistError", "PrefixStore", "ProcessGroupGloo", "Store", "TCPStore", "disown", "own"]
+__all__ = [
+    "DistError",
+    "PrefixStore",
+    "ProcessGroupGloo",
+    "Store",
+    "TCPStore",
+    "disown",
+    "own",
+    "process_group_nccl",
+]
 
 _DRAIN_SECONDS, _LOOK_SECONDS = 0.5, 0.005
 
@@ -17,6 +28,11 @@ DistError: type[RuntimeError] = _dist.DistError
 PrefixStore: Any = _dist.PrefixStore
 ProcessGroupGloo: Any = _dist.ProcessGroupGloo
 TCPStore: Any = _dist.TCPStore
+
+
+def process_group_nccl() -> Any:
+    """The class; there is none without NCCL."""
+    return _dist.ProcessGroupNCCL
 
 
 class Store:
@@ -36,6 +52,8 @@ class Store:
         self.host: str = raw.host
         self.port: int = raw.port
         self.unread: list[str] = []
+        self._spare: list[Any] = []
+        self._lending = threading.Lock()
 
     def clone(self) -> Any:
         """Another client connection, to a plain TCPStore.
@@ -45,6 +63,20 @@ class Store:
         """
         return self._open().clone()
 
+    @contextlib.contextmanager
+    def lend(self) -> Iterator[Any]:
+        """A client connection that nobody else uses meanwhile; raises as :meth:`clone`.
+
+        It is used again: making one looks names up, which takes seconds where a resolver is slow.
+        """
+        with self._lending:
+            client = self._spare.pop() if self._spare else None
+        if client is None:
+            client = self.clone()
+        yield client
+        with self._lending:
+            self._spare.append(client)
+
     def queue_push(self, name: str, item: bytes) -> None:
         """Add ``item`` to a queue; raises as :meth:`clone`."""
         self._open().queue_push(name, item)
@@ -52,6 +84,7 @@ class Store:
     def close(self) -> None:
         """End it; a server when what it put last was read, else clients complain in the C++ log."""
         raw, self._raw = self._raw, None
+        self._spare.clear()
         deadline = time.monotonic() + _DRAIN_SECONDS
         with contextlib.suppress(DistError):
             while raw is not None and self._server and any(map(raw.queue_len, self.unread)):

@@ -167,9 +167,9 @@ class Mailbox:
             self._reading = False
             disown(store)
 
-    def end(self) -> None:
-        """The other end is gone: whoever takes gets what came before, then an error."""
-        self._arrived.put(LinkClosedError("the other end is gone"))
+    def end(self, error: Exception | None = None) -> None:
+        """The other end is gone: whoever takes gets what came before, then ``error``."""
+        self._arrived.put(error or LinkClosedError("the other end is gone"))
 
     def close(self) -> None:
         """Wake whoever takes; no more messages are taken."""
@@ -180,6 +180,7 @@ class Mailbox:
         if self._reading:
             with contextlib.suppress(LinkClosedError):
                 self._push(b"")  # the reader is waiting for something
+                self._store.unread.append(self.name)
 
     def _sign(self, number: int, message: bytes, last: bool) -> bytes:
         signed = b"%s %d %d %d " % (self.name.encode(), number, last, len(message))

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,86 +15,146 @@ import torch.distributed as dist
 from weight_update.errors import LinkClosedError, SyncTimeoutError
 from weight_update.transports.c10d import PrefixStore, ProcessGroupGloo, Store, disown, own
 
-__all__ = ["Pair", "address_towards"]
+__all__ = ["FOREVER", "STALLED", "Pair", "Pending", "address_towards", "brief"]
 
-_STALLED = 60.0
+STALLED = 60.0
 """Seconds without the other end's answer after which it counts as gone."""
 
+FOREVER = 86400.0 * 3650
+"""Seconds; the other end is waited for as long as it lives."""
+
 _DATA, _WATCH = 0, 1  # tags
+
+
+class Pending:
+    """Something that was begun on a pair.
+
+    It may be named by an exception that outlives the pair; the operation itself must not, see :func:`own`.
+    """
+
+    def __init__(self, work: dist.Work, then: Callable[[], object] | None = None) -> None:
+        self.work: dist.Work | None = work
+        self.then = then  # what is left to be done after it
 
 
 class Pair:
     """Two ends that send bytes to each other through torch.distributed.
 
     It is a group of its own: the default process group of the program is neither used nor needed. Making one
-    waits for the other end.
+    waits for the other end. What was begun on one end arrives in that order on the other.
 
     Args:
         store: where the two ends find each other.
         name: a name that is used once.
         rank: 0 on one end, 1 on the other.
         address: of the interface that this end listens on.
+        timeout: seconds to wait for the other end.
 
     Raises:
         LinkClosedError: the other end did not come.
     """
 
-    def __init__(self, store: Store, name: str, rank: int, address: str) -> None:
-        options = ProcessGroupGloo._Options()
-        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-        options._timeout = timedelta(seconds=_STALLED)
+    def __init__(
+        self, store: Store, name: str, rank: int, address: str, timeout: float | None = None
+    ) -> None:
         self._other = 1 - rank
-        self._byte = torch.zeros(1, dtype=torch.uint8)
-        self._farewell: dist.Work | None = None
-        try:
-            meeting = PrefixStore(name, store.clone())
-            self._group = own(ProcessGroupGloo(meeting, rank, 2, options))
-        except RuntimeError as error:
-            raise LinkClosedError(f"no connection for payloads ({error})") from None
+        self._pending: set[Pending] = set()
+        self._beginning = threading.Lock()
+        self._group, problem = _meet(store, name, rank, address, STALLED if timeout is None else timeout)
+        if self._group is None:
+            raise LinkClosedError(f"no connection for payloads ({problem})")
 
-    def send(self, payload: torch.Tensor, timeout: float | None) -> None:
-        """Send a contiguous CPU tensor; returns when its memory may be used again.
+    def begin_send(self, payload: torch.Tensor) -> Pending:
+        """Send a contiguous CPU tensor, which stays as it is until :meth:`finish`.
 
         Raises:
             LinkClosedError: the other end is gone.
-            SyncTimeoutError: it does not read; the pair is of no more use.
         """
-        self._finish(lambda: self._group.send([payload], self._other, _DATA), timeout)
+        return self._begin("send", payload, _DATA)
+
+    def begin_recv(self, into: torch.Tensor) -> Pending:
+        """Fill ``into`` with what the other end sends, which has as many bytes; raises as above."""
+        return self._begin("recv", into, _DATA)
+
+    def finish(self, pending: Pending, timeout: float | None) -> None:
+        """Wait until it is done.
+
+        Raises:
+            LinkClosedError: the other end is gone.
+            SyncTimeoutError: it took no part; the pair is of no more use.
+        """
+        limit = STALLED if timeout is None else timeout
+        work, pending.work = pending.work, None
+        problem = "it was closed" if work is None else ""
+        try:
+            if work is not None:
+                work.wait(timedelta(seconds=limit))
+        except RuntimeError as error:
+            problem = str(error)
+        work = None
+        with self._beginning:
+            self._pending.discard(pending)
+        if "imed out" in problem or "timing out" in problem:
+            raise SyncTimeoutError(f"the other end did not take part for {limit:g} s")
+        if problem:
+            raise LinkClosedError(f"the other end is gone ({brief(problem)})")
+        if pending.then is not None:
+            pending.then()
+
+    def begin_push(self, piece: torch.Tensor) -> Pending:
+        """:meth:`begin_send` for a piece of a payload."""
+        return self.begin_send(piece)
+
+    def begin_pull(self, into: torch.Tensor) -> Pending:
+        """The counterpart of :meth:`begin_push`."""
+        return self.begin_recv(into)
+
+    def send(self, payload: torch.Tensor, timeout: float | None) -> None:
+        """:meth:`begin_send` and :meth:`finish`."""
+        self.finish(self.begin_send(payload), timeout)
 
     def recv(self, into: torch.Tensor, timeout: float | None) -> None:
-        """Fill ``into`` with what the other end sends; raises as :meth:`send`."""
-        self._finish(lambda: self._group.recv([into], self._other, _DATA), timeout)
+        """:meth:`begin_recv` and :meth:`finish`."""
+        self.finish(self.begin_recv(into), timeout)
 
     def close(self) -> None:
         """Give up the connection; the other end hears of it at once."""
-        group = self._group
-        if group is not None:
-            with contextlib.suppress(RuntimeError):
-                self._farewell = group.send([self._byte], self._other, _WATCH)
+        with contextlib.suppress(LinkClosedError):
+            self._begin("send", torch.zeros(1, dtype=torch.uint8), _WATCH)
 
     def on_loss(self, call: Callable[[], None]) -> None:
         """Call ``call``, from a thread, as soon as the other end is gone or has given up."""
-        never = torch.empty(1, dtype=torch.uint8)
+        threading.Thread(target=self.watch, args=(call,), name="weight_update-watch", daemon=True).start()
 
-        def watch() -> None:
-            with contextlib.suppress(RuntimeError):
-                self._group.recv([never], self._other, _WATCH).wait(timedelta(days=3650))
-            call()
-            self.close()  # which ends the other end's watch, if that is what began it
-            disown(self._group)
-            self._group = self._farewell = None
+    def watch(self, call: Callable[[], None]) -> None:
+        """What that thread does; every pair needs one who does, else it is never freed."""
+        with contextlib.suppress(LinkClosedError, SyncTimeoutError):
+            self.finish(self._begin("recv", torch.empty(1, dtype=torch.uint8), _WATCH), FOREVER)
+        call()
+        self.close()  # which ends the other end's watch, if that is what began it
+        self.release()
 
-        threading.Thread(target=watch, name="weight_update-watch", daemon=True).start()
+    def release(self) -> None:
+        """Let go of all that has threads; nothing can be begun any more."""
+        with self._beginning:
+            group, self._group = self._group, None
+            for pending in self._pending:
+                pending.work = None
+            self._pending.clear()
+        disown(group)
 
-    @staticmethod
-    def _finish(begin: Callable[[], dist.Work], timeout: float | None) -> None:
-        limit = _STALLED if timeout is None else timeout
-        try:
-            begin().wait(timedelta(seconds=limit))
-        except RuntimeError as error:
-            if "imed out" in str(error):
-                raise SyncTimeoutError(f"the other end did not take part for {limit:g} s") from None
-            raise LinkClosedError(f"the other end is gone ({str(error).partition(chr(10))[0]})") from None
+    def _begin(self, way: Literal["send", "recv"], what: torch.Tensor, tag: int) -> Pending:
+        problem = "it was closed"
+        with self._beginning:
+            try:
+                if self._group is not None:
+                    to = [what], self._other, tag  # and no name for the group: see Pending
+                    pending = Pending(self._group.send(*to) if way == "send" else self._group.recv(*to))
+                    self._pending.add(pending)
+                    return pending
+            except RuntimeError as error:
+                problem = brief(error)
+        raise LinkClosedError(f"the other end is gone ({problem})")
 
 
 def address_towards(host: str, port: int) -> str:
@@ -102,3 +163,20 @@ def address_towards(host: str, port: int) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         sock.connect((host, port))
         return str(sock.getsockname()[0])
+
+
+def _meet(store: Store, name: str, rank: int, address: str, timeout: float) -> tuple[Any, str]:
+    """The group of two, or why there is none."""
+    options = ProcessGroupGloo._Options()
+    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timedelta(seconds=timeout)
+    try:
+        with store.lend() as client:
+            return own(ProcessGroupGloo(PrefixStore(name, client), rank, 2, options)), ""
+    except RuntimeError as error:
+        return None, brief(error)
+
+
+def brief(error: object) -> str:
+    """The first line of what an error says."""
+    return str(error).partition("\n")[0]

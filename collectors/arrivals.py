@@ -1,0 +1,68 @@
+"""Batches on their way from workers, through the default process group."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Any
+
+from tensordict import TensorDictBase
+
+__all__ = ["Arrivals"]
+
+
+class Arrivals:
+    """Receives a batch of a worker at a time, of any number of workers.
+
+    Args:
+        example: a batch like those that workers send.
+        num_workers: their ranks are 1 to ``num_workers``.
+
+    Attributes:
+        batches: by worker; what came last.
+        pending: workers whose next batch is awaited.
+    """
+
+    def __init__(self, example: TensorDictBase, num_workers: int) -> None:
+        self.batches = [example.clone().lock_() for _ in range(num_workers)]
+        self.pending: set[int] = set()
+        self._arrived: queue.SimpleQueue[tuple[int, Exception | None]] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def ask(self, idx: int) -> None:
+        """Begin to receive the next batch of a worker, unless that is on its way."""
+        if idx in self.pending:
+            return
+        self.pending.add(idx)
+        try:
+            parts = self.batches[idx].irecv(src=idx + 1, return_premature=True)
+        except RuntimeError as error:
+            self._arrived.put((idx, error))
+            return
+        waiting = threading.Thread(target=_await, args=(idx, parts, self._arrived), daemon=True)
+        self._threads = [thread for thread in self._threads if thread.is_alive()] + [waiting]
+        waiting.start()
+
+    def take(self, timeout: float) -> tuple[int, Exception | None] | None:
+        """Whose batch is there, or what went wrong with it; None if nothing came in ``timeout`` seconds."""
+        try:
+            idx, error = self._arrived.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        self.pending.discard(idx)
+        return idx, error
+
+    def close(self, timeout: float) -> None:
+        """Wait until nothing is received any more, once the workers have ended."""
+        for thread in self._threads:
+            thread.join(timeout)
+
+
+def _await(idx: int, parts: list[Any], arrived: queue.SimpleQueue[tuple[int, Exception | None]]) -> None:
+    try:
+        for part in parts:
+            part.wait()
+    except RuntimeError as error:  # of gloo: the other end is gone
+        arrived.put((idx, error))
+    else:
+        arrived.put((idx, None))

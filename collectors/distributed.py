@@ -1,0 +1,167 @@
+"""The collectors over torch.distributed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torchrl.collectors.distributed as torchrl_distributed
+from tensordict import TensorDictBase
+from torch import distributed as dist
+
+from collectors.intervals import Intervals
+from collectors.node_programs import STOP, run_ahead, run_on_demand
+from collectors.process_group import ProcessGroupCollector
+
+__all__ = ["DistributedCollector", "DistributedSyncCollector"]
+
+
+class DistributedCollector(Intervals, ProcessGroupCollector, torchrl_distributed.DistributedCollector):
+    """TorchRL's ``DistributedCollector``, whose workers run our collectors.
+
+    Workers are numbered from 0 everywhere, in ``worker_ids`` as well, though their ranks in the process group
+    begin with 1.
+
+    Args:
+        create_env_fn: as in TorchRL: a list, one for each worker.
+        policy: as in TorchRL.
+        policy_factory: as in TorchRL.
+        collector_class: see :class:`~collectors.remote.Remote`.
+        weight_sync_schemes: by model id; None takes a :class:`~weight_update.DistributedWeightSyncScheme` if
+            the policy has weights. They are shut down with the collector.
+        weight_recv_schemes: receivers of this collector, if it is a worker itself; what comes is passed on.
+        weight_updater: a legacy updater, instead of schemes.
+        total_frames: -1 for no end.
+        tcp_port: of the group's rendezvous; None takes the environment's ``TCP_PORT``, or with
+            ``launcher="mp"`` a free one.
+        max_weight_update_interval: a worker that got no new version while more batches than this were
+            yielded is updated; -1 never.
+        options: all other options of TorchRL's ``DistributedCollector``.
+
+    Raises:
+        WorkerError: workers could not start; it has their tracebacks. Raised while iterating, too, when a
+            worker ends or its connection breaks.
+        LifecycleError: torch.distributed is initialized in this process.
+    """
+
+    _program = staticmethod(run_on_demand)
+
+    def _begin(self, create_env_fn: Any, policy: Any, **options: Any) -> None:
+        options["weight_sync_schemes"] = {} if options["weight_updater"] is None else None
+        options["total_frames"] = _endless(options.get("total_frames", -1))
+        super()._begin(create_env_fn, policy, **options)
+
+    def _arguments_of(self, idx: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        by_value, arguments = super()._arguments_of(idx)
+        return by_value, {**arguments, "sync": self._sync, "verbose": self._VERBOSE}
+
+    def _iterator_dist(self) -> Iterator[TensorDictBase]:
+        collected = batches = 0
+        while collected < self.total_frames:
+            data, workers = self._collect()
+            collected, batches = collected + data.numel(), batches + 1
+            yield self._processed(data)
+            if collected < self.total_frames:
+                self._update_between(batches, workers)
+
+    def _collect(self) -> tuple[TensorDictBase, list[int]]:
+        """The next batch, and the workers that made it."""
+        if self._sync:
+            if self.update_after_each_batch:
+                self._update_workers()
+            return self._gather(), list(range(self.num_workers))
+        for idx in range(self.num_workers):
+            self._ask(idx)
+        idx = self._next_arrival()
+        if self.update_after_each_batch:
+            self._update_workers([idx])
+        return self._taken(idx), [idx]
+
+    def _ask(self, idx: int) -> None:
+        if idx not in self._arrivals.pending:
+            self._store.set(f"NODE_{idx + 1}_in", b"continue")
+        super()._ask(idx)
+
+    def _update_between(self, batches: int, workers: list[int]) -> None:
+        """What ``update_interval`` and ``max_weight_update_interval`` ask for after a batch was used."""
+        if self.update_interval is not None and batches % self.update_interval == 0:
+            self._update_workers(None if self._sync else workers)
+        self._update_stale()
+
+    def _ask_to_end(self) -> None:
+        self._store.set("TRAINER_status", b"shutdown")
+        for idx in range(self.num_workers):
+            self._store.set(f"NODE_{idx + 1}_in", b"shutdown")
+
+
+class DistributedSyncCollector(ProcessGroupCollector, torchrl_distributed.DistributedSyncCollector):
+    """TorchRL's ``DistributedSyncCollector``, whose workers run our collectors.
+
+    Each batch has frames of every worker. Workers collect the next one while the trainer uses this one, so
+    frames may be of the version before; ``"policy_version"`` tells.
+
+    Args:
+        create_env_fn: as in TorchRL: a list, one for each worker.
+        policy: as in TorchRL.
+        policy_factory: as in TorchRL.
+        weight_sync_schemes: as in :class:`DistributedCollector`; TorchRL's class takes none.
+        total_frames: -1 for no end.
+        update_interval: weights are sent before the first of each ``update_interval`` batches;
+            ``update_policy_weights_`` may be called as well.
+        options: all other options of TorchRL's ``DistributedSyncCollector`` and those of
+            :class:`DistributedCollector` that it has not: ``weight_recv_schemes``, ``weight_updater``.
+
+    Raises:
+        WorkerError: as :class:`DistributedCollector`.
+        LifecycleError: as :class:`DistributedCollector`.
+    """
+
+    _program = staticmethod(run_ahead)
+
+    def _begin(self, create_env_fn: Any, policy: Any, *, policy_factory: Any = None, **options: Any) -> None:
+        self._given = policy, policy_factory
+        options.pop("weight_sync_schemes")
+        self._updater = options.pop("weight_updater")
+        self._total = _endless(options.get("total_frames", -1))
+        if self._total == math.inf:
+            options["total_frames"] = 0
+        # TorchRL makes a scheme of its own for a policy that it sees.
+        super()._begin(create_env_fn, None, policy_factory=_unseen, **options)
+
+    def _init_workers(self) -> None:
+        policy, factory = self._given
+        many = isinstance(factory, (list, tuple))
+        self.policy, self.policy_factory = policy, list(factory) if many else [factory] * self.num_workers
+        self._policy_to_send = None if any(self.policy_factory) else policy
+        self.total_frames = self._total
+        if self._total == math.inf:
+            self.total_frames_per_collector = -1
+        self.weight_updater = self._updater
+        super()._init_workers()
+
+    def _arguments_of(self, idx: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        by_value, arguments = super()._arguments_of(idx)
+        return by_value, {**arguments, "total_frames": self.total_frames_per_collector}
+
+    def _iterator_dist(self) -> Iterator[TensorDictBase]:
+        collected = batches = 0
+        while collected < self.total_frames:
+            if batches % self.update_interval == 0:
+                self._send_all()
+            data = self._gather()
+            collected, batches = collected + data.numel(), batches + 1
+            yield self._processed(data)
+
+    def _ask_to_end(self) -> None:
+        dist.distributed_c10d._get_default_store().set(STOP, "1")
+        for idx in range(self.num_workers if self._arrivals else 0):
+            self._ask(idx)  # whoever is about to send a batch has to get rid of it
+
+
+def _endless(total_frames: float) -> float:
+    return math.inf if total_frames < 0 else total_frames
+
+
+def _unseen() -> None:
+    """Stands for the policy while TorchRL's ``__init__`` runs."""

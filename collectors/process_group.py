@@ -1,0 +1,251 @@
+"""What the two collectors over torch.distributed have in common."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchrl.collectors
+from tensordict import TensorDictBase
+from torchrl.collectors.utils import split_trajectories
+from torchrl.data.utils import CloudpickleWrapper
+from torchrl.envs import EnvBase, EnvCreator
+
+from collectors.arrivals import Arrivals
+from collectors.nodes import Nodes
+from collectors.remote import Remote
+from collectors.single import Collector
+from weight_update import (
+    DistributedWeightSyncScheme,
+    LifecycleError,
+    SyncFailedError,
+    SyncTimeoutError,
+    WeightSyncScheme,
+    WorkerError,
+)
+
+__all__ = ["ProcessGroupCollector"]
+
+_LOOK_SECONDS = 0.5
+_END_SECONDS = 10.0
+_START_SECONDS = 120.0
+
+
+class ProcessGroupCollector(Remote):
+    """Mixed in before TorchRL's classes, whose default process group carries the data.
+
+    TorchRL starts the workers and the group without knowing of schemes. Ours are given to the workers'
+    collectors as ``weight_recv_schemes``, and connected when all is there.
+    """
+
+    _ended = True  # until something was begun
+    _program: Callable[..., None]
+    """What a worker runs; see :mod:`collectors.node_programs`."""
+
+    first_worker_idx = 0
+    """What the first worker calls itself: not its rank, which is 1."""
+
+    def _begin(self, create_env_fn: Any, policy: Any, **options: Any) -> None:
+        self._nodes = Nodes()
+        self._ended = False
+        self._owner = os.getpid()
+        self._in_group = False
+        self._arrivals: Any = None  # until there is an example of what arrives
+        if dist.is_initialized():
+            raise LifecycleError(
+                "torch.distributed is initialized in this process, but this collector makes the default "
+                "process group itself; create the collector before, or destroy that group"
+            )
+        if options.get("tcp_port") is None and options.get("launcher") == "mp":
+            options["tcp_port"] = os.environ.get("TCP_PORT") or _free_port()
+        try:
+            super()._begin(create_env_fn, policy, **options)
+            for scheme in self._schemes.values():
+                if not scheme.synchronized_on_sender:
+                    scheme.connect()
+        except (SyncFailedError, SyncTimeoutError) as error:
+            told = self._nodes.told(error.failures if isinstance(error, SyncFailedError) else ())
+            if not told:
+                raise
+            raise WorkerError(f"workers could not start:\n{told}") from error
+
+    def _default_scheme(self, **options: Any) -> WeightSyncScheme:
+        """The scheme of a policy for which none was given."""
+        if options.get("launcher") == "mp":
+            return DistributedWeightSyncScheme()
+        return DistributedWeightSyncScheme(address=socket.gethostbyname(socket.gethostname()))
+
+    # -- start -------------------------------------------------------------------------------------
+
+    def _init_workers(self) -> None:
+        for model_id, scheme in self._schemes.items():
+            if not scheme.initialized_on_sender:
+                scheme.init_on_sender(model_id=model_id, context=self, num_workers=self.num_workers)
+        for idx, options in enumerate(self.collector_kwargs):
+            options["worker_idx"] = idx
+            if self._schemes:
+                options["weight_recv_schemes"] = self._schemes
+        self._weight_sync_schemes = None  # else TorchRL would give them to the workers in its own way
+        super()._init_workers()
+        self._weight_sync_schemes = self._schemes or None
+
+    def _init_worker_dist_mp(self, idx: int) -> Any:
+        by_value, arguments = self._arguments_of(idx)
+        return self._nodes.start(self._program, by_value, **arguments)
+
+    def _init_worker_dist_submitit(self, executor: Any, idx: int) -> Any:
+        by_value, arguments = self._arguments_of(idx)
+        return executor.submit(self._program, **by_value, **arguments)
+
+    def _init_master_dist(self, world_size: int, backend: str) -> None:
+        self._nodes.await_ready(_START_SECONDS)
+        self._in_group = True
+        super()._init_master_dist(world_size, backend)
+
+    def _worker_alive(self, worker_idx: int) -> bool:
+        return self._nodes.alive(worker_idx)
+
+    def _arguments_of(self, idx: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the program of a worker is given: by value, and otherwise."""
+        env = self.env_constructors[idx]
+        return {"policy": self._policy_to_send, "policy_factory": self.policy_factory[idx]}, {
+            "rank": idx + 1,
+            "ip": self.IPAddr,
+            "port": int(self.tcp_port),
+            "world_size": self.num_workers + 1,
+            "backend": self.backend,
+            "collector_class": self.collector_class,
+            "num_workers": self.num_workers_per_collector,
+            "env_make": env if isinstance(env, (EnvBase, EnvCreator)) else CloudpickleWrapper(env),
+            "frames_per_batch": self._frames_per_batch_corrected,
+            "collector_kwargs": self.collector_kwargs[idx],
+        }
+
+    # -- data --------------------------------------------------------------------------------------
+
+    def _make_container(self) -> None:
+        self._arrivals = Arrivals(self._example(), self.num_workers)
+
+    def _example(self) -> TensorDictBase:
+        """A batch like those that workers send, made in this process."""
+        known = inspect.signature(torchrl.collectors.Collector.__init__).parameters
+        here = {"weight_recv_schemes", "weight_sync_schemes", "worker_idx"}
+        options = {key: value for key, value in self.collector_kwargs[0].items() if key in known}
+        kind, frames, stacked = self.collector_class, self._frames_per_batch_corrected, 0
+        if issubclass(kind, torchrl.collectors.MultiCollector):
+            cat = self.collector_kwargs[0].get("cat_results")
+            if issubclass(kind, torchrl.collectors.MultiSyncCollector) and cat in (None, "stack"):
+                stacked = self.num_workers_per_collector
+                frames //= stacked
+            kind = Collector
+        factory = self.policy_factory[0]
+        collector = kind(
+            self.env_constructors[0],
+            None if factory else self.policy,
+            policy_factory=factory,
+            frames_per_batch=frames,
+            total_frames=-1,
+            split_trajs=False,
+            **{key: value for key, value in options.items() if key not in here},
+        )
+        try:
+            batch: TensorDictBase = next(iter(collector))
+            return batch.expand((stacked, *batch.shape)) if stacked else batch
+        finally:
+            collector.shutdown()
+
+    def _ask(self, idx: int) -> None:
+        """Begin to receive the next batch of a worker, unless that is on its way."""
+        self._arrivals.ask(idx)
+
+    def _next_arrival(self) -> int:
+        """Wait for a batch; returns whose it is.
+
+        Raises:
+            WorkerError: a worker has ended, or its connection broke.
+        """
+        while (found := self._arrivals.take(_LOOK_SECONDS)) is None:
+            self._nodes.require_alive()
+        idx: int = found[0]
+        error: Exception | None = found[1]
+        if error is not None:
+            self._nodes.require_joined(idx)
+            raise WorkerError(f"the connection to worker {idx} broke: {error}") from error
+        return idx
+
+    def _send_all(self, worker_ids: Any = None) -> None:
+        try:
+            super()._send_all(worker_ids)
+        except SyncFailedError as error:
+            for idx in error.failures:
+                self._nodes.require_joined(idx)  # it can say more about it
+            raise
+
+    def _gather(self) -> TensorDictBase:
+        """A batch of each worker, stacked."""
+        for idx in range(self.num_workers):
+            self._ask(idx)
+        while self._arrivals.pending:
+            self._next_arrival()
+        return torch.stack([self._taken(idx) for idx in range(self.num_workers)])
+
+    def _taken(self, idx: int) -> TensorDictBase:
+        """A copy of the batch of a worker, in which trajectories have numbers that no other worker uses."""
+        data = self._arrivals.batches[idx].clone()
+        key = ("collector", "traj_ids")
+        if key in data.keys(True):
+            data.set_(key, data[key] * self.num_workers + idx)
+        return data
+
+    def _processed(self, data: TensorDictBase) -> TensorDictBase:
+        data = split_trajectories(data) if self.split_trajs else data
+        return data if self.postproc is None else self.postproc(data)
+
+    # -- end ---------------------------------------------------------------------------------------
+
+    def _ask_to_end(self) -> None:
+        """Tell workers that no more data is wanted; may be called several times."""
+        raise NotImplementedError
+
+    def shutdown(self, timeout: float | None = None, **options: Any) -> None:
+        """End workers and schemes. Calling it twice is fine.
+
+        Args:
+            timeout: seconds that workers have to finish the batch they are at; None is 10. Whoever has not
+                ended then is killed.
+            options: accepted as by the other collectors, and ignored: environments end with their workers.
+        """
+        if self._ended:
+            return
+        self._ended = True
+        try:
+            if self._in_group:
+                self._nodes.end(self._ask_to_end, _END_SECONDS if timeout is None else timeout)
+        finally:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        self._ended = True
+        self._nodes.kill()
+        self._end_schemes()
+        if self._arrivals is not None:
+            self._arrivals.close(_END_SECONDS)
+        if self._in_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self._in_group = False
+
+    def __del__(self) -> None:
+        """A collector that nobody uses any more ends."""
+        if not self._ended and self._owner == os.getpid():  # not in a forked child
+            self.shutdown()
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("localhost", 0))
+        return int(sock.getsockname()[1])

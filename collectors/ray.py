@@ -1,0 +1,75 @@
+"""The collector over Ray."""
+
+from __future__ import annotations
+
+import warnings
+from importlib.util import find_spec
+from typing import Any
+
+import torchrl.collectors.distributed as torchrl_distributed
+
+from collectors.remote import Remote
+from weight_update import RayWeightSyncScheme, SyncReport, WeightSyncScheme
+
+__all__ = ["RayCollector"]
+
+
+class RayCollector(Remote, torchrl_distributed.RayCollector):
+    """TorchRL's ``RayCollector``, whose actors run our collectors.
+
+    Schemes connect at the first ``update_policy_weights_``, as in TorchRL; until then actors compute with the
+    policy as it was when they were made, and their frames say version 0.
+
+    Args:
+        create_env_fn: as in TorchRL: a list, one for each actor.
+        policy: as in TorchRL.
+        collector_class: see :class:`~collectors.remote.Remote`.
+        weight_sync_schemes: by model id; None takes a :class:`~weight_update.RayWeightSyncScheme` if the
+            policy has weights. Actors on other nodes need one with ``address=`` or ``data="object_store"``.
+            They are shut down with the collector.
+        weight_recv_schemes: receivers of this collector, if it is a worker itself; what comes is passed on.
+        weight_updater: a legacy updater, instead of schemes.
+        options: all other options of TorchRL's ``RayCollector``.
+
+    Raises:
+        ImportError: Ray is not installed.
+    """
+
+    def _begin(self, create_env_fn: Any, policy: Any, **options: Any) -> None:
+        self._remote_collectors: list[Any] = []
+        self._runtime_lease: Any = None
+        if find_spec("ray") is None:
+            raise ImportError('RayCollector needs Ray: pip install "weight-update[ray]"', name="ray")
+        given = options["collector_kwargs"]  # TorchRL writes into these
+        many = isinstance(given, (list, tuple))
+        options["collector_kwargs"] = [dict(one) for one in given] if many else dict(given or {})
+        with warnings.catch_warnings():
+            if options["weight_sync_schemes"]:  # it does not know that these reach policies of factories
+                warnings.filterwarnings("ignore", "The policy is not an nn.Module", UserWarning)
+            super()._begin(create_env_fn, policy, **options)
+
+    def _default_scheme(self, **options: Any) -> WeightSyncScheme:
+        return RayWeightSyncScheme()
+
+    def update_policy_weights_(
+        self, policy_or_weights: Any = None, **options: Any
+    ) -> SyncReport | dict[str, SyncReport] | None:
+        """See :class:`~collectors.Collector`; the first call connects the schemes."""
+        if self._policy_service is not None:  # a policy that is not in the actors but beside them
+            self._weight_update_impl(policy_or_weights, **options)
+            return None
+        self._lazy_initialize_weight_sync()
+        return super().update_policy_weights_(policy_or_weights, **options)
+
+    async def async_shutdown(self, shutdown_ray: bool = False) -> None:
+        """As in TorchRL; the schemes end too."""
+        try:
+            await super().async_shutdown(shutdown_ray=shutdown_ray)
+        finally:
+            self._end_schemes()
+
+    def _give_up(self) -> None:
+        self.stop_remote_collectors()
+        self._end_schemes()
+        if self._runtime_lease is not None:
+            self._runtime_lease.release()

@@ -1,0 +1,202 @@
+"""What the collectors have in common whose workers run collectors of their own, on any host."""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torchrl.collectors
+from torch import nn
+
+from collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from collectors.requests import Request, group_once, require_ours, send
+from collectors.single import Collector
+from collectors.updating import Updating
+from weight_update import LifecycleError, SharedMemWeightSyncScheme, SyncReport, WeightSyncScheme
+
+__all__ = ["Remote", "inner_class", "inner_options"]
+
+
+class Remote(Updating, torchrl.collectors.BaseCollector):
+    """Mixed into TorchRL's distributed, RPC and Ray collectors, before them.
+
+    Call sequence:
+
+    1. ``__init__`` settles the schemes (ours, one group; :meth:`_default_scheme` if none is given and the
+       policy has weights), takes our collectors for the workers, and sets ``worker_alive`` on the schemes.
+    2. It calls :meth:`_begin`, which is TorchRL's ``__init__`` unless a subclass puts something around it.
+       When ``_begin`` returns, workers run and the schemes are initialized, and connected where TorchRL
+       connects them there. If it raises, :meth:`_give_up` is called.
+    3. ``weight_recv_schemes`` are registered last: what they receive then reaches workers that are connected.
+    4. :meth:`shutdown` is TorchRL's; then all schemes end. It is called at the end of the program as well.
+
+    A subclass writes :meth:`_default_scheme`; :meth:`_worker_alive` and :meth:`_give_up` where it can.
+
+    Args:
+        create_env_fn: as in TorchRL: a list, one for each worker.
+        policy: as in TorchRL.
+        policy_factory: as in TorchRL.
+        collector_class: what runs in each worker: None or ``"single"``, ``"sync"``, ``"async"`` are our
+            collectors; None is :class:`~collectors.MultiSyncCollector` if each has several environments.
+        collector_kwargs: as in TorchRL.
+        num_workers_per_collector: as in TorchRL.
+        weight_sync_schemes: by model id; None takes the default; they are shut down with the collector.
+        weight_recv_schemes: receivers of this collector, if it is a worker itself; what comes is passed on.
+        weight_updater: a legacy updater, instead of schemes.
+        worker_idx: index of this collector, if it is a worker itself.
+        options: all other options of TorchRL's collector.
+
+    Attributes:
+        _schemes: those of ``weight_sync_schemes``, which stay here when TorchRL has forgotten them.
+        _receivers: those of ``weight_recv_schemes``.
+    """
+
+    def __init__(
+        self,
+        create_env_fn: Any,
+        policy: Any = None,
+        *,
+        policy_factory: Any = None,
+        collector_class: Any = None,
+        collector_kwargs: Any = None,
+        num_workers_per_collector: int = 1,
+        weight_sync_schemes: dict[str, WeightSyncScheme] | None = None,
+        weight_recv_schemes: dict[str, WeightSyncScheme] | None = None,
+        weight_updater: Any = None,
+        worker_idx: int | None = None,
+        **options: Any,
+    ) -> None:
+        self.worker_idx = worker_idx
+        if weight_sync_schemes is not None and weight_updater is not None:
+            raise TypeError("give either weight_sync_schemes or weight_updater, not both")
+        if weight_sync_schemes is None and weight_updater is None:
+            has_weights = isinstance(policy, nn.Module) or _any(policy_factory)
+            weight_sync_schemes = {"policy": self._default_scheme(**options)} if has_weights else {}
+        self._schemes = dict(weight_sync_schemes or {})
+        self._receivers: dict[str, WeightSyncScheme] = {}
+        require_ours({**self._schemes, **(weight_recv_schemes or {})})
+        group_once(self._schemes.values())
+        for scheme in self._schemes.values():
+            scheme.worker_alive = _alive(weakref.ref(self))
+        _live.add(self)
+        kind = inner_class(collector_class, num_workers_per_collector)
+        try:
+            self._begin(
+                create_env_fn,
+                policy,
+                policy_factory=policy_factory,
+                collector_class=kind,
+                collector_kwargs=inner_options(collector_kwargs, kind, policy, policy_factory),
+                num_workers_per_collector=num_workers_per_collector,
+                weight_sync_schemes=weight_sync_schemes,
+                weight_updater=weight_updater,
+                **options,
+            )
+            if weight_recv_schemes:
+                self.register_scheme_receiver(weight_recv_schemes)
+        except BaseException:
+            self._give_up()
+            raise
+
+    # -- for subclasses ----------------------------------------------------------------------------
+
+    def _begin(self, create_env_fn: Any, policy: Any, **options: Any) -> None:
+        super().__init__(create_env_fn, policy, **options)
+
+    def _default_scheme(self, **options: Any) -> WeightSyncScheme:
+        """The scheme of a policy for which none was given; ``options`` are those of the collector."""
+        raise NotImplementedError
+
+    def _worker_alive(self, worker_idx: int) -> bool:
+        """False if the process of that worker has certainly ended."""
+        return True
+
+    def _give_up(self) -> None:
+        """Free all after an error in ``__init__``, however far that came."""
+        self._end_schemes()
+
+    def _send_all(self, worker_ids: Any = None) -> None:
+        """Send what the schemes read, of all models at one moment."""
+        if self._schemes:
+            send(self._schemes, Request(dict.fromkeys(self._schemes), worker_ids, several=True))
+
+    # -- for users ---------------------------------------------------------------------------------
+
+    @property
+    def policy_version(self) -> int | None:
+        """The last version that a worker applied; None without a scheme for the policy."""
+        scheme = self._schemes.get("policy")
+        return None if scheme is None else scheme.version
+
+    def register_scheme_receiver(
+        self, weight_recv_schemes: dict[str, WeightSyncScheme], *, synchronize_weights: bool = True
+    ) -> None:
+        """As in TorchRL; what is received is passed on to the workers by this collector's own schemes."""
+        require_ours(weight_recv_schemes)
+        self._receivers.update(weight_recv_schemes)
+        super().register_scheme_receiver(weight_recv_schemes, synchronize_weights=synchronize_weights)
+
+    def shutdown(self, timeout: float | None = None, **options: Any) -> None:
+        """As in TorchRL; the schemes of this collector end with it. Calling it twice is fine."""
+        try:
+            super().shutdown(timeout=timeout, **options)
+        finally:
+            self._end_schemes()
+
+    def _end_schemes(self) -> None:
+        _live.discard(self)
+        for scheme in (*self._receivers.values(), *self._schemes.values()):
+            scheme.shutdown()
+        self._weight_sync_schemes = self._schemes or None  # TorchRL forgets them, but they know what is wrong
+
+    def _update_without_scheme(self, request: Request) -> SyncReport | dict[str, SyncReport]:
+        raise LifecycleError(
+            "this collector has no weight_sync_schemes, so it cannot reach the policies of its workers"
+        )
+
+
+def inner_class(collector_class: Any, num_workers_per_collector: int) -> Any:
+    """The collector that runs in each worker: one of ours, unless the caller gave a class."""
+    if collector_class is None:
+        collector_class = "single" if num_workers_per_collector == 1 else "sync"
+    ours = {"single": Collector, "sync": MultiSyncCollector, "async": MultiAsyncCollector}
+    return ours.get(collector_class, collector_class) if isinstance(collector_class, str) else collector_class
+
+
+def inner_options(options: Any, kind: Any, policy: Any, policy_factory: Any) -> Any:
+    """Options of the workers' collectors, with a scheme for their own workers where they would have none."""
+    lacks = not isinstance(policy, nn.Module) and _any(policy_factory)
+    if not lacks or not isinstance(kind, type) or not issubclass(kind, MultiCollector):
+        return options
+    if isinstance(options, Sequence):
+        return [inner_options(one, kind, policy, policy_factory) for one in options]
+    options = copy.copy(options or {})
+    options.setdefault("weight_sync_schemes", {"policy": SharedMemWeightSyncScheme()})
+    return options
+
+
+_live: weakref.WeakSet[Remote] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """At exit ``multiprocessing`` waits for all workers, and they wait for orders: send them home first."""
+    for collector in list(_live):
+        collector.shutdown()
+
+
+def _any(policy_factory: Any) -> bool:
+    return any(policy_factory) if isinstance(policy_factory, Sequence) else policy_factory is not None
+
+
+def _alive(collector: weakref.ref[Remote]) -> Callable[[int], bool]:
+    """Whether the process of a worker may live; the collector may be gone."""
+
+    def alive(worker_idx: int) -> bool:
+        owner = collector()
+        return owner is None or owner._worker_alive(worker_idx)
+
+    return alive

@@ -1,0 +1,333 @@
+"""The collector over torch.distributed.rpc."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torchrl.collectors
+import torchrl.collectors.distributed as torchrl_distributed
+from tensordict import TensorDictBase
+from torch import distributed as dist
+from torch.distributed import rpc
+from torchrl.collectors.distributed.default_configs import DEFAULT_TENSORPIPE_OPTIONS
+from torchrl.collectors.utils import split_trajectories
+from torchrl.data.utils import CloudpickleWrapper
+from torchrl.envs import EnvBase, EnvCreator
+
+from collectors.intervals import Intervals
+from collectors.nodes import Nodes
+from collectors.rpc_node import join_world, leave, made, make_collector, name_of, run_node, was_in_a_world
+from weight_update import LifecycleError, RPCWeightSyncScheme, WeightSyncError, WeightSyncScheme, WorkerError
+
+__all__ = ["RPCCollector"]
+
+_LOOK_SECONDS = 0.5
+_END_SECONDS = 10.0
+_START_SECONDS = 120.0
+
+
+class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
+    """TorchRL's ``RPCCollector``, whose workers run our collectors.
+
+    It needs no process group: with ``launcher="mp"`` or ``"submitit"`` none is made, and yours is left alone.
+
+    Args:
+        create_env_fn: as in TorchRL: a list, one for each worker.
+        policy: as in TorchRL.
+        policy_factory: as in TorchRL.
+        collector_class: see :class:`~collectors.remote.Remote`.
+        weight_sync_schemes: by model id; None takes a :class:`~weight_update.RPCWeightSyncScheme` if the
+            policy has weights. They are shut down with the collector.
+        weight_recv_schemes: receivers of this collector, if it is a worker itself; what comes is passed on.
+        weight_updater: a legacy updater, instead of schemes.
+        total_frames: -1 for no end.
+        tcp_port: of the rendezvous; None takes the environment's ``TCP_PORT``, or with ``launcher="mp"`` a
+            free one.
+        max_weight_update_interval: see :class:`~collectors.intervals.Intervals`.
+        options: all other options of TorchRL's ``RPCCollector``.
+
+    Raises:
+        WorkerError: workers could not start. Raised while iterating, too, when a worker fails or ends.
+        LifecycleError: this process is or was in an RPC world; PyTorch can have one in its life.
+    """
+
+    _ended = True  # until something was begun
+
+    def _begin(self, create_env_fn: Any, policy: Any, **options: Any) -> None:
+        self._nodes, self._ended, self._in_group = Nodes(), False, False
+        self._pending: set[int] = set()
+        self._arrived: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self.collector_infos: list[Any] = []
+        self.collector_rrefs: list[Any] = []
+        self._made: list[Any] = []
+        if was_in_a_world():
+            raise LifecycleError(
+                "this process is or was in a world of torch.distributed.rpc, and PyTorch cannot bring it "
+                "into a new one with the workers of this collector; make one RPCCollector in each process"
+            )
+        self._given_options = options.pop("tensorpipe_options", None) or {}
+        options["total_frames"] = _endless(options.get("total_frames", -1))
+        if options.get("tcp_port") is None and options.get("launcher") == "mp":
+            options["tcp_port"] = os.environ.get("TCP_PORT") or _free_port()
+        options["weight_sync_schemes"] = {} if options["weight_updater"] is None else None
+        super()._begin(create_env_fn, policy, **options)
+        self._weight_sync_schemes = self._schemes or None
+        self._connect()
+
+    def _default_scheme(self, **options: Any) -> WeightSyncScheme:
+        """The scheme of a policy for which none was given."""
+        if options.get("launcher") == "mp":
+            return RPCWeightSyncScheme()
+        return RPCWeightSyncScheme(address=socket.gethostbyname(socket.gethostname()))
+
+    # -- start -------------------------------------------------------------------------------------
+
+    def _init(self) -> None:
+        self.tensorpipe_options = {**DEFAULT_TENSORPIPE_OPTIONS, **self._given_options}
+        super()._init()
+
+    def _init_worker_rpc(self, executor: Any, i: int) -> Any:
+        arguments = {
+            "idx": i,
+            "address": self.IPAddr,
+            "port": int(self.tcp_port),
+            "world_size": self.num_workers + 1,
+            "devices": None if self.visible_devices is None else self.visible_devices[i],
+            "options": self.tensorpipe_options,
+            "end_seconds": _END_SECONDS,
+        }
+        if self.launcher == "mp":
+            return self._nodes.start(run_node, {}, **arguments)
+        if self.launcher == "submitit":
+            return executor.submit(run_node, **arguments)
+        return super()._init_worker_rpc(executor, i)
+
+    def _init_master_rpc(self, world_size: int) -> None:
+        self._nodes.await_ready(_START_SECONDS)
+        if self.launcher == "submitit_delayed":  # TorchRL's program waits there, and makes a process group
+            self._in_group = True
+            super()._init_master_rpc(world_size)
+            return
+        options = rpc.TensorPipeRpcBackendOptions(
+            init_method=f"tcp://{self.IPAddr}:{self.tcp_port}", **self.tensorpipe_options
+        )
+        if torch.cuda.is_available() and self.visible_devices:
+            for idx, device in enumerate(self.visible_devices):
+                options.set_device_map(name_of(idx), {0: device})
+        join_world("TRAINER_NODE", 0, world_size, options)
+
+    def _start_workers(self, **given: Any) -> None:
+        self.collector_infos = [rpc.get_worker_info(name_of(idx)) for idx in range(self.num_workers)]
+        self.collector_rrefs = [self._make(idx, **given) for idx in range(self.num_workers)]
+        self._made = [
+            rpc.rpc_async(info, made, args=(rref,), timeout=_START_SECONDS)
+            for info, rref in zip(self.collector_infos, self.collector_rrefs, strict=True)
+        ]
+        self.futures = ()  # TorchRL's own account of what is on its way
+
+    def _connect(self) -> None:
+        """Workers' collectors are being made meanwhile; some wait for the first weights to go on."""
+        try:
+            for model_id, scheme in self._schemes.items():
+                if not scheme.initialized_on_sender:
+                    scheme.init_on_sender(model_id=model_id, context=self, num_workers=self.num_workers)
+                if not scheme.synchronized_on_sender:
+                    scheme.connect()
+        except WeightSyncError as error:
+            told = self._told(wait=False)
+            if not told:
+                raise
+            raise WorkerError(f"workers could not start:\n{told}") from error
+        if told := self._told(wait=True):
+            raise WorkerError(f"workers could not start:\n{told}")
+
+    def _told(self, *, wait: bool) -> str:
+        """What went wrong where collectors were made."""
+        ended = [(idx, future) for idx, future in enumerate(self._made) if wait or future.done()]
+        return "\n".join(f"worker {idx}: {why}" for idx, future in ended if (why := _error_of(future)))
+
+    def _make(
+        self,
+        idx: int,
+        *,
+        env_constructors: Any,
+        collector_class: Any,
+        num_workers_per_collector: int,
+        policy: Any,
+        policy_factory: Any,
+        frames_per_batch: int,
+        collector_kwargs: Any,
+        **unused: Any,
+    ) -> Any:
+        env, factory = env_constructors[idx], policy_factory[idx]
+        env = env if isinstance(env, (EnvBase, EnvCreator)) else CloudpickleWrapper(env)
+        single = issubclass(collector_class, torchrl.collectors.Collector)
+        options = {
+            "policy": None if factory is not None and self._schemes else policy,
+            "policy_factory": factory,
+            "frames_per_batch": frames_per_batch,
+            "total_frames": -1,
+            "split_trajs": False,
+            "worker_idx": idx,
+            **({"weight_recv_schemes": self._schemes} if self._schemes else {}),
+            **collector_kwargs[idx],
+        }
+        several = 0 if single else num_workers_per_collector
+        return rpc.remote(
+            self.collector_infos[idx],
+            make_collector,
+            args=(collector_class, env, several, options),
+            timeout=_START_SECONDS,
+        )
+
+    def _worker_alive(self, worker_idx: int) -> bool:
+        future = self._made[worker_idx] if worker_idx < len(self._made) else None
+        failed = future is not None and future.done() and _error_of(future) is not None
+        return self._nodes.alive(worker_idx) and not failed
+
+    # -- data --------------------------------------------------------------------------------------
+
+    def iterator(self) -> Iterator[TensorDictBase]:
+        """See TorchRL: batches, until there were ``total_frames`` frames."""
+        collected = 0
+        while collected < self.total_frames:
+            data = self._collect_in_step() if self._sync else self._collect_next()
+            collected += data.numel()
+            data = split_trajectories(data) if self.split_trajs else data
+            yield data if self.postproc is None else self.postproc(data)
+            if collected < self.total_frames:
+                self._update_stale()
+
+    def _collect_in_step(self) -> TensorDictBase:
+        if self.update_after_each_batch:
+            self._update_workers()
+        for idx in range(self.num_workers):
+            self._ask(idx)
+        batches = dict(self._take() for _ in range(self.num_workers))
+        return torch.cat([batches[idx] for idx in sorted(batches)])
+
+    def _collect_next(self) -> TensorDictBase:
+        for idx in range(self.num_workers):
+            self._ask(idx)
+        idx, data = self._take()
+        if self.update_after_each_batch:
+            self._update_workers([idx])
+        return data
+
+    def _ask(self, idx: int) -> None:
+        """Let a worker collect its next batch, unless it does."""
+        if idx not in self._pending:
+            self._pending.add(idx)
+            arrived = self._arrived
+            self.collector_rrefs[idx].rpc_async().next().then(lambda future: arrived.put((idx, future)))
+
+    def _take(self) -> tuple[int, TensorDictBase]:
+        """The batch that comes first, and whose it is; trajectories have numbers that no other worker uses.
+
+        Raises:
+            WorkerError: a worker failed or has ended.
+        """
+        while True:
+            with contextlib.suppress(queue.Empty):
+                idx, future = self._arrived.get(timeout=_LOOK_SECONDS)
+                break
+            self._nodes.require_alive()
+        self._pending.discard(idx)
+        if (error := _error_of(future)) is not None:
+            raise WorkerError(f"worker {idx} could not collect: {error}")
+        data: TensorDictBase = future.value()
+        key = ("collector", "traj_ids")
+        if key in data.keys(True):
+            data.set_(key, data[key] * self.num_workers + idx)
+        return idx, data
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed the environments of all workers; returns the seed for the next."""
+        for rref in self.collector_rrefs:
+            seed = rref.rpc_sync().set_seed(seed, static_seed)
+        return seed
+
+    # -- end ---------------------------------------------------------------------------------------
+
+    def shutdown(self, timeout: float | None = None, **options: Any) -> None:
+        """End workers and schemes. Calling it twice is fine.
+
+        Args:
+            timeout: seconds that workers have to finish the batch they are at; None is 10. Whoever has not
+                ended then is killed.
+            options: accepted as by the other collectors, and ignored: environments end with their workers.
+        """
+        if self._ended:
+            return
+        self._ended = self._shutdown = True
+        try:
+            if _in_world():
+                self._end_world(_END_SECONDS if timeout is None else timeout)
+        finally:
+            self._give_up()
+
+    def _end_world(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(queue.Empty):
+            while self._pending and self._all_alive():
+                idx, _ = self._arrived.get(timeout=max(deadline - time.monotonic(), 0.0))
+                self._pending.discard(idx)
+        ends = [rref.rpc_async(timeout=_END_SECONDS).shutdown() for rref in self.collector_rrefs]
+        well = not any(map(_error_of, ends)) and not self._pending
+        for info in self.collector_infos if well else ():
+            rpc.rpc_async(info, leave)
+        if well and self._all_alive():
+            rpc.shutdown(graceful=True, timeout=int(_END_SECONDS))
+            self._nodes.end(lambda: None, _END_SECONDS)
+
+    def _all_alive(self) -> bool:
+        return all(map(self._nodes.alive, range(self.num_workers)))
+
+    def _give_up(self) -> None:
+        self._ended = self._shutdown = True
+        self._nodes.kill()
+        self.collector_rrefs = []
+        if _in_world():
+            rpc.shutdown(graceful=False)
+        self._end_schemes()
+        if self._in_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def __del__(self) -> None:
+        """A collector that nobody uses any more ends."""
+        if not self._ended:
+            self.shutdown()
+
+
+def _error_of(future: Any) -> str | None:
+    """What went wrong in a call of a worker; waits for its end."""
+    try:
+        future.wait()
+    except Exception as error:  # noqa: BLE001 - of any type, that of the worker; it is told to the caller
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _in_world() -> bool:
+    try:
+        rpc.get_worker_info()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _endless(total_frames: float) -> float:
+    return float("inf") if total_frames < 0 else total_frames
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("localhost", 0))
+        return int(sock.getsockname()[1])

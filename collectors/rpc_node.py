@@ -1,0 +1,89 @@
+"""What a worker process of :class:`~collectors.RPCCollector` runs."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+from torch.distributed import rpc
+
+__all__ = ["join_world", "leave", "made", "make_collector", "name_of", "run_node", "was_in_a_world"]
+
+_log = logging.getLogger(__name__)
+_told = threading.Event()
+_rpc: Any = rpc
+
+
+def name_of(idx: int) -> str:
+    """Of a worker in the RPC world; TorchRL's names."""
+    return f"COLLECTOR_NODE_{idx + 1}"
+
+
+def was_in_a_world() -> bool:
+    """Whether this process is or was in an RPC world. Then new processes cannot meet it: PyTorch counts."""
+    return bool(_rpc._init_counter)
+
+
+def join_world(name: str, rank: int, size: int, options: Any) -> None:
+    """Be one of ``size`` workers; waits for the others."""
+    kind = _rpc.BackendType.TENSORPIPE
+    _rpc.init_rpc(name, rank=rank, world_size=size, backend=kind, rpc_backend_options=options)
+
+
+def run_node(
+    *,
+    idx: int,
+    address: str,
+    port: int,
+    world_size: int,
+    devices: Any,
+    options: dict[str, Any],
+    end_seconds: float,
+) -> None:
+    """Be in the RPC world until the trainer says :func:`leave`, or is gone.
+
+    Args:
+        idx: of this worker.
+        address: of the trainer.
+        port: of the rendezvous.
+        world_size: workers and the trainer.
+        devices: of this worker, for RPC; None or one or a list.
+        options: of ``TensorPipeRpcBackendOptions``.
+        end_seconds: how long the end may take.
+    """
+    if devices is not None and not isinstance(devices, list):
+        devices = [torch.device(devices)]
+    transport = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"tcp://{address}:{port}", devices=devices, **options
+    )
+    join_world(name_of(idx), idx + 1, world_size, transport)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_await_end, args=(parent.sentinel,), daemon=True).start()
+    _told.wait()
+    rpc.shutdown(graceful=parent is None or not wait([parent.sentinel], 0), timeout=int(end_seconds))
+
+
+def _await_end(sentinel: int) -> None:
+    wait([sentinel])
+    _told.set()
+
+
+def leave() -> None:
+    """In a worker: end its program."""
+    _told.set()
+
+
+def make_collector(cls: Callable[..., Any], env: Any, several: int, options: dict[str, Any]) -> Any:
+    """In a worker: its collector."""
+    return cls([env] * several if several else env, **options)
+
+
+def made(rref: Any) -> None:
+    """In a worker: wait until its collector is made; raises what was raised then."""
+    rref.local_value()

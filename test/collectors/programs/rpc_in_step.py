@@ -1,0 +1,53 @@
+"""RPCCollector in step: every way to update its workers, and what it refuses."""
+
+import multiprocessing
+import sys
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from collector_parts import OPTIONS, Env, make_policy, require_exact
+from torch import multiprocessing as torch_multiprocessing
+from update_calls import require_every_call, require_refusals
+
+from collectors import RPCCollector
+from weight_update import LifecycleError, RPCWeightSyncScheme
+
+
+def main():
+    warnings.simplefilter("ignore", UserWarning)  # PyTorch warns about what RPC does itself
+    multiprocessing.set_forkserver_preload(["torchrl.collectors", "torchrl.envs", "collectors"])
+    torch_multiprocessing.set_start_method("forkserver", force=True)
+    policy = make_policy(0.0)
+    options = {"frames_per_batch": 8, "launcher": "mp", "sync": True, "collector_kwargs": OPTIONS}
+    collector = RPCCollector([Env] * 2, policy, **options)
+    frames = iter(collector)
+
+    def used_now():
+        data = next(frames)
+        assert torch.equal(*data["action"].unbind(-1))
+        assert (data["policy_version"] == collector.policy_version).all()
+        return data["action"].unique().tolist()
+
+    require_exact(next(frames))
+    assert isinstance(collector._schemes["policy"], RPCWeightSyncScheme)
+    require_every_call(collector, used_now, policy)
+    require_refusals(collector, used_now)
+    collector.update_policy_weights_({0: make_policy(3.0), 1: make_policy(4.0)})
+    assert used_now() == [3.0, 4.0]
+    collector.update_policy_weights_(make_policy(5.0), worker_ids=1)
+    assert next(frames)["action"].unique().tolist() == [3.0, 5.0]
+    assert collector.set_seed(1) > 1
+    for _ in range(2):
+        collector.shutdown()
+    assert multiprocessing.active_children() == []
+    try:
+        RPCCollector([Env], policy, **options)
+    except LifecycleError as error:
+        print("a second one:", "one RPCCollector in each process" in str(error))
+
+
+if __name__ == "__main__":
+    main()

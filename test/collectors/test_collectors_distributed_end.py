@@ -1,0 +1,203 @@
+"""DistributedCollector and DistributedSyncCollector: workers that fail, and the end."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from collector_parts import Env, fill, make_policy, weights_of
+from test_collectors_distributed import make, used
+from test_collectors_end import Dies, Fails, ours
+
+from weight_update import LifecycleError, SharedMemWeightSyncScheme, SyncFailedError, WorkerError
+
+ROOT = Path(__file__).parents[2]
+
+
+def nothing_is_left():
+    return ours() == [] and not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("kind", ["async", "ahead"])
+def test_shutdown_ends_workers_threads_and_schemes(kind):
+    scheme = SharedMemWeightSyncScheme()
+    collector = make(kind, make_policy(), weight_sync_schemes={"policy": scheme})
+    next(iter(collector))
+    workers = [psutil.Process(process.pid) for process in collector.jobs]
+    start = time.monotonic()
+    collector.shutdown()
+    collector.shutdown()
+    assert time.monotonic() - start < 5
+    assert not any(worker.is_running() for worker in workers)
+    assert nothing_is_left()
+    for update in (scheme.send, collector.update_policy_weights_):
+        with pytest.raises(LifecycleError, match="was shut down"):
+            update()
+
+
+def test_a_collector_that_is_dropped_ends():
+    collector = make("async", make_policy())
+    next(iter(collector))
+    workers = [psutil.Process(process.pid) for process in collector.jobs]
+    del collector
+    assert not any(worker.is_running() for worker in workers)
+    assert nothing_is_left()
+
+
+def test_the_update_after_a_worker_was_killed_names_it():
+    collector = make("sync", make_policy())
+    frames = iter(collector)
+    next(frames)
+    collector.jobs[0].kill()
+    collector.jobs[0].join()
+    with pytest.raises(SyncFailedError) as caught:
+        collector.update_policy_weights_(weights_of(1.0))
+    assert set(caught.value.failures) == {0}
+    assert sorted(caught.value.report.apply_seconds) == [1]
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="worker 0 has ended"):
+        next(frames)
+    assert time.monotonic() - start < 5
+    collector.shutdown()
+    assert nothing_is_left()
+
+
+@pytest.mark.parametrize("kind", ["async", "sync", "ahead"])
+def test_a_worker_killed_while_frames_are_awaited_is_named(kind):
+    collector = make(kind, make_policy(), envs=[Env, Slow])
+    frames = iter(collector)
+    next(frames)
+    os.kill(collector.jobs[1].pid, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=r"worker 1 has ended \(exit code -9\)"):
+        list(zip(range(100), frames, strict=False))
+    assert time.monotonic() - start < 10
+    assert nothing_is_left()
+
+
+class Slow(Env):
+    def _step(self, tensordict):
+        time.sleep(0.02)
+        return super()._step(tensordict)
+
+
+class Breaks(Env):
+    def _step(self, tensordict):
+        if multiprocessing.parent_process() is not None and self.count == 3:
+            raise ZeroDivisionError("this environment broke")
+        return super()._step(tensordict)
+
+
+@pytest.mark.parametrize("kind", ["async", "sync", "ahead"])
+def test_what_a_worker_raises_while_it_collects_is_told(kind):
+    with pytest.raises(WorkerError, match=r"worker 1(.|\n)*this environment broke"):
+        list(zip(range(100), make(kind, make_policy(), envs=[Env, Breaks]), strict=False))
+    assert nothing_is_left()
+
+
+@pytest.mark.parametrize("kind", ["sync", "ahead"])
+def test_what_a_worker_raises_before_it_connects_is_told(kind):
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=r"worker 1: (.|\n)*this environment is broken"):
+        make(kind, make_policy(), envs=[Env, Fails])
+    assert time.monotonic() - start < 30
+    assert nothing_is_left()
+
+
+def test_a_worker_that_dies_before_it_connects_is_named():
+    with pytest.raises(SyncFailedError, match=r"worker 1: .*died") as caught:
+        make("sync", make_policy(), envs=[Env, Dies])
+    assert set(caught.value.failures) == {1}
+    assert nothing_is_left()
+
+
+class Unreadable(torch.nn.Linear):
+    """Cannot be made in a worker."""
+
+    def __setstate__(self, state):
+        raise ZeroDivisionError("this policy cannot be read")
+
+
+@pytest.mark.parametrize("kind", ["sync", "ahead"])
+def test_what_a_worker_cannot_read_is_told_before_the_group_is_formed(kind):
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=r"worker \d(.|\n)*this policy cannot be read"):
+        make(kind, Unreadable(2, 2))
+    assert time.monotonic() - start < 30
+    assert nothing_is_left()
+
+
+def test_a_worker_that_hangs_is_killed_at_the_end():
+    collector = make("async", make_policy())
+    next(iter(collector))
+    process = psutil.Process(collector.jobs[1].pid)
+    process.suspend()
+    start = time.monotonic()
+    collector.shutdown(timeout=0.5)
+    assert time.monotonic() - start < 10
+    assert not process.is_running()
+    assert nothing_is_left()
+
+
+def test_a_collector_after_a_collector():
+    for value in (1.0, 2.0):
+        collector = make("sync", make_policy(value))
+        assert used(iter(collector)) == [value] * 2
+        collector.update_policy_weights_(fill(make_policy(), 3.0))
+        collector.shutdown()
+
+
+PROGRAM = """
+    import os
+    import signal
+    import sys
+    sys.path.insert(0, {here!r})
+    from torch import multiprocessing as torch_multiprocessing
+    from collector_parts import OPTIONS, Env, make_policy, weights_of
+    from collectors import DistributedCollector, DistributedSyncCollector
+
+    if __name__ == "__main__":
+        torch_multiprocessing.set_start_method("fork", force=True)  # the quickest
+        options = dict(frames_per_batch=8, total_frames=-1, launcher="mp", collector_kwargs=OPTIONS)
+        workers = {cls}([Env] * 2, make_policy(), **options)
+        frames = iter(workers)
+        next(frames)
+        workers.update_policy_weights_(weights_of(1.0))
+        print(*[job.pid for job in workers.jobs], flush=True)
+        {end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("cls", "end", "code"),
+    [
+        ("DistributedSyncCollector", "raise KeyError('on purpose')", 1),
+        ("DistributedCollector", "os.kill(os.getpid(), signal.SIGKILL)", -9),
+    ],
+)
+def test_an_interpreter_ends_without_shutdown(cls, end, code, tmp_path):
+    """Forgotten, by an error, or killed: neither it nor its workers stay."""
+    program = tmp_path / "forgetful.py"
+    program.write_text(textwrap.dedent(PROGRAM).format(here=str(Path(__file__).parent), cls=cls, end=end))
+    done = subprocess.run(
+        [sys.executable, program],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == code, done.stderr
+    assert ("on purpose" in done.stderr) == (code == 1)
+    workers = [int(pid) for pid in done.stdout.split()]
+    assert len(workers) == 2
+    deadline = time.monotonic() + 20
+    while any(map(psutil.pid_exists, workers)):
+        assert time.monotonic() < deadline, "workers stay"
+        time.sleep(0.1)

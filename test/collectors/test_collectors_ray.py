@@ -1,0 +1,213 @@
+"""RayCollector, and TorchRL's own with our scheme."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchrl.collectors.distributed as torchrl_distributed
+from collector_parts import OPTIONS, Env, fill, make_policy, policy_of_nine
+from tensordict.nn import TensorDictModule
+from torchrl.data import Unbounded
+from torchrl.envs import TransformedEnv
+from torchrl.envs.transforms.module import RayModuleTransform
+
+from collectors import Collector, MultiSyncCollector, RayCollector
+from weight_update import (
+    LifecycleError,
+    NothingToSendError,
+    RayModuleTransformScheme,
+    RayWeightSyncScheme,
+    SchemaMismatchError,
+    SyncFailedError,
+    SyncReport,
+)
+
+ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "weight-update[ray]"')
+
+SMALL = {"num_cpus": 0.5}
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """One Ray for the module, whose workers can import what lies beside this file."""
+    here = Path(__file__).parent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{here.parent.parent}:{here}")
+        ray.init(
+            num_cpus=4,
+            include_dashboard=False,
+            object_store_memory=100 << 20,
+            log_to_driver=False,
+            logging_level="error",
+        )
+        yield
+        ray.shutdown()
+
+
+def seen(batch: Any) -> tuple[set[int], set[float]]:
+    """Versions and weights that made the frames."""
+    return set(batch["policy_version"].flatten().tolist()), set(batch["action"].flatten().tolist())
+
+
+def make(policy: Any, actors: int = 2, **options: Any) -> RayCollector:
+    frames = {"frames_per_batch": 10 * actors, "total_frames": 1000}
+    return RayCollector(
+        [Env] * actors, policy, **frames, remote_configs=SMALL, collector_kwargs=OPTIONS, sync=True, **options
+    )
+
+
+def test_every_way_to_update() -> None:
+    policy = make_policy(1.0)
+    collector = make(policy)
+    scheme = collector._weight_sync_schemes["policy"]
+    assert isinstance(scheme, RayWeightSyncScheme)
+    assert collector.policy_version is None
+    report = collector.update_policy_weights_()
+    assert isinstance(report, SyncReport)
+    assert (report.version, sorted(report.apply_seconds)) == (1, [0, 1])  # 0 came when it connected
+    assert collector.policy_version == 1
+    frames = iter(collector)
+    assert seen(next(frames)) == ({1}, {1.0})
+    calls: list[dict[str, Any]] = [
+        {},
+        {"policy_or_weights": policy},
+        {"weights": policy.state_dict()},
+        {"policy": policy},
+        {"weights_dict": {"policy": policy}},
+        {"model_id": "policy", "policy_or_weights": policy},
+        {"policy_or_weights": {0: policy, 1: policy}},
+    ]
+    for value, call in enumerate(calls, start=2):
+        fill(policy, float(value))
+        report = collector.update_policy_weights_(**call)
+        report = report["policy"] if isinstance(report, dict) else report
+        assert report.version == value
+    assert seen(next(frames)) == ({8}, {8.0})
+    collector.update_policy_weights_(fill(policy, 9.0), worker_ids=1)
+    assert seen(next(frames)) == ({8, 9}, {8.0, 9.0})
+    with pytest.raises(KeyError, match="critic"):
+        collector.update_policy_weights_(policy, model_id="critic")
+    ray.kill(collector.remote_collectors[0])
+    with pytest.raises(SyncFailedError, match=r"worker 0: Actor\(Collector, .* killed by `ray.kill`"):
+        update_until_error(collector)
+    assert scheme.worker_versions == {0: None, 1: collector.policy_version}
+    for _ in range(2):
+        collector.shutdown()
+    with pytest.raises(LifecycleError, match="shut down"):
+        collector.update_policy_weights_()
+
+
+def update_until_error(collector: RayCollector) -> None:
+    """An actor that is killed may take one more update before it ends."""
+    for _ in range(100):
+        collector.update_policy_weights_()
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_factories_and_the_object_store() -> None:
+    schemes = {"policy": RayWeightSyncScheme(data="object_store")}
+    collector = make(None, 1, policy_factory=policy_of_nine, weight_sync_schemes=schemes)
+    with pytest.warns(UserWarning, match="before weight synchronization"):  # TorchRL's
+        batch = next(iter(collector))
+    assert seen(batch) == ({0}, {9.0})
+    assert collector.update_policy_weights_(make_policy(3.0)).version == 1
+    assert seen(next(iter(collector))) == ({1}, {3.0})
+    collector.shutdown()
+
+
+def test_torchrl_with_our_scheme() -> None:
+    """TorchRL's own collector, whose actors run our Collector."""
+    policy = make_policy(1.0)
+    collector = torchrl_distributed.RayCollector(
+        [Env],
+        policy,
+        frames_per_batch=10,
+        total_frames=1000,
+        collector_class=Collector,
+        collector_kwargs={**OPTIONS, "track_policy_version": True},
+        remote_configs=SMALL,
+        weight_sync_schemes={"policy": RayWeightSyncScheme()},
+        sync=True,
+    )
+    frames = iter(collector)
+    for value in (2.0, 3.0):
+        fill(policy, value)
+        collector.update_policy_weights_()
+        assert seen(next(frames))[1] == {value}
+    collector.shutdown()
+
+
+@pytest.mark.slow
+def test_actors_with_several_processes() -> None:
+    """The update reaches the processes of each actor's own collector."""
+    policy = make_policy(1.0)
+    collector = make(policy, 1, num_workers_per_collector=2)
+    assert collector.collector_class is MultiSyncCollector
+    frames = iter(collector)
+    for value in (2.0, 3.0):
+        fill(policy, value)
+        collector.update_policy_weights_()
+        next(frames)
+        assert seen(next(frames))[1] == {value}
+    collector.shutdown()
+
+
+def test_what_goes_wrong_in_the_constructor_leaves_nothing() -> None:
+    with pytest.raises(TypeError, match="weight_update"):
+        make(make_policy(), weight_sync_schemes={"policy": object()})
+    scheme = RayWeightSyncScheme()
+    scheme.init_on_sender(model=torch.nn.Linear(1, 1), num_workers=1)
+    with pytest.raises(LifecycleError, match="initialized already"):
+        make(make_policy(), 1, weight_sync_schemes={"policy": scheme})
+    deadline = time.monotonic() + 20
+    while ray.available_resources().get("CPU") != 4 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert ray.available_resources()["CPU"] == 4  # its actors are gone
+
+
+def make_scorer() -> TensorDictModule:
+    return TensorDictModule(torch.nn.Linear(2, 1), in_keys=["observation"], out_keys=["score"])
+
+
+def make_other_scorer() -> TensorDictModule:
+    return TensorDictModule(torch.nn.Linear(2, 2), in_keys=["observation"], out_keys=["score"])
+
+
+def with_score(spec: Any) -> Any:
+    spec["score"] = Unbounded(1)
+    return spec
+
+
+def test_module_of_a_transform_through_a_collector() -> None:
+    scheme = RayModuleTransformScheme()
+    with pytest.raises(LifecycleError, match="has no transform"):
+        scheme.init_on_sender()
+    transform = RayModuleTransform(
+        module_factory=make_scorer, observation_spec_transform=with_score, weight_sync_scheme=scheme
+    )
+    assert scheme.worker_versions == {0: 0}
+    with pytest.raises(NothingToSendError):
+        scheme.send()
+    collector = Collector(
+        TransformedEnv(Env(), transform),
+        make_policy(),
+        frames_per_batch=5,
+        weight_sync_schemes={"scorer": scheme},
+        **OPTIONS,
+    )
+    for value in (1.0, 2.0):
+        report = collector.update_policy_weights_(fill(make_scorer(), value), model_id="scorer")
+        assert report.version == value
+        scores = collector.env.rollout(3)["next", "score"]  # TorchRL's collectors want them at reset, too
+        assert scores.unique().tolist() == [value]  # observations are 0: the bias
+    collector.shutdown()
+    ours = RayModuleTransformScheme(model=make_other_scorer(), connect_timeout=30.0)
+    with ours, pytest.raises(SchemaMismatchError, match="weight"):
+        RayModuleTransform(module_factory=make_scorer, weight_sync_scheme=ours)

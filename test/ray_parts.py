@@ -1,0 +1,81 @@
+"""What Ray's workers import in the Ray tests."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import ray
+import torch
+from torch import nn
+
+from weight_update import RayWeightSyncScheme, WeightSyncError
+from weight_update.testing import Body, fingerprint, mlp
+
+WAIT = 60.0
+
+
+class Player:
+    """Joins in its constructor, and so again when Ray makes it anew."""
+
+    def __init__(self, scheme: RayWeightSyncScheme, idx: int) -> None:
+        torch.set_num_threads(1)
+        self.scheme, self.model = scheme, mlp(100 + idx)
+        scheme.init_on_receiver(model=self.model, worker_idx=idx)
+        scheme.connect()
+
+    def state(self) -> tuple[int | None, dict[str, str]]:
+        with self.scheme.hold():
+            return self.scheme.version, fingerprint(self.model, self.scheme.strategy)
+
+    def busy(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class Trainer:
+    """A sender that is an actor itself."""
+
+    def __init__(self, scheme: RayWeightSyncScheme) -> None:
+        self.scheme = scheme
+        scheme.init_on_sender(model=mlp(1), num_workers=1)
+
+    def connect(self) -> None:
+        self.scheme.connect()
+
+
+class Owner:
+    """Puts an object into Ray's store that is lost when this actor dies."""
+
+    def put(self, value: Any) -> list[Any]:
+        return [ray.put(value)]
+
+
+def wide() -> nn.Module:
+    """20 MB."""
+    return nn.Linear(1000, 5000, bias=False)
+
+
+def pid_of(body: Body) -> int:
+    return os.getpid()
+
+
+def writable(body: Body) -> bool:
+    """Whether the model's memory can be written, as that of Ray's store cannot."""
+    with torch.no_grad():
+        for parameter in body.model.parameters():
+            parameter.add_(0)
+    return all(parameter.detach().numpy().flags.writeable for parameter in body.model.parameters())
+
+
+def wait_for_more(body: Body) -> Any:
+    """The error of a worker whose sender goes away."""
+    try:
+        while body.scheme.receive(30.0) is not None:
+            pass
+    except WeightSyncError as error:
+        return type(error).__name__
+    return "nothing"

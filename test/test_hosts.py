@@ -1,0 +1,388 @@
+"""Workers on other hosts: once a host, down a chain, and what happens when one of them fails."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from weight_update import (
+    BucketEncoding,
+    DistributedWeightSyncScheme,
+    PatchEncoding,
+    SyncFailedError,
+    WeightStrategy,
+)
+from weight_update.errors import FormatError
+from weight_update.testing import Apart, ApartInTwos, Body, Crew, fingerprint, mlp
+from weight_update.testing.processes import freeze
+from weight_update.testing.workers import Worker, context_of
+from weight_update.transports.c10d import Store, TCPStore
+from weight_update.transports.cargo import Notes
+from weight_update.transports.checksum import BLOCK, Checksum
+from weight_update.transports.mailbox import open_store
+from weight_update.transports.pair import Pair
+
+NUMEL = 6_000_000
+NBYTES = 4 * NUMEL
+TIMEOUT = 8.0
+
+Hire = Callable[..., Crew]
+
+
+class Large(nn.Module):
+    """Its weights do not fit the buffers of a socket."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((NUMEL,), value))
+        self.bias = nn.Parameter(torch.full((1000,), value))
+
+
+@pytest.fixture
+def hire() -> Iterator[Hire]:
+    crews: list[Crew] = []
+
+    def build(cls: type[DistributedWeightSyncScheme], count: int, encoding: Any = "dense") -> Crew:
+        scheme = cls(timeout=TIMEOUT, strategy=WeightStrategy(encoding=encoding))
+        scheme.init_on_sender(model=Large(0.0), num_workers=count, ctx=context_of("fork"))
+        crews.append(Crew(scheme))
+        for index in range(count):
+            crews[-1].hire(index, Large(-1.0))
+        connecting = threading.Thread(target=scheme.connect)
+        connecting.start()
+        for worker in crews[-1].workers:
+            worker.call("connect")  # in this order: the first of a host becomes its carrier
+        connecting.join()
+        return crews[-1]
+
+    yield build
+    for crew in crews:
+        for worker in crew.workers:
+            send_signal(worker, signal.SIGCONT)
+        crew.__exit__()
+
+
+def send_signal(worker: Worker, number: int) -> None:
+    if number == signal.SIGSTOP:
+        freeze(worker.runner.pid)
+    elif worker.runner.is_alive():
+        os.kill(worker.runner.pid, number)
+
+
+def value_of(worker: Worker) -> float:
+    return worker.call("run", read_value)
+
+
+def read_value(body: Body) -> float:
+    with body.scheme.hold(), torch.no_grad():
+        low, high = body.model.weight.aminmax()
+        assert low == high == body.model.bias[0], (low, high)
+        return float(low)
+
+
+def has(worker: Worker, value: float, within: float = 20.0) -> bool:
+    deadline = time.monotonic() + within
+    while value_of(worker) != value:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_once_a_host_and_once_from_the_sender(hire: Hire) -> None:
+    crew = hire(ApartInTwos, 4)
+    scheme = crew.scheme
+    assert scheme.network_bytes <= 2 * (NBYTES + 4096)  # each host by itself, as it joined
+    for value in (1.0, 2.0, 3.0):
+        before = scheme.network_bytes
+        report = scheme.send(Large(value))
+        assert [value_of(worker) for worker in crew.workers] == [value] * 4
+        assert scheme.network_bytes - before == report.wire_bytes
+
+
+def test_siblings_map_the_same_memory(hire: Hire) -> None:
+    crew = hire(ApartInTwos, 2)
+    crew.scheme.send(Large(1.0))
+    ours = [set(worker.call("run", mapped_slots)) for worker in crew.workers]
+    assert ours[0] & ours[1]
+
+
+def mapped_slots(body: Body) -> list[str]:
+    with open("/proc/self/maps", encoding="ascii") as file:
+        return [line.split()[4] for line in file if "weight_update-" in line]
+
+
+@pytest.mark.parametrize("encoding", ["patch", "bucket", "kept bucket"])
+def test_patches_and_buckets_travel_once_too(hire: Hire, encoding: str) -> None:
+    made = {
+        "patch": PatchEncoding(),
+        "bucket": BucketEncoding(bucket_size=8 << 20),
+        "kept bucket": BucketEncoding(bucket_size=8 << 20, load_instant=False),
+    }[encoding]
+    crew = hire(ApartInTwos, 4, made)
+    source = Large(0.0)
+    for step in range(4):
+        with torch.no_grad():
+            source.weight[step::50] += 1
+        before = crew.scheme.network_bytes
+        report = crew.scheme.send(source)
+        assert crew.ask("fingerprint") == [fingerprint(source)] * 4
+        assert crew.scheme.network_bytes - before == report.wire_bytes
+    assert report.encoding == made.label
+
+
+def test_only_hosts_that_are_to_get_it(hire: Hire) -> None:
+    crew = hire(Apart, 3)
+    before = crew.scheme.network_bytes
+    report = crew.scheme.send(Large(1.0), worker_ids=[0, 2])
+    assert crew.scheme.network_bytes - before == report.wire_bytes
+    assert [value_of(worker) for worker in crew.workers] == [1.0, 0.0, 1.0]
+    crew.scheme.send(Large(2.0))
+    assert [value_of(worker) for worker in crew.workers] == [2.0] * 3
+
+
+class ApartInThrees(Apart):
+    per_host = 3
+
+
+def test_a_worker_that_joins_maps_what_its_host_holds(hire: Hire) -> None:
+    crew = hire(ApartInThrees, 2)
+    crew.scheme.send(Large(1.0))
+    before = crew.scheme.network_bytes
+    crew.hire(2, Large(-1.0)).call("connect")
+    assert value_of(crew.workers[2]) == 1.0
+    assert crew.scheme.network_bytes == before
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["carrier", "sibling"])
+def test_killed_before_an_update(hire: Hire, victim: int) -> None:
+    crew = hire(ApartInTwos, 2)
+    send_signal(crew.workers[victim], signal.SIGKILL)
+    with pytest.raises(SyncFailedError) as caught:
+        crew.scheme.send(Large(1.0))
+    assert set(caught.value.failures) == {victim}
+    assert value_of(crew.workers[1 - victim]) == 1.0
+
+
+def test_carrier_killed_in_the_middle(hire: Hire) -> None:
+    crew = hire(ApartInTwos, 2)
+    send_signal(crew.workers[0], signal.SIGSTOP)  # so that it is the middle
+    kill_later(crew.workers[0])
+    with pytest.raises(SyncFailedError) as caught:
+        crew.scheme.send(Large(1.0))
+    assert set(caught.value.failures) == {0}
+    assert value_of(crew.workers[1]) == 1.0
+
+
+def kill_later(worker: Worker) -> None:
+    """In half a second, while the caller is busy."""
+    pid = worker.runner.pid
+    if os.fork() == 0:
+        time.sleep(0.5)
+        os.kill(pid, signal.SIGKILL)
+        os._exit(0)
+
+
+def test_stopped_carrier_is_given_up_for_a_sibling(hire: Hire) -> None:
+    crew = hire(ApartInTwos, 2)
+    send_signal(crew.workers[0], signal.SIGSTOP)
+    start = time.monotonic()
+    with pytest.raises(SyncFailedError) as caught:
+        crew.scheme.send(Large(1.0))
+    assert time.monotonic() - start < TIMEOUT
+    assert set(caught.value.failures) == {0}
+    assert value_of(crew.workers[1]) == 1.0
+    send_signal(crew.workers[0], signal.SIGCONT)
+    assert has(crew.workers[0], 1.0)
+    crew.scheme.send(Large(2.0))
+    assert [value_of(worker) for worker in crew.workers] == [2.0] * 2
+
+
+@pytest.mark.parametrize("end", ["killed", "stopped"])
+def test_middle_of_a_chain(hire: Hire, end: str) -> None:
+    crew = hire(Apart, 3)
+    crew.scheme.send(Large(1.0))
+    send_signal(crew.workers[1], signal.SIGSTOP)
+    if end == "killed":
+        kill_later(crew.workers[1])
+    with pytest.raises(SyncFailedError) as caught:
+        crew.scheme.send(Large(2.0))
+    assert set(caught.value.failures) == {1}
+    assert [value_of(crew.workers[index]) for index in (0, 2)] == [2.0] * 2
+    if end == "killed":
+        crew.workers[1].runner.join()
+        crew.workers[1] = Worker(crew.scheme, 1, "fork")
+        crew.workers[1].call("init", Large(-1.0))
+        crew.workers[1].call("connect")
+    send_signal(crew.workers[1], signal.SIGCONT)
+    assert has(crew.workers[1], 2.0)
+    before = crew.scheme.network_bytes
+    report = crew.scheme.send(Large(3.0))
+    assert [value_of(worker) for worker in crew.workers] == [3.0] * 3
+    assert crew.scheme.network_bytes - before == report.wire_bytes  # the chain is whole again
+
+
+def test_a_sibling_that_holds_delays_nobody(hire: Hire) -> None:
+    crew = hire(ApartInTwos, 4)
+    for holding in (0, 1):  # the carrier, too
+        crew.workers[holding].call("hold")
+        others = [index for index in range(4) if index != holding]
+        for value in (1.0, 2.0, 3.0):
+            start = time.monotonic()
+            crew.scheme.send(Large(value), worker_ids=others)
+            assert time.monotonic() - start < TIMEOUT / 2
+        crew.workers[holding].call("release")
+
+
+def test_one_that_left_keeps_its_weights_whole(hire: Hire) -> None:
+    """Its model still points at memory that its siblings get new versions in."""
+    crew = hire(ApartInTwos, 2)
+    crew.scheme.send(Large(1.0))
+    crew.workers[1].call("shutdown")
+    for value in (2.0, 3.0, 4.0, 5.0, 6.0):
+        crew.scheme.send(Large(value), worker_ids=0)
+    assert crew.workers[1].call("run", read_freely) == (1.0, 1.0)
+
+
+def read_freely(body: Body) -> tuple[float, float]:
+    low, high = body.model.weight.detach().aminmax()
+    return float(low), float(high)
+
+
+def test_mirrors_do_not_pile_up(hire: Hire) -> None:
+    crew = hire(ApartInTwos, 2, PatchEncoding())
+    source = Large(0.0)
+    for step in range(25):
+        with torch.no_grad():
+            source.weight[: 100_000 * (step + 1)] += 1  # another size of patch each time
+        crew.scheme.send(source)
+    counts = crew.ask("run", open_slots)
+    assert max(counts) <= 16
+
+
+def open_slots(body: Body) -> int:
+    links = (os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if int(fd) > 2)
+    return sum("weight_update-" in link for link in _existing(links))
+
+
+def _existing(links: Iterator[str]) -> Iterator[str]:
+    while True:
+        try:
+            yield next(links)
+        except StopIteration:
+            return
+        except FileNotFoundError:  # the one that lists
+            continue
+
+
+def test_death_of_a_worker_with_a_tiny_model_is_noticed() -> None:
+    scheme = Apart(timeout=TIMEOUT)
+    scheme.init_on_sender(model=mlp(1), num_workers=1, ctx=context_of("fork"))
+    with Crew(scheme) as crew:
+        crew.hire(0, mlp(2))
+        crew.connect()
+        crew.workers[0].runner.kill()
+        deadline = time.monotonic() + 5.0
+        while scheme.worker_versions[0] is not None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("end", ["sender", "worker"])
+def test_a_forked_child_leaves_the_chain_alone(hire: Hire, end: str) -> None:
+    crew = hire(Apart, 2)
+    crew.scheme.send(Large(1.0))
+    statuses = [fork_and_end(None)] if end == "sender" else crew.ask("run", fork_and_end)
+    assert set(statuses) == {0}
+    for value in (2.0, 3.0, 4.0):
+        crew.scheme.send(Large(value))
+        assert [value_of(worker) for worker in crew.workers] == [value] * 2
+
+
+def fork_and_end(body: Body | None) -> int:
+    del body
+    child = os.fork()
+    if child == 0:
+        gc.collect()
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
+def test_nccl_without_cuda_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="use backend='gloo'"):
+        DistributedWeightSyncScheme(backend="nccl")
+
+
+def test_unknown_backend() -> None:
+    with pytest.raises(ValueError, match="known: 'gloo', 'nccl'"):
+        DistributedWeightSyncScheme(backend="mpi")
+
+
+# -- parts ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 2047, 2048, 2049, BLOCK, BLOCK + 13])
+def test_checksum_finds_any_single_bit(size: int) -> None:
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    expected = checksum(data)
+    places = range(size) if size < 64 else [*torch.randint(0, size, (8,)).tolist(), 0, size - 1]
+    for place in places:
+        for bit in range(8):
+            data[place] ^= 1 << bit
+            assert checksum(data) != expected
+            data[place] ^= 1 << bit
+    assert checksum(data) == expected
+
+
+def test_checksum_finds_blocks_that_changed_places() -> None:
+    blocks = torch.randint(0, 256, (2, BLOCK), dtype=torch.uint8)
+    assert checksum(blocks.flatten()) != checksum(blocks.flip(0).flatten())
+
+
+def checksum(data: torch.Tensor) -> str:
+    total = Checksum()
+    for start in range(0, data.numel(), BLOCK):
+        total.add(data[start : start + BLOCK])
+    return total.hex()
+
+
+@pytest.fixture
+def pairs() -> Iterator[tuple[Pair, Pair]]:
+    server = open_store("127.0.0.1")
+    client = Store(TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False))
+    made: dict[int, Pair] = {}
+
+    def make(store: Store, rank: int) -> None:
+        made[rank] = Pair(store, "pair", rank, "127.0.0.1")
+        made[rank].on_loss(lambda: None)
+
+    other = threading.Thread(target=make, args=(client, 1))
+    other.start()
+    make(server, 0)
+    other.join()
+    yield made[0], made[1]
+    for pair in made.values():
+        pair.close()
+    client.close()
+    server.close()
+
+
+def test_notes_are_signed(pairs: tuple[Pair, Pair]) -> None:
+    here, there = Notes(pairs[0], "name", "token", 0), Notes(pairs[1], "name", "token", 1)
+    here.say({"do": "this"}, 5.0)
+    assert there.hear(5.0) == {"do": "this"}
+    there.say({}, 5.0)
+    assert here.hear(5.0) == {}
+    Notes(pairs[0], "name", "another token", 0).say({"do": "harm"}, 5.0)
+    with pytest.raises(FormatError, match="not signed"):
+        there.hear(5.0)

@@ -1,0 +1,87 @@
+"""Patches put together by torch operators have the bytes of those that numpy puts together."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from patch_cases import ALL_OPTIONS, Case, any_options, bf16_case, cases, lend, make_case, options
+
+from weight_update.chunks import WeightSchema
+from weight_update.encodings.changes import BITS, Changes, Sparse
+from weight_update.encodings.patch_format import PatchOptions, encode_patch
+from weight_update.encodings.patch_torch import encode_patch_on_device
+
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+UNCOMPRESSED = [chosen for chosen in ALL_OPTIONS if chosen.compression.label == "none"]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=on_gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+def of_kind(case: Case, values: str) -> Changes:
+    """The changes with the values that a scan finds for this option."""
+    if values == "raw":
+        return case.changes
+    sparse = []
+    for part in case.changes.sparse:
+        steps = part.values - case.old.view(BITS[part.width])[part.positions]
+        sparse.append(Sparse.of(part.width, part.positions, steps, relative=True))
+    return dataclasses.replace(case.changes, sparse=tuple(sparse))
+
+
+def check(case: Case, chosen: PatchOptions, device: torch.device) -> None:
+    changes = of_kind(case, chosen.values).to(device)
+    payload = encode_patch_on_device(changes, case.schema, 6, 7, chosen, lend)
+    assert torch.equal(payload, case.encode(chosen))
+
+
+@given(cases(), any_options)
+@settings(max_examples=200, deadline=None)
+def test_any_model(case: Case, chosen: PatchOptions) -> None:
+    check(case, chosen, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("chosen", UNCOMPRESSED)
+@pytest.mark.parametrize(("density", "step"), [(0.0001, 1), (0.01, 4), (0.3, 300), (0.01, None)])
+def test_a_model_in_bfloat16(
+    density: float, step: int | None, chosen: PatchOptions, device: torch.device
+) -> None:
+    check(bf16_case(1 << 18, density, step), chosen, device)
+
+
+@pytest.mark.parametrize("chosen", UNCOMPRESSED)
+def test_every_width_and_runs(chosen: PatchOptions, device: torch.device) -> None:
+    kinds = (torch.uint8, torch.float16, torch.float32, torch.complex128)
+    schema = WeightSchema.of({str(kind): torch.empty(70, 300, dtype=kind) for kind in kinds})
+    for seed in range(8):
+        check(make_case(schema, np.random.default_rng(seed), 0.02, 3), chosen, device)
+
+
+@pytest.mark.parametrize("gap", [254, 255, 510, 65_534, 65_535, 131_070, (1 << 32) - 2, (1 << 32) - 1])
+@pytest.mark.parametrize("count", [1, 2, 300])
+def test_gaps_around_the_escapes(gap: int, count: int, device: torch.device) -> None:
+    schema = WeightSchema.of({"a": torch.empty((gap + 1) * 301, dtype=torch.bool, device="meta")})
+    positions = torch.cat([torch.arange(300), 300 + torch.arange(count) * (gap + 1)])
+    changes = Changes((Sparse.of(1, positions, torch.ones(300 + count, dtype=torch.uint8)),))
+    expected = encode_patch(changes, torch.empty(0), schema, 0, 1, options(), lend)
+    payload = encode_patch_on_device(changes.to(device), schema, 0, 1, options(), lend)
+    assert torch.equal(payload, expected)
+
+
+@pytest.mark.parametrize("names", [("a",), ("a", "b"), ("b",)])
+def test_coordinates_need_a_tensor_of_the_width(names: tuple[str, ...], device: torch.device) -> None:
+    kinds = {"a": torch.empty(40), "b": torch.empty(40, dtype=torch.int16)}
+    schema = WeightSchema.of({name: kinds[name] for name in names})
+    outside = torch.tensor([schema.nbytes // 2 - 1])
+    changes = Changes((Sparse.of(2, outside, torch.ones(1, dtype=torch.int16)),))
+    with pytest.raises(ValueError, match="outside the tensors of its width"):
+        encode_patch_on_device(changes.to(device), schema, 0, 1, options("coo"), lend)

@@ -1,0 +1,406 @@
+"""Ray: actors as workers, over both ways of data."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weight_update import (
+    LinkClosedError,
+    NotEnoughMemoryError,
+    PatchEncoding,
+    RayWeightSyncScheme,
+    SyncFailedError,
+    SyncTimeoutError,
+    TransportError,
+    WeightChunk,
+    WeightStrategy,
+    WeightSyncScheme,
+)
+from weight_update.chunks import Kind
+from weight_update.testing import (
+    NewcomerContract,
+    SchemeContract,
+    TransportContract,
+    fingerprint,
+    mlp,
+    scramble,
+)
+from weight_update.testing.lifecycle import LifecycleTests
+from weight_update.testing.processes import freeze
+from weight_update.testing.ray_workers import RayWorker
+from weight_update.testing.transports import Ends
+from weight_update.transports.ray import RayTransport
+from weight_update.transports.ray_board import close_board, find_board, open_board
+from weight_update.transports.ray_door import RayListener
+from weight_update.transports.ray_shelf import Shelf
+
+ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "weight-update[ray]"')
+from ray_parts import (  # noqa: E402
+    WAIT,
+    Owner,
+    Player,
+    Trainer,
+    pid_of,
+    wait_for_more,
+    wide,
+    writable,
+)
+
+BOTH = pytest.mark.parametrize("data", ["torch", "object_store"])
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """One Ray for the module, whose workers can import what lies beside this file."""
+    here = Path(__file__).parent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{here.parent}:{here}")
+        ray.init(
+            num_cpus=4,
+            include_dashboard=False,
+            object_store_memory=300 << 20,
+            log_to_driver=False,
+            logging_level="error",
+        )
+        yield
+        ray.shutdown()
+
+
+@pytest.fixture(scope="class")
+def board(request: pytest.FixtureRequest) -> Iterator[None]:
+    request.cls.board = open_board("test of transports", None)
+    yield
+    close_board(request.cls.board)
+
+
+@pytest.mark.usefixtures("board")
+class TestRayTransport(TransportContract):
+    board: Any
+
+    def make_ends(self) -> Ends:
+        sender = RayTransport()
+        self.listener = RayListener(self.board, "token", {0: sender}, lambda worker: sender)
+        self.listener.start()
+        receiver = RayTransport(lambda: find_board("test of transports", None, 10.0))
+        hello = {"token": "token", "worker": 0, "pid": os.getpid(), "version": None, "schema": None}
+        receiver.restart()
+        receiver.send_chunk(WeightChunk(Kind.HELLO, hello))
+        assert sender.recv_chunk(10.0).kind is Kind.HELLO
+        return sender, receiver
+
+    def teardown_method(self) -> None:
+        self.listener.close()
+
+
+class TestObjectStoreEnds(LifecycleTests):
+    method = "ray"
+
+    def make_scheme(self, **options: Any) -> WeightSyncScheme:
+        return RayWeightSyncScheme(data="object_store", **options)
+
+
+@pytest.mark.slow
+class TestTorch(SchemeContract, NewcomerContract):
+    method = "ray"
+
+    def make_scheme(self, **options: Any) -> WeightSyncScheme:
+        return RayWeightSyncScheme(**options)
+
+
+@pytest.mark.slow
+class TestObjectStore(SchemeContract, NewcomerContract):
+    method = "ray"
+
+    def make_scheme(self, **options: Any) -> WeightSyncScheme:
+        return RayWeightSyncScheme(data="object_store", **options)
+
+
+class Troupe:
+    """Senders and actors of one test."""
+
+    def __init__(self) -> None:
+        self._schemes: list[RayWeightSyncScheme] = []
+        self._workers: list[RayWorker] = []
+        self._players: list[Any] = []
+
+    def scheme(self, **options: Any) -> RayWeightSyncScheme:
+        self._schemes.append(RayWeightSyncScheme(**{"timeout": 20.0, "connect_timeout": WAIT, **options}))
+        return self._schemes[-1]
+
+    def hire(self, scheme: RayWeightSyncScheme, idx: int, model: Any = None) -> RayWorker:
+        """An actor that was initialized."""
+        self._workers.append(RayWorker(scheme, idx))
+        self._workers[-1].call("init", mlp(100 + idx) if model is None else model)
+        return self._workers[-1]
+
+    def launch(
+        self, source: Any, *models: Any, **options: Any
+    ) -> tuple[RayWeightSyncScheme, list[RayWorker]]:
+        """A sender and its actors, connected; the actors were there before ``init_on_sender``."""
+        scheme = self.scheme(**options)
+        workers = [self.hire(scheme, idx, model) for idx, model in enumerate(models or (None, None))]
+        for worker in workers:
+            worker.post("connect")
+        scheme.init_on_sender(model=source, remote_collectors=[worker.actor for worker in workers])
+        scheme.connect()
+        for worker in workers:
+            worker.answer()
+        return scheme, workers
+
+    def player(self, scheme: RayWeightSyncScheme, idx: int, restarts: int = 0) -> Any:
+        """An actor that joins in its constructor."""
+        actor = ray.remote(Player).options(num_cpus=0, max_restarts=restarts)
+        self._players.append(actor.remote(scheme, idx))
+        return self._players[-1]
+
+    def close(self) -> None:
+        for player in self._players:
+            ray.kill(player)
+        for worker in self._workers:
+            worker.stop()
+        for scheme in self._schemes:
+            scheme.shutdown()
+
+
+@pytest.fixture
+def troupe() -> Iterator[Troupe]:
+    troupe = Troupe()
+    yield troupe
+    troupe.close()
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + WAIT
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def send_until_error(scheme: RayWeightSyncScheme) -> None:
+    """An actor that is killed may take one more update before it ends."""
+    for _ in range(100):
+        scheme.send()
+        time.sleep(0.01)
+
+
+def gone(name: str) -> bool:
+    try:
+        ray.get_actor(name)
+    except ValueError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("data", [pytest.param("torch", marks=pytest.mark.slow), "object_store"])
+def test_busy_killed_restarted_and_dead_actors(data: str, troupe: Troupe) -> None:
+    source = mlp(1)
+    scheme = troupe.scheme(data=data)
+    players = [troupe.player(scheme, idx, restarts=1) for idx in range(2)]
+    scheme.init_on_sender(model=source, remote_collectors=players)
+    scheme.connect()
+
+    def all_have_it(chosen: list[Any]) -> bool:
+        states = ray.get([player.state.remote() for player in chosen], timeout=WAIT)
+        return states == [(scheme.version, fingerprint(source))] * len(chosen)
+
+    assert all_have_it(players)
+    call = players[0].busy.remote(3.0)
+    scramble(source, 2)
+    assert scheme.send().version == 1
+    assert ray.wait([call], timeout=0)[0] == []
+    os.kill(ray.get(players[1].pid.remote()), signal.SIGKILL)
+    scramble(source, 3)
+    with pytest.raises(SyncFailedError, match=r"worker 1: Actor\(Player, ") as caught:
+        send_until_error(scheme)
+    assert {idx: type(error) for idx, error in caught.value.failures.items()} == {1: LinkClosedError}
+    assert all_have_it(players[:1])
+    assert eventually(lambda: scheme.worker_versions[1] is not None)  # Ray made it anew
+    assert all_have_it(players)
+    ray.kill(players[1])
+    with pytest.raises(SyncFailedError, match=r"worker 1: Actor\(Player.* killed by `ray.kill`"):
+        send_until_error(scheme)
+    assert all_have_it(players[:1])
+    assert scheme.worker_versions == {0: scheme.version, 1: None}
+    successor = troupe.hire(scheme, 1)
+    scheme.actors[1] = successor.actor
+    successor.call("connect")
+    scheme.send()
+    assert all_have_it(players[:1])
+    assert successor.call("fingerprint") == fingerprint(source)
+    successor.runner.kill()
+    with pytest.raises(SyncFailedError, match=r"worker 1: Actor\(_Stage.* killed by `ray.kill`"):
+        send_until_error(scheme)
+
+
+def test_connect_does_not_wait_for_the_dead(troupe: Troupe) -> None:
+    scheme = troupe.scheme(data="object_store")
+    workers = [troupe.hire(scheme, idx) for idx in range(2)]
+    workers[0].post("connect")
+    workers[1].runner.kill()
+    scheme.init_on_sender(model=mlp(1), remote_collectors=[worker.actor for worker in workers])
+    start = time.monotonic()
+    with pytest.raises(SyncFailedError, match=r"worker 1: Actor\(_Stage.* killed by `ray.kill`"):
+        scheme.connect()
+    assert time.monotonic() - start < WAIT / 2
+    workers[0].answer()
+    assert workers[0].call("fingerprint") == fingerprint(mlp(1))
+    scheme.send(worker_ids=0)
+
+
+@BOTH
+def test_a_stopped_actor_is_late_and_catches_up(data: str, troupe: Troupe) -> None:
+    scheme, workers = troupe.launch(mlp(1), data=data, timeout=1.0)
+    pid = workers[0].call("run", pid_of)
+    freeze(pid)
+    try:
+        with pytest.raises(SyncFailedError, match="worker 0: did not apply it within 1 s"):
+            scheme.send(mlp(2))
+        assert workers[1].call("fingerprint") == fingerprint(mlp(2))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert eventually(lambda: scheme.worker_versions[0] == 1)
+    assert workers[0].call("fingerprint") == fingerprint(mlp(2))
+
+
+@BOTH
+def test_strangers_and_the_end(data: str, troupe: Troupe) -> None:
+    scheme, (worker,) = troupe.launch(mlp(1), mlp(2), data=data)
+    other = troupe.scheme(data=data)
+    other.name, other.port = scheme.name, scheme.port  # but not its token
+    with pytest.raises(TransportError, match="token"):
+        troupe.hire(other, 0).call("connect", timeout=20.0)
+    start = time.monotonic()
+    with pytest.raises(SyncTimeoutError, match="no sender"):
+        troupe.hire(troupe.scheme(data=data, connect_timeout=0.5), 0).call("connect")
+    assert time.monotonic() - start < 10
+    scheme.send(mlp(2))
+    assert worker.call("fingerprint") == fingerprint(mlp(2))
+    worker.post("run", wait_for_more)
+    scheme.shutdown()
+    scheme.shutdown()
+    assert worker.answer() == "LinkClosedError"
+    assert eventually(lambda: gone(scheme.name))
+    assert worker.call("fingerprint") == fingerprint(mlp(2))
+
+
+ENCODINGS = {
+    "bucket": "bucket",
+    "patch": PatchEncoding(),
+    "patch, zstd": PatchEncoding(compression="zstd", init_sync_bucket_size=8 << 20),
+}
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@BOTH
+def test_same_bits_for_every_encoding(data: str, encoding: str, troupe: Troupe) -> None:
+    source = wide()
+    strategy = WeightStrategy("state_dict", encoding=ENCODINGS[encoding])
+    scheme, (worker,) = troupe.launch(source, wide(), data=data, strategy=strategy)
+    for step, columns in enumerate((7, 7, 1000, 7), start=1):
+        with torch.no_grad():
+            source.weight[:, :columns].add_(step)
+        report = scheme.send()
+        assert (report.encoding == encoding.partition(",")[0]) is (encoding == "bucket" or columns == 7)
+        assert worker.call("fingerprint") == fingerprint(source, strategy)
+        assert worker.call("version") == step
+    assert worker.call("run", writable)
+
+
+def test_the_object_store_is_freed(troupe: Troupe) -> None:
+    """50 updates of 20 MB to two workers through a store of 300 MB: one object for each update."""
+    source = wide()
+    scheme, workers = troupe.launch(source, wide(), wide(), data="object_store")
+    most = 0
+    for step in range(50):
+        with torch.no_grad():
+            source.weight.fill_(step)
+        scheme.send()
+        most = max(most, store_bytes())
+    for worker in workers:
+        assert worker.call("run", writable)
+        assert worker.call("fingerprint") == fingerprint(source)
+    assert most < 90e6
+    scheme.shutdown()
+    assert eventually(lambda: store_bytes() < 10e6)
+
+
+def store_bytes() -> float:
+    """As Ray tells it, which it does some 0.1 s late."""
+    total, free = ray.cluster_resources(), ray.available_resources()
+    return total["object_store_memory"] - free["object_store_memory"]
+
+
+def test_a_payload_that_the_store_lost_comes_again(troupe: Troupe) -> None:
+    source = wide()
+    scheme, (worker,) = troupe.launch(source, wide(), data="object_store")
+    put, lost = scheme._shelf.put, []
+
+    def lose(chunk: Any) -> Any:
+        ref = put(chunk)
+        if not lost:
+            owner = ray.remote(Owner).options(num_cpus=0).remote()
+            lost.extend(ray.get(owner.put.remote(ref)))
+            ray.kill(owner)
+            return lost[0]
+        return ref
+
+    scheme._shelf.put = lose
+    source.weight.data.fill_(1)
+    handle = scheme.send_async()
+    assert lost
+    assert eventually(lambda: scheme.worker_versions[0] == 1)
+    assert worker.call("fingerprint") == fingerprint(source)
+    assert handle.done()
+
+
+def test_a_full_store_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(value: Any) -> Any:
+        raise ray.exceptions.ObjectStoreFullError("no space")
+
+    monkeypatch.setattr(ray, "put", full)  # Ray spills to disk first, and nobody wants to fill that
+    welcome = {"schema": {}, "strategy": "", "keep": False, "version": None, "digests": None}
+    with pytest.raises(NotEnoughMemoryError, match="object_store_memory"):
+        Shelf().put(WeightChunk(Kind.WELCOME, welcome, torch.zeros(1 << 20, dtype=torch.uint8)))
+
+
+def test_workers_learn_that_their_trainer_died(troupe: Troupe) -> None:
+    """The trainer is an actor, too."""
+    scheme = troupe.scheme(data="object_store")
+    trainer = ray.remote(Trainer).options(num_cpus=0).remote(scheme)
+    worker = troupe.hire(scheme, 0)
+    worker.post("connect")
+    ray.get(trainer.connect.remote(), timeout=WAIT)
+    worker.answer()
+    worker.post("run", wait_for_more)
+    ray.kill(trainer)
+    assert worker.answer() == "LinkClosedError"
+    assert eventually(lambda: gone(scheme.name))
+
+
+def test_arguments() -> None:
+    with pytest.raises(ValueError, match="'object_store'"):
+        RayWeightSyncScheme(data="pigeon")
+    with RayWeightSyncScheme() as scheme, pytest.raises(ValueError, match="remote_collectors"):
+        scheme.init_on_sender(model=mlp(1), num_workers=2, remote_collectors=["an actor"])
+
+
+def test_no_thread_waits_in_ray_at_the_end(troupe: Troupe) -> None:
+    before = set(threading.enumerate())
+
+    def ours() -> list[str]:
+        return [one.name for one in set(threading.enumerate()) - before if one.name.startswith("weight_up")]
+
+    scheme, _ = troupe.launch(mlp(1), mlp(2), data="object_store")
+    assert ours()
+    scheme.shutdown()
+    assert eventually(lambda: not ours())

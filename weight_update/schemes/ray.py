@@ -1,0 +1,202 @@
+"""Ray: workers that are actors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from weight_update.errors import LifecycleError, SyncFailedError, SyncTimeoutError
+from weight_update.schemes.base import Door, End
+from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
+from weight_update.sender import Sender
+from weight_update.strategy import WeightStrategy
+from weight_update.transports.base import TransportBackend
+from weight_update.transports.distributed import DistributedTransport
+from weight_update.transports.ray import RayTransport
+from weight_update.transports.ray_actors import ActorLink, ActorWatch
+from weight_update.transports.ray_board import ask, close_board, find_board, open_board, require_ray
+from weight_update.transports.ray_door import RayListener
+from weight_update.transports.ray_shelf import Shelf
+
+__all__ = ["RayWeightSyncScheme"]
+
+
+class RayWeightSyncScheme(RemoteWeightSyncScheme):
+    """Workers are Ray actors, on any node. Ray must run in each process (``ray.init()``, or inside an actor).
+
+    Both sides meet at a small named actor that the sender starts; it costs no CPU slot, and ends with
+    :meth:`shutdown` or the sender's process. The scheme may be passed to actors before or after
+    ``init_on_sender``, as an argument of their constructor for example. No method of an actor is called for
+    an update: an actor that is busy takes it between its forward passes.
+
+    Args:
+        strategy: see :class:`WeightSyncScheme`.
+        backend: see :class:`RemoteWeightSyncScheme`.
+        sync: see :class:`WeightSyncScheme`.
+        data: ``"torch"``: weights travel as in :class:`DistributedWeightSyncScheme`, so workers on
+            other nodes must reach ``address``; ``ray.util.get_node_ip_address()`` is one they do.
+            ``"object_store"``: everything travels through Ray, for clusters whose actors cannot open ports to
+            each other. That costs one copy into the store an update, one transfer a node, and one copy out of
+            the store for each worker.
+        name: of the actor where both sides meet; schemes made in different jobs must be given the same, and
+            the same ``namespace`` and ``token``.
+        namespace: of that actor in Ray; None is that of the job.
+        options: the other options of :class:`RemoteWeightSyncScheme`.
+
+    Attributes:
+        actors: handles of the actors by worker index, as far as they are known: errors then say which
+            actor died of what. Put the handle of an actor here that takes the place of another.
+
+    Raises:
+        ValueError: an unknown backend or way of data.
+    """
+
+    def __init__(
+        self,
+        strategy: str | WeightStrategy = "tensordict",
+        backend: str = "gloo",
+        sync: bool = True,
+        *,
+        data: str = "torch",
+        name: str | None = None,
+        namespace: str | None = None,
+        **options: Any,
+    ) -> None:
+        if data not in ("torch", "object_store"):
+            raise ValueError(f"unknown data={data!r} (known: 'torch', 'object_store')")
+        super().__init__(strategy, backend, sync, **options)
+        self.data, self.namespace = data, namespace
+        self.name = name or f"weight_update-{self._token[:12]}"
+
+    def _reset(self) -> None:
+        super()._reset()
+        self.actors: dict[int, Any] = {}
+        self._watch = ActorWatch(self.actors)
+        self._board: Any = None
+        self._shelf = Shelf()
+
+    def init_on_sender(
+        self,
+        *,
+        remote_collectors: Sequence[Any] | None = None,
+        context: Any = None,
+        model: Any = None,
+        weights: Any = None,
+        num_workers: int | None = None,
+        **source: Any,
+    ) -> None:
+        """As in :class:`WeightSyncScheme`, with one argument more.
+
+        Args:
+            remote_collectors: handles of the actors that are the workers, in the order of their indices;
+                takes the place of ``num_workers``.
+            context: may be given beside ``model`` or ``weights``, as collectors do.
+            model: see :class:`WeightSyncScheme`.
+            weights: see :class:`WeightSyncScheme`.
+            num_workers: see :class:`WeightSyncScheme`.
+            source: the other arguments.
+
+        Raises:
+            ImportError: Ray is not installed.
+            LifecycleError: Ray does not run in this process, or the scheme is initialized already.
+            ValueError: see :class:`WeightSyncScheme`.
+        """
+        require_ray()
+        if remote_collectors is not None:
+            if num_workers not in (None, len(remote_collectors)):
+                raise ValueError(f"{num_workers=}, but {len(remote_collectors)} remote_collectors")
+            num_workers = len(remote_collectors)
+            self.actors.update(enumerate(remote_collectors))
+        reads = None if model is not None or weights is not None else context
+        super().init_on_sender(context=reads, model=model, weights=weights, num_workers=num_workers, **source)
+        self.context = context
+        if self.actors:
+            self.worker_alive = self._watch.alive
+
+    def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
+        """See :meth:`WeightSyncScheme.open_sender`."""
+        self.namespace = self.namespace or require_ray().get_runtime_context().namespace
+        self._board = open_board(self.name, self.namespace)
+        try:
+            if self.data == "torch":
+                links = super().open_sender(workers, ctx)
+            else:
+                stored = {idx: self._stored(idx) for idx in workers}
+                self._door = RayListener(self._board, self._token, stored, self.newcomers())
+                links = dict(stored)
+        except BaseException:
+            close_board(self._board)
+            raise
+        self._door = _DoorAndBoard(self._door, self._board)
+        return links
+
+    def announce(self, where: Whereabouts) -> None:
+        """See :meth:`RemoteWeightSyncScheme.announce`. The token travels with the scheme, not here."""
+        node = require_ray().util.get_node_ip_address()
+        self._board.announce.remote((where.address, where.port, node))
+
+    def look_up(self) -> Whereabouts:
+        """See :meth:`RemoteWeightSyncScheme.look_up`."""
+        board = find_board(self.name, self.namespace, self.connect_timeout)
+        found = ask(board.look_up.remote(self.connect_timeout), None)
+        if found is None:
+            raise SyncTimeoutError(f"no sender announced itself to {self.name!r} in time")
+        address, port, node = found
+        here = require_ray().util.get_node_ip_address()
+        if address.startswith("127.") and node != here:
+            raise LifecycleError(
+                f"the sender on {node} listens on {address}, which nobody reaches from {here}: make the "
+                f"scheme with address={node!r}, or with data='object_store'"
+            )
+        return Whereabouts(address, port, self._token)
+
+    def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
+        """See :meth:`WeightSyncScheme.create_transport`."""
+        if self.data == "torch":
+            return super().create_transport(worker_idx=worker_idx, end=end)
+        if end == "sender":
+            return self._stored(worker_idx)
+        return RayTransport(lambda: find_board(self.name, self.namespace, self.connect_timeout))
+
+    def sender_end(self, worker_idx: int) -> DistributedTransport:
+        """See :meth:`RemoteWeightSyncScheme.sender_end`."""
+        link = _TorchLink(**self.sender_options())
+        link.worker, link.watch = worker_idx, self._watch
+        return link
+
+    def _stored(self, worker_idx: int) -> RayTransport:
+        link = _StoreLink(shelf=self._shelf)
+        link.worker, link.watch = worker_idx, self._watch
+        return link
+
+    def _connect_sender(self, sender: Sender, worker_idx: int | None, weights: Any, limit: float) -> None:
+        try:
+            super()._connect_sender(sender, worker_idx, weights, limit)
+        except SyncFailedError as error:
+            raise self._watch.all_named(error) from None
+
+
+class _TorchLink(ActorLink, DistributedTransport):
+    """The sender's end of a link through torch.distributed to an actor."""
+
+
+class _StoreLink(ActorLink, RayTransport):
+    """The sender's end of a link through Ray to an actor."""
+
+
+class _DoorAndBoard:
+    """Closed together, the board last: workers read the end of their lines there."""
+
+    def __init__(self, door: Door | None, board: Any) -> None:
+        self._door, self._board = door, board
+
+    def start(self) -> None:
+        """Begin to let workers in."""
+        if self._door is not None:
+            self._door.start()
+
+    def close(self) -> None:
+        """Let nobody in any more, and end the actor."""
+        if self._door is not None:
+            self._door.close()
+        close_board(self._board)

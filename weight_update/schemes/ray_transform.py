@@ -1,0 +1,123 @@
+"""TorchRL's RayModuleTransform: a module of an environment's transform, in an actor of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weight_update.errors import LifecycleError, SyncFailedError, WorkerError
+from weight_update.schemes.ray import RayWeightSyncScheme
+from weight_update.sender import Sender
+from weight_update.strategy import WeightStrategy
+from weight_update.transports.ray_board import require_ray
+
+__all__ = ["RayModuleTransformScheme"]
+
+
+class RayModuleTransformScheme(RayWeightSyncScheme):
+    """Keeps the module inside a TorchRL ``RayModuleTransform`` current; the sender drives both sides.
+
+    ::
+
+        scheme = RayModuleTransformScheme(model=reward_model)
+        transform = RayModuleTransform(module_factory=make_module, weight_sync_scheme=scheme)
+        ...
+        scheme.send()              # or send(weights), where no model was given
+
+    The transform calls :meth:`init_on_sender` and :meth:`connect`; nothing else is to be done.
+
+    Args:
+        strategy: see :class:`RayWeightSyncScheme`.
+        backend: see :class:`RayWeightSyncScheme`.
+        sync: see :class:`RayWeightSyncScheme`.
+        model: module that ``send()`` reads. Without one the module in the actor keeps its own weights as
+            version 0 (they are fetched once, to learn what it has), and ``send(weights)`` needs weights.
+        options: the other options of :class:`RayWeightSyncScheme`.
+    """
+
+    def __init__(
+        self,
+        strategy: str | WeightStrategy = "tensordict",
+        backend: str = "gloo",
+        sync: bool = True,
+        *,
+        model: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(strategy, backend, sync, **options)
+        self._source: Any = model
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._source = None
+        self._actor: Any = None
+        self._borrowed = False
+
+    def _set_transform(self, transform: Any) -> None:
+        """TorchRL's transform says who it is."""
+        self._actor = transform._actor
+
+    def init_on_sender(self, *, ray_transform: Any = None, model: Any = None, **options: Any) -> None:
+        """Set up the sender, which serves one worker, the actor of the transform.
+
+        Args:
+            ray_transform: the transform; needed only if the scheme was not given to it.
+            model: as given to the scheme.
+            options: ``model_id`` and ``context``, as in :class:`WeightSyncScheme`.
+
+        Raises:
+            LifecycleError: there is no transform, or the scheme is initialized already.
+        """
+        if ray_transform is not None:
+            self._set_transform(ray_transform)
+        if self._actor is None:
+            raise LifecycleError(
+                "this scheme has no transform: give it to RayModuleTransform(weight_sync_scheme=...), or "
+                "call init_on_sender(ray_transform=...)"
+            )
+        ray = require_ray()
+        model = self._source if model is None else model
+        self._borrowed = model is None
+        if self._borrowed:
+            model = ray.get(self._actor._getattr.remote("module"), timeout=self.connect_timeout)
+        super().init_on_sender(model=model, remote_collectors=[self._actor], **options)
+
+    def init_on_receiver(
+        self,
+        *,
+        model_id: str | None = None,
+        context: Any = None,
+        model: Any = None,
+        worker_idx: int | None = None,
+    ) -> None:
+        """As in :class:`WeightSyncScheme`; the transform is the context, and the only worker."""
+        super().init_on_receiver(
+            model_id=model_id,
+            context=context,
+            model=context.module if model is None and context is not None else model,
+            worker_idx=worker_idx or 0,
+        )
+
+    def _connect_sender(self, sender: Sender, worker_idx: int | None, weights: Any, limit: float) -> None:
+        call = self._actor._init_weight_sync_scheme.remote(scheme=self, model_id=self.model_id)
+        self.worker_alive = lambda _: _error_of(call) is None
+        try:
+            super()._connect_sender(sender, worker_idx, weights, limit)
+        except SyncFailedError:
+            theirs = _error_of(call)
+            if theirs is None:
+                raise
+            raise WorkerError(f"the transform's actor could not connect: {theirs}") from theirs
+        require_ray().get(call, timeout=limit)
+        if self._borrowed and self._sources is not None:
+            self._sources.by_worker[0] = None  # the actor has them: to send them again would be a mistake
+
+
+def _error_of(call: Any) -> Exception | None:
+    """What a call of an actor raised; None if nothing, or nothing yet."""
+    ray = require_ray()
+    done, _ = ray.wait([call], timeout=0)
+    try:
+        ray.get(done)
+    except ray.exceptions.RayError as error:
+        return error  # type: ignore[no-any-return]
+    return None

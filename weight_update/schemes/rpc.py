@@ -1,0 +1,230 @@
+"""torch.distributed.rpc: workers of one RPC world, called after each update."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent import futures
+from typing import Any
+
+from weight_update.errors import LifecycleError, SyncTimeoutError
+from weight_update.receiver import Receiver
+from weight_update.schemes.base import End
+from weight_update.schemes.context import rrefs_of
+from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
+from weight_update.schemes.rpc_notices import Question, own_name, post, withdraw
+from weight_update.strategy import WeightStrategy
+from weight_update.transports.base import TransportBackend
+from weight_update.transports.distributed import DistributedTransport
+from weight_update.transports.rpc import RPCTransport, called_for
+
+__all__ = ["RPCWeightSyncScheme"]
+
+_log = logging.getLogger(__name__)
+_LEAVE_SECONDS = 5.0
+
+
+class RPCWeightSyncScheme(RemoteWeightSyncScheme):
+    """Workers find the sender, and are called by it, through torch.distributed.rpc.
+
+    Weights travel as in :class:`RemoteWeightSyncScheme`, and a background thread of the worker applies
+    them. Where the sender knows an ``RRef`` of an object in the worker (a collector), it then calls
+    ``_receive_weights_scheme()`` of that object; ``send()`` waits for the call, and raises what the call
+    raised. In such a call ``receive()`` returns at once.
+
+    A worker that does not know the sender's address asks the RPC worker ``sender``. A receiver with a
+    ``context`` connects in the background, for collectors make their receivers before there is a sender:
+    its ``connect()`` returns at once, and ``hold()``, ``receive()`` or a second ``connect()`` wait for the
+    first weights.
+
+    A process that cannot be in the RPC world, such as one that takes the place of a killed worker, joins
+    with the ``address``, ``port`` and ``token`` that were given to the sender.
+
+    Args:
+        strategy: see :class:`WeightSyncScheme`.
+        backend: see :class:`RemoteWeightSyncScheme`.
+        sync: see :class:`WeightSyncScheme`.
+        sender: name of the sender in the RPC world; None is whoever pickled the scheme to the worker, and
+            rank 0 where nobody did.
+        options: the other options of :class:`RemoteWeightSyncScheme`: address, port, token, host, directory.
+    """
+
+    def __init__(
+        self,
+        strategy: str | WeightStrategy = "tensordict",
+        backend: str = "gloo",
+        sync: bool = True,
+        *,
+        sender: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(strategy, backend, sync, **options)
+        self.sender = sender
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._rrefs: dict[int, Any] = {}
+        self._notice: weakref.finalize[Any, Any] | None = None
+        self._question: Question | None = None
+        self._opening: TransportBackend | None = None
+        self._joining: futures.Future[None] | None = None
+        self._leaving = False
+
+    # -- sender ------------------------------------------------------------------------------------
+
+    def init_on_sender(
+        self,
+        *,
+        context: Any = None,
+        worker_rrefs: Mapping[int, Any] | Sequence[Any] | None = None,
+        **source: Any,
+    ) -> None:
+        """See :meth:`WeightSyncScheme.init_on_sender`.
+
+        Args:
+            context: as there; its ``collector_rrefs``, if it has some, are called after updates.
+            worker_rrefs: ``torch.distributed.rpc.RRef`` of an object in each worker, by index, that has a
+                method ``_receive_weights_scheme()``; workers without one are not called.
+            source: the other arguments.
+
+        Raises:
+            ValueError: also for an RRef of a worker that does not exist.
+        """
+        rrefs = rrefs_of(context) if worker_rrefs is None else worker_rrefs
+        given = dict(rrefs if isinstance(rrefs, Mapping) else enumerate(rrefs))
+        if not self.initialized_on_sender:
+            self._rrefs = given
+        super().init_on_sender(context=context, **source)
+
+    def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
+        """See :meth:`WeightSyncScheme.open_sender`."""
+        unknown = sorted(self._rrefs.keys() - set(workers))
+        if unknown:
+            raise ValueError(f"worker_rrefs has entries for workers {unknown}; there are {list(workers)}")
+        return super().open_sender(workers, ctx)
+
+    def sender_end(self, worker_idx: int) -> DistributedTransport:
+        """See :meth:`RemoteWeightSyncScheme.sender_end`."""
+        return RPCTransport(
+            self._rrefs.get(worker_idx),
+            model_id=self._model_name,
+            timeout=self.timeout,
+            **self.sender_options(),
+        )
+
+    def announce(self, where: Whereabouts) -> None:
+        """See :meth:`RemoteWeightSyncScheme.announce`: to the workers of the RPC world that ask."""
+        post(self._model_name, where)
+        self._notice = weakref.finalize(self, withdraw, self._model_name, where)
+
+    # -- receiver ----------------------------------------------------------------------------------
+
+    def look_up(self) -> Whereabouts:
+        """See :meth:`RemoteWeightSyncScheme.look_up`: asks the RPC worker ``sender``."""
+        if own_name() is None:
+            raise LifecycleError(
+                "this scheme does not know where its sender is: call torch.distributed.rpc.init_rpc() first, "
+                "or pass the scheme to the worker after init_on_sender(), or give both sides address, port "
+                "and token"
+            )
+        self._question = Question(self._model_name)
+        return self._question.ask(0 if self.sender is None else self.sender, self.connect_timeout)
+
+    def connect(
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+        timeout: float | None = None,
+    ) -> None:
+        """See :meth:`WeightSyncScheme.connect`; a receiver with a context does not wait the first time."""
+        limit = self.connect_timeout if timeout is None else timeout
+        idx = self._worker_idx if worker_idx is None else worker_idx
+        if self._joining is not None and not self._connected:
+            if not self._await_join(limit):
+                raise SyncTimeoutError(f"the first weights did not come within {limit:g} s")
+        elif self._receiving and not self._connected and self.context is not None and idx is not None:
+            self._worker_idx, self._joining = idx, futures.Future()
+            arguments = {"weights": weights, "timeout": limit}
+            threading.Thread(
+                target=self._join,
+                args=(self._joining,),
+                kwargs=arguments,
+                name="weight_update-join",
+                daemon=True,
+            ).start()
+        else:
+            super().connect(worker_idx=worker_idx, weights=weights, timeout=timeout)
+
+    def receive(self, timeout: float | None = None) -> Any | None:
+        """See :meth:`WeightSyncScheme.receive`; does not wait while the sender calls this worker."""
+        called = called_for.get()
+        if called is not None:
+            mine = called == self._model_name and self._receiver is not None
+            return super().receive(0.0) if mine else None
+        if self._joining is not None and not self._await_join(timeout):
+            return None
+        return super().receive(timeout)
+
+    def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
+        """See :meth:`WeightSyncScheme.create_transport`."""
+        link = super().create_transport(worker_idx=worker_idx, end=end)
+        if end == "receiver":
+            self._opening = link
+        return link
+
+    def _join(self, joining: futures.Future[None], **arguments: Any) -> None:
+        """Thread: ``connect()``."""
+        try:
+            super().connect(**arguments)
+        except Exception as error:  # noqa: BLE001 - raised where somebody waits
+            if not self._leaving:
+                _log.warning("worker %s could not connect: %s", self._worker_idx, error)
+            joining.set_exception(error)
+        else:
+            joining.set_result(None)
+
+    def _await_join(self, timeout: float | None) -> bool:
+        """Whether it has connected within ``timeout`` seconds; an error is raised once."""
+        joining = self._joining
+        if joining is None:
+            return True
+        if not futures.wait([joining], timeout).done:
+            return False
+        if joining.exception() is not None:
+            self._joining = None
+        joining.result()
+        return True
+
+    def _require_receiver(self) -> Receiver:
+        if self._joining is not None and self._receiver is None:
+            self._await_join(self.connect_timeout)
+        return super()._require_receiver()
+
+    # -- both --------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """See :meth:`WeightSyncScheme.shutdown`."""
+        self._leaving = True
+        if self._notice is not None:
+            self._notice()
+        joining = self._joining
+        if joining is not None and not joining.done():
+            if self._question is not None:
+                self._question.cancel()
+            if self._opening is not None:
+                self._opening.close()
+            futures.wait([joining], _LEAVE_SECONDS)
+        super().shutdown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """See :meth:`WeightSyncScheme.__getstate__`; with the name of this process in the RPC world."""
+        state = super().__getstate__()
+        state["sender"] = self.sender or own_name()
+        return state
+
+    @property
+    def _model_name(self) -> str:
+        return self.model_id or "policy"

@@ -1,0 +1,106 @@
+"""How workers of one RPC world hear where a sender listens."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import uuid
+
+from torch.distributed import rpc
+
+from weight_update.errors import LinkClosedError, SyncTimeoutError
+from weight_update.schemes.remote import Whereabouts
+
+__all__ = ["Question", "own_name", "post", "withdraw"]
+
+_lock = threading.Lock()
+_posted: dict[str, Whereabouts] = {}
+_askers: dict[str, list[tuple[str, str]]] = {}
+"""Who asked for what was not posted yet: name of the worker and of its question."""
+_questions: dict[str, queue.SimpleQueue[Whereabouts | None]] = {}
+
+
+def own_name() -> str | None:
+    """The name of this process in its RPC world; None outside of one."""
+    try:
+        return str(rpc.get_worker_info().name)
+    except RuntimeError:
+        return None
+
+
+def post(key: str, where: Whereabouts) -> None:
+    """Tell all who asked, and will ask, for ``key``; does not wait."""
+    with _lock:
+        _posted[key] = where
+        askers = _askers.pop(key, [])
+    for name, question in askers:
+        with contextlib.suppress(RuntimeError):  # who left meanwhile needs no answer
+            rpc.rpc_async(name, _hear, args=(question, where))
+
+
+def withdraw(key: str, where: Whereabouts) -> None:
+    """Take back what was posted, unless something else was posted since."""
+    with _lock:
+        if _posted.get(key) == where:
+            del _posted[key]
+
+
+class Question:
+    """Asks a worker of the RPC world for what it posts. No thread of RPC's waits, on either side.
+
+    Args:
+        key: what for.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key, self._name = key, uuid.uuid4().hex
+        self._answers: queue.SimpleQueue[Whereabouts | None] = queue.SimpleQueue()
+
+    def ask(self, sender: str | int, timeout: float) -> Whereabouts:
+        """Wait for the answer.
+
+        Args:
+            sender: name or rank of whom to ask.
+            timeout: seconds.
+
+        Raises:
+            LinkClosedError: it cannot be asked, or :meth:`cancel` was called.
+            SyncTimeoutError: it posted nothing in time.
+        """
+        _questions[self._name] = self._answers
+        try:
+            where = rpc.rpc_sync(sender, _answer, args=(self._key, own_name(), self._name), timeout=timeout)
+            found = where or self._answers.get(timeout=timeout)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise LinkClosedError(f"RPC worker {sender!r} cannot be asked ({reason})") from None
+        except queue.Empty:
+            raise SyncTimeoutError(
+                f"RPC worker {sender!r} announced no sender of {self._key!r} within {timeout:g} s; if the "
+                "sender is another worker, give its name: sender=..."
+            ) from None
+        finally:
+            _questions.pop(self._name, None)
+        if found is None:
+            raise LinkClosedError("this end was closed")
+        return found
+
+    def cancel(self) -> None:
+        """Ask no more."""
+        self._answers.put(None)
+
+
+def _answer(key: str, asker: str, question: str) -> Whereabouts | None:
+    """In the sender: what is posted, or None; then the asker is told as soon as something is."""
+    with _lock:
+        if key not in _posted:
+            _askers.setdefault(key, []).append((asker, question))
+        return _posted.get(key)
+
+
+def _hear(question: str, where: Whereabouts) -> None:
+    """In the asker."""
+    waiting = _questions.get(question)
+    if waiting is not None:
+        waiting.put(where)

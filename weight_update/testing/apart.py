@@ -1,0 +1,33 @@
+"""Several hosts on one machine."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from weight_update import DistributedWeightSyncScheme
+from weight_update.schemes.base import End
+from weight_update.transports import TransportBackend
+
+__all__ = ["Apart", "ApartInTwos"]
+
+
+class Apart(DistributedWeightSyncScheme):
+    """Its workers believe to be on hosts of their own: weights cross sockets.
+
+    Attributes:
+        per_host: so many workers, by index, are on one host.
+    """
+
+    per_host: ClassVar[int] = 1
+
+    def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
+        """See :meth:`WeightSyncScheme.create_transport`."""
+        if end == "receiver":
+            self.host = f"host {worker_idx // self.per_host}"
+        return super().create_transport(worker_idx=worker_idx, end=end)
+
+
+class ApartInTwos(Apart):
+    """Two workers on each host."""
+
+    per_host = 2

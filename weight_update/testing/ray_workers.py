@@ -1,0 +1,105 @@
+"""Workers for tests that are Ray actors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from weight_update.schemes import WeightSyncScheme
+from weight_update.testing.workers import (
+    ANSWER_SECONDS,
+    Body,
+    Worker,
+    WorkerDiedError,
+    dumps,
+    loads,
+    outcome,
+)
+from weight_update.transports.ray_board import require_ray
+
+__all__ = ["RayWorker"]
+
+_idle: dict[str, list[Any]] = {}
+"""Actors that no test uses, by job: to start one takes seconds, for it imports torch."""
+
+
+class _Stage:
+    """The actor: it holds one :class:`Body` after another."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self._body: Any = None
+
+    def begin(self, scheme: WeightSyncScheme, index: int) -> None:
+        self._body = Body(scheme, index)
+
+    def do(self, message: bytes) -> bytes:
+        command, args, kwargs = loads(message)
+        return outcome(getattr(self._body, command), args, kwargs)
+
+
+class RayWorker(Worker):
+    """The test's handle of one worker in a Ray actor.
+
+    Args:
+        scheme: given to the actor as a user would.
+        index: of the worker.
+    """
+
+    def __init__(self, scheme: WeightSyncScheme, index: int) -> None:
+        ray = require_ray()
+        self.index = index
+        self._pool = _idle.setdefault(ray.get_runtime_context().get_job_id(), [])
+        self.actor = self._pool.pop() if self._pool else ray.remote(_Stage).options(num_cpus=0).remote()
+        self.runner = _Runner(self.actor)
+        self._stopped = False
+        self._calls: list[Any] = [self.actor.begin.remote(scheme, index)]
+        ray.get(self._calls.pop(), timeout=ANSWER_SECONDS)
+
+    def post(self, command: str, *args: Any, **kwargs: Any) -> None:
+        """See :meth:`Worker.post`."""
+        self._calls.append(self.actor.do.remote(dumps((command, args, kwargs))))
+
+    def answer(self, timeout: float = ANSWER_SECONDS) -> Any:
+        """See :meth:`Worker.answer`."""
+        ray = require_ray()
+        try:
+            good, value = loads(ray.get(self._calls.pop(0), timeout=timeout))
+        except ray.exceptions.GetTimeoutError:
+            raise WorkerDiedError(f"worker {self.index} gave no answer within {timeout} s") from None
+        except ray.exceptions.RayActorError as error:
+            raise WorkerDiedError(f"worker {self.index} is gone") from error
+        if good:
+            return value
+        raise value
+
+    def busy(self, seconds: float = 0.0) -> bool:
+        """See :meth:`Worker.busy`."""
+        done, _ = require_ray().wait(self._calls[:1], timeout=seconds)
+        return not done
+
+    def stop(self) -> None:
+        """Shut the scheme down; the actor is kept for the next test, or killed if it does not answer."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._calls.clear()
+        try:
+            self.call("shutdown")
+            self._pool.append(self.actor)
+        except WorkerDiedError:
+            self.runner.kill()
+
+
+class _Runner:
+    """What tests do to a process."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def kill(self) -> None:
+        require_ray().kill(self._actor)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Nothing to wait for."""

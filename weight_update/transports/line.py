@@ -1,0 +1,268 @@
+"""One connection between a sender and a worker: frames go through queues of the store."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from weight_update.chunks import PRELUDE_BYTES, Kind, Prelude, WeightChunk, byte_view
+from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError
+from weight_update.transports.base import Allocate
+from weight_update.transports.c10d import Store
+from weight_update.transports.carrier import Carrier
+from weight_update.transports.mailbox import Mailbox, UnsignedError
+from weight_update.transports.mirror import Keeper
+from weight_update.transports.process_watch import ProcessWatch
+from weight_update.transports.route import Route
+from weight_update.transports.slots import slot_of
+from weight_update.transports.stream import deadline_of
+
+__all__ = ["DOOR", "INLINE", "Line", "LocalLine", "MapSlot", "RemoteLine", "WorkerLine", "read_knock"]
+
+_log = logging.getLogger(__name__)
+DOOR = "door"
+"""Name of the queue that workers knock at."""
+
+_CUT, _FRAME, _PAIR = 0, 1, 2  # the end; a frame; the worker is on another host and makes a pair
+_FRONT = struct.Struct("<BII")  # kind of message, bytes of the frame's head, and of where its payload lies
+INLINE = 64 << 10
+"""Bytes of a payload that travels with the signal: a further message would cost more than it."""
+
+MapSlot = Callable[[int, int, str, int], torch.Tensor]
+"""Maps the slot that a process has open: its id, the file descriptor, the key, bytes of the payload."""
+
+
+class Line:
+    """One connection of a link: from a worker's knock until either end drops it.
+
+    Args:
+        store: client of the store.
+        name: of this connection; used once.
+        token: what both ends know.
+        rank: 0 for the sender's end, 1 for the worker's.
+    """
+
+    local = True
+
+    def __init__(self, store: Store, name: str, token: str, rank: int = 0) -> None:
+        self.name, self.store, self.token = name, store, token
+        out, back = ("down", "up") if rank == 0 else ("up", "down")
+        self.outbox = Mailbox(store, f"{name}/{out}", token)
+        self.inbox = Mailbox(store, f"{name}/{back}", token)
+        self._closing = threading.Lock()
+        self._closed = False
+        self._greeted = False
+
+    def place(self, chunk: WeightChunk, timeout: float | None) -> bytes:
+        """Make the payload available to the other end and say where; nothing if it goes with the frame."""
+        del chunk, timeout
+        return b""
+
+    def send(self, chunk: WeightChunk, timeout: float | None) -> None:
+        """See :meth:`TransportBackend.send_chunk`."""
+        if self.inbox.ended:
+            raise LinkClosedError("the other end has ended this connection")
+        where = self.place(chunk, timeout) if chunk.payload_bytes else b""
+        head = chunk.encode_head(checksum=not where)
+        inline = bytes(byte_view(chunk.payload)) if chunk.payload is not None and not where else b""
+        self.outbox.put(_FRONT.pack(_FRAME, len(head), len(where)) + head + where + inline)
+
+    def recv(self, timeout: float | None, allocate: Allocate | None, map_slot: MapSlot) -> WeightChunk | None:
+        """See :meth:`TransportBackend.recv_chunk`."""
+        deadline = deadline_of(timeout)
+        while True:
+            message = self._take(deadline)
+            if message is None:
+                return None
+            kind, size, where_size = _FRONT.unpack(message[: _FRONT.size])
+            if kind == _CUT:
+                raise LinkClosedError("the other end has ended this connection")
+            if kind == _FRAME:
+                break
+            self.on_pair(message[_FRONT.size :].decode())
+        message = message[_FRONT.size :]
+        head, where, inline = message[:size], message[size : size + where_size], message[size + where_size :]
+        prelude = Prelude.decode(head[:PRELUDE_BYTES])
+        payload = None
+        if where:
+            pid, fd, key = json.loads(where)
+            payload = map_slot(pid, fd, key, prelude.payload_bytes)
+        elif prelude.payload_bytes:
+            if len(inline) != prelude.payload_bytes:
+                raise FormatError(f"{len(inline)} bytes came with a frame of {prelude.payload_bytes}")
+            payload = (allocate or _fresh)(prelude.payload_bytes)
+            byte_view(payload)[:] = inline
+        return prelude.assemble(head[PRELUDE_BYTES:], payload)
+
+    def on_pair(self, backend: str) -> None:
+        """The other end wants a pair for payloads."""
+        del backend
+        raise FormatError("only a sender asks for a pair")
+
+    def close(self) -> None:
+        """End it; the other end hears of that after what was sent before."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        if not self.inbox.ended:
+            with contextlib.suppress(LinkClosedError):
+                self.outbox.put(_FRONT.pack(_CUT, 0, 0), last=True)
+        self.inbox.close()
+        self.release()
+
+    def release(self) -> None:
+        """Let go of what belongs to this line, once."""
+
+    def _take(self, deadline: float | None) -> bytes | None:
+        while True:
+            left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            try:
+                message = self.inbox.take(left)
+            except UnsignedError as error:
+                if not self._greeted:
+                    raise JoinRefusedError("the tokens of the two ends differ") from None
+                _log.warning("%s: %s", self.name, error)
+                continue
+            self._greeted = self._greeted or message is not None
+            return message
+
+
+class LocalLine(Line):
+    """The sender's end to a worker on its own host, which maps the sender's slots."""
+
+    def __init__(self, store: Store, name: str, token: str, pid: int) -> None:
+        super().__init__(store, name, token)
+        self._watch = ProcessWatch(pid, self.inbox.end)
+
+    def place(self, chunk: WeightChunk, timeout: float | None) -> bytes:
+        """See :meth:`Line.place`."""
+        assert chunk.payload is not None
+        slot = slot_of(chunk.payload)
+        return json.dumps([os.getpid(), slot.fd, slot.key]).encode()
+
+    def release(self) -> None:
+        """See :meth:`Line.release`."""
+        self._watch.close()
+
+
+class RemoteLine(Line):
+    """The sender's end to a worker on another host, which maps what one worker there keeps.
+
+    Args:
+        store: see :class:`Line`.
+        name: see :class:`Line`.
+        token: see :class:`Line`.
+        pid: of the worker.
+        host: name of its host.
+        address: of this machine's interface for payloads.
+        backend: what they go through.
+
+    Attributes:
+        carrier: leads to the keeper of the worker.
+        lost: why the connection is of no more use, if so.
+    """
+
+    local = False
+
+    def __init__(
+        self, store: Store, name: str, token: str, pid: int, host: str, address: str, backend: str
+    ) -> None:
+        super().__init__(store, name, token)
+        self.host, self.lost = host, None
+        self.carrier = Carrier(store, name, token, address, pid, backend, self._gone)
+        self._backend = backend
+        self._route = Route.of(store)
+        self._opened = False
+
+    lost: Exception | None
+
+    def send(self, chunk: WeightChunk, timeout: float | None) -> None:
+        """See :meth:`Line.send`; the first frame comes with a pair, by which its end is noticed."""
+        if not self._opened and chunk.kind is not Kind.REFUSED:
+            self._opened = True
+            self.outbox.put(_FRONT.pack(_PAIR, 0, 0) + self._backend.encode())
+            self.carrier.open()
+            self._route.add(self)
+        super().send(chunk, timeout)
+
+    def place(self, chunk: WeightChunk, timeout: float | None) -> bytes:
+        """See :meth:`Line.place`."""
+        if chunk.payload is None or not self.carries(chunk.payload):
+            return b""
+        return self._route.deliver(chunk.payload, self, timeout)
+
+    @staticmethod
+    def carries(payload: torch.Tensor) -> bool:
+        """Whether it is too large to go with the frame."""
+        return payload.numel() > INLINE
+
+    def lose(self, error: Exception) -> None:
+        """See :meth:`Remote.lose`."""
+        self.lost = self.lost or error
+        self.inbox.end(self.lost)
+        self.release()
+
+    def release(self) -> None:
+        """See :meth:`Line.release`."""
+        self.lost = self.lost or LinkClosedError("this end was closed")
+        self._route.remove(self)
+        self.carrier.close()
+
+    def _gone(self) -> None:
+        self.lose(LinkClosedError("the other end is gone"))
+
+
+class WorkerLine(Line):
+    """The worker's end.
+
+    Args:
+        store: see :class:`Line`.
+        name: see :class:`Line`.
+        token: see :class:`Line`.
+        address: of this machine's interface for payloads.
+        directory: where mirrors of the sender's slots lie, if it is on another host.
+    """
+
+    def __init__(self, store: Store, name: str, token: str, address: str, directory: str | None) -> None:
+        super().__init__(store, name, token, 1)
+        self._address, self._directory = address, directory
+        self._keeper: Keeper | None = None
+
+    def knock(self, hello: WeightChunk, host: str) -> None:
+        """Ask to be let in."""
+        info = json.dumps({"link": self.name, "host": host}).encode()
+        message = struct.pack("<I", len(info)) + info + hello.encode()
+        Mailbox(self.store, DOOR, self.token, ordered=False).put(message)
+
+    def on_pair(self, backend: str) -> None:
+        """See :meth:`Line.on_pair`."""
+        with self._closing:
+            if self._keeper is None and not self._closed:
+                self._keeper = Keeper(
+                    self.store, self.name, self.token, self._address, self._directory, backend, self.inbox.end
+                )
+
+    def release(self) -> None:
+        """See :meth:`Line.release`."""
+        if self._keeper is not None:
+            self._keeper.close()
+
+
+def read_knock(message: bytes) -> tuple[str, str, WeightChunk]:
+    """Name of the connection, the worker's host, and its HELLO."""
+    (size,) = struct.unpack("<I", message[:4])
+    info = json.loads(message[4 : 4 + size])
+    return str(info["link"]), str(info["host"]), WeightChunk.decode(message[4 + size :])
+
+
+def _fresh(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)

@@ -1,0 +1,156 @@
+"""Links whose sender calls the worker through torch.distributed.rpc when an update is in force there."""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from contextvars import ContextVar
+from typing import Any
+
+from torch.distributed import rpc
+
+from weight_update.chunks import Kind, WeightChunk
+from weight_update.errors import LinkClosedError
+from weight_update.transports.base import Allocate
+from weight_update.transports.distributed import DistributedTransport
+from weight_update.transports.stream import deadline_of
+
+__all__ = ["RPCTransport", "called_for"]
+
+called_for: ContextVar[str | None] = ContextVar("called_for", default=None)
+"""In a worker, while its sender calls it: the id of the model that was updated."""
+
+
+class RPCTransport(DistributedTransport):
+    """The sender's end of a link to a worker that is called through RPC after each update.
+
+    The call runs ``_receive_weights_scheme()`` of the worker's object. The update counts as applied when
+    the call has returned; what it raises counts as a failure of the update. So there is at most one call at
+    a time. The weights of a worker that joins need none.
+
+    A worker's process that ended and was started again is not in the place that RPC knows; it gets its
+    updates without calls.
+
+    Args:
+        rref: of the worker's object; None calls nobody.
+        model_id: of the model that this link updates.
+        timeout: seconds that a call may take.
+        link: arguments of :class:`DistributedTransport`.
+    """
+
+    def __init__(
+        self, rref: Any = None, *, model_id: str = "policy", timeout: float = 60.0, **link: Any
+    ) -> None:
+        super().__init__(**link)
+        self._rref, self._model_id, self._timeout = rref, model_id, timeout
+        self._pid: int | None = None
+        self._joined = False
+        self._call: _Call | None = None
+
+    def recv_chunk(
+        self, timeout: float | None = None, allocate: Allocate | None = None
+    ) -> WeightChunk | None:
+        """See :meth:`TransportBackend.recv_chunk`; APPLIED comes when the call has returned."""
+        deadline = deadline_of(timeout)
+        if self._call is None:
+            chunk = super().recv_chunk(timeout, allocate)
+            if chunk is None or not self._wants_call(chunk):
+                return chunk
+            self._call = _Call(self._rref, self._model_id, chunk, self._timeout)
+            if self._closed:  # meanwhile: close() may not have seen the call
+                self._call.give_up()
+        outcome = self._call.outcome(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+        if outcome is not None:
+            self._call = None
+        return outcome
+
+    def close(self) -> None:
+        """See :meth:`TransportBackend.close`; a call that is under way is left to itself."""
+        super().close()
+        call = self._call
+        if call is not None:
+            call.give_up()
+
+    def _wants_call(self, chunk: WeightChunk) -> bool:
+        if chunk.kind is Kind.HELLO:
+            if self._pid not in (None, chunk.header["pid"]):
+                self._rref = None
+            self._pid, self._joined = chunk.header["pid"], False
+        if chunk.kind is not Kind.APPLIED:
+            return False
+        joined, self._joined = self._joined, True
+        return joined and self._rref is not None
+
+
+class _Call:
+    """One call of a worker.
+
+    Args:
+        rref: of its object.
+        model_id: of the model that was updated.
+        applied: what to hand on if all goes well.
+        timeout: seconds.
+    """
+
+    def __init__(self, rref: Any, model_id: str, applied: WeightChunk, timeout: float) -> None:
+        self._applied, self._timeout = applied, timeout
+        self._ended = threading.Event()
+        self._given_up = False
+        self._error: tuple[str, str] | None = None
+        try:
+            future = rpc.rpc_async(rref.owner(), _receive, args=(rref, model_id), timeout=timeout)
+            future.then(self._end)
+        except RuntimeError as error:
+            self._fail(error)
+
+    def outcome(self, timeout: float | None) -> WeightChunk | None:
+        """APPLIED or FAILED; None while the call runs.
+
+        Raises:
+            LinkClosedError: it was given up.
+        """
+        if not self._ended.wait(timeout):
+            return None
+        if self._given_up:
+            raise LinkClosedError("this end was closed")
+        if self._error is None:
+            return self._applied
+        error, text = self._error
+        header = {"version": self._applied.header["version"], "error": error, "traceback": text}
+        return WeightChunk(Kind.FAILED, header)
+
+    def give_up(self) -> None:
+        """Wake whoever waits."""
+        self._given_up = True
+        self._ended.set()
+
+    def _end(self, future: Any) -> None:
+        """In a thread of RPC's."""
+        try:
+            self._error = future.value()
+            self._ended.set()
+        except RuntimeError as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        reason = str(error).partition("\n")[0]
+        self._error = (
+            f"the update is in force, but the worker's _receive_weights_scheme() could not be called through "
+            f"RPC, or did not return within {self._timeout:g} s ({reason})",
+            "",
+        )
+        self._ended.set()
+
+
+def _receive(rref: Any, model_id: str) -> tuple[str, str] | None:
+    """In the worker: call its object; what that raised, in words."""
+    before = called_for.set(model_id)
+    try:
+        rref.local_value()._receive_weights_scheme()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the sender must hear of it
+        text = "".join(traceback.format_exception(error))
+        return f"_receive_weights_scheme() raised {type(error).__name__}: {error}", text
+    finally:
+        called_for.reset(before)
+    return None
