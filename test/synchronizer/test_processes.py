@@ -67,16 +67,20 @@ def hire() -> Iterator[Any]:
 
 @pytest.mark.parametrize(
     "method",
-    [SyncMethod.NCCL, SyncMethod.MEMORY, pytest.param(SyncMethod.CHECKPOINT, marks=pytest.mark.slow)],
+    [
+        SyncMethod.NCCL,
+        pytest.param(SyncMethod.MEMORY, marks=pytest.mark.slow),
+        pytest.param(SyncMethod.CHECKPOINT, marks=pytest.mark.slow),
+    ],
 )
 def test_one_that_is_killed_and_one_that_stops_do_not_stop_the_third(
     method: SyncMethod, tmp_path: Path, hire: Any
 ) -> None:
-    fields = {"sync_interval": 2, "lease": 1.0, "transfer_timeout": 5.0}
+    fields = {"sync_interval": 2, "lease": 1.0, "transfer_timeout": 2.0}
     with synchronizer(method, SyncStyle.FIXED, tmp_path, **fields) as where:
         server = where.serve()
         killed, stopped = hire(server, 0, 10**6), hire(server, 1, 10**6)
-        good = hire(server, 2, 60)
+        good = hire(server, 2, 40)
         for explorer in (killed, stopped, good):
             explorer.await_coming()
 
@@ -90,13 +94,13 @@ def test_one_that_is_killed_and_one_that_stops_do_not_stop_the_third(
             return not good.drain()
 
         start = time.monotonic()
-        said = train(server, going, timeout=3.0, transfer_timeout=5.0)
+        said = train(server, going, timeout=3.0, transfer_timeout=2.0)
     syncs = [(step, metrics) for step, metrics, _ in good.told if isinstance(step, int)]
-    assert [step for step, _ in syncs] == list(range(2, 61, 2))
+    assert [step for step, _ in syncs] == list(range(2, 41, 2))
     late = [metrics for _, metrics in syncs if "reason" in metrics]
     assert len(late) <= 2, late
     assert time.monotonic() - start < 60
-    assert len([one for one in said if "reason" not in one]) > 20
+    assert len([one for one in said if "reason" not in one]) > 12
 
 
 def test_one_that_stops_is_missed_and_comes_back(tmp_path: Path, hire: Any) -> None:

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from weight_update.errors import WeightSyncError
-from weight_update.synchronizer.desk import Desk, Refused, Reply
+from weight_update.synchronizer.desk import Desk, Reply
 from weight_update.synchronizer.explorer_calls import ExplorerCalls
 from weight_update.synchronizer.journal import Journal
 from weight_update.synchronizer.memory import Memory
 from weight_update.synchronizer.plan import SyncPlan
+from weight_update.synchronizer.register import Refused
 from weight_update.synchronizer.trainer_calls import TrainerCalls
 
 __all__ = ["Coordinator"]

@@ -2,48 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from weight_update.synchronizer.journal import Journal
 from weight_update.synchronizer.machine import Machine
 from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncPlan
+from weight_update.synchronizer.register import Client, Register
 from weight_update.synchronizer.roads import Ticket, key_of
 from weight_update.synchronizer.state import Explorer, Trainer
 
-__all__ = ["CHECKPOINT", "Client", "Desk", "Refused", "Reply"]
+__all__ = ["CHECKPOINT", "Desk", "Reply"]
 
 CHECKPOINT = "checkpoint"
 """In place of the key of an outlet: the number is a version, read from a file."""
 
-_log = logging.getLogger(__name__)
 _REMEMBERED = 256
 Reply = dict[str, Any]
-
-
-class Refused(Exception):
-    """A call makes no sense; ``"unknown"`` tells the client to say hello (again)."""
-
-
-@dataclass
-class Client:
-    """One that said hello.
-
-    Attributes:
-        party: it, in the machine.
-        linked: key of the outlet that it is connected to.
-        leased: whether it counts as gone when it is not heard of.
-        seen: when it was last heard of, on the monotonic clock.
-    """
-
-    party: Trainer | Explorer
-    linked: str | None = None
-    leased: bool = False
-    seen: float = field(default_factory=time.monotonic)
 
 
 class Desk:
@@ -65,14 +42,12 @@ class Desk:
         newest: tuple[int, int] | None,
         directory: str | None,
     ) -> None:
-        self.plan, self.lease, self.directory, self.closed = plan, lease, directory, False
+        self.plan, self.directory = plan, directory
         self.machine = Machine(plan)
         self.moved = threading.Condition(threading.RLock())
         self.trainer_ticket: Ticket | None = None
         self._journal = journal
-        self._clients: dict[str, Client] = {}
-        self._replaced: set[str] = set()
-        self._watching = False
+        self.register = Register(self.moved, lease, self.gone)
         self._versions: dict[tuple[str, int], tuple[int, int]] = {}
         for known in (newest, None if journal is None else journal.read()):
             if known is not None:
@@ -106,49 +81,46 @@ class Desk:
             leased: whether it must be heard of, because nothing else tells that it lives.
         """
         with self.moved:
-            if self.closed:
-                raise Refused("the synchronizer was closed")
-            if session in self._replaced:
-                raise Refused(f"another {role} has taken this one's place")
-            self.gone(session)
-            if role == "trainer":
+            self.register.require_not_replaced(session)
+            if session in self.register:
+                self._heard_again(session, step, ticket)
+            elif role == "trainer":
                 party: Trainer | Explorer = self._let_trainer_in(step, synced_at, version, ticket)
+                self.register.add(session, party, leased)
             else:
                 id = self._free_id() if id is None else id
-                self._replace(self.machine.explorers.get(id))
-                party = self.machine.joined(id, version, step, synced_at)
-            self._clients[session] = Client(party, leased=leased and self.lease is not None)
-            self._keep_watch()
-            self.moved.notify_all()
+                self.register.replace(self.machine.explorers.get(id))
+                self.register.add(session, self.machine.joined(id, version, step, synced_at), leased)
             newest = self.machine.newest
-        lease = self.lease if leased else None
+        lease = self.register.lease if leased else None
         reply = {"id": id, "plan": self.plan.to_json(), "lease": lease, "version": newest}
         return {**reply, "directory": self.directory}
+
+    def _heard_again(self, session: str, step: int, ticket: Ticket | None) -> None:
+        if isinstance(self.register.of(session).party, Trainer):
+            self._take_ticket(ticket, step)
 
     def _let_trainer_in(
         self, step: int, synced_at: int | None, version: int | None, ticket: Ticket | None
     ) -> Trainer:
         machine = self.machine
-        self._replace(machine.trainer)
+        self.register.replace(machine.trainer)
         if version is not None and (machine.newest is None or version > machine.newest):
             self.publish(version, step)  # this synchronizer is newer than the trainer, and has no journal
             if self.plan.method is SyncMethod.MEMORY:
                 machine.lost_weights()
+        trainer = machine.trainer_joined(step, synced_at)
+        self._take_ticket(ticket, step)
+        return trainer
+
+    def _take_ticket(self, ticket: Ticket | None, step: int) -> None:
         if self.plan.direct and ticket is not None and ticket != self.trainer_ticket:
             self.learn(ticket, 0, self.next_version(), step)  # what an outlet opens with; who joins has it
         self.trainer_ticket = ticket
-        return machine.trainer_joined(step, synced_at)
+        self.moved.notify_all()
 
     def _free_id(self) -> int:
         return next(id for id in range(len(self.machine.explorers) + 1) if id not in self.machine.explorers)
-
-    def _replace(self, party: Trainer | Explorer | None) -> None:
-        """Somebody comes who says that he is ``party``: that one is not heard any more."""
-        for session, client in list(self._clients.items()):
-            if client.party is party:
-                del self._clients[session]
-                self._replaced.add(session)
-                _log.warning("a client was replaced by another that says it is the same")
 
     def bye(self, session: str) -> Reply:
         """A client leaves."""
@@ -158,13 +130,13 @@ class Desk:
     def beat(self, session: str) -> Reply:
         """A client lives."""
         with self.moved:
-            self.client(session)
+            self.register.of(session)
         return {}
 
     def notify(self, session: str, step: int, status: str) -> Reply:
         """A client says what it is doing; REQUIRE_SYNC announces a wish without waiting."""
         with self.moved:
-            party = self.client(session).party
+            party = self.register.of(session).party
             if status == RunningStatus.STOPPED.value:
                 self.gone(session, None)
             elif isinstance(party, Trainer):
@@ -185,7 +157,7 @@ class Desk:
     def gone(self, session: str, how: str | None = "its connection ended") -> None:
         """A client has left, or is missed; whoever waits for it need not any more."""
         with self.moved:
-            client = self._clients.pop(session, None)
+            client = self.register.remove(session)
             if client is None:
                 return
             party, machine, suffix = client.party, self.machine, "" if how is None else f": {how}"
@@ -196,60 +168,19 @@ class Desk:
                 machine.left(party.id, f"the explorer stopped{suffix}")
             self.moved.notify_all()
 
-    def _keep_watch(self) -> None:
-        if not self._watching and self._leased() and self.lease is not None:
-            self._watching = True
-            args = (self.lease,)
-            threading.Thread(target=self._watch, args=args, name="weight_update-lease", daemon=True).start()
-
-    def _leased(self) -> dict[str, Client]:
-        return {session: client for session, client in self._clients.items() if client.leased}
-
-    def _watch(self, lease: float) -> None:
-        """Thread, while somebody is leased: sleep until the first lease would end."""
-        with self.moved:
-            while not self.closed and (clients := self._leased()):
-                now = time.monotonic()
-                for session, client in clients.items():
-                    if now - client.seen >= lease:
-                        _log.warning("a client was not heard of for %g s", lease)
-                        self.gone(session, f"it was not heard of for {lease:g} s")
-                first = min(client.seen for client in clients.values())
-                self.moved.wait(max(first + lease - now, 0.01))
-            self._watching = False
-
     def close(self) -> None:
         """Wake everybody."""
         with self.moved:
-            self.closed = True
-            for session in list(self._clients):
+            self.register.closed = True
+            for session in self.register.sessions():
                 self.gone(session, "the synchronizer was closed")
             self.moved.notify_all()
 
     # -- for those who serve clients ---------------------------------------------------------------
 
-    def client(self, session: str) -> Client:
-        """The client of that session, which lives.
-
-        Raises:
-            Refused: nobody has said hello under this name.
-        """
-        if session in self._replaced:
-            raise Refused("another client has taken this one's place")
-        if session not in self._clients:
-            raise Refused("the synchronizer was closed" if self.closed else "unknown")
-        client = self._clients[session]
-        client.seen = time.monotonic()
-        return client
-
-    def linked(self, key: str) -> list[Explorer]:
-        """Explorers that are connected to an outlet."""
-        parties = [client.party for client in self._clients.values() if client.linked == key]
-        return [party for party in parties if isinstance(party, Explorer)]
-
     def note(self, session: str, step: int, held: list[Any] | None) -> tuple[Client, Explorer]:
         """What an explorer says of itself with each call: its step, and the update in force there."""
-        client = self.client(session)
+        client = self.register.of(session)
         explorer = client.party
         assert isinstance(explorer, Explorer)
         if explorer.step != step:

@@ -83,7 +83,7 @@ class ExplorerCalls:
     def explorer_fetched(self, session: str, version: int | None, step: int, reason: str) -> Reply:
         """CHECKPOINT: an explorer has read a version made at the trainer's ``step``, or could not."""
         with self._moved:
-            explorer = self.desk.client(session).party
+            explorer = self.desk.register.of(session).party
             assert isinstance(explorer, Explorer)
             if version is None:
                 self._machine.failed(explorer.id, reason)
@@ -96,7 +96,7 @@ class ExplorerCalls:
     def explorer_gives_up(self, session: str, reason: str) -> Reply:
         """An explorer does not wait any longer."""
         with self._moved:
-            explorer = self.desk.client(session).party
+            explorer = self.desk.register.of(session).party
             assert isinstance(explorer, Explorer)
             self._machine.gave_up(explorer.id, reason)
             self._moved.notify_all()
@@ -139,7 +139,7 @@ class ExplorerCalls:
         assert memory is not None
         assert memory.ticket is not None
         with self._moved:
-            linked = self.desk.linked(key_of(memory.ticket))
+            linked = self.desk.register.linked(key_of(memory.ticket))
             going = [one for one in linked if self._machine.may_fetch(one.id) is not None]
             self._machine.begin([one.id for one in going])
         if not going:

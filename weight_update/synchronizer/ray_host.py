@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from weight_update.errors import LinkClosedError
+from weight_update.errors import LifecycleError, LinkClosedError
 from weight_update.synchronizer.channels import Channel
 from weight_update.synchronizer.desk import Reply
 from weight_update.synchronizer.plan import SyncPlan
@@ -14,6 +14,7 @@ from weight_update.transports.ray_board import require_ray
 __all__ = ["RayChannel", "RayHost"]
 
 _THREADS = 1000  # each client that waits has one
+_CLOSE_SECONDS = 10.0
 
 
 class RayHost:
@@ -47,11 +48,13 @@ class RayHost:
 
     def close(self) -> None:
         """End the actor."""
-        ray = require_ray()
-        if ray.is_initialized():
-            with contextlib.suppress(ray.exceptions.RayError):  # it may be gone
-                ray.get(self._actor.close.remote(), timeout=10)
-            ray.kill(self._actor)
+        try:
+            ray = require_ray()
+        except LifecycleError:
+            return  # Ray has ended, and the actor with it
+        with contextlib.suppress(ray.exceptions.RayError):  # it may be gone
+            ray.get(self._actor.close.remote(), timeout=_CLOSE_SECONDS)
+        ray.kill(self._actor)
 
 
 class _Actor:

@@ -47,7 +47,7 @@ class TrainerCalls:
     def take_from(self, session: str, ticket: Ticket) -> Reply:
         """MEMORY: join the trainer's outlet."""
         with self._moved:
-            self.desk.client(session)
+            self.desk.register.of(session)
         assert self._memory is not None
         self._memory.take_from(ticket)
         return {}
@@ -121,7 +121,7 @@ class TrainerCalls:
             return {"version": machine.newest}
 
     def _trainer(self, session: str, step: int) -> Trainer:
-        trainer = self.desk.client(session).party
+        trainer = self.desk.register.of(session).party
         assert isinstance(trainer, Trainer)
         if trainer.step != step:
             self._machine.trainer_at(step)
