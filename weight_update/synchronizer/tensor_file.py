@@ -95,7 +95,8 @@ def _header(schema: WeightSchema, stored: list[TensorMeta]) -> bytes:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return byte_view(plain.reshape(-1).view(torch.uint8))
+    flat = plain.as_strided((plain.numel(),), (1,))  # one element counts as contiguous whatever its stride
+    return byte_view(flat.view(torch.uint8))
 
 
 def unpack(flat: torch.Tensor) -> dict[str, torch.Tensor]:
