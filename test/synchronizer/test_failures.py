@@ -167,9 +167,8 @@ def test_a_broken_checkpoint_is_skipped_with_a_warning_and_does_not_spin(
         ExplorerClient(where, model) as explorer,
     ):
         trainer.blocking.sync_weight()
-        for path in tmp_path.rglob("*"):
-            if path.is_file() and path.stat().st_size > 500:
-                path.write_bytes(path.read_bytes()[:300])
+        data = next(tmp_path.rglob("*.safetensors"))
+        data.write_bytes(data.read_bytes()[:-40])
         explorer.step = 1
         with caplog.at_level(logging.WARNING):
             said = explorer.blocking.sync_weight()

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from weight_update.chunks import memory_identity
+from weight_update.errors import CorruptCheckpointError
 from weight_update.gate import Gate
 from weight_update.strategy import WeightStrategy
-from weight_update.synchronizer.checkpoints import CheckpointStore, CorruptCheckpointError
+from weight_update.synchronizer.checkpoints import CheckpointStore
 
 __all__ = ["Files"]
 
