@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import time
@@ -128,3 +129,44 @@ def test_a_stopped_reader_loses_only_its_lease(tmp_path: Path, caplog: pytest.Lo
         store.publish(1, weights(1), step=1)
         assert versions(store) == [1]
         assert same_bits(tensors, weights(0)), "what is mapped stays, on one machine"
+
+
+def _read_all(directory: Path, last: int, pipe: Connection) -> None:
+    """Read whatever is newest until the last version is there; nothing may ever look broken."""
+    logging.getLogger("weight_update").addHandler(_Refusing())
+    store, seen, reads = CheckpointStore(directory), -1, 0
+    while seen < last:
+        manifest = store.wait_newer(seen, timeout=30)
+        try:
+            with store.reading(manifest.version) as tensors:
+                assert same_bits(tensors, weights(manifest.version))
+        except FileNotFoundError:
+            continue  # a newer one is there
+        assert manifest.version > seen
+        seen, reads = manifest.version, reads + 1
+    pipe.send(reads)
+
+
+class _Refusing(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        raise AssertionError(record.getMessage())
+
+
+def test_readers_in_other_processes_beside_a_fast_writer(tmp_path: Path) -> None:
+    context, last = multiprocessing.get_context("fork"), 150
+    here, there = multiprocessing.Pipe()
+    readers = [context.Process(target=_read_all, args=(tmp_path, last, there), daemon=True) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    there.close()
+    try:
+        store = CheckpointStore(tmp_path, keep=1)
+        for version in range(last + 1):
+            store.publish(version, weights(version), step=0)
+        reads = [here.recv() for _ in readers if here.poll(30)]
+        assert len(reads) == 3
+        assert min(reads) > 3
+    finally:
+        for reader in readers:
+            reader.kill()
+            reader.join(30)
