@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, links
 from benchmarks.gpu_times import Variant
+from benchmarks.network import why_not
 from benchmarks.patch_peer import documented_bytes
 from benchmarks.patch_updates import Update
 from weight_update.compression import NoCompression
@@ -91,6 +92,7 @@ def _numbers(cell):
     return [float(number) for number in re.findall(r"-?\d+\.\d+|\bnan\b|\binf\b", cell)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_side_was_measured(tables):
     (head, row) = tables["Synchronous update"]
@@ -102,6 +104,7 @@ def test_every_side_was_measured(tables):
     assert all(_numbers(row[head.index(name)]) for name in ("ours", "torchrl", "ours/torchrl")), row
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_stall_and_memory_of_both_sides(tables):
     head, ours, theirs = tables["A worker that computes"]
@@ -114,6 +117,7 @@ def test_stall_and_memory_of_both_sides(tables):
         assert int(row[head.index("total")]) > 100, "two processes with torch have more than 100 MB"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_targets_are_judged_by_the_run(tables):
     head, *rows = tables["Targets"]
@@ -171,6 +175,31 @@ def test_a_patch_is_smaller_over_every_scheme(patch_tables):
         assert 0 < float(patch["MB sent"]) < float(dense["MB sent"]) / 10
 
 
+needs_hosts = pytest.mark.skipif(why_not() is not None, reason=f"no network namespaces: {why_not()}")
+
+
+@needs_hosts
+def test_an_update_is_timed_over_a_slow_link():
+    slow, fast = (links.Plan(1.0, 1.0, 1, rate) for rate in ("20mbit", "1gbit"))
+    sent = [links.measure(plan, "dense", 1.0, 1) for plan in (slow, fast)]
+    assert sent[0].seconds.median > 0.4  # 1.6 MB at 2.5 MB/s
+    assert sent[1].seconds.median < sent[0].seconds.median / 2
+
+
+@needs_hosts
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_tables_of_links(tmp_path):
+    file = tmp_path / "links.rst"
+    _run("benchmarks.links", "--quick", "--rst", str(file))
+    tables = _tables(file.read_text(), ["4 MB to one host", "4 MB to several hosts"])
+    (head, dense, *patches) = tables["4 MB to one host"]
+    assert len(patches) == 3
+    sooner = head.index("times sooner than dense")
+    assert all(float(row[sooner]) > float(dense[sooner]) for row in patches)
+    assert [row[0] for row in tables["4 MB to several hosts"][1:]] == ["1", "2", "3"]
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("title", CLUSTER_TITLES[:2])
 def test_distributed_was_measured_beside_torchrl(cluster_tables, title):
@@ -224,6 +253,7 @@ def test_what_the_benchmark_of_a_gpu_measures():
     assert gpu.plan(7.0, True, ("none",)).megabytes == 7.0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_benchmark_of_a_gpu_runs_to_its_end_on_the_cpu():
     variants = tuple(Variant("cpu", "cpu", "none", values) for values in ("raw", "relative"))

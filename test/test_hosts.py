@@ -23,6 +23,7 @@ from weight_update import (
 )
 from weight_update.errors import FormatError
 from weight_update.testing import Apart, ApartInTwos, Body, Crew, fingerprint, mlp
+from weight_update.testing.processes import freeze
 from weight_update.testing.workers import Worker, context_of
 from weight_update.transports.c10d import Store, TCPStore
 from weight_update.transports.cargo import Notes
@@ -71,7 +72,9 @@ def hire() -> Iterator[Hire]:
 
 
 def send_signal(worker: Worker, number: int) -> None:
-    if worker.runner.is_alive():
+    if number == signal.SIGSTOP:
+        freeze(worker.runner.pid)
+    elif worker.runner.is_alive():
         os.kill(worker.runner.pid, number)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from torch.distributed import TCPStore
 
-from weight_update.errors import LinkClosedError
+from weight_update.errors import LinkClosedError, TransportError
 from weight_update.transports.c10d import Store
 from weight_update.transports.mailbox import Mailbox, UnsignedError, open_store
 
@@ -83,6 +83,21 @@ def test_close_wakes_and_ends(server: Store) -> None:
     for _ in range(2):
         with pytest.raises(LinkClosedError):
             here.take(5.0)
+
+
+def test_a_message_that_is_too_large(server: Store) -> None:
+    here, there = Mailbox(server, "box", "token"), Mailbox(client(server), "box", "token")
+    with pytest.raises(TransportError, match=r"9\.0 MB .* fewer tensors"):
+        there.put(bytes(9_000_000))
+    there.put(bytes(8_000_000))
+    assert len(here.take(5.0)) == 8_000_000
+    here.close()
+
+
+def test_ends_that_nobody_reads_are_not_remembered_for_ever(server: Store) -> None:
+    for number in range(200):
+        Mailbox(server, f"box {number}", "token").put(b"the end", last=True)
+    assert len(server._unread) == 64
 
 
 def test_strangers_on_the_port_do_not_stop_it(server: Store) -> None:

@@ -35,6 +35,7 @@ from weight_update.testing import (
     scramble,
 )
 from weight_update.testing.lifecycle import LifecycleTests
+from weight_update.testing.processes import freeze
 from weight_update.testing.ray_workers import RayWorker
 from weight_update.testing.transports import Ends
 from weight_update.transports.ray import RayTransport
@@ -260,7 +261,7 @@ def test_connect_does_not_wait_for_the_dead(troupe: Troupe) -> None:
 def test_a_stopped_actor_is_late_and_catches_up(data: str, troupe: Troupe) -> None:
     scheme, workers = troupe.launch(mlp(1), data=data, timeout=1.0)
     pid = workers[0].call("run", pid_of)
-    os.kill(pid, signal.SIGSTOP)
+    freeze(pid)
     try:
         with pytest.raises(SyncFailedError, match="worker 0: did not apply it within 1 s"):
             scheme.send(mlp(2))

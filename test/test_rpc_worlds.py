@@ -12,6 +12,7 @@ from rpc_parts import World, in_world
 
 from weight_update import LifecycleError, RPCWeightSyncScheme, SyncFailedError, SyncTimeoutError
 from weight_update.testing import fingerprint, mlp
+from weight_update.testing.processes import freeze
 
 
 def test_outside_of_a_world() -> None:
@@ -71,7 +72,7 @@ def test_a_stopped_worker_holds_nobody_up(world: World) -> None:
     scheme = world.sender(mlp(1), called=True, timeout=1.0)
     world.connect(scheme, mlp(2))
     pid = world.run(0, parts.pid_of)
-    os.kill(pid, signal.SIGSTOP)
+    freeze(pid)
     for seed in (3, 4):
         with pytest.raises(SyncFailedError, match="worker 0") as caught:
             scheme.send(mlp(seed))

@@ -4,8 +4,6 @@ import multiprocessing
 import os
 from typing import NoReturn
 
-from torch.distributed import TCPStore
-
 from weight_update.chunks import Kind, WeightChunk
 from weight_update.errors import JoinRefusedError
 from weight_update.testing.transports import Ends, TransportContract
@@ -16,9 +14,8 @@ from weight_update.transports import (
     RPCTransport,
     SharedMemTransport,
 )
-from weight_update.transports.c10d import Store
 from weight_update.transports.distributed import DistributedListener
-from weight_update.transports.mailbox import open_store
+from weight_update.transports.mailbox import find_store, open_store
 from weight_update.transports.shared_mem import SharedMemListener
 
 
@@ -60,7 +57,7 @@ class TestDistributedTransport(TransportContract):
         self.listener = DistributedListener(store, "token", {0: sender}, nobody_else)
         self.listener.start()
         receiver = DistributedTransport(
-            lambda: Store(TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)),
+            lambda timeout: find_store("127.0.0.1", store.port, timeout),
             token="token",
             host=self.hosts[1],
         )

@@ -48,6 +48,17 @@ from weight_update.schemes import (
     send_together,
 )
 from weight_update.strategy import WeightStrategy
+from weight_update.synchronizer import (
+    BlockingExplorer,
+    BlockingTrainer,
+    ExplorerClient,
+    RunningStatus,
+    Synchronizer,
+    SyncMethod,
+    SyncPlan,
+    SyncStyle,
+    TrainerClient,
+)
 from weight_update.transports import (
     Buffer,
     DistributedTransport,
@@ -62,6 +73,8 @@ from weight_update.transports import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockingExplorer",
+    "BlockingTrainer",
     "BucketEncoding",
     "Buffer",
     "Compression",
@@ -71,6 +84,7 @@ __all__ = [
     "DistributedTransport",
     "DistributedWeightSyncScheme",
     "Encoding",
+    "ExplorerClient",
     "FormatError",
     "Gate",
     "JoinRefusedError",
@@ -91,14 +105,20 @@ __all__ = [
     "RayTransport",
     "RayWeightSyncScheme",
     "RemoteWeightSyncScheme",
+    "RunningStatus",
     "SchemaMismatchError",
     "SendHandle",
     "SharedMemTransport",
     "SharedMemWeightSyncScheme",
     "SyncFailedError",
+    "SyncMethod",
+    "SyncPlan",
     "SyncReport",
+    "SyncStyle",
     "SyncTimeoutError",
+    "Synchronizer",
     "TensorMeta",
+    "TrainerClient",
     "TransportBackend",
     "TransportError",
     "UnknownWorkerError",

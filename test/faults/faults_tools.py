@@ -9,13 +9,14 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from weight_update import WeightSyncScheme
+from weight_update.testing.processes import freeze
 
 WAIT = 30.0
 """Seconds after which a worker that does not answer is a failure of the test."""
@@ -212,7 +213,10 @@ class Remote:
         self._pipe.send(None)
 
     def signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+        if number == signal.SIGSTOP:
+            freeze(self.pid)
+        else:
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         """End it at once, as the kernel does when memory runs out."""
@@ -272,6 +276,37 @@ def eventually(condition: Callable[[], bool], timeout: float = WAIT) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+@contextlib.contextmanager
+def sending(scheme: WeightSyncScheme, model: Stripes) -> Iterator[None]:
+    """Updates flow meanwhile, as fast as they can."""
+    stop, errors = threading.Event(), []
+
+    def run() -> None:
+        version = 0
+        try:
+            while not stop.is_set():
+                version += 1
+                scheme.send(fill(model, version))
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        assert eventually(lambda: (scheme.version or 0) > 5)
+        yield
+    finally:
+        stop.set()
+        thread.join(30.0)
+    assert errors == []
+
+
+def flows_on(scheme: WeightSyncScheme) -> bool:
+    """Whether updates that :func:`sending` sends still arrive."""
+    before = scheme.version
+    return eventually(lambda: scheme.version > before + 3, 10.0)
 
 
 def assert_whole(reports: Iterable[dict[str, Any]], at_least: int = 1) -> None:

@@ -7,10 +7,21 @@ import logging
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 
 import pytest
-from faults_tools import Crew, Stripes, assert_whole, compute, end_compute, eventually, fill, version_of
+from faults_tools import (
+    Crew,
+    Stripes,
+    assert_whole,
+    compute,
+    end_compute,
+    eventually,
+    fill,
+    flows_on,
+    sending,
+    version_of,
+)
 
 from weight_update import SharedMemWeightSyncScheme, WeightChunk
 from weight_update.chunks import Kind
@@ -55,35 +66,6 @@ def busy(crew: Crew) -> Iterator[tuple[SharedMemWeightSyncScheme, list]]:
     assert [worker.call(version_of) for worker in workers] == [last] * WORKERS
     for worker in workers:
         assert_whole(worker.call(end_compute), at_least=10)
-
-
-@contextmanager
-def sending(scheme: SharedMemWeightSyncScheme, model: Stripes) -> Iterator[None]:
-    stop, errors = threading.Event(), []
-
-    def run() -> None:
-        version = 0
-        try:
-            while not stop.is_set():
-                version += 1
-                scheme.send(fill(model, version))
-        except Exception as error:  # noqa: BLE001 - the test looks at it
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        assert eventually(lambda: (scheme.version or 0) > 5)
-        yield
-    finally:
-        stop.set()
-        thread.join(30.0)
-    assert errors == []
-
-
-def flows_on(scheme: SharedMemWeightSyncScheme) -> bool:
-    before = scheme.version
-    return eventually(lambda: scheme.version > before + 3, 10.0)
 
 
 def long_header() -> bytes:

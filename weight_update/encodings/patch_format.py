@@ -26,7 +26,6 @@ from weight_update.encodings.coordinates import Grid, decode_coo, encode_coo
 from weight_update.encodings.gaps import decode_flat, encode_flat
 from weight_update.encodings.patch_arrays import ALIGNMENT, UNSIGNED, Array, ArrayReader, ArrayWriter
 from weight_update.encodings.planes import decode_steps, encode_steps
-from weight_update.encodings.threads import in_threads, threads_for
 from weight_update.errors import FormatError
 
 __all__ = ["Patch", "PatchOptions", "decode_patch", "encode_patch", "write_patch"]
@@ -133,7 +132,7 @@ def _encode_values(out: ArrayWriter, part: Sparse, snapshot: torch.Tensor, value
         changed: Array = given - old if relative else given + old
         return changed
 
-    pieces = in_threads(bits, part.blocks(_BLOCK), threads_for(len(part)))
+    pieces = [bits(block) for block in part.blocks(_BLOCK)]
     if relative:
         encode_steps(out, pieces)
     else:

@@ -8,7 +8,6 @@ import numpy as np
 
 from weight_update.encodings.gaps import UNITS, join_units, most_units, split_units
 from weight_update.encodings.patch_arrays import UNSIGNED, Array, ArrayReader, ArrayWriter
-from weight_update.encodings.threads import in_threads, threads_for
 from weight_update.errors import FormatError
 
 __all__ = ["decode_steps", "encode_steps"]
@@ -27,8 +26,7 @@ def encode_steps(out: ArrayWriter, steps: Sequence[Array]) -> None:
         out: where to.
         steps: arrays, not empty, that are one behind the other.
     """
-    each = in_threads(_planes, steps, threads_for(sum(map(len, steps))))
-    for plane in zip(*each, strict=True):
+    for plane in zip(*map(_planes, steps), strict=True):
         _encode_plane(out, plane)
 
 

@@ -1,4 +1,8 @@
-"""Work on large arrays by all cores: numpy lets go of the interpreter lock while it computes."""
+"""Work on large arrays by all cores: numpy lets go of the interpreter lock while it computes.
+
+That pays where single steps take a tenth of a millisecond. Encoding and decoding a patch are many small
+ones, and took longer by two threads than by one.
+"""
 
 from __future__ import annotations
 

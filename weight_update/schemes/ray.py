@@ -160,9 +160,7 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme):
 
     def sender_end(self, worker_idx: int) -> DistributedTransport:
         """See :meth:`RemoteWeightSyncScheme.sender_end`."""
-        link = _TorchLink(
-            token=self._token, address=self.address, host=self.host_name(), directory=self.directory
-        )
+        link = _TorchLink(**self.sender_options())
         link.worker, link.watch = worker_idx, self._watch
         return link
 

@@ -8,15 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-
-from weight_update.errors import LinkClosedError
 from weight_update.schemes.base import End, WeightSyncScheme
 from weight_update.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
-from weight_update.transports.c10d import Store, TCPStore
+from weight_update.transports.c10d import Store
 from weight_update.transports.distributed import DistributedListener, DistributedTransport
-from weight_update.transports.mailbox import open_store
+from weight_update.transports.mailbox import find_store, open_store
 from weight_update.transports.pairs import require_backend
 
 __all__ = ["RemoteWeightSyncScheme", "Whereabouts"]
@@ -87,6 +84,10 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         self.directory = directory
         self._token = token or os.environ.get(_TOKEN) or self._token
 
+    def _reset(self) -> None:
+        super()._reset()
+        self._listener: DistributedListener | None = None
+
     @abstractmethod
     def announce(self, where: Whereabouts) -> None:
         """Sender: tell those who will ask. Called once, by ``init_on_sender``; does not wait."""
@@ -106,7 +107,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         store = open_store(self.address, self.port)
         self.port = store.port
         links = {idx: self.sender_end(idx) for idx in workers}
-        self._door = DistributedListener(store, self._token, links, self.newcomers())
+        self._door = self._listener = DistributedListener(store, self._token, links, self.newcomers())
         self.announce(Whereabouts(self.address, self.port, self._token))
         return dict(links)
 
@@ -124,26 +125,26 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
     @property
     def network_bytes(self) -> int:
         """Bytes of payloads that this sender sent to other hosts so far; up to 64 KiB they do not count."""
-        return self._door.network_bytes if isinstance(self._door, DistributedListener) else 0
+        return 0 if self._listener is None else self._listener.network_bytes
 
     def sender_end(self, worker_idx: int) -> DistributedTransport:
         """The sender's end of the link to a worker."""
         del worker_idx
-        return DistributedTransport(
-            token=self._token,
-            address=self.address,
-            host=self.host_name(),
-            directory=self.directory,
-            backend=self.backend,
-        )
+        return DistributedTransport(**self.sender_options())
+
+    def sender_options(self) -> dict[str, Any]:
+        """Arguments for the sender's end of any link."""
+        return {
+            "token": self._token,
+            "address": self.address,
+            "host": self.host_name(),
+            "directory": self.directory,
+            "backend": self.backend,
+        }
 
     def host_name(self) -> str | None:
         """Processes that have one name share memory; None: find out."""
         return self.host or os.environ.get(_HOST)
 
-    def _find_store(self) -> Store:
-        try:
-            return Store(TCPStore(self.address, self.port, is_master=False, wait_for_workers=False))
-        except dist.DistError as error:
-            reason = str(error).partition("\n")[0]
-            raise LinkClosedError(f"no sender at {self.address}:{self.port} ({reason})") from None
+    def _find_store(self, timeout: float | None) -> Store:
+        return find_store(self.address, self.port, timeout)

@@ -111,10 +111,7 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme):
             self._rrefs.get(worker_idx),
             model_id=self._model_name,
             timeout=self.timeout,
-            token=self._token,
-            address=self.address,
-            host=self.host_name(),
-            directory=self.directory,
+            **self.sender_options(),
         )
 
     def announce(self, where: Whereabouts) -> None:

@@ -102,8 +102,15 @@ class TransportBackend(ABC):
         """Sender's end: cut the worker off; where ``rejoins`` is true it may come back."""
         self.close()
 
-    def restart(self) -> None:  # noqa: B027 - most links begin empty
-        """Receiver's end: forget what came before, perhaps for a worker that died; it joins (again) now."""
+    def restart(self, timeout: float | None = None) -> None:  # noqa: B027 - most links begin empty
+        """Receiver's end: forget what came before, perhaps for a worker that died; it joins (again) now.
+
+        Args:
+            timeout: seconds to find the other end, where it has to be found.
+
+        Raises:
+            LinkClosedError: it was not found.
+        """
 
     def allocate(self, nbytes: int) -> Buffer:
         """Sender's end: memory for a payload, such that sending it costs as little as possible.

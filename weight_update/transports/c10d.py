@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -17,11 +20,17 @@ __all__ = [
     "Store",
     "TCPStore",
     "disown",
+    "keep_alive",
     "own",
     "process_group_nccl",
 ]
 
 _DRAIN_SECONDS, _LOOK_SECONDS = 0.5, 0.005
+_AWAITED = 63
+"""Queues of readers that were killed are never read: of so many, the oldest are not waited for."""
+_VANISHED_SECONDS = 180
+"""A machine that is silent for so long is gone; a link may be down for less."""
+_PROBES = 9
 
 _dist: Any = dist
 DistError: type[RuntimeError] = _dist.DistError
@@ -41,17 +50,16 @@ class Store:
     Args:
         raw: the store; nobody else keeps it.
         server: whether it is the server.
-
-    Attributes:
-        unread: queues whose last item was put and perhaps not read yet.
     """
 
     def __init__(self, raw: Any, *, server: bool = False) -> None:
         self._raw: Any = own(raw)
         self._server = server
+        if not server:
+            _keep_clients_alive(raw.port)
         self.host: str = raw.host
         self.port: int = raw.port
-        self.unread: list[str] = []
+        self._unread: list[str] = []
         self._spare: list[Any] = []
         self._lending = threading.Lock()
 
@@ -61,7 +69,9 @@ class Store:
         Raises:
             DistError: the store is gone.
         """
-        return self._open().clone()
+        clone = self._open().clone()
+        _keep_clients_alive(self.port)
+        return clone
 
     @contextlib.contextmanager
     def lend(self) -> Iterator[Any]:
@@ -81,13 +91,24 @@ class Store:
         """Add ``item`` to a queue; raises as :meth:`clone`."""
         self._open().queue_push(name, item)
 
+    def reach(self) -> None:
+        """Return when the server has what was put; raises as :meth:`clone`."""
+        self._open().queue_len("")
+
+    def await_reader(self, name: str) -> None:
+        """A server's :meth:`close` waits a little until the queue, to which nothing more is put, was read."""
+        raw = self._raw
+        if self._server and raw is not None:
+            unread = [one for one in self._unread if one != name and raw.queue_len(one)]
+            self._unread = [*unread[-_AWAITED:], name]
+
     def close(self) -> None:
         """End it; a server when what it put last was read, else clients complain in the C++ log."""
         raw, self._raw = self._raw, None
         self._spare.clear()
         deadline = time.monotonic() + _DRAIN_SECONDS
         with contextlib.suppress(DistError):
-            while raw is not None and self._server and any(map(raw.queue_len, self.unread)):
+            while raw is not None and self._server and any(map(raw.queue_len, self._unread)):
                 if time.monotonic() > deadline:
                     break
                 time.sleep(_LOOK_SECONDS)
@@ -98,6 +119,25 @@ class Store:
         if raw is None:
             raise DistError("this store was closed")
         return raw
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Have the kernel end this connection, or those to be accepted here, when the other machine vanishes."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(_VANISHED_SECONDS // _PROBES, 1))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(_VANISHED_SECONDS // _PROBES, 1))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _VANISHED_SECONDS)
+
+
+def _keep_clients_alive(port: int) -> None:
+    """:meth:`keep_alive` for what a TCPStore connected to ``port``: it does not show its sockets."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # it is closed by now, or not connected
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(fd)) as sock:
+                if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getpeername()[1] == port:
+                    keep_alive(sock)
 
 
 _owned: list[Any] = []

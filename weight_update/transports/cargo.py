@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import queue
+import threading
 from collections import deque
 from typing import Any
 
 import torch
 
 from weight_update.chunks import byte_view
-from weight_update.errors import FormatError, TransportError
+from weight_update.errors import FormatError, LinkClosedError, TransportError
 from weight_update.transports.checksum import BLOCK, Checksum
-from weight_update.transports.pair import Pair, Pending
+from weight_update.transports.pair import Pair, Pending, leave_in_order
 
 __all__ = ["NOTE_BYTES", "Notes", "Onward", "recv_pieces", "send_pieces"]
 
@@ -127,14 +129,58 @@ def recv_pieces(pair: Pair, into: torch.Tensor, patience: float | None, onward: 
     """The counterpart of :func:`send_pieces`; passes each piece on as soon as it is here."""
     total = Checksum()
     pieces = _pieces(into)
-    under_way = deque(pair.begin_pull(piece) for piece in pieces[:_WINDOW])
-    for number, piece in enumerate(pieces):
-        pair.finish(under_way.popleft(), patience)
-        if number + _WINDOW < len(pieces):
-            under_way.append(pair.begin_pull(pieces[number + _WINDOW]))
-        onward.send(piece)
-        total.add(piece)
+    arrivals = _Arrivals(pair, patience)
+    with pair.listening(arrivals.end):
+        for piece in pieces[:_WINDOW]:
+            arrivals.begin(piece)
+        for number, piece in enumerate(pieces):
+            arrivals.wait()
+            if number + _WINDOW < len(pieces):
+                arrivals.begin(pieces[number + _WINDOW])
+            onward.send(piece)
+            total.add(piece)
+    arrivals.end()
     return total.hex()
+
+
+class _Arrivals:
+    """Pieces to come, waited for in a thread.
+
+    Gloo does not tell a receive that is half done of the other end's death. The pair's watch learns of
+    it, and ends the wait here; that of the thread lasts as long as ``patience``.
+    """
+
+    def __init__(self, pair: Pair, patience: float | None) -> None:
+        self._pair, self._patience = pair, patience
+        self._begun: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        thread = threading.Thread(target=self._run, name="weight_update-arrivals", daemon=True)
+        leave_in_order(thread)
+        thread.start()
+
+    def begin(self, piece: torch.Tensor) -> None:
+        """Receive into ``piece`` after those before."""
+        self._begun.put(self._pair.begin_pull(piece))
+
+    def wait(self) -> None:
+        """Wait for the next piece; raises as :meth:`Pair.finish`."""
+        outcome = self._outcomes.get()
+        if outcome is not None:
+            raise outcome
+
+    def end(self) -> None:
+        """No more pieces come."""
+        self._outcomes.put(LinkClosedError("the other end is gone"))
+        self._begun.put(None)
+
+    def _run(self) -> None:
+        while (pending := self._begun.get()) is not None:
+            try:
+                self._pair.finish(pending, self._patience)
+            except (TransportError, TimeoutError) as error:
+                self._outcomes.put(error.with_traceback(None))
+                return
+            self._outcomes.put(None)
 
 
 def _pieces(payload: torch.Tensor) -> list[torch.Tensor]:

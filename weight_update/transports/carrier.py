@@ -18,7 +18,7 @@ from weight_update.errors import FormatError, LinkClosedError, SyncTimeoutError,
 from weight_update.transports.c10d import Store
 from weight_update.transports.cargo import Notes, send_pieces
 from weight_update.transports.checksum import CHECKSUM
-from weight_update.transports.pair import Pair
+from weight_update.transports.pair import Pair, leave_in_order
 from weight_update.transports.pairs import pair_of
 from weight_update.transports.slots import slot_of
 
@@ -79,6 +79,7 @@ class Carrier:
 
     def open(self) -> None:
         """Begin to make the pair; whoever needs it waits for it."""
+        leave_in_order(self._thread)
         self._thread.start()
 
     def is_open(self) -> bool:

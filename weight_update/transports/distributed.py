@@ -9,12 +9,14 @@ import struct
 import threading
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from weight_update.chunks import Kind, WeightChunk
-from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError
+from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, TransportError
 from weight_update.transports.base import Allocate, Buffer, TransportBackend
 from weight_update.transports.c10d import Store
 from weight_update.transports.line import (
@@ -35,6 +37,8 @@ __all__ = ["DistributedListener", "DistributedTransport", "this_host"]
 
 _log = logging.getLogger(__name__)
 _LEAVE_SECONDS = 0.5
+_REMEMBERED = 10_000
+"""How many joins are remembered, so that none of them, written down by a stranger, is let in again."""
 
 
 def this_host() -> str:
@@ -51,8 +55,8 @@ class DistributedTransport(TransportBackend):
     there; the others map what that one keeps.
 
     Args:
-        find_store: gives a client of the store; called when the link is first used. None makes a sender's
-            end, which is given its connection by :class:`DistributedListener`.
+        find_store: gives a client of the store within so many seconds; called when the link is first used.
+            None makes a sender's end, which is given its connection by :class:`DistributedListener`.
         token: what both ends know.
         address: of this machine's interface for payloads; None finds the one that leads to the store.
         host: name of this host, if not :func:`this_host`; two ends with one name share memory.
@@ -65,7 +69,7 @@ class DistributedTransport(TransportBackend):
 
     def __init__(
         self,
-        find_store: Callable[[], Store] | None = None,
+        find_store: Callable[[float | None], Store] | None = None,
         *,
         token: str = "",
         address: str | None = None,
@@ -94,14 +98,14 @@ class DistributedTransport(TransportBackend):
         """A shared slot; see :meth:`TransportBackend.allocate`."""
         return SharedBuffer(nbytes, self._directory)
 
-    def restart(self) -> None:
+    def restart(self, timeout: float | None = None) -> None:
         """See :meth:`TransportBackend.restart`: a new line, unless there is one that works."""
         if self._find_store is None or self._closed:
             raise LinkClosedError("this end was closed")
         if self._line is not None:
             return
         if self._store is None:
-            self._store = self._find_store()
+            self._store = self._find_store(timeout)
         address = self._address or address_towards(self._store.host, self._store.port)
         with self._changed:
             name = uuid.uuid4().hex
@@ -233,7 +237,7 @@ class DistributedListener:
         self._store, self._token, self._links, self._newcomers = store, token, links, newcomers
         self._door = Mailbox(store, DOOR, token, ordered=False)
         self._route = Route.of(store)
-        self._known: set[str] = set()
+        self._known: OrderedDict[str, None] = OrderedDict()
         self._thread = threading.Thread(target=self._run, name="weight_update-door", daemon=True)
 
     def start(self) -> None:
@@ -263,14 +267,15 @@ class DistributedListener:
             except LinkClosedError:
                 return
             except UnsignedError as error:
-                _log.warning("refused a connection: %s", error)
+                _log.warning("refused a connection: %s", str(error))  # a record that keeps no message
                 self._answer_stranger(error.message)
             except (JoinRefusedError, FormatError, ValueError, KeyError, struct.error) as error:
                 _log.warning("refused a connection: %s", error)
 
     def _answer_stranger(self, message: bytes) -> None:
         """Whoever has another token cannot read our answer, but learns from that."""
-        with contextlib.suppress(ValueError, KeyError, TypeError, struct.error):
+        nonsense = (ValueError, KeyError, TypeError, RecursionError, struct.error)
+        with contextlib.suppress(TransportError, *nonsense):
             link, _, _ = read_knock(message)
             if link not in self._known:
                 Mailbox(self._store, f"{link}/down", self._token).put(b"")
@@ -279,7 +284,10 @@ class DistributedListener:
         link, host, hello = read_knock(message)
         if hello.kind is not Kind.HELLO or link in self._known:
             raise FormatError("did not say hello, or says it again")
-        self._known.add(link)
+        hello = replace(hello, header={**hello.header, "token": self._token})  # it has signed with that
+        self._known[link] = None
+        if len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
         worker = hello.header["worker"]
         try:
             end = self._links.get(worker) or self._newcomers(worker)

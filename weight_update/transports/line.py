@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -130,7 +131,7 @@ class Line:
             except UnsignedError as error:
                 if not self._greeted:
                     raise JoinRefusedError("the tokens of the two ends differ") from None
-                _log.warning("%s: %s", self.name, error)
+                _log.warning("%s: %s", self.name, str(error))
                 continue
             self._greeted = self._greeted or message is not None
             return message
@@ -238,10 +239,13 @@ class WorkerLine(Line):
         self._keeper: Keeper | None = None
 
     def knock(self, hello: WeightChunk, host: str) -> None:
-        """Ask to be let in."""
+        """Ask to be let in. The signature shows that this end knows the token, which does not go along."""
+        hello = replace(hello, header={**hello.header, "token": ""})
         info = json.dumps({"link": self.name, "host": host}).encode()
         message = struct.pack("<I", len(info)) + info + hello.encode()
-        Mailbox(self.store, DOOR, self.token, ordered=False).put(message)
+        door = Mailbox(self.store, DOOR, self.token, ordered=False)
+        door.put(message)
+        door.flush()
 
     def on_pair(self, backend: str) -> None:
         """See :meth:`Line.on_pair`."""

@@ -13,15 +13,18 @@ import threading
 import time
 from datetime import timedelta
 
-from weight_update.errors import FormatError, LinkClosedError
-from weight_update.transports.c10d import DistError, Store, TCPStore, disown, own
+from weight_update.errors import FormatError, LinkClosedError, TransportError
+from weight_update.transports.c10d import DistError, Store, TCPStore, disown, keep_alive, own
 from weight_update.transports.stream import deadline_of
 
-__all__ = ["Mailbox", "UnsignedError", "open_store"]
+__all__ = ["Mailbox", "UnsignedError", "find_store", "open_store"]
 
 _FRONT = struct.Struct("<Q16s?")  # number of the message, its signature, and whether it is the last
 _FOREVER = timedelta(days=3650)
 _BACKLOG = 512
+_LARGEST = (8 << 20) - _FRONT.size  # a TCPStore cuts off who sends more
+_PATIENCE = timedelta(seconds=10)
+_RETRY_SECONDS = 0.1
 
 
 def open_store(address: str, port: int = 0) -> Store:
@@ -37,12 +40,54 @@ def open_store(address: str, port: int = 0) -> Store:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((address, port))
+        keep_alive(sock)  # and all that it accepts
+        try:
+            sock.bind((address, port))
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"cannot listen on {address}:{port} ({error.strerror}); address= is that of an interface of "
+                "this machine, port= a free one, or 0 for any",
+            ) from None
         sock.listen(_BACKLOG)
         port = sock.getsockname()[1]
         _listening[sock.fileno()] = port
         raw = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach())
         return Store(raw, server=True)
+
+
+def find_store(address: str, port: int, timeout: float | None) -> Store:
+    """A client of the store at ``address``; waits until somebody listens there.
+
+    Raises:
+        LinkClosedError: it could not be reached within ``timeout`` seconds (None: some).
+    """
+    limit = _PATIENCE.total_seconds() if timeout is None else timeout
+    _await_listener(address, port, limit)
+    try:
+        raw = TCPStore(
+            address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=limit)
+        )
+    except DistError as error:
+        raise LinkClosedError(f"no sender at {address}:{port} ({_brief(error)})") from None
+    raw.set_timeout(_PATIENCE)
+    return Store(raw)
+
+
+def _await_listener(address: str, port: int, limit: float) -> None:
+    """Wait here: a store that cannot connect complains at length in the C++ log."""
+    deadline = time.monotonic() + limit
+    while True:
+        try:
+            left = max(deadline - time.monotonic(), _RETRY_SECONDS)
+            return socket.create_connection((address, port), left).close()
+        except OSError as error:
+            if time.monotonic() + _RETRY_SECONDS > deadline:
+                raise LinkClosedError(
+                    f"no sender at {address}:{port} within {limit:g} s ({error}); if it is on another "
+                    "machine, give it address= of a network interface that this one can reach"
+                ) from None
+        time.sleep(_RETRY_SECONDS)
 
 
 _listening: dict[int, int] = {}
@@ -94,12 +139,25 @@ class Mailbox:
 
         Raises:
             LinkClosedError: the store is gone.
+            TransportError: it is larger than a store takes.
         """
+        if len(message) > _LARGEST:
+            raise TransportError(
+                f"{len(message) / 1e6:.1f} MB of names and extra state do not fit into one message through "
+                f"a TCPStore ({_LARGEST / 1e6:.1f} MB): fewer tensors, or less extra state"
+            )
         front = _FRONT.pack(self._put, self._sign(self._put, message, last), last)
         self._put += 1
         self._push(front + message)
         if last:
-            self._store.unread.append(self.name)
+            self._store.await_reader(self.name)
+
+    def flush(self) -> None:
+        """Wait until the store has what was put; raises as :meth:`put`."""
+        try:
+            self._store.reach()
+        except DistError as error:
+            raise LinkClosedError(f"the store is gone ({_brief(error)})") from None
 
     def take(self, timeout: float | None) -> bytes | None:
         """The next message, or None when none came within ``timeout`` seconds (None: wait for ever).
@@ -180,7 +238,7 @@ class Mailbox:
         if self._reading:
             with contextlib.suppress(LinkClosedError):
                 self._push(b"")  # the reader is waiting for something
-                self._store.unread.append(self.name)
+                self._store.await_reader(self.name)
 
     def _sign(self, number: int, message: bytes, last: bool) -> bytes:
         signed = b"%s %d %d %d " % (self.name.encode(), number, last, len(message))

@@ -18,7 +18,7 @@ from weight_update.errors import (
 from weight_update.transports.c10d import Store
 from weight_update.transports.cargo import Notes, Onward, recv_pieces
 from weight_update.transports.checksum import CHECKSUM
-from weight_update.transports.pair import FOREVER, Pair
+from weight_update.transports.pair import FOREVER, Pair, leave_in_order
 from weight_update.transports.pairs import pair_of
 from weight_update.transports.slots import SharedBuffer
 
@@ -103,6 +103,7 @@ class Keeper:
         self._closing = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="weight_update-mirror", daemon=True)
+        leave_in_order(self._thread)
         self._thread.start()
 
     def close(self) -> None:

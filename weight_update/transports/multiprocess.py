@@ -119,7 +119,7 @@ class MPTransport(TransportBackend):
         with contextlib.suppress(LinkClosedError):
             self._put(None)
 
-    def restart(self) -> None:
+    def restart(self, timeout: float | None = None) -> None:
         """See :meth:`TransportBackend.restart`.
 
         A worker that was killed while it waited left the queue's lock taken. Each queue has one reader and

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import socket
 import threading
-from collections.abc import Callable
+import time
+import weakref
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -15,7 +18,7 @@ import torch.distributed as dist
 from weight_update.errors import LinkClosedError, SyncTimeoutError
 from weight_update.transports.c10d import PrefixStore, ProcessGroupGloo, Store, disown, own
 
-__all__ = ["FOREVER", "STALLED", "Pair", "Pending", "address_towards", "brief"]
+__all__ = ["FOREVER", "STALLED", "Pair", "Pending", "address_towards", "brief", "leave_in_order"]
 
 STALLED = 60.0
 """Seconds without the other end's answer after which it counts as gone."""
@@ -23,6 +26,7 @@ STALLED = 60.0
 FOREVER = 86400.0 * 3650
 """Seconds; the other end is waited for as long as it lives."""
 
+_FAREWELL_SECONDS = 2.0
 _DATA, _WATCH = 0, 1  # tags
 
 
@@ -60,6 +64,7 @@ class Pair:
         self._other = 1 - rank
         self._pending: set[Pending] = set()
         self._beginning = threading.Lock()
+        self._listeners: list[Callable[[], None]] = []
         self._group, problem = _meet(store, name, rank, address, STALLED if timeout is None else timeout)
         if self._group is None:
             raise LinkClosedError(f"no connection for payloads ({problem})")
@@ -122,9 +127,24 @@ class Pair:
         with contextlib.suppress(LinkClosedError):
             self._begin("send", torch.zeros(1, dtype=torch.uint8), _WATCH)
 
+    @contextlib.contextmanager
+    def listening(self, call: Callable[[], None]) -> Iterator[None]:
+        """Inside, ``call`` is called as soon as the other end is gone; at once if it is already."""
+        with self._beginning:
+            lost = self._group is None
+            self._listeners.append(call)
+        if lost:
+            call()
+        try:
+            yield
+        finally:
+            self._listeners.remove(call)
+
     def on_loss(self, call: Callable[[], None]) -> None:
         """Call ``call``, from a thread, as soon as the other end is gone or has given up."""
-        threading.Thread(target=self.watch, args=(call,), name="weight_update-watch", daemon=True).start()
+        thread = threading.Thread(target=self.watch, args=(call,), name="weight_update-watch", daemon=True)
+        leave_in_order(thread)
+        thread.start()
 
     def watch(self, call: Callable[[], None]) -> None:
         """What that thread does; every pair needs one who does, else it is never freed."""
@@ -141,7 +161,10 @@ class Pair:
             for pending in self._pending:
                 pending.work = None
             self._pending.clear()
+            listeners = list(self._listeners)
         disown(group)
+        for call in listeners:
+            call()
 
     def _begin(self, way: Literal["send", "recv"], what: torch.Tensor, tag: int) -> Pending:
         problem = "it was closed"
@@ -155,6 +178,24 @@ class Pair:
             except RuntimeError as error:
                 problem = brief(error)
         raise LinkClosedError(f"the other end is gone ({problem})")
+
+
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def leave_in_order(thread: threading.Thread) -> None:
+    """Have the interpreter's end wait a little for ``thread``, which may come back from C++ just then.
+
+    The process would abort.
+    """
+    _threads.add(thread)
+
+
+@atexit.register
+def _await_threads() -> None:
+    deadline = time.monotonic() + _FAREWELL_SECONDS
+    for thread in [one for one in _threads if one.is_alive()]:
+        thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 def address_towards(host: str, port: int) -> str:

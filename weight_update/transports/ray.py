@@ -46,7 +46,7 @@ class RayTransport(TransportBackend):
         """See :attr:`TransportBackend.quick`."""
         return True
 
-    def restart(self) -> None:
+    def restart(self, timeout: float | None = None) -> None:
         """See :meth:`TransportBackend.restart`: a new line, unless there is one that works."""
         if self._find_board is None or self._closed:
             raise LinkClosedError("this end was closed")

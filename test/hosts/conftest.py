@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+import torch
+from hosts_crew import HostsCrew
+
+from benchmarks.network import Network, why_not
+
+refused = cache(why_not)
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    """Three hosts; this thread is on the first."""
+    reason = refused()
+    if reason is not None:
+        pytest.skip(reason)
+    with Network(["trainer", "one", "two"]) as network, network.inside("trainer"):
+        yield network
+
+
+@pytest.fixture
+def crew(network: Network, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostsCrew]:
+    """Starts workers on hosts, and ends them whatever happens."""
+    monkeypatch.setenv("WEIGHT_UPDATE_HOST", "trainer")  # they all have the boot id of this machine
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a child forked after OpenMP ran hangs in its own parallel loops
+    crew = HostsCrew(network)
+    try:
+        yield crew
+    finally:
+        crew.close()
+        torch.set_num_threads(threads)

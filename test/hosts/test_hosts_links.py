@@ -1,0 +1,176 @@
+"""Links that go down and come back, and addresses that cannot be reached."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from faults_tools import (
+    Remote,
+    Stripes,
+    Worker,
+    WorkerRaised,
+    assert_whole,
+    compute,
+    end_compute,
+    eventually,
+    fill,
+    version_of,
+)
+from hosts_crew import HostsCrew
+
+from weight_update import DistributedWeightSyncScheme, SyncFailedError, TransportError
+from weight_update.transports import c10d
+
+LIMIT = 1.0
+CHAIN_LIMIT = 6.0
+"""Timeout where a payload goes from host to host: who makes no progress is given up after a quarter of it."""
+BACK = {"pull": "plug", "lose": "find"}
+SIZES = {"small": ((8, 64), LIMIT), "large": ((8, 1 << 18), CHAIN_LIMIT)}  # one travels with its signal
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < seconds
+
+
+@pytest.mark.parametrize("how", ["pull", "lose"])
+@pytest.mark.parametrize(("size", "limit"), SIZES.values(), ids=SIZES)
+def test_a_link_that_fails_and_comes_back(crew: HostsCrew, size, limit: float, how: str) -> None:
+    scheme, model = crew.trainer(timeout=limit), Stripes(*size)
+    workers = crew.launch_on(["one", "two"], scheme, model, lambda: Stripes(*size))
+    for worker in workers:
+        worker.call(compute)
+    for version in range(1, 6):
+        scheme.send(fill(model, version))
+    getattr(crew.network, how)("one")
+    for version in (6, 7):
+        with within(limit + 1), pytest.raises(SyncFailedError, match="worker 0") as caught:
+            scheme.send(fill(model, version))
+        assert set(caught.value.failures) == {0}
+        assert workers[1].call(version_of) == version
+    getattr(crew.network, BACK[how])("one")
+    assert eventually(lambda: workers[0].call(version_of) == 7, 20.0)
+    for version in (8, 9):
+        assert scheme.send(fill(model, version)).apply_seconds.keys() == {0, 1}
+        assert [worker.call(version_of) for worker in workers] == [version, version]
+    for worker in workers:
+        assert_whole(worker.call(end_compute))
+
+
+def join_there(me: Worker, options: dict[str, Any], timeout: float = 10.0) -> int | None:
+    """Join with a scheme of the worker's own."""
+    me.scheme = DistributedWeightSyncScheme(**options)
+    me.scheme.init_on_receiver(model=me.model, worker_idx=me.idx)
+    me.scheme.connect(timeout=timeout)
+    return me.scheme.version
+
+
+def alone(crew: HostsCrew, host: str) -> Remote:
+    return crew.start_on(host, DistributedWeightSyncScheme(), 0, lambda: Stripes(8, 64))
+
+
+@pytest.mark.parametrize("how", ["pull", "lose"])
+def test_join_without_a_way_to_the_sender(crew: HostsCrew, how: str) -> None:
+    scheme, model = crew.trainer(timeout=LIMIT), Stripes(8, 64)
+    scheme.init_on_sender(model=model, num_workers=1)
+    worker = alone(crew, "one")
+    getattr(crew.network, how)("one")
+    where = {"address": scheme.address, "port": scheme.port, "token": scheme._token}
+    expected = f"LinkClosedError: no sender at {scheme.address}:{scheme.port} within 1.5 s"
+    with within(2.5), pytest.raises(WorkerRaised, match=expected):
+        worker.call(join_there, where, 1.5)
+    getattr(crew.network, BACK[how])("one")
+    worker.begin(join_there, where)
+    scheme.connect(timeout=10.0)
+    assert worker.result() == 0
+
+
+def test_sender_on_loopback(crew: HostsCrew) -> None:
+    scheme = crew.trainer(address="127.0.0.1")
+    scheme.init_on_sender(model=Stripes(8, 64), num_workers=1)
+    with within(2.0), pytest.raises(WorkerRaised, match=r"refused.*give it address="):
+        alone(crew, "one").call(join_there, {"port": scheme.port}, 1.0)
+
+
+def test_address_of_another_host(crew: HostsCrew) -> None:
+    scheme = crew.trainer(address=crew.network.address["one"])
+    with pytest.raises(OSError, match=r"10\.77\.0\.2.*interface of this machine"):
+        scheme.init_on_sender(model=Stripes(8, 64), num_workers=1)
+
+
+def test_a_worker_that_comes_before_the_sender(crew: HostsCrew) -> None:
+    where = {"address": crew.network.address["trainer"], "port": 29577, "token": "secret"}
+    worker = alone(crew, "one")
+    worker.begin(join_there, where)
+    time.sleep(0.5)
+    scheme = crew.scheme(DistributedWeightSyncScheme, **where)
+    scheme.init_on_sender(model=Stripes(8, 64), num_workers=1)
+    scheme.connect(timeout=10.0)
+    assert worker.result() == 0
+
+
+# -- the trainer goes and comes ------------------------------------------------------------------------
+
+HOME = {"address": "10.77.0.1", "port": 29577, "token": "secret"}
+
+
+def train(me: Worker, value: float) -> None:
+    me.scheme = DistributedWeightSyncScheme(**HOME, timeout=5.0)
+    me.scheme.init_on_sender(model=fill(me.model, value), num_workers=1)
+    me.scheme.connect(timeout=10.0)
+
+
+def await_end(me: Worker) -> str:
+    """Receive until that raises."""
+    try:
+        while me.scheme.receive(timeout=20.0) is not None:
+            pass
+    except TransportError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing came"
+
+
+def join_again(me: Worker) -> float:
+    me.scheme.shutdown()
+    join_there(me, HOME)
+    return float(next(iter(me.model.parameters())).detach().max())
+
+
+@pytest.mark.parametrize("way", ["killed", "killed while its link fails"])
+def test_trainer_restarted_on_the_same_port(crew: HostsCrew, way: str) -> None:
+    first, worker = alone(crew, "trainer"), alone(crew, "one")
+    first.begin(train, 1.0)
+    worker.call(join_there, HOME)
+    first.result()
+    worker.begin(await_end)
+    if way != "killed":
+        crew.network.lose("trainer")
+    first.kill()
+    if way != "killed":
+        time.sleep(0.5)
+        crew.network.find("trainer")
+    assert "LinkClosedError" in worker.result()
+    second = alone(crew, "trainer")
+    second.begin(train, 2.0)
+    assert worker.call(join_again) == 2.0
+    second.result()
+
+
+def test_trainer_whose_machine_vanishes(crew: HostsCrew, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No packet tells of it."""
+    monkeypatch.setattr(c10d, "_VANISHED_SECONDS", 3)
+    trainer, worker = alone(crew, "trainer"), alone(crew, "one")
+    trainer.begin(train, 1.0)
+    worker.call(join_there, HOME)
+    trainer.result()
+    worker.begin(await_end)
+    crew.network.lose("trainer")
+    trainer.kill()
+    with within(6.0):
+        assert "LinkClosedError" in worker.result()
