@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from weight_update.chunks import DTYPES
+from weight_update.synchronizer import CheckpointStore
 
 Tensors = dict[str, torch.Tensor]
 
@@ -82,3 +83,11 @@ class Deadline:
 
 def visible(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
+
+
+def versions(store: CheckpointStore) -> list[int]:
+    return sorted(int(path.stem) for path in store.directory.glob("*.json"))
+
+
+def data_files(store: CheckpointStore) -> int:
+    return len(list(store.directory.glob("*.safetensors*")))

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
-import os
+import pickle
 import threading
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_parts import every_dtype, in_child, same_bits, visible, weights
+from checkpoint_parts import data_files, every_dtype, same_bits, versions, visible, weights
 
 from weight_update import CorruptCheckpointError
 from weight_update.synchronizer import CheckpointStore
 
 SHORT = 0.6  # seconds after which a lease counts as dead in these tests
-
-
-def versions(store: CheckpointStore) -> list[int]:
-    return sorted(int(path.stem) for path in store.directory.glob("*.json"))
-
-
-def data_files(store: CheckpointStore) -> int:
-    return len(list(store.directory.glob("*.safetensors*")))
 
 
 def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path) -> None:
@@ -123,112 +113,18 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
     assert store.latest().version == 2
 
 
+def test_a_store_can_be_given_to_another_process(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    store.publish(0, weights(0), step=0)
+    with pickle.loads(pickle.dumps(store)).reading(0) as tensors:
+        assert same_bits(tensors, weights(0))
+
+
 def test_bad_arguments(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep"):
         CheckpointStore(tmp_path, keep=0)
     with pytest.raises(ValueError, match="lease_seconds"):
         CheckpointStore(tmp_path, lease_seconds=0)
-
-
-def test_a_version_stays_while_somebody_reads_it(tmp_path: Path) -> None:
-    writer, reader = CheckpointStore(tmp_path, keep=1, lease_seconds=SHORT), CheckpointStore(tmp_path)
-    writer.publish(0, weights(0), step=0)
-    with reader.reading(0) as tensors:
-        for version in (1, 2):
-            writer.publish(version, weights(version), step=0)
-        assert versions(writer) == [0, 2]
-        with CheckpointStore(tmp_path).reading(0) as more:
-            assert same_bits(more, tensors)
-    del tensors, more
-    writer.publish(3, weights(3), step=0)
-    assert versions(writer) == [3]
-    assert data_files(writer) == 1
-
-
-def test_a_version_stays_while_a_tensor_of_it_is_kept(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=1)
-    store.publish(0, weights(0), step=0)
-    with store.reading(0) as tensors:
-        kept = tensors.pop("a.weight")[2:]
-    del tensors
-    store.publish(1, weights(1), step=0)
-    assert versions(store) == [0, 1]
-    del kept
-    store.publish(2, weights(2), step=0)
-    assert versions(store) == [2]
-
-
-def _read_and_hold(directory: Path, pipe: Connection) -> None:
-    store = CheckpointStore(directory, lease_seconds=SHORT)
-    with store.reading(0) as tensors:
-        pipe.send(float(tensors["a.weight"].sum()))
-        pipe.recv()
-
-
-@pytest.mark.parametrize("ending", ["kill", "return"])
-def test_a_reader_in_another_process(tmp_path: Path, ending: str) -> None:
-    store = CheckpointStore(tmp_path, keep=1, lease_seconds=SHORT)
-    store.publish(0, weights(0), step=0)
-    here, there = multiprocessing.Pipe()
-    context = multiprocessing.get_context("fork")
-    process = context.Process(target=_read_and_hold, args=(tmp_path, there), daemon=True)
-    process.start()
-    try:
-        assert here.poll(30)
-        here.recv()
-        for version in range(1, 4):
-            store.publish(version, weights(version), step=0)
-            time.sleep(SHORT)
-            assert versions(store) == [0, version], "it is alive, so its lease is renewed"
-        if ending == "kill":
-            process.kill()
-        else:
-            here.send(None)
-        process.join(30)
-        assert bool(list(tmp_path.glob("*.lease"))) == (ending == "kill")
-        _gone_soon(store, first=4)
-    finally:
-        process.kill()
-        process.join(30)
-
-
-def _gone_soon(store: CheckpointStore, first: int) -> None:
-    deadline = time.monotonic() + 10 * SHORT
-    while True:
-        store.publish(first, weights(first), step=0)
-        if data_files(store) == 1 and not list(store.directory.glob("*.lease")):
-            break
-        assert time.monotonic() < deadline, visible(store.directory)
-        first += 1
-        time.sleep(SHORT / 4)
-
-
-def test_clocks_that_jump_change_nothing(tmp_path: Path) -> None:
-    """The times of leases may be anything, on the file server too."""
-    store = CheckpointStore(tmp_path, keep=1, lease_seconds=SHORT)
-    store.publish(0, weights(0), step=0)
-    with store.reading(0) as tensors:
-        for version, moment in enumerate([0, 4_000_000_000, 1, 2_000_000_000], start=1):
-            (lease,) = tmp_path.glob("*.lease")
-            os.utime(lease, (moment, moment))
-            store.publish(version, weights(version), step=0)
-            assert 0 in versions(store)
-        assert same_bits(tensors, weights(0))
-
-
-def test_a_forked_process_does_not_end_the_lease(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=1)
-    store.publish(0, weights(0), step=0)
-    tensors = {}
-
-    def forget() -> None:
-        tensors.clear()
-
-    with store.reading(0) as found:
-        tensors.update(found)
-        found.clear()
-        assert in_child(forget) == 0
-        assert len(list(tmp_path.glob("*.lease"))) == 1
 
 
 def test_waiting_for_a_newer_version(tmp_path: Path) -> None:
@@ -285,19 +181,6 @@ def test_wrong_bits_are_found_by_reading(tmp_path: Path, caplog: pytest.LogCaptu
     path = store.publish(1, weights(1), step=1)
     with store.reading(1) as tensors:
         assert same_bits(tensors, weights(1))
-
-
-def test_a_stopped_reader_loses_only_its_lease(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = CheckpointStore(tmp_path, keep=1, lease_seconds=SHORT)
-    store.publish(0, weights(0), step=0)
-    with store.reading(0) as tensors:
-        (lease,) = tmp_path.glob("*.lease")
-        lease.unlink()  # as one does who takes it for dead
-        time.sleep(SHORT / 2)
-        assert "taken for dead" in caplog.text
-        store.publish(1, weights(1), step=1)
-        assert versions(store) == [1]
-        assert same_bits(tensors, weights(0)), "what is mapped stays, on one machine"
 
 
 def test_a_store_is_of_use_to_several_threads(tmp_path: Path) -> None:

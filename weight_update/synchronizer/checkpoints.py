@@ -184,11 +184,11 @@ class CheckpointStore:
     def _map(self, manifest: Manifest, lease: Lease) -> dict[str, torch.Tensor]:
         fd = os.open(self.directory / manifest.file, os.O_RDONLY | os.O_CLOEXEC)
         try:
+            if digest(fd, manifest.nbytes) != manifest.digest:
+                raise CorruptCheckpointError(f"the digest of {manifest.file} does not hold")
             mapping = mmap.mmap(fd, manifest.nbytes, access=mmap.ACCESS_COPY)
         finally:
             os.close(fd)
-        if digest(memoryview(mapping)) != manifest.digest:
-            raise CorruptCheckpointError(f"the digest of {manifest.file} does not hold")
         tensors = unpack(torch.frombuffer(mapping, dtype=torch.uint8))
         weakref.finalize(mapping, lease.end)  # tensors keep the mapping
         return tensors

@@ -41,10 +41,17 @@ def write(fd: int, parts: Sequence[memoryview]) -> tuple[int, str]:
     return nbytes, _joined(in_threads(put, list(_cut(parts)), _threads(nbytes)))
 
 
-def digest(data: memoryview) -> str:
-    """The digest of ``data``."""
-    pieces = [data[place : place + _PIECE] for place in range(0, len(data), _PIECE)]
-    return _joined(in_threads(lambda piece: hashlib.sha256(piece).digest(), pieces, _threads(len(data))))
+def digest(fd: int, nbytes: int) -> str:
+    """The digest of the first ``nbytes`` bytes of a file.
+
+    Raises:
+        OSError: it cannot be read. A mapping would end the process instead.
+    """
+
+    def get(place: int) -> bytes:
+        return hashlib.sha256(os.pread(fd, min(_PIECE, nbytes - place), place)).digest()
+
+    return _joined(in_threads(get, range(0, nbytes, _PIECE), _threads(nbytes)))
 
 
 def _threads(nbytes: int) -> int:
