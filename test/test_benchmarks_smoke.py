@@ -92,6 +92,7 @@ def _numbers(cell):
     return [float(number) for number in re.findall(r"-?\d+\.\d+|\bnan\b|\binf\b", cell)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_side_was_measured(tables):
     (head, row) = tables["Synchronous update"]
@@ -103,6 +104,7 @@ def test_every_side_was_measured(tables):
     assert all(_numbers(row[head.index(name)]) for name in ("ours", "torchrl", "ours/torchrl")), row
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_stall_and_memory_of_both_sides(tables):
     head, ours, theirs = tables["A worker that computes"]
@@ -115,6 +117,7 @@ def test_stall_and_memory_of_both_sides(tables):
         assert int(row[head.index("total")]) > 100, "two processes with torch have more than 100 MB"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_targets_are_judged_by_the_run(tables):
     head, *rows = tables["Targets"]
@@ -250,6 +253,7 @@ def test_what_the_benchmark_of_a_gpu_measures():
     assert gpu.plan(7.0, True, ("none",)).megabytes == 7.0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_benchmark_of_a_gpu_runs_to_its_end_on_the_cpu():
     variants = tuple(Variant("cpu", "cpu", "none", values) for values in ("raw", "relative"))

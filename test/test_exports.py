@@ -18,6 +18,7 @@ PACKAGES = [
     "weight_update.compression",
     "weight_update.encodings",
     "weight_update.schemes",
+    "weight_update.synchronizer",
     "weight_update.testing",
     "weight_update.transports",
     "collectors",

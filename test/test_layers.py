@@ -30,6 +30,7 @@ LAYERS: list[set[str]] = [
     {"receiver", "sender"},
     {"handle"},
     {"schemes"},
+    {"synchronizer"},
     {"__init__"},
     {"testing"},
 ]

@@ -56,6 +56,7 @@ class TestDistributedOnAnotherHost(TestDistributedAcrossHosts):
         return ApartInTwos(**options)
 
 
+@pytest.mark.slow  # the links are those of Distributed; test_rpc_worlds has what is special
 class TestRPC(SchemeContract):
     """Workers know the sender from the scheme; ``test_rpc`` has workers in an RPC world."""
 

@@ -10,6 +10,8 @@
      ├── SchemaMismatchError       (ValueError)    names, shapes or dtypes differ; lists all of them
      ├── FormatError               (ValueError)    bytes that are not a valid frame of ours
      ├── NotEnoughMemoryError      (MemoryError)   the shared slots do not fit on this machine
+     ├── NotEnoughSpaceError       (OSError)       a checkpoint does not fit on the disk
+     ├── CorruptCheckpointError    (ValueError)    a checkpoint on the disk is broken
      ├── TransportError            (ConnectionError)
      │    ├── LinkClosedError                      the other end is gone
      │    └── JoinRefusedError                     the sender did not let this receiver in
@@ -69,6 +71,14 @@ class FormatError(WeightSyncError, ValueError):
 
 class NotEnoughMemoryError(WeightSyncError, MemoryError):
     """The machine has too little memory for the shared slots; the message says how much is needed."""
+
+
+class NotEnoughSpaceError(WeightSyncError, OSError):
+    """The disk is too full for a checkpoint; the message says how many bytes are needed and free."""
+
+
+class CorruptCheckpointError(WeightSyncError, ValueError):
+    """A checkpoint or its manifest is not what was written."""
 
 
 class TransportError(WeightSyncError, ConnectionError):

@@ -48,6 +48,10 @@ class SendHandle:
             raise failed(self.version, failures, self._report)
         return self._report
 
+    def of(self, *workers: int) -> SendHandle:
+        """The same update, as far as some of its workers are concerned."""
+        return SendHandle(self._sender, self._report, workers)
+
     def wait_staged(self) -> dict[int, Exception]:
         """Wait until the workers have staged it; the errors of those that have not."""
         return self._sender.roll.wait_staged(self.version, self._workers, self._sender.timeout)

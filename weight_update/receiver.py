@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from weight_update.binding import Binding
-from weight_update.chunks import Kind, WeightChunk, WeightSchema
+from weight_update.chunks import Kind, WeightChunk, WeightSchema, memory_identity
 from weight_update.encodings import Decoder, Delta, decoder_for, read_delta
 from weight_update.errors import (
     FormatError,
@@ -243,7 +243,9 @@ class Receiver:
         if self._current is None or self._schema is None:
             return NamedWeights({})
         with self.gate.hold():
-            copies = [value.clone() for value in self._current.values]
+            twins = {memory_identity(value) or id(value): value for value in self._current.values}
+            clones = {key: value.clone() for key, value in twins.items()}  # what is tied stays tied
+            copies = [clones[memory_identity(value) or id(value)] for value in self._current.values]
             extra = dict(self._current.extra)
         return NamedWeights(dict(zip(self._schema.names, copies, strict=True)), extra)
 

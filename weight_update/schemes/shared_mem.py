@@ -27,6 +27,8 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             of their own here.
         directory: None keeps the slots in anonymous memory, which no mount limits; a path such as
             ``"/dev/shm"`` keeps them in a nameless file there, within the limit of that mount.
+        address: for a worker that makes a scheme of its own: what :attr:`address` says on the sender.
+        token: with ``address``, the same secret on both sides; None makes one.
         options: the other options of :class:`WeightSyncScheme`.
     """
 
@@ -37,12 +39,20 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         per_worker_weights: bool = False,
         *,
         directory: str | None = None,
+        address: str | None = None,
+        token: str | None = None,
         **options: Any,
     ) -> None:
         super().__init__(strategy, sync, **options)
+        self._token = token or self._token
         self.per_worker_weights = per_worker_weights
         self.directory = directory
-        self._address: str | None = None
+        self._address: str | None = address
+
+    @property
+    def address(self) -> str | None:
+        """Where the sender listens, an abstract Unix address; None before ``init_on_sender``."""
+        return self._address
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
         """See :meth:`WeightSyncScheme.open_sender`."""

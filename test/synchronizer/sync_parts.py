@@ -1,0 +1,120 @@
+"""Trainers and explorers for tests: each weight of a model is the trainer step it was made at."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from weight_update import ExplorerClient, Synchronizer, SyncMethod, SyncStyle, TrainerClient
+
+PATIENCE = 20.0
+
+
+def model_at(step: float) -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4))
+    set_to(model, step)
+    return model
+
+
+def set_to(model: nn.Module, step: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(step)
+
+
+def step_of(model: nn.Module) -> float:
+    """The trainer step of the weights, which are whole."""
+    found = {value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()}
+    assert len(found) == 1, f"weights of several steps: {found}"
+    return found.pop()
+
+
+@contextmanager
+def synchronizer(
+    method: SyncMethod, style: SyncStyle, directory: Path, **fields: Any
+) -> Iterator[Synchronizer]:
+    where = directory if method is SyncMethod.CHECKPOINT else None
+    with Synchronizer(method, style, **{"directory": where, **fields}) as made:
+        yield made
+
+
+def wait_until(true: Callable[[], Any], seconds: float = PATIENCE) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.005)
+
+
+@dataclass
+class Sync:
+    """One ``sync_weight`` of an explorer."""
+
+    step: int
+    weights: float
+    metrics: dict[str, Any]
+
+
+@dataclass
+class Explored:
+    """What an explorer went through."""
+
+    syncs: list[Sync] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    error: Exception | None = None
+
+
+class ExplorerThread(threading.Thread):
+    """Explores in a thread: step, and synchronize when it is needed."""
+
+    def __init__(self, where: Any, steps: int, pause: float = 0.002, **options: Any) -> None:
+        super().__init__(daemon=True)
+        self.model = model_at(-1)
+        self.client = ExplorerClient(where, self.model, **{"timeout": PATIENCE, **options})
+        self.steps, self.pause, self.seen = steps, pause, Explored()
+
+    def run(self) -> None:
+        try:
+            with self.client:
+                for _ in range(self.steps):
+                    self._step()
+        except Exception as error:  # noqa: BLE001 - for the test to raise
+            self.seen.error = error
+
+    def _step(self) -> None:
+        client = self.client.blocking
+        time.sleep(self.pause)
+        client.step += 1
+        if client.need_sync():
+            metrics = client.sync_weight()
+            self.seen.syncs.append(Sync(client.step, self._weights(), metrics))
+        self.seen.weights.append(self._weights())
+
+    def _weights(self) -> float:
+        with self.client.hold():
+            return step_of(self.model)
+
+
+def train(
+    where: Any, while_true: Callable[[], bool], pause: float = 0.002, **options: Any
+) -> list[dict[str, Any]]:
+    """Train until explorers are done; what each ``sync_weight`` said, with its ``step``."""
+    model, said = model_at(0), []
+    with TrainerClient(where, model, **{"timeout": PATIENCE, **options}) as client:
+        trainer = client.blocking
+        deadline = time.monotonic() + 3 * PATIENCE
+        while while_true():
+            assert time.monotonic() < deadline, "explorers do not come to an end"
+            if trainer.need_sync():
+                said.append({**trainer.sync_weight(), "step": trainer.step})
+            time.sleep(pause)
+            trainer.step += 1
+            set_to(model, trainer.step)
+    return said

@@ -1,0 +1,26 @@
+"""What runs in processes of its own."""
+
+from __future__ import annotations
+
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+from sync_parts import model_at, step_of
+
+from weight_update import ExplorerClient
+
+
+def explore(address: str, token: str, id: int, steps: int, told: Connection, options: dict[str, Any]) -> None:
+    """Explore; tell step, version and weights after each."""
+    model = model_at(-1)
+    with ExplorerClient(address, model, id=id, token=token, **options) as client:
+        explorer = client.blocking
+        told.send(("here", id, None))
+        for _ in range(steps):
+            explorer.step += 1
+            time.sleep(0.005)
+            if explorer.need_sync():
+                metrics = explorer.sync_weight()
+                told.send((explorer.step, metrics, step_of(model)))
+    told.send(("done", None, step_of(model)))

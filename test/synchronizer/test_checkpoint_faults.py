@@ -1,0 +1,246 @@
+"""Checkpoints under crashes, damage and a full disk."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_parts import Deadline, in_child, same_bits, visible, weights
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from weight_update import CorruptCheckpointError, NotEnoughSpaceError
+from weight_update.synchronizer import CheckpointStore
+
+SHORT = 0.2
+
+
+def check_versions(directory: Path, allowed: set[int]) -> int:
+    """The newest version that can be read has the right bits; its number."""
+    store = CheckpointStore(directory)
+    while True:
+        newest = store.latest()
+        assert newest is not None
+        assert newest.version in allowed
+        try:
+            with store.reading(newest.version) as tensors:
+                assert same_bits(tensors, weights(newest.version))
+                assert newest.step == newest.version
+                return newest.version
+        except CorruptCheckpointError:
+            continue  # the store looks at an older one now
+
+
+def publish(directory: Path, version: int) -> None:
+    store = CheckpointStore(directory, keep=1, lease_seconds=SHORT)
+    store.publish(version, weights(version), step=version)
+
+
+def killed_before(directory: Path, calls: int) -> int:
+    def work() -> None:
+        Deadline(calls)
+        publish(directory, 1)
+
+    return in_child(work)
+
+
+def test_a_writer_killed_at_every_step(tmp_path: Path) -> None:
+    outcomes = []
+    for calls in range(100):
+        directory = tmp_path / str(calls)
+        publish(directory, 0)
+        status = killed_before(directory, calls)
+        assert status in (0, -signal.SIGKILL)
+        outcomes.append(check_versions(directory, {0, 1}))
+        if status == 0:
+            break
+    assert status == 0, "it has more than 100 steps"
+    assert len(outcomes) > 15
+    assert outcomes == sorted(outcomes), "once it is there it stays"
+    assert set(outcomes) == {0, 1}
+    _next_writers_clean_up([tmp_path / str(i) for i in range(len(outcomes))])
+
+
+def _next_writers_clean_up(directories: list[Path]) -> None:
+    stores = [CheckpointStore(path, keep=1, lease_seconds=SHORT) for path in directories]
+    for version in (2, 3):
+        for store in stores:
+            store.publish(version, weights(version), step=version)
+        time.sleep(2 * SHORT)
+    for store in stores:
+        store.publish(4, weights(4), step=4)
+        names = visible(store.directory)
+        assert len(names) == 2, names
+        assert check_versions(store.directory, {4}) == 4
+
+
+def test_a_writer_killed_at_any_time(tmp_path: Path) -> None:
+    publish(tmp_path, 0)
+    newest = 0
+    for round_ in range(12):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                for version in range(newest + 1, newest + 1000):
+                    publish(tmp_path, version)
+            finally:
+                os._exit(1)
+        time.sleep(0.02 + 0.0071 * round_)
+        os.kill(pid, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+        newest = check_versions(tmp_path, set(range(newest, newest + 1000)))
+    assert newest > 0
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damaged_files_never_give_wrong_weights(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = tmp_path_factory.mktemp("damaged")
+    for version in range(3):
+        CheckpointStore(directory, keep=3).publish(version, weights(version), step=version)
+    spared = {path.name for path in directory.glob("000000000000*")}
+    files = sorted(path for path in directory.iterdir() if path.name not in spared)
+    for path in data.draw(st.lists(st.sampled_from(files), min_size=1, max_size=3)):
+        _damage(path, files, data)
+    newest = check_versions(directory, {0, 1, 2})
+    store = CheckpointStore(directory, keep=1, lease_seconds=SHORT)
+    store.publish(max(newest, 3), weights(3), step=3)
+    assert check_versions(directory, {3}) == 3
+
+
+def _damage(path: Path, files: list[Path], data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from(["truncate", "flip", "zero", "replace", "remove", "append"]))
+    if kind == "remove" or not path.exists():
+        path.unlink(missing_ok=True)
+        return
+    raw = bytearray(path.read_bytes())
+    place = data.draw(st.integers(0, max(len(raw) - 1, 0)))
+    if kind == "truncate":
+        raw = raw[:place]
+    elif kind == "flip" and raw:
+        raw[place] ^= 1 << data.draw(st.integers(0, 7))
+    elif kind == "zero":
+        raw[place:] = bytes(len(raw) - place)
+    elif kind == "append":
+        raw += b"\0"
+    else:
+        other = data.draw(st.sampled_from(files))
+        raw = bytearray(other.read_bytes()) if other.exists() else bytearray()
+    path.write_bytes(raw)
+
+
+def test_every_bit_of_a_file_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = CheckpointStore(tmp_path)
+    path = store.publish(0, {"w": torch.arange(8, dtype=torch.uint8)}, step=0)
+    raw = path.read_bytes()
+    caplog.set_level(logging.ERROR)
+    for bit in range(0, 8 * len(raw), 7):
+        broken = bytearray(raw)
+        broken[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(broken)
+        with pytest.raises(CorruptCheckpointError), store.reading(0):
+            pass
+
+
+def test_a_manifest_that_points_elsewhere(tmp_path: Path) -> None:
+    from weight_update.synchronizer import Manifest
+
+    store = CheckpointStore(tmp_path / "store")
+    store.publish(0, weights(0), step=0)
+    (tmp_path / "secret.safetensors").write_bytes(b"x")
+    forged = Manifest(1, 0, "../secret", 1, "", {})
+    (store.directory / "000000000001.json").write_bytes(forged.encode())
+    with pytest.raises(CorruptCheckpointError, match="secret"), store.reading(1):
+        pass
+    assert store.latest().version == 0
+
+
+@pytest.fixture
+def small_mount(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 1 MiB."""
+    where = tmp_path / "small"
+    where.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(where)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"this machine does not let us mount a tmpfs: {mounted.stderr.strip()}")
+    try:
+        yield where
+    finally:
+        subprocess.run(["umount", "-l", str(where)], check=True)
+
+
+def free(directory: Path) -> int:
+    stats = os.statvfs(directory)
+    return stats.f_bavail * stats.f_frsize
+
+
+def test_a_full_disk(small_mount: Path) -> None:
+    store = CheckpointStore(small_mount)
+    store.publish(0, weights(0), step=0)
+    before = free(small_mount)
+    with pytest.raises(NotEnoughSpaceError, match=rf"2\.0 MB .*{before} bytes\) are free") as caught:
+        store.publish(1, {"big": torch.zeros(500_000)}, step=1)
+    assert caught.value.errno == errno.ENOSPC
+    assert isinstance(caught.value, OSError)
+    assert free(small_mount) == before
+    assert len(visible(small_mount)) == 2
+    assert check_versions(small_mount, {0}) == 0
+    store.publish(1, weights(1), step=1)
+    assert check_versions(small_mount, {1}) == 1
+
+
+def test_a_disk_that_fills_up_exactly(small_mount: Path) -> None:
+    """Wherever the space ends, within the data or within the manifest, there is all or nothing."""
+    store = CheckpointStore(small_mount, keep=1)
+    store.publish(0, weights(0), step=0)
+    failures = 0
+    for pages in range(12):
+        ballast = small_mount / "ballast"
+        ballast.write_bytes(bytes(free(small_mount) - 4096 * pages))
+        before = store.latest().version
+        try:
+            store.publish(before + 1, weights(before + 1), step=before + 1)
+        except NotEnoughSpaceError:
+            failures += 1
+            assert check_versions(small_mount, {before}) == before
+            assert free(small_mount) == 4096 * pages
+        else:
+            assert check_versions(small_mount, {before + 1}) == before + 1
+        ballast.unlink()
+    assert 1 <= failures < 12
+
+
+def test_what_cannot_be_removed_stays_for_the_next_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    store.publish(0, weights(0), step=0)
+    with monkeypatch.context() as patch:
+        unlink = os.unlink
+
+        def refuse(path: Path) -> None:
+            if path.suffix != ".lease":
+                raise PermissionError(errno.EPERM, "no")
+            unlink(path)
+
+        patch.setattr(os, "unlink", refuse)
+        store.publish(1, weights(1), step=1)
+    assert "stay for now" in caplog.text
+    assert check_versions(tmp_path, {1}) == 1
+    store.publish(2, weights(2), step=2)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1

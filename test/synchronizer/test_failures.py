@@ -1,0 +1,387 @@
+"""What goes wrong, and what must then be so."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sync_parts import ExplorerThread, model_at, set_to, step_of, synchronizer, train, wait_until
+from torch import nn
+
+from weight_update import (
+    ExplorerClient,
+    JoinRefusedError,
+    LifecycleError,
+    LinkClosedError,
+    RunningStatus,
+    Synchronizer,
+    SyncMethod,
+    SyncStyle,
+    TrainerClient,
+)
+
+EVERY = list(SyncMethod)
+HELD = [SyncMethod.MEMORY, SyncMethod.CHECKPOINT]
+
+
+class Waiting(threading.Thread):
+    """An explorer in ``sync_weight``."""
+
+    def __init__(self, client: ExplorerClient) -> None:
+        super().__init__(daemon=True)
+        self.client, self.said = client.blocking, {}
+        self.start()
+
+    def run(self) -> None:
+        self.said = self.client.sync_weight()
+
+    def result(self, seconds: float = 20.0) -> dict[str, Any]:
+        self.join(seconds)
+        assert not self.is_alive(), "it still waits"
+        return self.said
+
+
+def waits(where: Synchronizer, *ids: int) -> bool:
+    explorers = where.coordinator.desk.status()["explorers"]
+    return all(explorers.get(str(id)) == "require_sync" for id in ids)
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_a_timeout_leaves_nothing_half_done_and_the_next_step_tries_again(
+    method: SyncMethod, tmp_path: Path
+) -> None:
+    source, model = model_at(5), model_at(-1)
+    with (
+        synchronizer(method, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
+        TrainerClient(where, source) as trainer,
+        ExplorerClient(where, model, timeout=0.3) as explorer,
+    ):
+        explorer.step = 1
+        said = explorer.blocking.sync_weight()
+        assert "within" in said["reason"]
+        if method is SyncMethod.NCCL:  # who joins has what the trainer began with
+            assert (said["version"], step_of(model)) == (0, 5)
+        else:
+            assert (said["version"], step_of(model)) == (None, -1)
+        set_to(source, 6)
+        assert not trainer.blocking.need_sync(), "nobody waits any more"
+        assert not explorer.blocking.need_sync()
+        explorer.step = 2
+        assert explorer.blocking.need_sync()
+        explorer.blocking.timeout = 20.0
+        waiting = Waiting(explorer)
+        wait_until(trainer.blocking.need_sync)
+        published = trainer.blocking.sync_weight()
+        assert waiting.result()["version"] == published["version"]
+        assert step_of(model) == 6
+
+
+@pytest.mark.parametrize("how", ["close", "notify"])
+@pytest.mark.parametrize("method", EVERY)
+def test_the_trainer_stopping_wakes_all_with_the_unchanged_version(
+    method: SyncMethod, how: str, tmp_path: Path
+) -> None:
+    with synchronizer(method, SyncStyle.FIXED, tmp_path, sync_interval=100) as where:
+        trainer = TrainerClient(where, model_at(0))
+        explorers = [ExplorerClient(where, model_at(-1), timeout=60.0) for _ in range(3)]
+        for explorer in explorers:
+            explorer.step = 100
+        waiting = [Waiting(explorer) for explorer in explorers]
+        wait_until(lambda: waits(where, 0, 1, 2))
+        before = trainer.blocking.latest_version()
+        if how == "close":
+            trainer.close()
+        else:
+            trainer.blocking.notify(RunningStatus.STOPPED)
+        for one in waiting:
+            said = one.result(5.0)
+            assert said["version"] == before
+            assert "the trainer stopped" in said["reason"]
+        assert explorers[0].blocking.status()["trainer"] is RunningStatus.STOPPED
+        for client in (*explorers, trainer):
+            client.close()
+
+
+def test_directly_a_version_that_reached_nobody_is_not_published(tmp_path: Path) -> None:
+    with (
+        synchronizer(SyncMethod.NCCL, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
+        TrainerClient(where, model_at(0)) as trainer,
+        ExplorerClient(where, model_at(-1)) as explorer,
+    ):
+        explorer.step = 1
+        waiting = Waiting(explorer)
+        wait_until(lambda: waits(where, 0))
+        inlet = explorer.blocking._inlet
+        assert inlet is not None
+        inlet.close()  # its link is cut, and it does not know
+        outlet = trainer.blocking._outlet
+        assert outlet is not None
+        wait_until(lambda: not outlet.here())
+        said = trainer.blocking.sync_weight()
+        assert "explorer 0" in said["reason"]
+        assert "not connected" in waiting.result()["reason"]
+        assert trainer.blocking.latest_version() == 0, "what it joined with"
+        explorer.step = 2
+        again = Waiting(explorer)
+        wait_until(trainer.blocking.need_sync)
+        newest = trainer.blocking.sync_weight()["version"]
+        assert newest > 0
+        assert again.result()["version"] == newest == trainer.blocking.latest_version()
+
+
+def test_a_full_disk_publishes_nothing_and_training_goes_on(tmp_path: Path) -> None:
+    model = nn.Linear(300, 300)
+    with (
+        synchronizer(SyncMethod.CHECKPOINT, SyncStyle.TRAINER_DRIVEN, tmp_path) as where,
+        TrainerClient(where, model) as trainer,
+    ):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))  # no file may grow beyond this
+        try:
+            said = trainer.blocking.sync_weight()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert said["version"] is None
+        assert said["reason"]
+        assert trainer.blocking.latest_version() is None
+        assert not trainer.blocking.need_sync(), "it would spin"
+        trainer.step = 1
+        assert trainer.blocking.need_sync()
+        assert "reason" not in trainer.blocking.sync_weight()
+
+
+def test_a_broken_checkpoint_is_skipped_with_a_warning_and_does_not_spin(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, model = model_at(1), model_at(-1)
+    with (
+        synchronizer(SyncMethod.CHECKPOINT, SyncStyle.TRAINER_DRIVEN, tmp_path) as where,
+        TrainerClient(where, source) as trainer,
+        ExplorerClient(where, model) as explorer,
+    ):
+        trainer.blocking.sync_weight()
+        data = next(tmp_path.rglob("*.safetensors"))
+        data.write_bytes(data.read_bytes()[:-40])
+        explorer.step = 1
+        with caplog.at_level(logging.WARNING):
+            said = explorer.blocking.sync_weight()
+        assert said["version"] is None
+        assert said["reason"]
+        assert caplog.records
+        assert step_of(model) == -1
+        assert not explorer.blocking.need_sync(), "it would spin"
+        trainer.step = 1
+        set_to(source, 2)
+        trainer.blocking.sync_weight()
+        explorer.step = 2
+        assert explorer.blocking.need_sync()
+        assert explorer.blocking.sync_weight()["version"] == 1
+        assert step_of(model) == 2
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_a_model_that_is_not_the_trainers_is_an_error_and_the_others_go_on(
+    method: SyncMethod, tmp_path: Path
+) -> None:
+    with (
+        synchronizer(method, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
+        TrainerClient(where, model_at(3)) as trainer,
+        ExplorerClient(where, nn.Linear(2, 2), id=7, timeout=10.0) as other,
+    ):
+        thread = ExplorerThread(where, 1, id=0)
+        thread.start()
+        raised: list[Exception] = []
+
+        def sync() -> None:
+            try:
+                other.step = 1
+                said = other.blocking.sync_weight()
+                raised.append(ValueError(said.get("reason")))
+            except ValueError as error:
+                raised.append(error)
+
+        wrong = threading.Thread(target=sync, daemon=True)
+        wrong.start()
+        while thread.is_alive() or wrong.is_alive():
+            if trainer.blocking.need_sync():
+                trainer.blocking.sync_weight()
+            time.sleep(0.01)
+        assert thread.seen.error is None
+        assert step_of(thread.model) == 3
+        assert "weight" in str(raised[0])
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_the_synchronizer_restarts_from_the_last_published_version(
+    method: SyncMethod, tmp_path: Path
+) -> None:
+    source, model = model_at(1), model_at(-1)
+
+    def start(port: int = 0) -> tuple[Synchronizer, Any]:
+        made = Synchronizer(method, SyncStyle.EXPLORER_DRIVEN, directory=tmp_path)
+        return made, made.serve(port=port, token="the token")
+
+    first, server = start()
+    trainer = TrainerClient(server, source)
+    explorer = ExplorerClient(server, model)
+
+    def sync_once() -> dict[str, Any]:
+        waiting = Waiting(explorer)
+        wait_until(trainer.blocking.need_sync)
+        trainer.blocking.sync_weight()
+        return waiting.result()
+
+    explorer.step = 1
+    before = sync_once()["version"]
+    port = int(server.address.rpartition(":")[2])
+    first.close()
+    del first, server
+    second, _ = start(port)
+    assert trainer.blocking.latest_version() == before, "from the journal, by a client that found it again"
+    set_to(source, 2)
+    explorer.step, trainer.step = 2, 1
+    said = sync_once()
+    assert said["version"] > before
+    assert "reason" not in said
+    assert step_of(model) == 2
+    for client in (trainer, explorer):
+        client.close()
+    second.close()
+
+
+def test_a_synchronizer_that_is_away_for_good_is_an_error_and_sync_ends(tmp_path: Path) -> None:
+    where = Synchronizer(SyncMethod.MEMORY)
+    server = where.serve()
+    explorer = ExplorerClient(server, model_at(-1), timeout=0.5)
+    where.close()
+    with pytest.raises(LinkClosedError, match="no synchronizer"):
+        explorer.blocking.need_sync()
+    assert "no synchronizer" in explorer.blocking.sync_weight()["reason"]
+    explorer.close()
+
+
+def test_wall_clocks_that_jump_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jumps = iter(range(10**9))
+    monkeypatch.setattr(time, "time", lambda: 1e9 + (-1) ** next(jumps) * 1e7)
+    monkeypatch.setattr(time, "time_ns", lambda: int(time.time() * 1e9))
+    for method in EVERY:
+        directory = tmp_path / method.value
+        with synchronizer(method, SyncStyle.FIXED, directory, sync_interval=2, lease=1.0) as where:
+            thread = ExplorerThread(where.serve(), 8)
+            thread.start()
+            train(where, thread.is_alive)
+        assert thread.seen.error is None
+        assert all("reason" not in sync.metrics for sync in thread.seen.syncs)
+        assert len(thread.seen.syncs) == 4
+
+
+def test_who_has_another_token_is_refused_at_once() -> None:
+    with Synchronizer(SyncMethod.MEMORY) as where:
+        server = where.serve()
+        start = time.monotonic()
+        with pytest.raises(JoinRefusedError, match="wrong token"):
+            ExplorerClient(server.address, model_at(-1), token="another")
+        assert time.monotonic() - start < 5.0
+
+
+def test_strangers_do_not_disturb(caplog: pytest.LogCaptureFixture) -> None:
+    with Synchronizer(SyncMethod.MEMORY) as where, caplog.at_level(logging.ERROR):
+        server = where.serve()
+        host, _, port = server.address.rpartition(":")
+        for data in (b"", b"GET / HTTP/1.0\r\n\r\n", bytes(16) + b"\xff" * 100, bytes(200)):
+            with socket.create_connection((host, int(port))) as stranger:
+                stranger.sendall(data)
+        with ExplorerClient(server, model_at(-1)) as explorer:
+            assert explorer.blocking.latest_version() is None
+    assert not caplog.records
+
+
+def test_a_call_with_nonsense_is_answered_with_an_error() -> None:
+    with Synchronizer(SyncMethod.MEMORY) as where:
+        assert "unknown call" in where.coordinator.call("explode", {})["refused"]
+        assert where.coordinator.call("trainer_needs", {"session": "x", "step": 0}) == {"refused": "unknown"}
+
+
+def test_a_second_trainer_takes_the_place_of_the_first() -> None:
+    with (
+        Synchronizer(SyncMethod.MEMORY) as where,
+        TrainerClient(where, model_at(0)) as old,
+        TrainerClient(where, model_at(9)) as new,
+    ):
+        assert new.blocking.sync_weight()["version"] == 0
+        with pytest.raises(LifecycleError, match="place"):
+            old.blocking.need_sync()
+
+
+def test_tied_weights_stay_tied(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.b.weight = self.a.weight
+            set_to(self, value)
+
+    for method in EVERY:
+        model = Tied(-1)
+        with (
+            synchronizer(method, SyncStyle.EXPLORER_DRIVEN, tmp_path / method.value) as where,
+            TrainerClient(where, Tied(4)) as trainer,
+            ExplorerClient(where, model) as explorer,
+        ):
+            explorer.step = 1
+            waiting = Waiting(explorer)
+            wait_until(trainer.blocking.need_sync)
+            assert trainer.blocking.sync_weight()["version"] == waiting.result()["version"]
+        assert step_of(model) == 4
+        assert model.a.weight.data_ptr() == model.b.weight.data_ptr()
+
+
+def test_updates_land_between_forward_passes(tmp_path: Path) -> None:
+    """In FULLY_ASYNC weights come in the background, in all methods."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(()))
+
+        def forward(self) -> tuple[float, float]:
+            first = self.weight.item()
+            time.sleep(0.003)
+            return first, self.weight.item()
+
+    for method in EVERY:
+        source, model = Twice(), Twice()
+        seen = set()
+        with (
+            synchronizer(method, SyncStyle.FULLY_ASYNC, tmp_path / method.value) as where,
+            TrainerClient(where, source) as trainer,
+            ExplorerClient(where, model) as explorer,
+        ):
+            deadline = time.monotonic() + 20.0
+            while len(seen) < 4 and time.monotonic() < deadline:
+                if explorer.blocking.need_sync():
+                    trainer_helps(trainer, Waiting(explorer))
+                if trainer.blocking.need_sync():
+                    trainer.blocking.sync_weight()
+                trainer.step += 1
+                explorer.step += 1
+                set_to(source, trainer.step)
+                for _ in range(3):
+                    first, second = model()
+                    assert first == second
+                    seen.add(first)
+        assert len(seen) >= 4, f"{method}: {seen}"
+
+
+def trainer_helps(trainer: TrainerClient, waiting: Waiting) -> None:
+    while waiting.is_alive():
+        if trainer.blocking.need_sync():
+            trainer.blocking.sync_weight()
+        time.sleep(0.002)

@@ -1,0 +1,325 @@
+"""The rules, one by one."""
+
+from __future__ import annotations
+
+import pytest
+
+from weight_update.synchronizer.machine import Machine
+from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncPlan, SyncStyle
+from weight_update.synchronizer.state import Outcome
+
+HELD = [SyncMethod.MEMORY, SyncMethod.CHECKPOINT]
+EVERY = list(SyncMethod)
+
+
+def machine(method: SyncMethod, style: SyncStyle, explorers: int = 1, **numbers: int) -> Machine:
+    made = Machine(SyncPlan(method, style, **numbers))
+    made.trainer_joined()
+    for id in range(explorers):
+        made.joined(id)
+    return made
+
+
+def explorer_steps(made: Machine, until: int) -> list[int]:
+    """The steps at which explorer 0 synchronizes, if every synchronization succeeds."""
+    found = []
+    for step in range(until + 1):
+        made.explorer_at(0, step)
+        if made.explorer_needs_sync(0):
+            made.explorer_requires(0)
+            found.append(step)
+            made.published(len(found), 10**6 + step)
+            made.has(0, len(found))
+    return found
+
+
+@pytest.mark.parametrize("method", EVERY)
+@pytest.mark.parametrize(
+    ("interval", "offset", "steps", "wanted"),
+    [
+        (10, 0, [10, 20, 30], [10, 20, 30]),
+        (10, 5, [5, 15, 25], [0, 10, 20]),
+        (1, 0, [1, 2, 3], [1, 2, 3]),
+        (1, 1, [1, 2, 3], [0, 1, 2]),
+        (4, 6, [6, 10, 14], [0, 4, 8]),
+    ],
+)
+def test_fixed_explorers_synchronize_at_their_steps(
+    method: SyncMethod, interval: int, offset: int, steps: list[int], wanted: list[int]
+) -> None:
+    made = machine(method, SyncStyle.FIXED, sync_interval=interval, sync_offset=offset)
+    assert explorer_steps(made, steps[-1]) == steps
+    assert [made.plan.wanted(step) for step in steps] == wanted
+
+
+@pytest.mark.parametrize("method", HELD)
+@pytest.mark.parametrize("style", [SyncStyle.FIXED, SyncStyle.TRAINER_DRIVEN, SyncStyle.FULLY_ASYNC])
+def test_the_trainer_publishes_in_its_rhythm_and_never_waits(method: SyncMethod, style: SyncStyle) -> None:
+    made = machine(method, style, explorers=3, sync_interval=10)
+    found = []
+    for step in range(31):
+        made.trainer_at(step)
+        while made.trainer_needs_sync():
+            found.append(step)
+            made.published(len(found) - 1, step)
+        assert made.trainer is not None
+        assert made.trainer.status is RunningStatus.RUNNING
+    assert found == [0, 10, 20, 30]
+
+
+@pytest.mark.parametrize("method", HELD)
+def test_fixed_waits_for_weights_of_its_step(method: SyncMethod) -> None:
+    made = machine(method, SyncStyle.FIXED, sync_interval=10, sync_offset=5)
+    made.published(0, 0)
+    made.explorer_at(0, 15)
+    made.explorer_requires(0)
+    assert made.may_fetch(0) is None
+    made.published(1, 10)
+    assert made.may_fetch(0) == 1
+    made.begin([0])
+    made.delivered(0, 1)
+    assert made.explorers[0].outcome == Outcome(1)
+    assert made.explorers[0].status is RunningStatus.RUNNING
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_explorer_driven_asks_after_its_interval_and_the_trainer_answers(method: SyncMethod) -> None:
+    made = machine(method, SyncStyle.EXPLORER_DRIVEN, explorers=2, sync_interval=3)
+    assert not made.trainer_needs_sync()
+    needs = []
+    for step in range(4):
+        made.explorer_at(0, step)
+        needs.append(made.explorer_needs_sync(0))
+    assert needs == [False, False, False, True]
+    made.explorer_requires(0)
+    assert made.trainer_needs_sync()
+    if made.plan.direct:
+        made.trainer_requires()
+        assert made.may_transfer() == (0,), "the other explorer did not ask"
+        made.begin([0])
+    made.published(0, 0)
+    if not made.plan.direct:
+        assert made.may_fetch(0) == 0
+        made.begin([0])
+    made.delivered(0, 0)
+    made.transferred()
+    assert made.explorers[0].outcome == Outcome(0)
+    assert not made.trainer_needs_sync()
+    assert not made.explorer_needs_sync(0)
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_explorer_driven_after_a_timeout_asks_again_at_the_next_step(method: SyncMethod) -> None:
+    made = machine(method, SyncStyle.EXPLORER_DRIVEN, sync_interval=3)
+    made.explorer_at(0, 3)
+    made.explorer_requires(0)
+    assert made.gave_up(0, "too late")
+    assert made.explorers[0].outcome == Outcome(None, "too late")
+    assert made.explorers[0].status is RunningStatus.RUNNING
+    assert not made.trainer_needs_sync()
+    assert not made.explorer_needs_sync(0)
+    made.explorer_at(0, 4)
+    assert made.explorer_needs_sync(0)
+
+
+@pytest.mark.parametrize("method", HELD)
+def test_explorer_driven_takes_what_was_published_at_this_very_step_for_another(method: SyncMethod) -> None:
+    made = machine(method, SyncStyle.EXPLORER_DRIVEN, explorers=2)
+    made.trainer_at(3)
+    made.published(0, 3)
+    made.explorer_requires(1)
+    assert made.may_fetch(1) == 0
+    assert not made.trainer_needs_sync()
+    made.trainer_at(4)
+    assert made.may_fetch(1) is None
+    assert made.trainer_needs_sync()
+
+
+@pytest.mark.parametrize("method", HELD)
+def test_trainer_driven_explorers_see_that_there_is_something_newer(method: SyncMethod) -> None:
+    made = machine(method, SyncStyle.TRAINER_DRIVEN)
+    assert not made.explorer_needs_sync(0)
+    made.published(0, 0)
+    assert made.explorer_needs_sync(0)
+    made.explorer_requires(0)
+    assert made.may_fetch(0) == 0
+    made.begin([0])
+    made.delivered(0, 0)
+    assert not made.explorer_needs_sync(0)
+
+
+def test_trainer_driven_directly_waits_for_all_running_explorers() -> None:
+    made = machine(SyncMethod.NCCL, SyncStyle.TRAINER_DRIVEN, explorers=3, sync_interval=2)
+    made.trainer_at(2)
+    made.trainer_requires()
+    assert all(made.explorer_needs_sync(id) for id in range(3))
+    made.explorer_requires(0)
+    made.explorer_requires(1)
+    assert made.may_transfer() == ()
+    assert made.may_transfer(late=True) == (0, 1)
+    made.left(2)
+    assert made.may_transfer() == (0, 1)
+
+
+def test_fully_async_needs_to_wait_only_when_too_far_behind() -> None:
+    made = machine(SyncMethod.MEMORY, SyncStyle.FULLY_ASYNC, max_staleness=2)
+    made.published(0, 0)
+    assert made.explorer_needs_sync(0), "it has no weights of the trainer yet"
+    made.has(0, 0)
+    for version, needed in ((1, False), (2, False), (3, True)):
+        made.published(version, version)
+        assert made.explorer_needs_sync(0) is needed
+    made.explorer_requires(0)
+    made.has(0, 2)  # it came in the background
+    assert made.explorers[0].outcome == Outcome(2)
+
+
+def test_fixed_directly_in_lockstep_and_no_transfer_before_anybody_wants_one() -> None:
+    made = machine(SyncMethod.NCCL, SyncStyle.FIXED, explorers=2, sync_interval=10)
+    assert not made.trainer_needs_sync(), "explorers first synchronize at step 10"
+    for id in range(2):
+        made.explorer_at(id, 10)
+        made.explorer_requires(id)
+    assert not made.trainer_needs_sync()
+    made.trainer_at(10)
+    assert made.trainer_needs_sync()
+    made.trainer_requires()
+    assert made.may_transfer() == (0, 1)
+
+
+def test_fixed_directly_does_not_wait_for_who_has_passed_but_serves_who_comes_late() -> None:
+    made = machine(SyncMethod.NCCL, SyncStyle.FIXED, explorers=2, sync_interval=10)
+    made.explorer_at(0, 13)
+    made.trainer_at(10)
+    made.explorer_at(1, 9)
+    made.trainer_requires()
+    assert made.expected() == (1,)
+    assert made.trainer_gave_up("late")
+    assert not made.trainer_needs_sync()
+    made.explorer_at(1, 10)
+    made.explorer_requires(1)
+    assert made.trainer_needs_sync()
+    made.trainer_requires()
+    assert made.may_transfer() == (1,)
+
+
+@pytest.mark.parametrize("style", [SyncStyle.FIXED, SyncStyle.EXPLORER_DRIVEN, SyncStyle.TRAINER_DRIVEN])
+def test_directly_with_nobody_there_the_trainer_goes_on_at_once(style: SyncStyle) -> None:
+    made = machine(SyncMethod.NCCL, style, explorers=0)
+    made.trainer_at(1)
+    made.trainer_requires()
+    assert made.trainer is not None
+    assert made.trainer.outcome is not None
+    assert made.trainer.outcome.reason
+    assert not made.trainer_needs_sync()
+
+
+@pytest.mark.parametrize("method", EVERY)
+@pytest.mark.parametrize("style", list(SyncStyle))
+def test_the_trainer_stopping_wakes_every_waiter_with_the_unchanged_version(
+    method: SyncMethod, style: SyncStyle
+) -> None:
+    made = machine(method, style, explorers=3)
+    made.published(0, 0)
+    for id in range(3):
+        made.has(id, 0)
+        made.explorer_at(id, 5)
+    if style is SyncStyle.FULLY_ASYNC:
+        made.newest = None  # so that they have to wait
+        for explorer in made.explorers.values():
+            explorer.version = None
+    for id in range(3):
+        made.explorer_requires(id)
+    before = {id: explorer.version for id, explorer in made.explorers.items()}
+    made.trainer_left("the trainer stopped")
+    for id, explorer in made.explorers.items():
+        assert explorer.status is RunningStatus.RUNNING
+        assert explorer.outcome == Outcome(before[id], "the trainer stopped")
+
+
+def test_a_transfer_under_way_is_not_given_up_and_ends_when_the_trainer_dies() -> None:
+    made = machine(SyncMethod.NCCL, SyncStyle.TRAINER_DRIVEN, explorers=2)
+    made.trainer_requires()
+    for id in range(2):
+        made.explorer_requires(id)
+    made.begin(made.may_transfer())
+    assert not made.gave_up(0)
+    assert not made.trainer_gave_up()
+    made.left(1)
+    made.trainer_left("it died")
+    assert made.explorers[0].outcome == Outcome(None, "it died")
+    assert made.newest is None, "nobody has it: it was not published"
+
+
+def test_a_transfer_that_reaches_one_of_two_is_published() -> None:
+    made = machine(SyncMethod.NCCL, SyncStyle.TRAINER_DRIVEN, explorers=2)
+    made.trainer_requires()
+    for id in range(2):
+        made.explorer_requires(id)
+    made.begin(made.may_transfer())
+    made.published(0, 0)
+    made.delivered(0, 0)
+    made.failed(1, "it is stuck")
+    made.transferred()
+    assert made.trainer is not None
+    assert made.trainer.outcome == Outcome(0)
+    assert made.explorers[0].outcome == Outcome(0)
+    assert made.explorers[1].outcome == Outcome(None, "it is stuck")
+
+
+def test_what_was_sent_to_the_one_before_is_not_taken_for_the_new_one() -> None:
+    made = machine(SyncMethod.MEMORY, SyncStyle.TRAINER_DRIVEN)
+    made.published(3, 3)
+    made.explorer_requires(0)
+    old = made.explorers[0]
+    made.begin([0])
+    made.joined(0)
+    made.delivered(0, 3)
+    assert made.explorers[0].version is None
+    assert old.outcome is not None
+    assert "another explorer" in str(old.outcome.reason)
+
+
+def test_weights_that_were_lost_are_asked_for_again() -> None:
+    made = machine(SyncMethod.MEMORY, SyncStyle.TRAINER_DRIVEN, sync_interval=10)
+    made.published(4, 40)
+    made.trainer_at(43)
+    made.lost_weights()
+    assert made.trainer_needs_sync()
+    made.explorer_requires(0)
+    assert made.may_fetch(0) is None
+    made.published(5, 43)
+    assert made.may_fetch(0) == 5
+
+
+def test_a_trainer_that_could_not_publish_tries_again_at_the_next_occasion_only() -> None:
+    made = machine(SyncMethod.CHECKPOINT, SyncStyle.TRAINER_DRIVEN, sync_interval=2)
+    assert made.trainer_needs_sync()
+    made.trainer_gave_up("the disk is full")
+    assert not made.trainer_needs_sync()
+    made.trainer_at(1)
+    assert not made.trainer_needs_sync()
+    made.trainer_at(2)
+    assert made.trainer_needs_sync()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"method": "carrier pigeon"}, "known: 'nccl', 'memory', 'checkpoint'"),
+        ({"style": "sometimes"}, "unknown SyncStyle"),
+        ({"sync_interval": 0}, "sync_interval"),
+        ({"sync_interval": True}, "sync_interval"),
+        ({"sync_offset": -1}, "sync_offset"),
+        ({"sync_offset": 1, "style": "explorer_driven"}, r"for SyncStyle\.FIXED"),
+        ({"max_staleness": 2}, r"for SyncStyle\.FULLY_ASYNC"),
+    ],
+)
+def test_a_plan_checks_itself(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SyncPlan(**{"method": "memory", **fields})  # type: ignore[arg-type]
+
+
+def test_a_plan_travels_as_plain_values() -> None:
+    plan = SyncPlan(SyncMethod.NCCL, SyncStyle.FIXED, 10, 5)
+    assert SyncPlan(**plan.to_json()) == plan

@@ -1,0 +1,45 @@
+"""A synchronizer that is a Ray actor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sync_parts import ExplorerThread, train
+
+from weight_update import Synchronizer, SyncMethod, SyncStyle
+
+ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "weight-update[ray]"')
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent.parent.parent))
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+        yield
+        ray.shutdown()
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        SyncMethod.MEMORY,
+        pytest.param(SyncMethod.NCCL, marks=pytest.mark.slow),
+        pytest.param(SyncMethod.CHECKPOINT, marks=pytest.mark.slow),
+    ],
+)
+def test_an_actor_coordinates(method: SyncMethod, cluster: None, tmp_path: Path) -> None:
+    made = Synchronizer(method, SyncStyle.FIXED, sync_interval=2, directory=tmp_path)
+    host = made.as_ray_actor(f"sync-{method.value}")
+    threads = [ExplorerThread(host.address, 8, id=id) for id in range(2)]
+    for thread in threads:
+        thread.start()
+    train(host, lambda: any(thread.is_alive() for thread in threads))
+    for thread in threads:
+        assert thread.seen.error is None
+        assert [sync.step for sync in thread.seen.syncs] == [2, 4, 6, 8]
+        assert all("reason" not in sync.metrics for sync in thread.seen.syncs)
+    made.close()

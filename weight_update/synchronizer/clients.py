@@ -1,0 +1,210 @@
+"""The clients for asyncio; their ``blocking`` attribute is the same client without."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any, Generic, TypeVar
+
+from weight_update.strategy import WeightStrategy
+from weight_update.synchronizer.channels import Channel, LocalChannel, SocketChannel
+from weight_update.synchronizer.explorer import BlockingExplorer
+from weight_update.synchronizer.host import Synchronizer
+from weight_update.synchronizer.party import Metrics
+from weight_update.synchronizer.plan import RunningStatus, SyncPlan
+from weight_update.synchronizer.ray_host import RayChannel, RayHost
+from weight_update.synchronizer.server import TOKEN, Server
+from weight_update.synchronizer.trainer import BlockingTrainer
+
+__all__ = ["ExplorerClient", "TrainerClient"]
+
+Where = Synchronizer | Server | RayHost | str
+_P = TypeVar("_P", BlockingTrainer, BlockingExplorer)
+_T = TypeVar("_T")
+
+
+class _Client(Generic[_P]):
+    """Waits in threads of its own, never in the event loop."""
+
+    def __init__(self, blocking: _P) -> None:
+        self.blocking: _P = blocking
+        self._threads = ThreadPoolExecutor(4, thread_name_prefix=f"weight_update-{blocking.role}")
+
+    @property
+    def step(self) -> int:
+        """Steps done so far; assign to it, or ``client.step += 1``. The plan counts by it."""
+        return int(self.blocking.step)
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.blocking.step = step
+
+    @property
+    def version(self) -> int | None:
+        """Explorer: the version in force, as far as this side knows. Trainer: the newest it published."""
+        return self.blocking.version
+
+    @property
+    def plan(self) -> SyncPlan:
+        """The synchronizer's plan."""
+        return self.blocking.plan
+
+    async def need_sync(self) -> bool:
+        """Whether ``sync_weight`` should be called now.
+
+        Raises:
+            LinkClosedError: the synchronizer was not there for ``timeout`` seconds.
+        """
+        return await self._run(self.blocking.need_sync)
+
+    async def sync_weight(self) -> Metrics:
+        """Synchronize, and wait until that is done or cannot be.
+
+        If the task is cancelled, the wait is taken back.
+
+        Returns:
+            ``version``, ``seconds`` it took, ``bytes`` of the weights, ``waited``: seconds of waiting for the
+            other side; and, only if the version is the one before, ``reason``: why.
+        """
+        try:
+            return await self._run(self.blocking.sync_weight)
+        except asyncio.CancelledError:
+            self._threads.submit(self.blocking.give_up)
+            raise
+
+    async def notify(self, status: RunningStatus | str) -> None:
+        """Tell the synchronizer what this side is doing; see :meth:`Party.notify`."""
+        await self._run(lambda: self.blocking.notify(status))
+
+    async def status(self) -> dict[str, Any]:
+        """Who does what, with which version; see :meth:`Party.status`."""
+        return await self._run(self.blocking.status)
+
+    async def latest_version(self) -> int | None:
+        """The newest published version; None before the first."""
+        return await self._run(self.blocking.latest_version)
+
+    def close(self) -> None:
+        """Leave; whoever waits for this side is woken. Calling it twice is fine."""
+        self.blocking.close()
+        self._threads.shutdown(wait=False)
+
+    async def _run(self, call: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    def __exit__(self, *exc_info: object) -> None:
+        """See :meth:`close`."""
+        self.close()
+
+
+class TrainerClient(_Client[BlockingTrainer]):
+    """The trainer's side of a :class:`Synchronizer`.
+
+    As in Trinity-RFT's trainer: ``if await trainer.need_sync(): await trainer.sync_weight()``, while it waits
+    for samples and after each step. Without asyncio: ``trainer.blocking.need_sync()``, and so on.
+
+    Args:
+        where: a :class:`Synchronizer` of this process, a server or its address ``"host:port"``, or an actor
+            or its address ``"ray:<name>"``.
+        model: module, TensorDict, dict or callable that weights are read from.
+        token: of the server; None takes the environment's ``WEIGHT_UPDATE_TOKEN``.
+        address: of the interface on which explorers or the synchronizer reach this process; None finds out.
+        strategy: how weights leave the model and travel; see :class:`~weight_update.WeightSyncScheme`.
+        timeout: seconds that ``sync_weight`` waits for explorers, and any call for a synchronizer that is
+            away.
+        transfer_timeout: seconds that a transfer may take.
+        step: steps done already.
+
+    Raises:
+        LinkClosedError: there is no synchronizer.
+        JoinRefusedError: it has another token.
+    """
+
+    def __init__(
+        self,
+        where: Where,
+        model: Any,
+        *,
+        token: str | None = None,
+        address: str | None = None,
+        strategy: str | WeightStrategy = "tensordict",
+        timeout: float = 60.0,
+        transfer_timeout: float = 60.0,
+        step: int = 0,
+    ) -> None:
+        options: dict[str, Any] = {"timeout": timeout, "transfer_timeout": transfer_timeout, "step": step}
+        channel = _channel_to(where, token)
+        super().__init__(BlockingTrainer(channel, model, address=address, strategy=strategy, **options))
+
+    def __enter__(self) -> TrainerClient:
+        """The client itself; it is closed at the end."""
+        return self
+
+
+class ExplorerClient(_Client[BlockingExplorer]):
+    """An explorer's side of a :class:`Synchronizer`.
+
+    ``if await explorer.need_sync(): await explorer.sync_weight()`` after each step. Without asyncio:
+    ``explorer.blocking.need_sync()``, and so on.
+
+    Args:
+        where: see :class:`TrainerClient`.
+        model: module, TensorDict or dict to keep current; updates land between its forward passes.
+        id: a number from 0 on, the same after a restart; None takes the first that is free.
+        token: see :class:`TrainerClient`.
+        strategy: how weights enter the model; what the trainer has.
+        timeout: seconds that ``sync_weight`` waits for weights, and any call for a synchronizer that is away.
+        transfer_timeout: seconds that a transfer may take.
+        step: steps done already.
+
+    Raises:
+        LinkClosedError: there is no synchronizer.
+        JoinRefusedError: it has another token.
+    """
+
+    def __init__(
+        self,
+        where: Where,
+        model: Any,
+        *,
+        id: int | None = None,
+        token: str | None = None,
+        strategy: str | WeightStrategy = "tensordict",
+        timeout: float = 60.0,
+        transfer_timeout: float = 60.0,
+        step: int = 0,
+    ) -> None:
+        options: dict[str, Any] = {"timeout": timeout, "transfer_timeout": transfer_timeout, "step": step}
+        channel = _channel_to(where, token)
+        super().__init__(BlockingExplorer(channel, model, id=id, strategy=strategy, **options))
+
+    def hold(self) -> AbstractContextManager[None]:
+        """No update lands inside this context; use it around several forward passes in FULLY_ASYNC."""
+        return self.blocking.hold()
+
+    @property
+    def id(self) -> int:
+        """Of this explorer."""
+        assert self.blocking.id is not None
+        return self.blocking.id
+
+    def __enter__(self) -> ExplorerClient:
+        """The client itself; it is closed at the end."""
+        return self
+
+
+def _channel_to(where: Where, token: str | None) -> Channel:
+    if isinstance(where, Synchronizer):
+        return LocalChannel(where.coordinator)
+    if isinstance(where, Server):
+        return SocketChannel(where.address, where.token)
+    address = where.address if isinstance(where, RayHost) else where
+    if address.startswith("ray:"):
+        return RayChannel(address)
+    token = token or os.environ.get(TOKEN)
+    if token is None:
+        raise ValueError(f"give the server's token, or set {TOKEN} in the environment")
+    return SocketChannel(address, token)

@@ -1,0 +1,76 @@
+"""Files that are there whole or not at all, also after a crash or a power cut."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from weight_update.errors import NotEnoughSpaceError
+
+__all__ = ["PART", "naming_free_space", "write_beside"]
+
+PART = ".part"
+"""Ending of files that are being written."""
+
+_T = TypeVar("_T")
+
+
+def write_beside(part: Path, path: Path, write: Callable[[int], _T]) -> _T:
+    """Write to ``part``, wait until the disk has it, and rename it to ``path`` in the same directory.
+
+    Args:
+        part: removed again if anything fails.
+        path: replaced if it exists.
+        write: gets the file descriptor.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            result = write(fd)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    _sync_directory(path.parent)
+    return result
+
+
+def _sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def naming_free_space(directory: Path, needed: int) -> Iterator[None]:
+    """Say how much is free and needed (in bytes) where the disk, or a quota, is full.
+
+    Raises:
+        NotEnoughSpaceError: instead of the operating system's error.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        stats = os.statvfs(directory)
+        free = stats.f_bavail * stats.f_frsize
+        quota = " and a quota is used up" if error.errno == errno.EDQUOT else ""
+        message = (
+            f"a checkpoint of {needed / 1e6:.1f} MB ({needed} bytes) is needed, "
+            f"{free / 1e6:.1f} MB ({free} bytes) are free{quota}; "
+            "free some space, keep fewer versions, or use another directory"
+        )
+        raise NotEnoughSpaceError(error.errno, message, str(directory)) from None

@@ -1,0 +1,215 @@
+"""An explorer's client, without asyncio."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+
+from weight_update.errors import TransportError, WeightSyncError
+from weight_update.gate import Gate
+from weight_update.strategy import WeightStrategy
+from weight_update.synchronizer.channels import Channel
+from weight_update.synchronizer.desk import CHECKPOINT, Reply
+from weight_update.synchronizer.files import Files
+from weight_update.synchronizer.party import Metrics, Party
+from weight_update.synchronizer.plan import SyncMethod, SyncStyle
+from weight_update.synchronizer.roads import Inlet, Ticket
+from weight_update.transports.stream import deadline_of
+
+__all__ = ["BlockingExplorer"]
+
+_log = logging.getLogger(__name__)
+_LOOK_SECONDS = 1.0
+"""How long a background reader of files waits before it looks whether it should end."""
+
+
+class BlockingExplorer(Party):
+    """Takes new weights when the plan says so. See :class:`~weight_update.ExplorerClient`.
+
+    Args:
+        channel: to the synchronizer.
+        model: module, TensorDict or dict to keep current.
+        id: a number from 0 on, the same after a restart; None takes the first that is free.
+        strategy: see :class:`Party`.
+        timeout: see :class:`Party`.
+        transfer_timeout: see :class:`Party`.
+        step: see :class:`Party`.
+    """
+
+    role = "explorer"
+
+    def __init__(
+        self,
+        channel: Channel,
+        model: Any,
+        *,
+        id: int | None = None,
+        strategy: str | WeightStrategy = "tensordict",
+        timeout: float = 60.0,
+        transfer_timeout: float = 60.0,
+        step: int = 0,
+    ) -> None:
+        super().__init__(channel, strategy, timeout, transfer_timeout, step)
+        if id is not None and id < 0:
+            raise ValueError(f"id is a number from 0 on, got {id}")
+        self.id, self._model = id, model
+        self._inlet: Inlet | None = None
+        self._files: Files | None = None
+        self._reading = threading.Lock()
+        self._file_step = 0
+        reply = self._introduce()
+        if self.plan.method is SyncMethod.CHECKPOINT:
+            self._open_files(reply["directory"])
+
+    def _open_files(self, directory: str) -> None:
+        self._files = Files(directory, self.strategy)
+        self._gate = Gate()
+        if isinstance(self._model, nn.Module):
+            self._gate.guard(self._model)
+        if self.plan.style is SyncStyle.FULLY_ASYNC:
+            threading.Thread(target=self._follow, name="weight_update-files", daemon=True).start()
+
+    # -- for users ---------------------------------------------------------------------------------
+
+    def need_sync(self) -> bool:
+        """Whether :meth:`sync_weight` should be called now.
+
+        Raises:
+            LinkClosedError: the synchronizer was not there for ``timeout`` seconds.
+        """
+        reply = self._ask("explorer_needs", step=self.step, held=self._held())
+        self._is_at(reply["version"])
+        return bool(reply["need"])
+
+    def sync_weight(self) -> Metrics:
+        """Wait for new weights; when this returns they are in force.
+
+        Returns:
+            ``version`` in force; ``seconds`` it took; ``bytes`` of the weights in force; ``waited``: seconds
+            until they were here. ``reason`` only if the version is the one before: why. After that everything
+            is as before, and the next step may try again.
+
+        Raises:
+            SchemaMismatchError: the model is not the trainer's.
+            LifecycleError: this side is closed, or another explorer took its place.
+        """
+        with self._syncing:
+            start, step = time.perf_counter(), self.step
+            metrics: Metrics = {"waited": 0.0}
+            try:
+                reply = self._sync(step, metrics)
+            except TransportError as error:
+                reply = {"version": self.version, "reason": str(error)}
+            self._is_at(reply["version"])
+            metrics["version"] = self.version
+            if reply["reason"] is not None:
+                metrics["reason"] = reply["reason"]
+                _log.warning("explorer %s keeps version %s: %s", self.id, self.version, reply["reason"])
+                self._look_at_link()
+            else:
+                self._synced_at = step
+            return {"bytes": self._nbytes(), **metrics, "seconds": time.perf_counter() - start}
+
+    def hold(self) -> AbstractContextManager[None]:
+        """No update lands inside this context; use it around several forward passes in FULLY_ASYNC.
+
+        In the other styles weights change in :meth:`sync_weight` only.
+        """
+        if self._files is not None:
+            return self._gate.hold()
+        return nullcontext() if self._inlet is None else self._inlet.scheme.hold()
+
+    def give_up(self) -> None:
+        """From another thread: let :meth:`sync_weight` return now, with the version there is."""
+        self._ask("explorer_gives_up", reason="it was cancelled")
+
+    def close(self) -> None:
+        """See :meth:`Party.close`."""
+        super().close()
+        if self._inlet is not None:
+            self._inlet.close()
+
+    # -- insides -----------------------------------------------------------------------------------
+
+    def _sync(self, step: int, metrics: Metrics) -> Reply:
+        start, deadline = time.perf_counter(), deadline_of(self.timeout)
+        reply = self._ask("explorer_syncs", deadline, wait=True, step=step, held=self._held(), again=False)
+        while "join" in reply:
+            if (reason := self._join(reply["join"])) is not None:
+                return self._ask("explorer_gives_up", reason=reason)
+            reply = self._ask("explorer_syncs", deadline, wait=True, step=step, held=self._held(), again=True)
+        metrics["waited"] = time.perf_counter() - start
+        return self._fetch(int(reply["fetch"])) if "fetch" in reply else reply
+
+    def _join(self, ticket: Ticket) -> str | None:
+        """Connect to where weights come from; None, or why that did not succeed."""
+        if self._inlet is not None:
+            self._inlet.close()
+        assert self.id is not None
+        inlet = Inlet(ticket, self.id, self._model, self.strategy, self.transfer_timeout)
+        if (reason := inlet.join(self.transfer_timeout)) is None:
+            self._inlet = inlet
+        return reason
+
+    def _look_at_link(self) -> None:
+        if self._inlet is not None and not self._inlet.lives():
+            self._inlet.close()
+            self._inlet = None
+
+    def _held(self) -> list[Any] | None:
+        if self._files is not None:
+            return None if self.version is None else [CHECKPOINT, self.version]
+        return None if self._inlet is None else self._inlet.held
+
+    def _is_at(self, version: int | None) -> None:
+        if version is not None and (self.version is None or version > self.version):
+            self.version = version
+
+    def _nbytes(self) -> int:
+        tensors = self.strategy.named(self._model).tensors.values()
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    # -- CHECKPOINT --------------------------------------------------------------------------------
+
+    def _fetch(self, version: int) -> Reply:
+        found, reason = None, "it could not be read"
+        try:
+            found, reason = self._read(version)
+        finally:
+            told = {"version": None, "step": 0} if found is None else {"version": found[0], "step": found[1]}
+            reply = self._ask("explorer_fetched", **told, reason=reason)
+        return reply
+
+    def _read(self, version: int) -> tuple[tuple[int, int] | None, str]:
+        """Read a version, or the newest that can be read; which one and its step, or None and why."""
+        assert self._files is not None
+        with self._reading:
+            if self.version is not None and self.version >= version:  # the background was faster
+                return (self.version, self._file_step), ""
+            try:
+                found = self._files.apply(
+                    version, self.version, self._model, self._gate, self.transfer_timeout
+                )
+            except (OSError, WeightSyncError) as error:
+                return None, str(error)
+            if found is None:
+                return None, f"version {version} cannot be read, and there is no other that is newer"
+            self._is_at(found[0])
+            self._file_step = found[1]
+            return found, ""
+
+    def _follow(self) -> None:
+        """Thread, FULLY_ASYNC: read new versions as they come."""
+        assert self._files is not None
+        while not self._closed.is_set():
+            newest = self._files.wait_newer(-1 if self.version is None else self.version, _LOOK_SECONDS)
+            if newest is not None:
+                found, reason = self._read(newest)
+                if found is None:
+                    _log.warning("explorer %s keeps version %s: %s", self.id, self.version, reason)
+                    self._closed.wait(_LOOK_SECONDS)  # what is broken now is still broken at once

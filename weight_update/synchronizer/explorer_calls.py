@@ -1,0 +1,166 @@
+"""What an explorer may ask of a synchronizer."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from weight_update.errors import WeightSyncError
+from weight_update.synchronizer.desk import Desk, Reply
+from weight_update.synchronizer.memory import Memory
+from weight_update.synchronizer.plan import RunningStatus, SyncMethod
+from weight_update.synchronizer.roads import Shipment, Ticket, key_of
+from weight_update.synchronizer.state import Explorer
+from weight_update.transports.stream import deadline_of
+
+__all__ = ["ExplorerCalls"]
+
+
+class ExplorerCalls:
+    """Calls take and give plain values. ``held`` is the update in force in the explorer, by number.
+
+    Args:
+        desk: who is here.
+        memory: MEMORY: where weights are kept.
+        timeout: seconds a transfer may take.
+    """
+
+    def __init__(self, desk: Desk, memory: Memory | None, timeout: float) -> None:
+        self.desk, self.plan = desk, desk.plan
+        self._machine, self._moved, self._memory, self._timeout = desk.machine, desk.moved, memory, timeout
+        self._delivering = threading.Lock()
+        self._shipments: dict[Explorer, tuple[int, Shipment]] = {}
+
+    def explorer_needs(self, session: str, step: int, held: list[Any] | None) -> Reply:
+        """Whether an explorer should synchronize."""
+        with self._moved:
+            _, explorer = self.desk.note(session, step, held)
+            return {"need": self._machine.explorer_needs_sync(explorer.id), "version": explorer.version}
+
+    def explorer_syncs(
+        self, session: str, step: int, held: list[Any] | None, timeout: float, again: bool = False
+    ) -> Reply:
+        """Wait for new weights.
+
+        Args:
+            session: of the explorer.
+            step: of the explorer.
+            held: the update in force there.
+            timeout: seconds.
+            again: whether it was told to join, and has done so.
+
+        Returns:
+            the ``version`` in force and perhaps a ``reason``; or, where the explorer has to act first: a
+            ticket to ``join`` by, or a version to ``fetch``.
+        """
+        machine, deadline = self._machine, deadline_of(timeout)
+        with self._moved:
+            client, explorer = self.desk.note(session, step, held)
+            if again and not self.plan.direct and _ended(explorer):
+                return _answer(explorer)
+            if self.plan.direct:
+                self.desk.await_(lambda: self._road() is not None or self._is_over(explorer), deadline)
+                if (road := self._road()) is not None and client.linked != key_of(road):
+                    return {"join": road}
+            machine.explorer_requires(explorer.id)
+            self._moved.notify_all()
+        while True:
+            with self._moved:
+                self.desk.await_(lambda: _ended(explorer) or self._may_act(explorer), deadline)
+                if not _ended(explorer) and not self._may_act(explorer):
+                    self._give_up(explorer, timeout)
+                if _ended(explorer):
+                    self._shipments.pop(explorer, None)
+                    return _answer(explorer)
+                if self.plan.method is SyncMethod.CHECKPOINT:
+                    version = machine.may_fetch(explorer.id)
+                    machine.begin([explorer.id])
+                    return {"fetch": version}
+                if (road := self._road()) is not None and client.linked != key_of(road):
+                    return {"join": road}
+            self._deliver(explorer)
+
+    def explorer_fetched(self, session: str, version: int | None, step: int, reason: str) -> Reply:
+        """CHECKPOINT: an explorer has read a version made at the trainer's ``step``, or could not."""
+        with self._moved:
+            explorer = self.desk.register.of(session).party
+            assert isinstance(explorer, Explorer)
+            if version is None:
+                self._machine.failed(explorer.id, reason)
+            else:
+                self.desk.publish(version, step)
+                self._machine.delivered(explorer.id, version)
+            self._moved.notify_all()
+            return _answer(explorer)
+
+    def explorer_gives_up(self, session: str, reason: str) -> Reply:
+        """An explorer does not wait any longer."""
+        with self._moved:
+            explorer = self.desk.register.of(session).party
+            assert isinstance(explorer, Explorer)
+            self._machine.gave_up(explorer.id, reason)
+            self._moved.notify_all()
+            return {"version": explorer.version, "reason": reason}
+
+    def _road(self) -> Ticket | None:
+        return self.desk.trainer_ticket if self._memory is None else self._memory.ticket
+
+    def _is_over(self, explorer: Explorer) -> bool:
+        trainer = self._machine.trainer
+        parties = (explorer, trainer)
+        return any(party is not None and party.status is RunningStatus.STOPPED for party in parties)
+
+    def _may_act(self, explorer: Explorer) -> bool:
+        """Whether a waiting explorer has something to do: weights are there for it, or on their way."""
+        return explorer in self._shipments or self._machine.may_fetch(explorer.id) is not None
+
+    def _give_up(self, explorer: Explorer, timeout: float) -> None:
+        if not self._machine.gave_up(explorer.id, f"no new weights came within {timeout:g} s"):
+            self.desk.await_(lambda: _ended(explorer), deadline_of(2 * self._timeout))
+            if not _ended(explorer):
+                self._machine.failed(explorer.id, "the transfer did not end")
+        self._moved.notify_all()
+
+    def _deliver(self, explorer: Explorer) -> None:
+        """MEMORY: send to all who wait, once; then wait for this explorer alone."""
+        with self._delivering:
+            if explorer not in self._shipments:
+                self._send_to_waiting()
+        version, shipment = self._shipments.pop(explorer, (0, None))
+        if shipment is not None:
+            failures = shipment.settle([explorer.id])
+            with self._moved:
+                if not _ended(explorer):
+                    self.desk.settle([explorer.id], version, failures)
+                    self._moved.notify_all()
+
+    def _send_to_waiting(self) -> None:
+        memory = self._memory
+        assert memory is not None
+        assert memory.ticket is not None
+        with self._moved:
+            linked = self.desk.register.linked(key_of(memory.ticket))
+            going = [one for one in linked if self._machine.may_fetch(one.id) is not None]
+            self._machine.begin([one.id for one in going])
+        if not going:
+            return
+        try:
+            kept, shipment = memory.send([one.id for one in going])
+        except WeightSyncError as error:
+            with self._moved:
+                self.desk.settle([one.id for one in going], 0, {one.id: str(error) for one in going})
+                self._moved.notify_all()
+            return
+        with self._moved:
+            self.desk.sent(memory.ticket, shipment.number, kept.version, kept.step)
+            self._shipments.update(dict.fromkeys(going, (kept.version, shipment)))
+            self._moved.notify_all()
+
+
+def _ended(explorer: Explorer) -> bool:
+    return explorer.status is not RunningStatus.REQUIRE_SYNC
+
+
+def _answer(explorer: Explorer) -> Reply:
+    assert explorer.outcome is not None
+    return {"version": explorer.outcome.version, "reason": explorer.outcome.reason}

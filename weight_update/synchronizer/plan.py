@@ -1,0 +1,131 @@
+"""Who synchronizes when, and by which road: what a user chooses, and nothing that changes."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["RunningStatus", "SyncMethod", "SyncPlan", "SyncStyle"]
+
+
+class SyncMethod(enum.Enum):
+    """By which road weights travel from the trainer to the explorers."""
+
+    NCCL = "nccl"
+    """Directly, after both sides have said that they are ready. Gloo carries them."""
+
+    MEMORY = "memory"
+    """The synchronizer holds the newest weights; explorers fetch them there. The trainer never waits."""
+
+    CHECKPOINT = "checkpoint"
+    """The trainer writes files, explorers read them. The trainer never waits."""
+
+
+class SyncStyle(enum.Enum):
+    """When an explorer takes new weights."""
+
+    FIXED = "fixed"
+    """Every ``sync_interval`` steps, the explorer ``sync_offset`` steps ahead of the trainer."""
+
+    EXPLORER_DRIVEN = "explorer_driven"
+    """``sync_interval`` steps of an explorer after its last synchronization: it asks, the trainer answers."""
+
+    TRAINER_DRIVEN = "trainer_driven"
+    """Every ``sync_interval`` steps of the trainer: it offers, explorers answer."""
+
+    FULLY_ASYNC = "fully_async"
+    """The trainer publishes every ``sync_interval`` steps; explorers take it in the background, and wait only
+    if they are more than ``max_staleness`` versions behind."""
+
+
+class RunningStatus(enum.Enum):
+    """What a trainer or an explorer is doing."""
+
+    STOPPED = "stopped"
+    """It has ended, or did not come yet."""
+
+    RUNNING = "running"
+    """It trains or explores."""
+
+    REQUIRE_SYNC = "require_sync"
+    """It waits for new weights, or for those who are to get them."""
+
+
+@dataclass(frozen=True)
+class SyncPlan:
+    """Method and style with their numbers. It checks itself.
+
+    Attributes:
+        method: a :class:`SyncMethod` or its value, such as ``"memory"``.
+        style: a :class:`SyncStyle` or its value, such as ``"fixed"``.
+        sync_interval: steps between synchronizations; of the explorer in EXPLORER_DRIVEN, else of the trainer
+        sync_offset: FIXED: how many steps the explorer runs before its first synchronization.
+        max_staleness: FULLY_ASYNC: how many published versions an explorer may be behind without waiting.
+
+    Raises:
+        ValueError: an unknown method or style, a number out of range, or one that this style does not use.
+    """
+
+    method: SyncMethod
+    style: SyncStyle = SyncStyle.FIXED
+    sync_interval: int = 1
+    sync_offset: int = 0
+    max_staleness: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "method", _member(SyncMethod, self.method))
+        object.__setattr__(self, "style", _member(SyncStyle, self.style))
+        for name, least in (("sync_interval", 1), ("sync_offset", 0), ("max_staleness", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is a whole number of at least {least}, got {value!r}")
+        if self.sync_offset and self.style is not SyncStyle.FIXED:
+            raise ValueError(f"sync_offset is for SyncStyle.FIXED, not for {self.style}")
+        if self.max_staleness != 1 and self.style is not SyncStyle.FULLY_ASYNC:
+            raise ValueError(f"max_staleness is for SyncStyle.FULLY_ASYNC, not for {self.style}")
+
+    @property
+    def direct(self) -> bool:
+        """Whether trainer and explorers meet for a transfer."""
+        return self.method is SyncMethod.NCCL
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values; ``SyncPlan(**values)`` is the inverse."""
+        return {
+            "method": self.method.value,
+            "style": self.style.value,
+            "sync_interval": self.sync_interval,
+            "sync_offset": self.sync_offset,
+            "max_staleness": self.max_staleness,
+        }
+
+    def trainer_due(self, step: int) -> bool:
+        """Whether the trainer gives weights away at ``step`` by its own rhythm."""
+        if self.style is SyncStyle.EXPLORER_DRIVEN or step % self.sync_interval:
+            return False
+        return not (self.direct and self.style is SyncStyle.FIXED and step + self.sync_offset == 0)
+
+    def explorer_due(self, step: int) -> bool:
+        """FIXED: whether an explorer synchronizes at ``step``."""
+        return step >= max(self.sync_offset, 1) and (step - self.sync_offset) % self.sync_interval == 0
+
+    def wanted(self, step: int) -> int:
+        """FIXED: the trainer step whose weights, or newer ones, an explorer wants at ``step``; else 0."""
+        if self.style is not SyncStyle.FIXED:
+            return 0
+        return max(0, (step - self.sync_offset) // self.sync_interval) * self.sync_interval
+
+    def next_wanted(self, step: int) -> int:
+        """FIXED: the same for its first synchronization after ``step``."""
+        wanted = self.wanted(step) if step >= self.sync_offset else -self.sync_interval
+        wanted += self.sync_interval
+        return wanted if wanted + self.sync_offset > 0 else self.sync_interval
+
+
+def _member(kind: Any, value: Any) -> Any:
+    try:
+        return kind(value)
+    except ValueError:
+        known = ", ".join(repr(member.value) for member in kind)
+        raise ValueError(f"unknown {kind.__name__} {value!r} (known: {known})") from None

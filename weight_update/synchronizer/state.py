@@ -1,0 +1,212 @@
+"""What is known of the trainer and the explorers, and what follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from weight_update.synchronizer.plan import RunningStatus, SyncPlan, SyncStyle
+
+__all__ = ["Explorer", "Outcome", "State", "Trainer", "resolve"]
+
+RUNNING, REQUIRE_SYNC, STOPPED = RunningStatus.RUNNING, RunningStatus.REQUIRE_SYNC, RunningStatus.STOPPED
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a synchronization ended.
+
+    Attributes:
+        version: in force now; None before the first.
+        reason: why it is the one that was in force before; None if the synchronization did what it should.
+    """
+
+    version: int | None
+    reason: str | None = None
+
+
+@dataclass(eq=False)
+class Trainer:
+    """What is known of the trainer."""
+
+    status: RunningStatus = RUNNING
+    step: int = 0
+    synced_at: int | None = None
+    failed_at: int | None = None
+    outcome: Outcome | None = None
+
+
+@dataclass(eq=False)
+class Explorer:
+    """What is known of one explorer, from its coming to its end.
+
+    Attributes:
+        wanted: FIXED, while it waits: the trainer step whose weights it needs.
+        asked: while it waits: the newest version when it began to.
+        had: while it waits: what it had when it began to.
+        busy: whether weights are on their way to it: it cannot give up now.
+    """
+
+    id: int
+    version: int | None = None
+    status: RunningStatus = RUNNING
+    step: int = 0
+    synced_at: int = -1
+    failed_at: int | None = None
+    wanted: int = 0
+    asked: int | None = None
+    had: int | None = None
+    busy: bool = False
+    outcome: Outcome | None = None
+
+
+@dataclass(eq=False)
+class State:
+    """One trainer and any number of explorers.
+
+    Args:
+        plan: the rules.
+
+    Attributes:
+        trainer: None before it came.
+        explorers: those that are here, by id.
+        newest: the newest published version; None before the first.
+        newest_step: the trainer step it was made at.
+        lost: whether nobody holds the newest version any more; the trainer is asked for another.
+        transfer: NCCL: who takes part in the transfer under way.
+    """
+
+    plan: SyncPlan
+    trainer: Trainer | None = None
+    explorers: dict[int, Explorer] = field(default_factory=dict)
+    newest: int | None = None
+    newest_step: int = 0
+    lost: bool = False
+    transfer: tuple[Explorer, ...] = ()
+    _steps: dict[int, int] = field(default_factory=dict)
+
+    def trainer_needs_sync(self) -> bool:
+        """Whether the trainer should call ``sync_weight`` now."""
+        trainer, plan = self.trainer, self.plan
+        if trainer is None or trainer.status is STOPPED:
+            return False
+        if trainer.status is REQUIRE_SYNC or self.ready():
+            return True
+        if trainer.step == trainer.failed_at:
+            return False
+        if self.lost or (plan.style is SyncStyle.EXPLORER_DRIVEN and self._unserved()):
+            return True
+        return plan.trainer_due(trainer.step) and trainer.step != trainer.synced_at
+
+    def explorer_needs_sync(self, id: int) -> bool:
+        """Whether an explorer should call ``sync_weight`` now."""
+        explorer, plan = self.explorers[id], self.plan
+        if explorer.status is REQUIRE_SYNC:
+            return True
+        if explorer.failed_at == explorer.step:
+            return False
+        if self._trainer_stopped():
+            return not plan.direct and self._behind(explorer) > 0
+        if plan.style is SyncStyle.FIXED:
+            return plan.explorer_due(explorer.step) and explorer.step != explorer.synced_at
+        if plan.style is SyncStyle.EXPLORER_DRIVEN:
+            return explorer.step - explorer.synced_at >= plan.sync_interval
+        if plan.style is SyncStyle.FULLY_ASYNC:
+            return self._behind(explorer) > plan.max_staleness or self._has_nothing(explorer)
+        if plan.direct:
+            return self.trainer is not None and self.trainer.status is REQUIRE_SYNC
+        return self._behind(explorer) > 0
+
+    def ready(self) -> tuple[int, ...]:
+        """NCCL: explorers that wait for what the trainer has now."""
+        if not self.plan.direct or self.trainer is None or self.transfer:
+            return ()
+        step = self.trainer.step
+        return tuple(e.id for e in self.explorers.values() if e.status is REQUIRE_SYNC and e.wanted <= step)
+
+    def may_transfer(self, late: bool = False) -> tuple[int, ...]:
+        """NCCL: who is to get weights now; empty: wait.
+
+        Args:
+            late: do not wait for those who are not ready; the trainer has waited long enough.
+        """
+        ready = self.ready()
+        if self.trainer is None or self.trainer.status is not REQUIRE_SYNC:
+            return ()
+        return ready if late or set(self.expected()) <= set(ready) else ()
+
+    def expected(self) -> tuple[int, ...]:
+        """NCCL: explorers that the trainer waits for."""
+        if self.trainer is None or self.plan.style in (SyncStyle.EXPLORER_DRIVEN, SyncStyle.FULLY_ASYNC):
+            return ()
+        everybody = self.explorers.values()
+        if self.plan.style is SyncStyle.TRAINER_DRIVEN:
+            return tuple(explorer.id for explorer in everybody)
+        return tuple(e.id for e in everybody if self._next_wanted(e) <= self.trainer.step)
+
+    def may_fetch(self, id: int) -> int | None:
+        """MEMORY, CHECKPOINT: the version that a waiting explorer should fetch now; None: wait."""
+        explorer, newest = self.explorers[id], self.newest
+        if self.plan.direct or explorer.status is not REQUIRE_SYNC or explorer.busy:
+            return None
+        if newest is None or self.lost or newest == explorer.version:
+            return None
+        if self._trainer_stopped():
+            return newest
+        if self.plan.style is SyncStyle.FIXED:
+            return newest if self.newest_step >= explorer.wanted else None
+        if self.plan.style is SyncStyle.EXPLORER_DRIVEN:
+            return newest if self._answers(explorer, newest) else None
+        return newest
+
+    def _content(self, explorer: Explorer) -> bool:
+        """Whether a waiting explorer has what it waits for."""
+        if explorer.version is None:
+            return False
+        if self.plan.style is SyncStyle.FULLY_ASYNC:
+            return self._behind(explorer) <= self.plan.max_staleness
+        if self.plan.style is SyncStyle.EXPLORER_DRIVEN:
+            return explorer.version != explorer.had and self._answers(explorer, explorer.version)
+        newest = self.plan.direct or explorer.version == self.newest
+        if self.plan.style is SyncStyle.TRAINER_DRIVEN:
+            return newest and explorer.version != explorer.had
+        return newest and self._steps.get(explorer.version, -1) >= explorer.wanted
+
+    def _answers(self, explorer: Explorer, version: int) -> bool:
+        """EXPLORER_DRIVEN: whether ``version`` came after it asked, or is what the trainer has still."""
+        current = self.trainer is not None and self.trainer.step == self.newest_step
+        since = explorer.asked is None or version > explorer.asked
+        return since or (current and version == self.newest)
+
+    def _next_wanted(self, explorer: Explorer) -> int:
+        if explorer.status is REQUIRE_SYNC:
+            return explorer.wanted
+        if self.explorer_needs_sync(explorer.id):
+            return self.plan.wanted(explorer.step)
+        return self.plan.next_wanted(explorer.step)
+
+    def _unserved(self) -> bool:
+        waiting = [e for e in self.explorers.values() if e.status is REQUIRE_SYNC and not e.busy]
+        return any(self.may_fetch(explorer.id) is None for explorer in waiting)
+
+    def _behind(self, explorer: Explorer) -> int:
+        newest = -1 if self.newest is None else self.newest
+        return newest - (-1 if explorer.version is None else explorer.version)
+
+    def _has_nothing(self, explorer: Explorer) -> bool:
+        """Whether it has no weights of the trainer though there are some."""
+        exist = self.newest is not None or (self.plan.direct and self.trainer is not None)
+        return exist and explorer.version is None
+
+    def _trainer_stopped(self) -> bool:
+        return self.trainer is not None and self.trainer.status is STOPPED
+
+
+def resolve(party: Trainer | Explorer, outcome: Outcome) -> None:
+    """End the wait of ``party``, if it waits."""
+    if party.status is not REQUIRE_SYNC:
+        return
+    party.status, party.outcome = RUNNING, outcome
+    if outcome.reason is not None:
+        party.failed_at = party.step
+    elif isinstance(party, Explorer):
+        party.synced_at, party.failed_at = party.step, None

@@ -1,0 +1,188 @@
+"""The trainer's client, without asyncio."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+
+from weight_update.errors import LinkClosedError, SyncFailedError, SyncTimeoutError, TransportError
+from weight_update.strategy import WeightStrategy
+from weight_update.synchronizer.channels import Channel, is_loopback
+from weight_update.synchronizer.files import Files
+from weight_update.synchronizer.party import Metrics, Party
+from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncStyle
+from weight_update.synchronizer.roads import Outlet, Shipment, Ticket
+from weight_update.transports.stream import deadline_of
+
+__all__ = ["BlockingTrainer"]
+
+_log = logging.getLogger(__name__)
+_HOLDER = 0
+"""The synchronizer's place among those whom the trainer sends to."""
+_OUTAGES = (TransportError, SyncTimeoutError, SyncFailedError, OSError)
+
+
+class BlockingTrainer(Party):
+    """Gives weights away when the plan says so. See :class:`~weight_update.TrainerClient`.
+
+    Args:
+        channel: to the synchronizer.
+        source: module, TensorDict, dict or callable that weights are read from.
+        address: of the interface on which explorers (NCCL) or the synchronizer (MEMORY) reach this process;
+            None: the one that leads to the synchronizer.
+        strategy: see :class:`Party`.
+        timeout: see :class:`Party`.
+        transfer_timeout: see :class:`Party`.
+        step: see :class:`Party`.
+    """
+
+    role = "trainer"
+
+    def __init__(
+        self,
+        channel: Channel,
+        source: Any,
+        *,
+        address: str | None = None,
+        strategy: str | WeightStrategy = "tensordict",
+        timeout: float = 60.0,
+        transfer_timeout: float = 60.0,
+        step: int = 0,
+    ) -> None:
+        super().__init__(channel, strategy, timeout, transfer_timeout, step)
+        self._source, self._given_address = source, address
+        self._outlet: Outlet | None = None
+        self._files: Files | None = None
+        reply = self._introduce()
+        self.version = reply["version"]
+        method = self.plan.method
+        if method is SyncMethod.CHECKPOINT:
+            self._files = Files(reply["directory"], self.strategy)
+        else:
+            self._open_outlet(direct=method is SyncMethod.NCCL)
+
+    def _open_outlet(self, direct: bool) -> None:
+        address = self._given_address or self._channel.address
+        if not direct and is_loopback(address):
+            address = None
+        if direct:
+            address = address or "127.0.0.1"
+            found = "CUDA is there, but" if torch.cuda.is_available() else "there is no CUDA:"
+            _log.info("SyncMethod.NCCL: %s weights travel by gloo, through the memory of the host", found)
+        self._outlet = Outlet(self._source, address, self.strategy, self.transfer_timeout)
+        if direct:
+            self._say_hello()  # now with the ticket
+
+    def _ticket(self) -> Ticket | None:
+        return None if self._outlet is None else self._outlet.ticket
+
+    # -- for users ---------------------------------------------------------------------------------
+
+    def need_sync(self) -> bool:
+        """Whether :meth:`sync_weight` should be called now.
+
+        Raises:
+            LinkClosedError: the synchronizer was not there for ``timeout`` seconds.
+        """
+        return bool(self._ask("trainer_needs", step=self.step)["need"])
+
+    def sync_weight(self) -> Metrics:
+        """Give the weights of now away: publish them (MEMORY, CHECKPOINT), or meet explorers (NCCL).
+
+        Returns:
+            ``version``: the newest published one; ``seconds`` it took; ``bytes`` written or sent; ``waited``:
+            seconds until explorers were ready. ``reason`` only if nothing was published: why. After that
+            everything is as before. In FULLY_ASYNC with NCCL the version is on its way, and counts as
+            published when the first explorer has it.
+
+        Raises:
+            SchemaMismatchError: the weights are not those that it began with.
+            LifecycleError: this side is closed, or another trainer took its place.
+        """
+        with self._syncing:
+            start, step = time.perf_counter(), self.step
+            give = self._meet if self.plan.direct else self._publish
+            try:
+                metrics = give(step)
+            except TransportError as error:
+                metrics = {"version": self.version, "reason": str(error)}
+            if "reason" not in metrics:
+                self.version, self._synced_at = metrics["version"], step
+            else:
+                _log.warning("step %d: nothing was published: %s", step, metrics["reason"])
+            return {"bytes": 0, "waited": 0.0, **metrics, "seconds": time.perf_counter() - start}
+
+    def give_up(self) -> None:
+        """From another thread: let :meth:`sync_weight` end its wait now."""
+        self._ask("notify", step=self.step, status=RunningStatus.RUNNING.value)
+
+    def close(self) -> None:
+        """See :meth:`Party.close`."""
+        super().close()
+        if self._outlet is not None:
+            self._outlet.close()
+
+    # -- MEMORY, CHECKPOINT ------------------------------------------------------------------------
+
+    def _publish(self, step: int) -> Metrics:
+        version = int(self._ask("trainer_version", step=step)["version"])
+        try:
+            nbytes = (
+                self._upload() if self._files is None else self._files.publish(version, self._source, step)
+            )
+            self._ask("trainer_published", step=step, version=version)
+        except _OUTAGES as error:
+            return dict(self._ask("trainer_failed", step=step, reason=str(error)))
+        return {"version": version, "bytes": nbytes}
+
+    def _upload(self) -> int:
+        """MEMORY: send to the synchronizer, which joins (again) if it is not there."""
+        assert self._outlet is not None
+        if _HOLDER not in self._outlet.here():
+            self._ask("take_from", ticket=self._outlet.ticket)
+        shipment = self._outlet.send([_HOLDER])
+        if failures := shipment.settle([_HOLDER]):
+            raise LinkClosedError(f"the synchronizer did not take the weights: {failures[_HOLDER]}")
+        return shipment.nbytes
+
+    # -- NCCL --------------------------------------------------------------------------------------
+
+    def _meet(self, step: int) -> Metrics:
+        start, deadline = time.perf_counter(), deadline_of(self.timeout)
+        reply = self._ask("meet", deadline, wait=True, step=step)
+        waited = time.perf_counter() - start
+        if reply.get("reason") is not None:
+            return {"version": reply["version"], "reason": reply["reason"], "waited": waited}
+        ids, version = reply["ids"], reply["version"]
+        failures = dict.fromkeys(ids, "the trainer did not send")
+        shipments: list[Shipment] = []
+        try:
+            shipments = self._send(ids)
+            failures = shipments[0].settle(ids) if ids else {}
+        except _OUTAGES as error:
+            failures = {id: str(error) for id in ids}
+        finally:
+            self._ask(
+                "met",
+                step=step,
+                version=version,
+                numbers=[one.number for one in shipments],
+                ids=ids,
+                failures=failures,
+            )
+        metrics = {"version": version, "bytes": sum(one.nbytes for one in shipments), "waited": waited}
+        if ids and set(ids) <= set(failures):
+            why = "; ".join(f"explorer {id}: {text}" for id, text in failures.items())
+            metrics.update(version=self.version, reason=why)
+        return metrics
+
+    def _send(self, ids: list[int]) -> list[Shipment]:
+        """To those who are ready; in FULLY_ASYNC to all others too, who take it when they can."""
+        assert self._outlet is not None
+        shipments = [self._outlet.send(ids)] if ids else []
+        if self.plan.style is SyncStyle.FULLY_ASYNC:
+            shipments.append(self._outlet.spread(but=ids))
+        return shipments
