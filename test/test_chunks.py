@@ -371,3 +371,10 @@ def test_extra_state_with_lazy_views() -> None:
 def test_extra_state_without_plain_memory(tensor: torch.Tensor) -> None:
     with pytest.raises(UnsupportedSourceError, match="extra state holds"):
         encode_extra({"t": tensor})
+
+
+def test_digest_is_of_bits_wherever_they_lie() -> None:
+    whole = torch.arange(4.0)
+    assert digest(whole[1::2][:1]) == digest(torch.tensor([1.0])) == digest(torch.tensor(1.0))
+    assert digest(whole) != digest(whole.flip(0))
+    assert digest(torch.tensor([0.0])) != digest(torch.tensor([-0.0]))

@@ -127,6 +127,10 @@ class CheckpointStore:
         """
         return self._newest(above=-1)
 
+    def manifest(self, version: int) -> Manifest | None:
+        """That of a version; None if there is no complete one."""
+        return self._catalogue.good(version)
+
     def wait_newer(self, version: int, timeout: float) -> Manifest | None:
         """Wait for a version above ``version``: the newest complete one, or None if none came in time.
 

@@ -76,12 +76,13 @@ class Files:
         newest = self.newest()
         for candidate in dict.fromkeys([version, -1 if newest is None else newest[0]]):
             if candidate >= 0 and (have is None or candidate > have):
+                manifest = self._store.manifest(candidate)
                 try:
                     self._apply(candidate, model, gate, timeout)
                 except (CorruptCheckpointError, FileNotFoundError) as error:
                     _log.warning("checkpoint %d is not used: %s", candidate, error)
                     continue
-                return candidate, newest[1] if newest is not None and newest[0] == candidate else 0
+                return candidate, 0 if manifest is None else manifest.step
         return None
 
     def _apply(self, version: int, model: Any, gate: Gate, timeout: float) -> None:
