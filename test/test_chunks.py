@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from weight_update import FormatError, SchemaMismatchError, UnsupportedSourceError, WeightChunk, WeightSchema
-from weight_update.chunks import DTYPES, PRELUDE_BYTES, Kind, Prelude, TensorMeta
+from weight_update.chunks import DTYPES, PRELUDE_BYTES, Kind, Prelude, TensorMeta, digest
 from weight_update.extra_state import decode_extra, encode_extra
 
 UPDATE = {
