@@ -102,15 +102,6 @@ def test_wrong_token_for_a_connected_worker(busy, caplog: pytest.LogCaptureFixtu
     assert flows_on(scheme)
 
 
-def test_unknown_worker(busy) -> None:
-    scheme, _ = busy
-    with closing(knock(scheme._address, hello(scheme._token, 7))) as stranger:
-        reply = WeightChunk.decode(answer(stranger))
-    assert reply.kind is Kind.REFUSED
-    assert "7" in reply.header["reason"]
-    assert flows_on(scheme)
-
-
 def test_half_a_frame_and_silence(busy) -> None:
     scheme, _ = busy
     whole = hello(scheme._token, 0)
