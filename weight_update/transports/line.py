@@ -37,6 +37,9 @@ _FRONT = struct.Struct("<BII")  # kind of message, bytes of the frame's head, an
 INLINE = 64 << 10
 """Bytes of a payload that travels with the signal: a further message would cost more than it."""
 
+_LAST_WORDS = 0.5
+"""Seconds that a farewell through the store may be slower than the end of the pair."""
+
 MapSlot = Callable[[int, int, str, int], torch.Tensor]
 """Maps the slot that a process has open: its id, the file descriptor, the key, bytes of the payload."""
 
@@ -252,8 +255,11 @@ class WorkerLine(Line):
         with self._closing:
             if self._keeper is None and not self._closed:
                 self._keeper = Keeper(
-                    self.store, self.name, self.token, self._address, self._directory, backend, self.inbox.end
+                    self.store, self.name, self.token, self._address, self._directory, backend, self._gone
                 )
+
+    def _gone(self) -> None:
+        self.inbox.end_soon(_LAST_WORDS)
 
     def release(self) -> None:
         """See :meth:`Line.release`."""

@@ -130,6 +130,7 @@ class Mailbox:
         self._arrived: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
         self._reader: threading.Thread | None = None
         self._reading = False
+        self._read_all = threading.Event()
         self.ended = False
         self._put = self._taken = 0
         self._closed = False
@@ -223,11 +224,18 @@ class Mailbox:
             self._arrived.put(LinkClosedError(f"the store is gone ({_brief(error)})"))
         finally:
             self._reading = False
+            self._read_all.set()
             disown(store)
 
     def end(self, error: Exception | None = None) -> None:
         """The other end is gone: whoever takes gets what came before, then ``error``."""
         self._arrived.put(error or LinkClosedError("the other end is gone"))
+
+    def end_soon(self, seconds: float) -> None:
+        """As :meth:`end`, but wait so long for its last message, which may still be on its way."""
+        if self._reading:
+            self._read_all.wait(seconds)
+        self.end()
 
     def close(self) -> None:
         """Wake whoever takes; no more messages are taken."""

@@ -1,0 +1,266 @@
+"""A trainer and two explorers, three processes, learn CartPole under each style of synchronization.
+
+    pip install "gymnasium>=1.0" matplotlib
+    python examples/trainer_explorer.py                          # every style, and a picture of each
+    python examples/trainer_explorer.py --style fixed --method checkpoint --steps 40
+
+Explorers play and put what they saw into a queue; the trainer takes it out and learns (REINFORCE). A
+``Synchronizer`` in the main process says when they exchange weights. The time lines show who computed, with
+which version, and who waited for whom: compare them between the styles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import torch
+import torch.multiprocessing as mp
+from torch import nn
+
+from weight_update import ExplorerClient, Synchronizer, SyncMethod, SyncStyle, TrainerClient, TransportError
+
+PLANS: dict[str, dict[str, Any]] = {
+    "fixed": {"sync_interval": 2},
+    "fixed, ahead": {"sync_interval": 2, "sync_offset": 1},
+    "explorer_driven": {"sync_interval": 3},
+    "trainer_driven": {"sync_interval": 2},
+    "fully_async": {"sync_interval": 1, "max_staleness": 2},
+}
+EPISODES = 2
+PACE = {"explorer 0": 0.01, "explorer 1": 0.03}  # seconds that a step of the environment takes beside its own
+PASSES = 30
+
+
+@dataclass
+class Span:
+    """What somebody did from ``begin`` to ``end`` (seconds), and with which version of the weights."""
+
+    who: str
+    what: str
+    begin: float
+    end: float
+    version: int | None
+
+
+@dataclass
+class Diary:
+    """Notes spans down; sent to the main process when its owner ends."""
+
+    who: str
+    start: float
+    spans: list[Span] = field(default_factory=list)
+
+    @contextmanager
+    def doing(self, what: str, version: int | None = None) -> Iterator[None]:
+        """One span."""
+        begin = time.monotonic() - self.start
+        yield
+        self.spans.append(Span(self.who, what, begin, time.monotonic() - self.start, version))
+
+
+def make_policy() -> nn.Module:
+    """Logits of the two actions."""
+    return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
+
+
+def play(env: Any, policy: nn.Module, pace: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One episode: observations (n, 4) float32, actions (n,) int64, rewards to go (n,) float32."""
+    observation, _ = env.reset()
+    seen, actions, over = [], [], False
+    while not over:
+        seen.append(torch.as_tensor(observation, dtype=torch.float32))
+        with torch.no_grad():
+            actions.append(torch.distributions.Categorical(logits=policy(seen[-1])).sample())
+        observation, _, ended, cut, _ = env.step(int(actions[-1]))
+        over = ended or cut
+    time.sleep(pace * EPISODES)
+    return torch.stack(seen), torch.stack(actions), torch.arange(len(seen), 0, -1, dtype=torch.float32)
+
+
+@dataclass
+class Shared:
+    """What all processes of a run have: queues, whether it is over, and when it began."""
+
+    experience: Any
+    diaries: Any
+    over: Any
+    start: float
+
+    def hand_over(self, episodes: Any) -> None:
+        """Give to the trainer; waits for room, but not for ever."""
+        while not self.over.is_set():
+            with suppress(queue.Full):
+                self.experience.put(episodes, timeout=0.1)
+                return
+
+
+def explore(where: tuple[str, str], idx: int, shared: Shared) -> None:
+    """Body of an explorer: play, hand over, synchronize."""
+    torch.set_num_threads(1)
+    torch.manual_seed(idx)
+    env, policy = gymnasium.make("CartPole-v1"), make_policy()
+    diary = Diary(f"explorer {idx}", shared.start)
+    with ExplorerClient(where[0], policy, id=idx, token=where[1]) as client:
+        me = client.blocking
+        with suppress(TransportError):  # the synchronizer may end first
+            while not shared.over.is_set():
+                with diary.doing("computes", me.version), client.hold():
+                    episodes = [play(env, policy, PACE[diary.who]) for _ in range(EPISODES)]
+                with diary.doing("waits for room"):
+                    shared.hand_over(episodes)
+                me.step += 1
+                if me.need_sync():
+                    with diary.doing("synchronizes"):
+                        me.sync_weight()
+    shared.diaries.put(diary.spans)
+    shared.experience.cancel_join_thread()  # nobody reads what is left in there
+
+
+def learn(policy: nn.Module, optimizer: torch.optim.Optimizer, episodes: Sequence[Any]) -> float:
+    """One step of REINFORCE; gives the mean length of an episode."""
+    seen, actions, to_go = (torch.cat(parts) for parts in zip(*episodes, strict=True))
+    gain = (to_go - to_go.mean()) / (to_go.std() + 1e-6)
+    log_probs = torch.distributions.Categorical(logits=policy(seen)).log_prob(actions)
+    optimizer.zero_grad()
+    (-(log_probs * gain).mean()).backward()
+    optimizer.step()
+    for _ in range(PASSES):
+        policy(seen).sum().backward()  # stands for what a larger model would cost
+    return len(seen) / len(episodes)
+
+
+def train(where: tuple[str, str], steps: int, shared: Shared) -> None:
+    """Body of the trainer: take experience, learn, synchronize, also while there is none."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    policy, diary = make_policy(), Diary("trainer", shared.start)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
+    lengths: list[float] = []
+    with TrainerClient(where[0], policy, token=where[1], timeout=5.0) as client:
+        me = client.blocking
+        synchronize(me, diary)
+        while me.step < steps:
+            episodes = None
+            with diary.doing("waits for experience"), suppress(queue.Empty):
+                episodes = shared.experience.get(timeout=0.02)
+            if episodes is not None:
+                with diary.doing("computes", me.version):
+                    lengths.append(learn(policy, optimizer, episodes))
+                me.step += 1
+            synchronize(me, diary)
+        shared.over.set()
+    shared.diaries.put(diary.spans)
+    shared.diaries.put(sum(lengths[-10:]) / len(lengths[-10:]))
+
+
+def synchronize(me: Any, diary: Diary) -> None:
+    """As the plan says."""
+    if me.need_sync():
+        with diary.doing("synchronizes"):
+            me.sync_weight()
+
+
+def run(name: str, method: SyncMethod, steps: int, directory: str) -> tuple[list[Span], float]:
+    """One run; what everybody did, and the mean length of the last episodes."""
+    style = SyncStyle(name.partition(",")[0])
+    ctx = mp.get_context("spawn")
+    shared = Shared(ctx.Queue(maxsize=2), ctx.Queue(), ctx.Event(), time.monotonic())
+    with Synchronizer(method, style, directory=directory, **PLANS[name]) as synchronizer:
+        server = synchronizer.serve()
+        where = server.address, server.token
+        people = [ctx.Process(target=explore, args=(where, idx, shared), daemon=True) for idx in range(2)]
+        people.append(ctx.Process(target=train, args=(where, steps, shared), daemon=True))
+        for one in people:
+            one.start()
+        told = [shared.diaries.get(timeout=120.0) for _ in range(len(people) + 1)]
+        for one in people:
+            one.join(10.0)
+    spans = [span for part in told if isinstance(part, list) for span in part]
+    return spans, next(part for part in told if isinstance(part, float))
+
+
+def line(spans: Sequence[Span], who: str, begin: float, end: float, width: int = 78) -> str:
+    """A row of characters: the last digit of the version while computing, ``~`` while synchronizing."""
+    row = [" "] * width
+    for span in spans:
+        if span.who == who and span.what in ("computes", "synchronizes"):
+            sign = "~" if span.what == "synchronizes" else str(span.version or 0)[-1]
+            first = max(0, int((span.begin - begin) / (end - begin) * width))
+            last = min(width, int((span.end - begin) / (end - begin) * width) + 1)
+            row[first:last] = sign * (last - first)
+    return "".join(row)
+
+
+def tell(name: str, spans: list[Span], length: float) -> None:
+    """Print the middle of the time line, and what the time was used for."""
+    begin = max(min(span.begin for span in spans if span.who == who) for who in {s.who for s in spans})
+    end = max(span.end for span in spans)
+    middle = (begin + end) / 2
+    window = (middle - min(1.0, (end - begin) / 2), middle + min(1.0, (end - begin) / 2))
+    print(f"\n{name}: {window[1] - window[0]:.1f} s of {end - begin:.1f} s, last episodes {length:.0f} long")
+    for who in sorted({span.who for span in spans}):
+        mine = [span for span in spans if span.who == who]
+        shares = {
+            what: sum(s.end - s.begin for s in mine if s.what == what) / (end - begin)
+            for what in ("computes", "synchronizes")
+        }
+        told = ", ".join(f"{what} {share:4.0%}" for what, share in shares.items())
+        print(f"  {who:10} |{line(spans, who, *window)}| {told}", flush=True)
+
+
+def draw(runs: dict[str, list[Span]], file: Path) -> None:
+    """A picture: one panel for each style, one row for each process, one colour for each version."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(len(runs), 1, figsize=(12, 1.8 * len(runs)), squeeze=False)
+    colours = pyplot.get_cmap("tab20").colors  # type: ignore[attr-defined]
+    for (name, spans), panel in zip(runs.items(), panels[:, 0], strict=True):
+        for height, who in enumerate(sorted({span.who for span in spans}, reverse=True)):
+            for span in (span for span in spans if span.who == who):
+                if span.what == "computes":
+                    colour = colours[(span.version or 0) % len(colours)]
+                elif span.what == "synchronizes":
+                    colour = "black"
+                else:
+                    continue
+                panel.broken_barh([(span.begin, span.end - span.begin)], (height, 0.8), facecolors=colour)
+        panel.set_yticks([0.4, 1.4, 2.4], sorted({span.who for span in spans}, reverse=True))
+        panel.set_title(f"{name}  (a colour is a version; black: synchronizing; white: waiting)", fontsize=9)
+    panels[-1, 0].set_xlabel("seconds")
+    figure.tight_layout()
+    figure.savefig(file)
+    print(f"\nthe whole time lines are in {file}", flush=True)
+
+
+def main() -> None:
+    """Read the options, run the styles, show them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--style", choices=[*PLANS, "all"], default="all")
+    parser.add_argument("--method", choices=[method.value for method in SyncMethod], default="memory")
+    parser.add_argument("--steps", type=int, default=60, help="of the trainer, in each run")
+    parser.add_argument("--picture", type=Path, help="write the time lines to this file (PNG, SVG, PDF)")
+    options = parser.parse_args()
+    runs = {}
+    for name in PLANS if options.style == "all" else [options.style]:
+        with tempfile.TemporaryDirectory() as directory:
+            spans, length = run(name, SyncMethod(options.method), options.steps, directory)
+        tell(name, spans, length)
+        runs[name] = spans
+    if options.picture is not None:
+        draw(runs, options.picture)
+
+
+if __name__ == "__main__":
+    main()
