@@ -210,7 +210,7 @@ def tell(name: str, spans: list[Span], length: float) -> None:
     for who in sorted({span.who for span in spans}):
         mine = [span for span in spans if span.who == who]
         shares = {
-            what: sum(s.end - s.begin for s in mine if s.what == what) / (end - begin)
+            what: sum(max(s.end - max(s.begin, begin), 0) for s in mine if s.what == what) / (end - begin)
             for what in ("computes", "synchronizes")
         }
         told = ", ".join(f"{what} {share:4.0%}" for what, share in shares.items())

@@ -182,3 +182,15 @@ def test_patch_sync(args: tuple[str, ...]) -> None:
             assert float(sent) >= float(dense)
     assert any(line.startswith("all 4 updates: ") for line in lines)
     assert lines[-2:] == [f"worker {index}: version 4, the trainer's weights in bf16" for index in range(2)]
+
+
+@pytest.mark.parametrize("style", ["fixed", pytest.param("all", marks=pytest.mark.slow)])
+def test_trainer_explorer(style: str, tmp_path: Path) -> None:
+    picture = tmp_path / "lines.png"
+    lines = succeed(
+        "trainer_explorer.py", "--style", style, "--steps", "8", "--picture", str(picture)
+    ).splitlines()
+    rows = [line for line in lines if line.startswith(("  explorer", "  trainer"))]
+    assert len(rows) == (3 if style == "fixed" else 15)
+    assert all("computes" in row for row in rows)
+    assert is_plot(picture)
