@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import socket
 import stat
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +23,7 @@ __all__ = [
     "TCPStore",
     "disown",
     "keep_alive",
+    "leave_in_order",
     "own",
     "process_group_nccl",
 ]
@@ -31,6 +34,7 @@ _AWAITED = 63
 _VANISHED_SECONDS = 180
 """A machine that is silent for so long is gone; a link may be down for less."""
 _PROBES = 9
+_FAREWELL_SECONDS = 2.0
 
 _dist: Any = dist
 DistError: type[RuntimeError] = _dist.DistError
@@ -156,3 +160,21 @@ def own(thing: Any) -> Any:
 def disown(thing: Any) -> None:
     """Let ``thing`` go, in the process that called :meth:`own`; once is enough."""
     _owned[:] = [one for one in _owned if one is not thing]
+
+
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def leave_in_order(thread: threading.Thread) -> None:
+    """Have the interpreter's end wait a little for ``thread``, which may come back from C++ just then.
+
+    The process would abort.
+    """
+    _threads.add(thread)
+
+
+@atexit.register
+def _await_threads() -> None:
+    deadline = time.monotonic() + _FAREWELL_SECONDS
+    for thread in [one for one in _threads if one.is_alive()]:
+        thread.join(max(deadline - time.monotonic(), 0.0))

@@ -14,8 +14,9 @@ import torch
 
 from weight_update.chunks import byte_view
 from weight_update.errors import FormatError, LinkClosedError, TransportError
+from weight_update.transports.c10d import leave_in_order
 from weight_update.transports.checksum import BLOCK, Checksum
-from weight_update.transports.pair import Pair, Pending, leave_in_order
+from weight_update.transports.pair import Pair, Pending
 
 __all__ = ["NOTE_BYTES", "Notes", "Onward", "recv_pieces", "send_pieces"]
 

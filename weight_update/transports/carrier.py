@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import torch
 
 from weight_update.errors import FormatError, LinkClosedError, SyncTimeoutError, TransportError
-from weight_update.transports.c10d import Store
+from weight_update.transports.c10d import Store, leave_in_order
 from weight_update.transports.cargo import Notes, send_pieces
 from weight_update.transports.checksum import CHECKSUM
-from weight_update.transports.pair import Pair, leave_in_order
+from weight_update.transports.pair import Pair
 from weight_update.transports.pairs import pair_of
 from weight_update.transports.slots import slot_of
 

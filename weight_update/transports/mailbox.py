@@ -14,7 +14,7 @@ import time
 from datetime import timedelta
 
 from weight_update.errors import FormatError, LinkClosedError, TransportError
-from weight_update.transports.c10d import DistError, Store, TCPStore, disown, keep_alive, own
+from weight_update.transports.c10d import DistError, Store, TCPStore, disown, keep_alive, leave_in_order, own
 from weight_update.transports.stream import deadline_of
 
 __all__ = ["Mailbox", "UnsignedError", "find_store", "open_store"]
@@ -170,6 +170,7 @@ class Mailbox:
         """
         if self._reader is None and not self._closed:
             self._reader = threading.Thread(target=self._read, name=f"weight_update-{self.name}", daemon=True)
+            leave_in_order(self._reader)
             self._reading = True
             self._reader.start()
         deadline = deadline_of(timeout)

@@ -15,10 +15,10 @@ from weight_update.errors import (
     NotEnoughMemoryError,
     TransportError,
 )
-from weight_update.transports.c10d import Store
+from weight_update.transports.c10d import Store, leave_in_order
 from weight_update.transports.cargo import Notes, Onward, recv_pieces
 from weight_update.transports.checksum import CHECKSUM
-from weight_update.transports.pair import FOREVER, Pair, leave_in_order
+from weight_update.transports.pair import FOREVER, Pair
 from weight_update.transports.pairs import pair_of
 from weight_update.transports.slots import SharedBuffer
 

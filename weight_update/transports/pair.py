@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import socket
 import threading
-import time
-import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Literal
@@ -16,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from weight_update.errors import LinkClosedError, SyncTimeoutError
-from weight_update.transports.c10d import PrefixStore, ProcessGroupGloo, Store, disown, own
+from weight_update.transports.c10d import PrefixStore, ProcessGroupGloo, Store, disown, leave_in_order, own
 
-__all__ = ["FOREVER", "STALLED", "Pair", "Pending", "address_towards", "brief", "leave_in_order"]
+__all__ = ["FOREVER", "STALLED", "Pair", "Pending", "address_towards", "brief"]
 
 STALLED = 60.0
 """Seconds without the other end's answer after which it counts as gone."""
@@ -26,7 +23,6 @@ STALLED = 60.0
 FOREVER = 86400.0 * 3650
 """Seconds; the other end is waited for as long as it lives."""
 
-_FAREWELL_SECONDS = 2.0
 _DATA, _WATCH = 0, 1  # tags
 
 
@@ -178,24 +174,6 @@ class Pair:
             except RuntimeError as error:
                 problem = brief(error)
         raise LinkClosedError(f"the other end is gone ({problem})")
-
-
-_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-
-
-def leave_in_order(thread: threading.Thread) -> None:
-    """Have the interpreter's end wait a little for ``thread``, which may come back from C++ just then.
-
-    The process would abort.
-    """
-    _threads.add(thread)
-
-
-@atexit.register
-def _await_threads() -> None:
-    deadline = time.monotonic() + _FAREWELL_SECONDS
-    for thread in [one for one in _threads if one.is_alive()]:
-        thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 def address_towards(host: str, port: int) -> str:
