@@ -72,18 +72,27 @@ class Explored:
 
 
 class ExplorerThread(threading.Thread):
-    """Explores in a thread: step, and synchronize when it is needed."""
+    """Explores in a thread: step, and synchronize when it is needed.
 
-    def __init__(self, where: Any, steps: int, pause: float = 0.002, **options: Any) -> None:
+    With ``until_served`` it goes on until it has weights, if it was through before the trainer began.
+    """
+
+    def __init__(
+        self, where: Any, steps: int, pause: float = 0.002, *, until_served: bool = False, **options: Any
+    ) -> None:
         super().__init__(daemon=True)
         self.model = model_at(-1)
         self.client = ExplorerClient(where, self.model, **{"timeout": PATIENCE, **options})
         self.steps, self.pause, self.seen = steps, pause, Explored()
+        self.until_served = until_served
 
     def run(self) -> None:
         try:
             with self.client:
                 for _ in range(self.steps):
+                    self._step()
+                deadline = time.monotonic() + PATIENCE
+                while self.until_served and self.seen.weights[-1] < 0 and time.monotonic() < deadline:
                     self._step()
         except Exception as error:  # noqa: BLE001 - for the test to raise
             self.seen.error = error

@@ -25,7 +25,7 @@ def test_weights_get_where_and_when_they_should(
     method: SyncMethod, style: SyncStyle, explorers: int, tmp_path: Path
 ) -> None:
     with synchronizer(method, style, tmp_path, **numbers_for(style)) as where:
-        threads = [ExplorerThread(where, STEPS, id=id) for id in range(explorers)]
+        threads = [ExplorerThread(where, STEPS, until_served=True, id=id) for id in range(explorers)]
         for thread in threads:
             thread.start()
         said = train(where, lambda: any(thread.is_alive() for thread in threads))
