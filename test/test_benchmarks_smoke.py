@@ -179,6 +179,7 @@ needs_hosts = pytest.mark.skipif(why_not() is not None, reason=f"no network name
 
 
 @needs_hosts
+@pytest.mark.slow  # it measures time
 def test_an_update_is_timed_over_a_slow_link():
     slow, fast = (links.Plan(1.0, 1.0, 1, rate) for rate in ("20mbit", "1gbit"))
     sent = [links.measure(plan, "dense", 1.0, 1) for plan in (slow, fast)]
