@@ -20,8 +20,9 @@ _serial = itertools.count()
 
 def why_not() -> str | None:
     """Why there can be no such hosts here; None if there can."""
-    if shutil.which("ip") is None:
-        return "the program ip (iproute2) is missing"
+    for program in ("ip", "tc"):
+        if shutil.which(program) is None:
+            return f"the program {program} (iproute2) is missing"
     if os.geteuid() != 0:
         return "network namespaces are for root"
     try:

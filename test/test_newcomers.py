@@ -29,6 +29,7 @@ class TestDistributed(NewcomerContract, KilledNewcomerTests):
         return DistributedWeightSyncScheme(**options)
 
 
+@pytest.mark.slow
 class TestPatches(NewcomerContract, KilledNewcomerTests):
     def make_scheme(self, **options: Any) -> WeightSyncScheme:
         return SharedMemWeightSyncScheme(WeightStrategy(encoding=PatchEncoding()), **options)

@@ -23,6 +23,8 @@ from test_stopped_worker import test_named_within_the_timeout_and_current_after_
 
 from weight_update import DistributedWeightSyncScheme, SyncFailedError
 
+pytestmark = pytest.mark.slow  # the same tests run over Distributed on one host by default
+
 
 class Apart(DistributedWeightSyncScheme):
     """Every process believes to be a host of its own."""

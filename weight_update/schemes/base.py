@@ -400,8 +400,13 @@ class WeightSyncScheme(ABC):
             return self.send_async(weights, worker_ids).wait()
         handle = self.send_async(weights, worker_ids)
         earlier = self._unchecked[-_REMEMBERED:]
-        bad = next((one for one in earlier if one.failures()), None)
-        self._unchecked = [one for one in earlier if one is not bad and not one.done()] + [handle]
+        under_way = [
+            one for one in earlier if not one.done()
+        ]  # looked at first: all others will not fail later
+        failures = [one for one in earlier if one.failures()]
+        bad = failures.pop(0) if failures else None
+        still = [one for one in earlier if one is not bad and (one in under_way or one in failures)]
+        self._unchecked = [*still, handle]
         if bad is not None:
             raise failed(bad.version, bad.failures(), bad.report)
         return handle.report
