@@ -25,6 +25,7 @@ LAYERS: list[set[str]] = [
     {"lane"},
     {"change_lane"},
     {"peer"},
+    {"pipeline"},
     {"roll"},
     {"lanes"},
     {"receiver", "sender"},

@@ -319,6 +319,9 @@ class Kind(enum.IntEnum):
     FAILED = 9  # R -> S: the update is not visible, and why
     GOODBYE = 10  # either way: orderly end
     BEHIND = 11  # R -> S: the update changes a version that I do not have; send all
+    TAKEN = (
+        12  # R -> S: this part of an update is read, its memory is free again; the last is not answered so
+    )
 
 
 _REQUIRED: dict[Kind, dict[str, type | tuple[type, ...]]] = {
@@ -355,6 +358,7 @@ _REQUIRED: dict[Kind, dict[str, type | tuple[type, ...]]] = {
     Kind.FAILED: {"version": int, "error": str, "traceback": str},
     Kind.GOODBYE: {},
     Kind.BEHIND: {"version": int},
+    Kind.TAKEN: {"version": int, "index": int},
 }
 
 

@@ -102,6 +102,7 @@ class Receiver:
         self._decoders: dict[str, Decoder] = {}
         self._memory: list[torch.Tensor] = []
         self._parts: list[WeightChunk] = []
+        self._unwanted: int | None = None  # a version that failed: the rest of it is not read
         self._current: _Staged | None = None
         self._staged: _Staged | None = None
         self._left: list[torch.Tensor] = []  # payloads switched away from, not yet released
@@ -146,8 +147,12 @@ class Receiver:
             self._unguard()
             self._unguard = None
 
-    def connect(self, timeout: float) -> None:
+    def connect(self, timeout: float, *, again: bool = False) -> None:
         """Join the sender and apply the weights it has now.
+
+        Args:
+            timeout: seconds.
+            again: this receiver has weights, and keeps them if the sender has none to give now.
 
         Raises:
             SchemaMismatchError: the model's weights are not the sender's; both sides stay usable.
@@ -175,6 +180,8 @@ class Receiver:
             raise FormatError(f"expected WELCOME, got {reply.kind.name}")
         applied = self._applied
         error = self._handle(reply)
+        if again and reply.header["version"] is None:
+            return  # nothing will come before the next send()
         while error is None and self._applied == applied:
             error = self._handle(self._expect(deadline))
         if error is not None:
@@ -279,7 +286,7 @@ class Receiver:
     def _rejoin(self) -> bool:
         try:
             with self._busy:
-                self.connect(_REJOIN_SECONDS)
+                self.connect(_REJOIN_SECONDS, again=True)
         except Exception as error:  # noqa: BLE001 - the thread ends in order, whatever it is
             if not isinstance(error, TransportError | TimeoutError):
                 _log.warning("worker %d could not join again", self.worker, exc_info=error)
@@ -310,7 +317,7 @@ class Receiver:
             elif chunk.kind is Kind.COMMIT:
                 self._commit(version)
             elif chunk.kind is Kind.ABORT:
-                self._staged = None
+                self._staged, self._parts = None, []
             elif chunk.kind is Kind.WELCOME:  # the answer to an earlier attempt came late; this one follows
                 self._begin_with(chunk)
             else:
@@ -318,7 +325,7 @@ class Receiver:
         except (TransportError, FormatError):
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the sender must hear of it
-            self._staged = None
+            self._staged, self._parts, self._unwanted = None, [], version
             text = "".join(traceback.format_exception(error))
             failed = {
                 "version": version,
@@ -346,6 +353,12 @@ class Receiver:
         header = chunk.header
         if self._schema is None or header["schema"] != self._schema.digest:
             raise FormatError("an update for another schema")
+        if header["index"] == 0:
+            self._unwanted = None
+        if header["version"] == self._unwanted:
+            if chunk.payload is not None:
+                self.link.release(chunk.payload)
+            return
         if header["index"] != len(self._parts):
             raise FormatError(f"chunk {header['index']} came, {len(self._parts)} was next")
         self._tidy()
@@ -356,6 +369,8 @@ class Receiver:
                 chunk = replace(chunk, payload=fed)
         self._parts.append(chunk)
         if len(self._parts) < header["count"]:
+            taken = WeightChunk(Kind.TAKEN, {"version": header["version"], "index": header["index"]})
+            self.link.send_chunk(taken, self._timeout)
             return
         parts, self._parts = self._parts, []
         self._staged = self._stage_delta(parts) if header["base"] is not None else self._stage(parts)

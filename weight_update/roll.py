@@ -51,6 +51,11 @@ class Roll:
         return [peer for peer in self if not peer.guest]
 
     @property
+    def absent(self) -> list[Peer]:
+        """Those of the first number that have not come, for no known reason."""
+        return [peer for peer in self.expected if not peer.joined and peer.trouble() is None]
+
+    @property
     def unsettled(self) -> list[Peer]:
         """Those of the first number that have neither weights nor a reason why not."""
         return [

@@ -32,6 +32,7 @@ from weight_update.lane import Lane, Staged
 from weight_update.lanes import Lanes
 from weight_update.named import NamedWeights
 from weight_update.peer import Peer
+from weight_update.pipeline import Pipeline
 from weight_update.report import SyncReport
 from weight_update.roll import Roll
 from weight_update.strategy import WeightStrategy
@@ -85,6 +86,8 @@ class Sender:
                 if isinstance(strategy.encoding, DeltaEncoding):
                     strategy.encoding.bootstraps(schema)  # prefixes that match nothing are an error at once
                 sizes = Counter(strategy.encoding.whole.payload_sizes(schema))
+                if strategy.max_in_flight is not None:
+                    sizes = Counter({max(sizes): min(strategy.max_in_flight, sizes.total())})
                 for nbytes, count in sizes.items():
                     self._pool.reserve(nbytes, count if strategy.encoding.keeps else 2 * count)
         except BaseException:
@@ -132,21 +135,31 @@ class Sender:
         with self.roll.moved:
             for peer in self.roll:
                 peer.lost, peer.failures = None, {}
-        with self._publishing:
-            report = self._stage(weights, weights)
-            self._joining = weights
-        for peer in self.roll:
-            self._bring_up(peer)
-            self._listen_to(peer)
+        deadline = time.monotonic() + timeout
+        if self._strategy.max_in_flight is not None:
+            for peer in self.roll:
+                self._listen_to(peer)
+            self._await(lambda: self.roll.absent, deadline, alive)
+            with self._publishing:
+                report = self._pipe(weights)
+        else:
+            with self._publishing:
+                report = self._stage(weights, weights)
+                self._joining = weights
+            for peer in self.roll:
+                self._bring_up(peer)
+                self._listen_to(peer)
         try:
-            self._await_all(timeout, alive)
+            self._await(lambda: self.roll.unsettled, deadline, alive)
+            self._require_all(timeout)
         finally:
             with self._publishing:
                 for idx, named in weights.items():
                     if (
                         self.roll[idx].lane is None and not self.roll[idx].guest
                     ):  # it may come later, when these weights have changed
-                        self._settle_in(self.roll[idx], self.roll[idx].schema, named)
+                        kept = named if self._strategy.max_in_flight is None else None
+                        self._settle_in(self.roll[idx], self.roll[idx].schema, kept)
                 self._joining = {}
             report.dense_bytes = sum(lane.schema.dense_bytes for lane in self._lanes.all())
         self.roll.fill(report, weights)
@@ -159,14 +172,19 @@ class Sender:
                 peer.thread = threading.Thread(target=self._serve, args=(peer,), name=name, daemon=True)
                 peer.thread.start()
 
-    def _await_all(self, timeout: float, alive: Callable[[int], bool] | None) -> None:
-        deadline = time.monotonic() + timeout
+    def _await(
+        self, missing: Callable[[], list[Peer]], deadline: float, alive: Callable[[int], bool] | None
+    ) -> None:
+        """Wait until nobody is ``missing`` or the deadline has passed."""
         with self.roll.moved:
-            while self.roll.unsettled and time.monotonic() < deadline:
-                for peer in self.roll.unsettled:
+            while missing() and time.monotonic() < deadline:
+                for peer in missing():
                     if alive is not None and not alive(peer.idx):
                         peer.lost = LinkClosedError("its process died before it connected")
                 self.roll.moved.wait(_LOOK_SECONDS)
+
+    def _require_all(self, timeout: float) -> None:
+        with self.roll.moved:
             failures = {
                 peer.idx: error for peer in self.roll.expected if (error := peer.trouble()) is not None
             }
@@ -246,6 +264,8 @@ class Sender:
             with self.roll.moved:
                 for idx in weights:
                     self.roll[idx].forget_old_failures()
+            if self._strategy.max_in_flight is not None:
+                return self._pipe(weights, commit=commit, group=group)
             report = self._stage(weights, weights, commit=commit, group=group)
             start = time.perf_counter()
             sent = self._bring_up_all([self.roll[idx] for idx in weights])
@@ -296,6 +316,74 @@ class Sender:
                 self._pool.trim(max(lane.schema.nbytes for lane in lanes))
         report.seconds["encode"] = time.perf_counter() - start
         return report
+
+    def _pipe(
+        self, weights: Mapping[int, NamedWeights], *, commit: bool = True, group: str | None = None
+    ) -> SyncReport:
+        """Convert, encode and send a new version chunk by chunk; nothing of it is kept here."""
+        self._numbers += 1
+        report = SyncReport(self._numbers, self._strategy.encoding.label)
+        for peers in self._lanes.kinds(weights, weights, apart=not commit):
+            named = weights[peers[0].idx]
+            step = Step.of(self._numbers, named.extra, commit=commit, group=group)
+            self._pipe_to(peers, named, step, report)
+        return report
+
+    def _pipe_to(self, peers: list[Peer], named: NamedWeights, step: Step, report: SyncReport) -> None:
+        """Send a version to workers of one kind."""
+        lane, encoding = peers[0].lane, self._strategy.encoding.whole
+        assert lane is not None
+        assert self._strategy.max_in_flight is not None
+        sizes = encoding.payload_sizes(lane.schema)
+        with self.roll.moved:
+            pipeline = Pipeline(
+                step,
+                self._ready(peers, step),
+                limit=self._strategy.max_in_flight,
+                timeout=self.timeout,
+                borrow=lambda: self._free_slot(max(sizes)),
+                write=self._write,
+                moved=self.roll.moved,
+            )
+        items = named.items()
+        try:
+            tensors = pipeline.checked(peers[0].schema, items)
+            pipeline.run(encoding.encoder(lane.schema), lane.schema, encoding.name, len(sizes), tensors)
+        finally:
+            items.close()
+        for stage, seconds in pipeline.seconds.items():
+            report.seconds[stage] = report.seconds.get(stage, 0.0) + seconds
+        report.dense_bytes += lane.schema.dense_bytes
+        report.wire_bytes += pipeline.payload_bytes * (1 if self._shared else len(peers))
+
+    def _ready(self, peers: list[Peer], step: Step) -> list[Peer]:
+        """Those that can be sent a version now; waits for those that are busy with the one before."""
+
+        def busy(peer: Peer) -> bool:
+            writing = peer.former is not None and peer.former.busy(peer)
+            return peer.joined and (peer.inflight is not None or writing)
+
+        with self.roll.moved:
+            self.roll.moved.wait_for(lambda: not any(map(busy, peers)), self.timeout)
+            ready = [peer for peer in peers if peer.joined and not busy(peer)]
+            for peer in peers:
+                if busy(peer):
+                    peer.failures[step.version] = SyncTimeoutError(
+                        f"was busy with an earlier version for {self.timeout:g} s: it is stopped, or in "
+                        "hold() or a long forward pass; it gets all weights with the next send() (or raise "
+                        "timeout=)"
+                    )
+            return ready
+
+    def _write(self, peer: Peer, chunk: WeightChunk) -> None:
+        """Send a frame of a version that travels in chunks, if the worker is still to have it."""
+        with peer.sending:
+            with self.roll.moved:
+                arriving = None if peer.pipeline is None else peer.pipeline.step.version
+                stale = chunk.kind is Kind.UPDATE and arriving != chunk.header["version"]
+                if stale or not peer.joined:
+                    return
+            self._send_or_lose(peer, [chunk])
 
     def _require(self, peer: Peer, named: NamedWeights) -> None:
         """Check weights to be sent; those that updates do not carry are needed the first time only."""
@@ -360,14 +448,24 @@ class Sender:
         with peer.sending:
             try:
                 shipment = self._load(peer)
-                for chunk in shipment.chunks if shipment is not None else ():
-                    peer.link.send_chunk(chunk, self.timeout)
-            except (TransportError, TimeoutError, NotEnoughMemoryError) as error:
+            except NotEnoughMemoryError as error:
                 self._lose(peer, error)
-                if not isinstance(error, TransportError):
-                    peer.link.disconnect()
+                peer.link.disconnect()
                 return None
-            return shipment
+            sent = shipment is None or self._send_or_lose(peer, shipment.chunks)
+            return shipment if sent else None
+
+    def _send_or_lose(self, peer: Peer, chunks: Iterable[WeightChunk]) -> bool:
+        """Send frames; cuts a worker off where that fails. The caller holds ``peer.sending``."""
+        try:
+            for chunk in chunks:
+                peer.link.send_chunk(chunk, self.timeout)
+        except (TransportError, TimeoutError, NotEnoughMemoryError) as error:
+            self._lose(peer, error)
+            if not isinstance(error, TransportError):
+                peer.link.disconnect()
+            return False
+        return True
 
     def _load(self, peer: Peer) -> Shipment | None:
         """Make what ``peer`` lacks the shipment in flight to it."""
@@ -482,7 +580,12 @@ class Sender:
         elif chunk.kind is Kind.STAGED:
             with self.roll.moved:
                 peer.staged = header["version"]
+                self._arrived(peer, header["version"])
                 self.roll.moved.notify_all()
+        elif chunk.kind is Kind.TAKEN:
+            with self.roll.moved:
+                if peer.pipeline is not None and peer.pipeline.step.version == header["version"]:
+                    peer.pipeline.taken(peer, header["index"])
         elif chunk.kind in (Kind.APPLIED, Kind.FAILED):
             self._settle(peer, chunk)
             self._bring_up(peer)
@@ -496,9 +599,15 @@ class Sender:
         else:
             raise FormatError(f"unexpected {chunk.kind.name} frame")
 
+    def _arrived(self, peer: Peer, version: int) -> None:
+        """A worker has read all of a version, or will read no more of it."""
+        if peer.pipeline is not None and peer.pipeline.step.version == version:
+            peer.pipeline.leave(peer, reading=False)
+
     def _settle(self, peer: Peer, chunk: WeightChunk) -> None:
         version = chunk.header["version"]
         with self.roll.moved:
+            self._arrived(peer, version)
             update = peer.inflight
             if update is None or update.version != version:
                 return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -42,6 +42,13 @@ class Encoder(ABC):
         Returns:
             the payloads, in the order in which they are to be decoded; at least one.
         """
+
+    def stream(self, tensors: Iterator[torch.Tensor], lend: Lend) -> Iterator[torch.Tensor]:
+        """As :meth:`encode`, one payload after the other; see :attr:`WholeEncoding.in_chunks`.
+
+        Takes the tensors that a payload needs after memory for it was lent, and keeps none of them.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not encode in chunks")
 
 
 class Decoder(ABC):
@@ -100,6 +107,15 @@ class WholeEncoding(Encoding):
     def whole(self) -> WholeEncoding:
         """Itself."""
         return self
+
+    @property
+    def in_chunks(self) -> bool:
+        """Whether a version can be encoded, sent and read chunk by chunk: by :meth:`Encoder.stream`.
+
+        Then :meth:`payload_sizes` has one size for each chunk, and receivers copy out what they need when
+        a chunk arrives.
+        """
+        return False
 
     @abstractmethod
     def encoder(self, schema: WeightSchema) -> Encoder:

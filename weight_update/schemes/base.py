@@ -247,7 +247,7 @@ class WeightSyncScheme(ABC):
         tracked: dict[int, frozenset[str] | None] = {}
         for idx, (named, names) in sources.survey(self.strategy).items():
             if id(named) not in known:
-                known[id(named)] = WeightSchema.of(named.tensors)
+                known[id(named)] = named.schema()
             schemas[idx], tracked[idx] = known[id(named)], names
         self.model_id = model_id
         links = self.open_sender(workers, ctx)
