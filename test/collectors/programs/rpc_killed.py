@@ -45,8 +45,11 @@ def main():
     try:
         for _ in range(10):
             next(frames)
-    except (WorkerError, SyncFailedError) as error:
-        print("told:", type(error).__name__)
+    except (
+        WorkerError,
+        SyncFailedError,
+    ):  # the wait for frames, or the update after a batch, whichever is first
+        print("told")
 
 
 if __name__ == "__main__":
