@@ -12,20 +12,9 @@ from weight_update.convert.lora import merge_lora
 from weight_update.convert.megatron import hf_to_megatron, megatron_to_hf
 from weight_update.convert.quantize import dequantize, quantize_fp8, quantize_fp8_blocks, quantize_int8
 from weight_update.convert.rename import rename
-from weight_update.convert.tensor_parallel import (
-    COLUMN,
-    GATE_UP,
-    MEGATRON_SHARDS,
-    ROW,
-    Sharded,
-    gather_tensor_parallel,
-)
+from weight_update.convert.tensor_parallel import Sharded, gather_tensor_parallel
 
 __all__ = [
-    "COLUMN",
-    "GATE_UP",
-    "MEGATRON_SHARDS",
-    "ROW",
     "Converter",
     "Item",
     "Only",

@@ -34,7 +34,7 @@ def split_qkv(
             f"{num_heads} heads in {num_kv_groups} groups do not divide the shape {list(fused.shape)}"
         )
     grouped = torch.unflatten(fused, 0, (num_kv_groups, per_group + 2, fused.shape[0] // blocks))
-    query, key, value = torch.split(grouped, (per_group, 1, 1), dim=1)
+    query, key, value = torch.split(grouped, [per_group, 1, 1], dim=1)
     return query.flatten(0, 2), key.flatten(0, 2), value.flatten(0, 2)
 
 

@@ -15,12 +15,16 @@ import torch.distributed as dist
 from weight_update.convert.base import Converter, Item, stream
 from weight_update.errors import ConversionError
 
-__all__ = ["COLUMN", "GATE_UP", "MEGATRON_SHARDS", "ROW", "Sharded", "gather_tensor_parallel"]
+__all__ = ["MEGATRON_SHARDS", "Sharded", "gather_tensor_parallel"]
 
 
 @dataclass(frozen=True)
 class Sharded:
     """How a weight is cut into one shard for each rank.
+
+    ``Sharded(0)``: by output rows, as Megatron's ColumnParallelLinear. ``Sharded(1)``: by input columns, as
+    RowParallelLinear. ``Sharded(0, (1, 1))``: by rows of the gate and rows of the up projection, which each
+    rank has one after the other.
 
     Attributes:
         dim: the dimension that is cut.
@@ -60,23 +64,14 @@ class Sharded:
         return torch.split(tensor, [size * unit for size in self.parts], self.dim)
 
 
-COLUMN = Sharded(0)
-"""Output rows are divided: Megatron's ColumnParallelLinear, vocabulary embeddings, and its fused QKV, whose
-groups are whole on each rank."""
-
-ROW = Sharded(1)
-"""Input columns are divided: Megatron's RowParallelLinear. Its bias is on every rank."""
-
-GATE_UP = Sharded(0, (1, 1))
-"""Each rank has its rows of the gate, then its rows of the up projection."""
-
 Shards = Sequence[tuple[str, Sharded]]
 
+# Fused QKV weights are cut by rows, as any: the groups of a rank are whole.
 MEGATRON_SHARDS: Shards = (
-    (r"(word_embeddings|output_layer)\.weight$", COLUMN),
-    (r"\.linear_qkv\.(weight|bias)$", COLUMN),
-    (r"\.linear_fc1\.(weight\d*|bias)$", GATE_UP),
-    (r"\.linear_(proj|fc2)\.weight\d*$", ROW),
+    (r"(word_embeddings|output_layer)\.weight$", Sharded(0)),
+    (r"\.linear_qkv\.(weight|bias)$", Sharded(0)),
+    (r"\.linear_fc1\.(weight\d*|bias)$", Sharded(0, (1, 1))),
+    (r"\.linear_(proj|fc2)\.weight\d*$", Sharded(1)),
 )
 """How Megatron-Core cuts the weights of a ``GPTModel`` with gated MLPs.
 Source: ``megatron/core/tensor_parallel/layers.py`` and ``megatron/core/transformer/mlp.py``."""
@@ -93,6 +88,7 @@ def gather_tensor_parallel(
     Args:
         group: of the tensor-parallel ranks, with a backend that moves these tensors; None: all ranks.
         shards: ``(pattern, how it is cut)``; the first pattern that :func:`re.search` finds in a name counts.
+            By default those of Megatron-Core's ``GPTModel`` with gated MLPs.
 
     Before a weight is gathered the ranks compare its name, shape and dtype. Where they differ, or a rank's
     weights end or fail, the converter raises :class:`~weight_update.ConversionError` on all of them, saying
