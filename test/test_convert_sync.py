@@ -108,7 +108,7 @@ def test_a_converter_that_changes_its_mind(later: Callable[..., Any], encoding: 
 
 
 def test_a_converter_that_fails_leaves_workers_alone() -> None:
-    source, target = nn.Sequential(nn.Linear(4, 3)), nn.Sequential(nn.Linear(4, 3))
+    source = nn.Sequential(nn.Linear(4, 3))
     strategy = WeightStrategy("state_dict", convert=quantize_int8())
     quantized = Tree(convert(quantize_int8(), source.state_dict().items()))
     with crew_of(MemoryWeightSyncScheme(strategy, timeout=20.0), source, quantized) as crew:
@@ -123,7 +123,6 @@ def test_a_converter_that_fails_leaves_workers_alone() -> None:
             source[0].weight[1, 1] = 0.0
         crew.scheme.send()
         assert crew.ask("fingerprint") == [fingerprint(convert(quantize_int8(), source.state_dict().items()))]
-    del target
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -166,6 +165,27 @@ def test_quantized_weights_and_their_scales_arrive(quantize: Converter, encoding
             change(source, seed)
             report = scheme.send()
         assert report.encoding == encoding
+
+
+class Noted(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"amax": 1.0}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("extract_as", ["state_dict", "tensordict"])
+def test_extra_state_stays_with_the_trainer(extract_as: Any) -> None:
+    source, target = nn.Sequential(Noted(4, 3)), nn.ModuleDict({"body": nn.Linear(4, 3)})
+    strategy = WeightStrategy(extract_as, convert=rename([("^0", "body")]))
+    with crew_of(MemoryWeightSyncScheme(strategy, timeout=20.0), source, target) as crew:
+        crew.connect()
+        change(source, 0)
+        crew.scheme.send()
+        assert crew.ask("fingerprint") == [
+            fingerprint({f"body.{name}": value for name, value in source[0].named_parameters()})
+        ]
 
 
 def test_only_the_adapters_are_trained() -> None:

@@ -44,7 +44,8 @@ class WeightStrategy:
             function of name and tensor. Receivers may have more weights, which are left alone, except that
             a :class:`~weight_update.PatchEncoding` first makes all of them equal.
         convert: for a receiver that holds the model in another format: takes an iterator of ``(name,
-            tensor)``, gives one of the names and tensors that the receiver has. Runs on the sender.
+            tensor)``, gives one of the names and tensors that the receiver has. Runs on the sender. Extra
+            state, whose names are those of the sender's modules, is not sent then.
 
     Raises:
         ValueError: an unknown ``extract_as``, encoding or selection; the message lists the known ones.
@@ -138,7 +139,7 @@ class WeightStrategy:
         items = ((name, value) for name, value in named.tensors.items() if chosen is None or name in chosen)
         if self.convert is None:
             return NamedWeights(dict(items), named.extra)
-        return NamedWeights(from_items(iter(self.convert(items))).tensors, named.extra)
+        return NamedWeights(from_items(iter(self.convert(items))).tensors)
 
     def extract_weights(self, source: Any) -> TensorDictBase | dict[str, Any]:
         """The weights of ``source`` in the format of this strategy; the tensors are not copied.
