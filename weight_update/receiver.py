@@ -228,6 +228,10 @@ class Receiver:
         Raises:
             LinkClosedError: the sender is gone and nothing new is left.
         """
+        return self._strategy.export(self.weights()) if self.await_next(timeout) else None
+
+    def await_next(self, timeout: float | None) -> bool:
+        """As :meth:`receive`, without making anything of the weights: whether there is a next version."""
         with self._news:
             self._news.wait_for(
                 lambda: self.version != self._returned or self.error or self._closing, timeout
@@ -235,9 +239,9 @@ class Receiver:
             if self.version == self._returned:
                 if self.error is not None:
                     raise self.error
-                return None
+                return False
             self._returned = self.version
-        return self._strategy.export(self.weights())
+            return True
 
     def mark_returned(self) -> None:
         """Let :meth:`receive` wait for versions after the one in force."""
