@@ -43,6 +43,7 @@ class Peer:
         applied: what it has; where memory is shared, what it reads.
         inflight: what it was sent and has not answered yet.
         pipeline: what it is just being sent chunk by chunk; ``former``: what it was last sent so.
+        writing: whether a thread is sending ``inflight``, or about to.
         reached: the newest version it ever applied; not forgotten when it leaves.
         failures: why it did not apply a version, for the last few.
         guest: whether it came beyond the first number of workers; nobody waits for it when it has gone.
@@ -69,6 +70,7 @@ class Peer:
         self.inflight: Shipment | None = None
         self.pipeline: Arriving | None = None
         self.former: Arriving | None = None
+        self.writing = False
         self.since = 0.0
         self.lost: Exception | None = None
         self.failures: dict[int, Exception] = {}

@@ -321,7 +321,7 @@ class Receiver:
             elif chunk.kind is Kind.COMMIT:
                 self._commit(version)
             elif chunk.kind is Kind.ABORT:
-                self._staged, self._parts = None, []
+                self._forget(version)
             elif chunk.kind is Kind.WELCOME:  # the answer to an earlier attempt came late; this one follows
                 self._begin_with(chunk)
             else:
@@ -383,6 +383,13 @@ class Receiver:
         else:
             staged = WeightChunk(Kind.STAGED, {"version": header["version"]})
             self.link.send_chunk(staged, self._timeout)
+
+    def _forget(self, version: int) -> None:
+        """Drop what is here of a version that is not to be applied."""
+        if self._staged is not None and self._staged.version == version:
+            self._staged = None
+        if self._parts and self._parts[0].header["version"] == version:
+            self._parts = []
 
     def _decoder(self, encoding: str) -> Decoder:
         assert self._schema is not None

@@ -102,10 +102,19 @@ class Roll:
         def settled(peer: Peer) -> bool:
             return peer.staged == version or not peer.joined or version in peer.failures
 
-        return self._wait(version, workers, timeout, settled, lambda peer: peer.staged == version)
+        return self._wait(version, workers, timeout, settled, lambda peer: peer.staged == version, True)
 
-    def wait_applied(self, version: int, workers: Iterable[int], timeout: float) -> dict[int, Exception]:
-        """Wait until workers have applied ``version`` or a newer one; the errors of those that did not."""
+    def wait_applied(
+        self, version: int, workers: Iterable[int], timeout: float, *, patient: bool
+    ) -> dict[int, Exception]:
+        """Wait until workers have applied ``version`` or a newer one; the errors of those that did not.
+
+        Args:
+            version: number of the update.
+            workers: indices.
+            timeout: seconds.
+            patient: do not count the time in which something is still being written to one of them.
+        """
 
         def has_it(peer: Peer) -> bool:
             return peer.reached >= version
@@ -113,7 +122,7 @@ class Roll:
         def settled(peer: Peer) -> bool:
             return has_it(peer) or not peer.joined or peer.failure(version) is not None
 
-        return self._wait(version, workers, timeout, settled, has_it)
+        return self._wait(version, workers, timeout, settled, has_it, patient)
 
     def _wait(
         self,
@@ -122,10 +131,17 @@ class Roll:
         timeout: float,
         settled: Callable[[Peer], bool],
         good: Callable[[Peer], bool],
+        patient: bool,
     ) -> dict[int, Exception]:
         peers = [self[idx] for idx in workers]
+        deadline = time.monotonic() + timeout
         with self.moved:
-            self.moved.wait_for(lambda: all(map(settled, peers)), timeout)
+            while waited_for := [peer for peer in peers if not settled(peer)]:
+                if patient and any(peer.writing for peer in waited_for):
+                    deadline = time.monotonic() + timeout
+                if time.monotonic() >= deadline:
+                    break
+                self.moved.wait(deadline - time.monotonic())
             return {peer.idx: _reason(peer, version, timeout) for peer in peers if not good(peer)}
 
     def failures(self, version: int, workers: Iterable[int]) -> dict[int, Exception]:

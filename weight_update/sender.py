@@ -41,6 +41,7 @@ __all__ = ["Sender"]
 _log = logging.getLogger(__name__)
 _MAX_UPDATES = 4
 _LOOK_SECONDS = 0.2
+_WRITERS = 256  # threads that may wait for workers of other hosts at once
 
 
 class Sender:
@@ -360,12 +361,7 @@ class Sender:
             if not peer.joined or peer.inflight is not None or peer.lacks is None:
                 return None
         with peer.sending:
-            try:
-                shipment = self._load(peer)
-            except NotEnoughMemoryError as error:
-                self._lose(peer, error)
-                peer.link.disconnect()
-                return None
+            shipment = self._load_or_lose(peer)
             sent = shipment is None or self._send_or_lose(peer, shipment.chunks)
             return shipment if sent else None
 
@@ -380,6 +376,15 @@ class Sender:
                 peer.link.disconnect()
             return False
         return True
+
+    def _load_or_lose(self, peer: Peer) -> Shipment | None:
+        """As :meth:`_load`; a worker that there is no memory for is cut off."""
+        try:
+            return self._load(peer)
+        except NotEnoughMemoryError as error:
+            self._lose(peer, error)
+            peer.link.disconnect()
+            return None
 
     def _load(self, peer: Peer) -> Shipment | None:
         """Make what ``peer`` lacks the shipment in flight to it."""
@@ -396,29 +401,36 @@ class Sender:
             lane.prepare()
 
     def _bring_up_all(self, peers: list[Peer]) -> list[Shipment]:
-        slow = [peer for peer in peers if not peer.link.quick]
-        quick = [peer for peer in peers if peer.link.quick]
-        if len(slow) > 1:
-            self._announce(slow)
-            self._helpers = self._helpers or ThreadPoolExecutor(thread_name_prefix="weight_update-send")
-            under_way = [self._helpers.submit(self._bring_up, peer) for peer in slow]
-        else:
-            quick, under_way = [*quick, *slow], []
-        sent = [self._bring_up(peer) for peer in quick]
-        sent += [future.result() for future in under_way]
-        return [shipment for shipment in sent if shipment is not None]
+        """As :meth:`_bring_up`, but where a link waits for its worker a thread does, and not the caller."""
+        slow = [(peer, self._load_or_lose(peer)) for peer in peers if not peer.link.quick]
+        loads = [(peer, shipment) for peer, shipment in slow if shipment is not None]
+        self._announce(loads)
+        for peer, shipment in loads:
+            with self.roll.moved:
+                peer.writing = True
+            self._helpers = self._helpers or ThreadPoolExecutor(_WRITERS, "weight_update-send")
+            self._helpers.submit(self._transmit, peer, shipment)
+        sent = [self._bring_up(peer) for peer in peers if peer.link.quick]
+        return [one for one in (*sent, *(shipment for _, shipment in loads)) if one is not None]
 
-    def _announce(self, peers: list[Peer]) -> None:
+    def _transmit(self, peer: Peer, shipment: Shipment) -> None:
+        """In a thread of its own: send what is in flight, unless the worker was lost meanwhile."""
+        with peer.sending:
+            if peer.inflight is shipment:
+                self._send_or_lose(peer, shipment.chunks)
+        with self.roll.moved:
+            peer.writing = False
+            self.roll.moved.notify_all()
+
+    def _announce(self, loads: list[tuple[Peer, Shipment]]) -> None:
         """Tell the links which payloads several of them are about to be sent."""
         wanted: dict[int, tuple[torch.Tensor, list[TransportBackend]]] = {}
-        with self.roll.moved:
-            for peer in peers:
-                idle = peer.joined and peer.inflight is None and peer.lacks is not None
-                shipment = peer.lane.ready(peer.has) if idle and peer.lane is not None else None
-                for chunk in shipment.chunks if shipment is not None else ():
-                    if chunk.payload is not None:
-                        wanted.setdefault(id(chunk.payload), (chunk.payload, []))[1].append(peer.link)
-            for payload, links in wanted.values():
+        for peer, shipment in loads:
+            for chunk in shipment.chunks:
+                if chunk.payload is not None:
+                    wanted.setdefault(id(chunk.payload), (chunk.payload, []))[1].append(peer.link)
+        for payload, links in wanted.values():
+            if len(links) > 1:
                 links[0].expect(payload, links)
 
     def _say(self, peer: Peer, *chunks: WeightChunk) -> None:
@@ -445,14 +457,14 @@ class Sender:
             for lane in self._lanes.all():
                 if lane.pending == version:
                     lane.drop()
-        self._tell(workers, WeightChunk(Kind.ABORT, {"version": version}))
         with self.roll.moved:
             for idx in workers:
                 peer = self.roll[idx]
                 peer.staged = None
                 if peer.inflight is not None and peer.inflight.version == version:
-                    peer.hold("inflight", None)
+                    peer.hold("inflight", None)  # first: what is not sent yet is then not sent at all
             self.roll.moved.notify_all()
+        self._tell(workers, WeightChunk(Kind.ABORT, {"version": version}))
 
     def _tell(self, workers: Iterable[int], chunk: WeightChunk) -> None:
         for idx in workers:
