@@ -32,6 +32,7 @@ LAYERS: list[set[str]] = [
     {"pipeline"},
     {"roll"},
     {"lanes"},
+    {"streams"},
     {"receiver", "sender"},
     {"handle"},
     {"schemes"},
