@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
         if place.shaped and reason is not None:
             print(f"without {place.name}: {reason}", file=sys.stderr)
             continue
-        megabytes = options.megabytes / (4 if place.shaped else 1)
+        megabytes = options.megabytes / (8 if place.shaped else 1)
         with connected(place, LIMITS, make_weights(megabytes, 4 * _CHUNKS), _CHUNKS) as sides:
             table, found = _times(place, megabytes, sides, options.turns)
             memory += _memory(place, sides)
@@ -92,7 +92,7 @@ def _times(
         head += [side.name, *([] if side is serial else ["of serial"])]
     note = (
         f"Milliseconds from send() until applied, median (least .. most) of {turns} turns, interleaved.\n"
-        f"Float32 to bfloat16, {_CHUNKS} chunks. The second and third column are of the serial side."
+        f"Bfloat16, {_CHUNKS} chunks. The second and third column are of the serial side."
     )
     return Table(f"{megabytes:.0f} MB through {place.name}", note, head, rows), found
 
@@ -151,7 +151,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks.pipeline", description=__doc__.splitlines()[0]
     )
     parser.add_argument(
-        "--megabytes", type=float, help="of float32 weights; default: 480, a link gets a fourth"
+        "--megabytes", type=float, help="of bfloat16 weights; default: 480, a link gets an eighth"
     )
     parser.add_argument("--turns", type=int, help="how often each thing is timed; default: 9")
     parser.add_argument("--quick", action="store_true", help="24 MB, 2 turns")

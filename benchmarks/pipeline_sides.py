@@ -87,8 +87,7 @@ class Side:
         self.send(work)
         assert self.pipe is not None
         self.pipe.send("digests")
-        expected = digests({name: value.to(torch.bfloat16) for name, value in self._weights.items()})
-        if self.pipe.recv() != expected:
+        if self.pipe.recv() != digests(self._weights):
             raise RuntimeError(f"{self.name}: the worker has other weights than the trainer")
 
     @property
@@ -99,7 +98,8 @@ class Side:
         return (encoding.bucket_size + 64) / 1e6
 
     def peak_megabytes(self) -> tuple[float, float]:
-        """All slots, and all converted tensors that were there at once."""
+        """All slots, and all converted tensors that were there at once, while an update was sent."""
+        self.send(Work(copies=True))
         sender = self.scheme._sender
         assert sender is not None
         slots = sum(slot.buffer.tensor.nbytes for slot in sender._pool._slots)
@@ -129,7 +129,7 @@ def _side(
     chunks: int,
 ) -> Iterator[Side]:
     convert = Conversion()
-    nbytes = sum(value.numel() * 2 for value in weights.values())
+    nbytes = sum(value.nbytes for value in weights.values())
     size = -(-nbytes // chunks // 64) * 64 + 64
     strategy = WeightStrategy(
         "state_dict", encoding=BucketEncoding(bucket_size=size), convert=convert, max_in_flight=limit

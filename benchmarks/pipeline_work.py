@@ -16,20 +16,26 @@ if TYPE_CHECKING:
 __all__ = ["WORKS", "Conversion", "Work", "balance", "make_weights"]
 
 WORKS = {"transfer-bound": 0.0, "balanced": 1.0, "conversion-bound": 3.0}
-"""How long converting and encoding takes, in times of the transfer; at least a cast."""
+"""How long converting and encoding takes, in times of the transfer; at least as long as encoding alone."""
 
 _CACHED = 1 << 14  # elements that stay in the cache of a core
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is done to each tensor beside a cast to bfloat16: sines of some of it, so many times over."""
+    """What is done to each tensor.
+
+    Attributes:
+        sines: so many times the sine of some numbers, for which one core alone is needed.
+        copies: whether a new tensor is made.
+    """
 
     sines: int = 0
+    copies: bool = False
 
 
 class Conversion:
-    """Casts to bfloat16, and does a :class:`Work` that does not change the result.
+    """Does a :class:`Work`, which does not change the result.
 
     Attributes:
         work: what is done to each tensor.
@@ -46,17 +52,18 @@ class Conversion:
         for name, tensor in items:
             for _ in range(self.work.sines):
                 scratch.sin_()
-            made = tensor.to(torch.bfloat16)
-            self._alive.add(made)
-            self.most = max(self.most, sum(one.nbytes for one in self._alive))
-            yield name, made
-            del made
+            if self.work.copies:
+                tensor = tensor.clone()
+                self._alive.add(tensor)
+                self.most = max(self.most, sum(one.nbytes for one in self._alive))
+            yield name, tensor
+            del tensor
 
 
 def make_weights(megabytes: float, count: int) -> dict[str, torch.Tensor]:
-    """``count`` float32 matrices of together so many MB."""
-    size = int(megabytes * 1e6 / count / 4 / 256)
-    return {f"layer{i}.weight": torch.randn(size, 256) for i in range(count)}
+    """``count`` bfloat16 matrices of together so many MB."""
+    size = int(megabytes * 1e6 / count / 2 / 256)
+    return {f"layer{i}.weight": torch.randn(size, 256).to(torch.bfloat16) for i in range(count)}
 
 
 def balance(work: Work, side: Side, share: float) -> Work:
