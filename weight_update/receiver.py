@@ -261,14 +261,18 @@ class Receiver:
         Raises:
             LinkClosedError: the sender is gone and nothing new is left.
         """
+        return self._strategy.export(self.weights()) if self.await_next(timeout) else None
+
+    def await_next(self, timeout: float | None) -> bool:
+        """As :meth:`receive`, without making anything of the weights: whether there is a next version."""
         with self._news:
             self._news.wait_for(lambda: self._has_news or self.error or self._closing, timeout)
             if not self._has_news:
                 if self.error is not None:
                     raise self.error
-                return None
+                return False
             self._returned = self.version
-        return self._strategy.export(self.weights())
+            return True
 
     @property
     def _has_news(self) -> bool:
