@@ -190,28 +190,55 @@ def test_hold_keeps_out_what_is_staged_and_not_what_comes_in_chunks(hire: Any) -
     assert crew.ask("version") == [1, 1]
 
 
-def test_several_models_as_one_step_are_staged() -> None:
+@pytest.fixture
+def group() -> Iterator[Callable[..., list[MemoryWeightSyncScheme]]]:
+    """Senders of one group, connected with one receiver for each of these models."""
+    ends: list[WeightSyncScheme] = []
+
+    def build(sources: list[Any], models: list[Any]) -> list[MemoryWeightSyncScheme]:
+        schemes = [MemoryWeightSyncScheme(strategy(), timeout=20.0) for _ in sources]
+        group_schemes(schemes)
+        for scheme, source, model in zip(schemes, sources, models, strict=True):
+            scheme.init_on_sender(model=source, num_workers=1)
+            receiver = copy.copy(scheme)
+            receiver.init_on_receiver(model=model, worker_idx=0)
+            ends.extend([receiver, scheme])
+            thread = threading.Thread(target=receiver.connect)
+            thread.start()
+            scheme.connect()
+            thread.join(20.0)
+        return schemes
+
+    yield build
+    for end in ends:
+        end.shutdown()
+
+
+def test_several_models_as_one_step_are_staged(group: Any) -> None:
     """Also for an engine that loads in chunks: all models of a worker switch at one moment."""
     sources, engines = [mlp(1), mlp(2)], [Notebook(True), Notebook()]
-    schemes = [MemoryWeightSyncScheme(strategy(), timeout=20.0) for _ in sources]
-    group_schemes(schemes)
-    receivers = []
-    for scheme, source, engine in zip(schemes, sources, engines, strict=True):
-        scheme.init_on_sender(model=source, num_workers=1)
-        receivers.append(copy.copy(scheme))
-        receivers[-1].init_on_receiver(model=engine, worker_idx=0)
-        thread = threading.Thread(target=receivers[-1].connect)
-        thread.start()
-        scheme.connect()
-        thread.join()
-        engine.calls.clear()
-    for source in sources:
+    schemes = group(sources, engines)
+    for source, engine in zip(sources, engines, strict=True):
         scramble(source, 5, finite=True)
+        engine.calls.clear()
     send_together(dict.fromkeys(schemes))
     assert [engine.calls for engine in engines] == [[("begin", 1), ("load", NAMES), ("finish", 1)]] * 2
     assert [fingerprint(engine.loaded) for engine in engines] == [tensors_of(one) for one in sources]
-    for scheme in [*receivers, *schemes]:
-        scheme.shutdown()
+
+
+def test_an_engine_that_fails_in_a_step_of_several_models(group: Any) -> None:
+    sources, model, engine, last = [mlp(1), mlp(2), mlp(3)], mlp(4), Notebook(), mlp(5)
+    schemes = group(sources, [model, engine, last])
+    before = [tensors_of(model), tensors_of(last)]
+    for source in sources:
+        scramble(source, 6, finite=True)
+    engine.fails = 2
+    with pytest.raises(SyncFailedError, match="the engine broke"):
+        send_together(dict.fromkeys(schemes))
+    assert [tensors_of(model), tensors_of(last)] == before
+    send_together(dict.fromkeys(schemes))
+    have = [tensors_of(model), fingerprint(engine.loaded), tensors_of(last)]
+    assert have == [tensors_of(source) for source in sources]
 
 
 # -- what is agreed on before --------------------------------------------------------------------------

@@ -520,8 +520,8 @@ class Receiver:
             for staged in begun:
                 staged.undo()
             raise
-        for receiver, staged in members:
-            receiver._switch(staged)
+        for receiver, staged in sorted(members, key=lambda one: one[0]._bound is not None):
+            receiver._switch(staged)  # engines first: of these some can fail yet
 
     def _begin(self, staged: _Staged) -> None:
         if staged.base is not None and self._store is not None:
