@@ -185,6 +185,15 @@ def test_patch_sync(args: tuple[str, ...]) -> None:
     assert lines[-2:] == [f"worker {index}: version 4, the trainer's weights in bf16" for index in range(2)]
 
 
+def test_llm_rollout() -> None:
+    lines = succeed("llm_rollout.py", "--updates", "2", "--steps", "20").splitlines()
+    line = re.compile(
+        r"version (\d): loss \S+, \d+ of 100 reversed; 152 kB in (\d+) loads, \S+ ms; "
+        r"tokens as before: False, as after a full reload: True"
+    )
+    assert [line.fullmatch(found).groups() for found in lines] == [("1", "6"), ("2", "6")]
+
+
 @pytest.mark.parametrize("style", ["fixed", pytest.param("all", marks=pytest.mark.slow)])
 def test_trainer_explorer(style: str, tmp_path: Path) -> None:
     picture = tmp_path / "lines.png"

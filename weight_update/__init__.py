@@ -11,6 +11,7 @@ from weight_update.encodings import (
     WholeEncoding,
     register_encoding,
 )
+from weight_update.engine import InferenceEngine
 from weight_update.errors import (
     ConversionError,
     CorruptCheckpointError,
@@ -89,6 +90,7 @@ __all__ = [
     "ExplorerClient",
     "FormatError",
     "Gate",
+    "InferenceEngine",
     "JoinRefusedError",
     "LifecycleError",
     "LinkClosedError",

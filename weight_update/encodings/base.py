@@ -54,6 +54,9 @@ class Encoder(ABC):
 class Decoder(ABC):
     """The receiver's half of a whole encoding."""
 
+    in_chunks: ClassVar[bool] = False
+    """Whether :meth:`stream` may be used in place of :meth:`feed` and :meth:`decode`."""
+
     def feed(self, index: int, payload: torch.Tensor, allocate: Lend) -> torch.Tensor:
         """Called for each payload when it arrives, in order; what it returns is later given to ``decode``.
 
@@ -64,6 +67,21 @@ class Decoder(ABC):
         """
         del index, allocate
         return payload
+
+    def stream(self, index: int, payload: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """Called for each payload when it arrives, in order: the weights that are whole with it.
+
+        Args:
+            index: its place among the payloads of the update, from 0.
+            payload: 1-D uint8 CPU tensor.
+
+        Returns:
+            position in the schema and value of each; the values are valid until the next call.
+
+        Raises:
+            FormatError: the payload does not fit the schema, or does not follow the one before.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not decode in chunks")
 
     @abstractmethod
     def decode(self, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:

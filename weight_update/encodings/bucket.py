@@ -16,6 +16,7 @@ import torch
 
 from weight_update.chunks import ALIGNMENT, DTYPES, WeightSchema, byte_view, dtype_name
 from weight_update.encodings.base import Decoder, Encoder, Lend, WholeEncoding, register_encoding
+from weight_update.encodings.joining import Joiner
 from weight_update.encodings.views import ViewCache
 from weight_update.errors import FormatError
 
@@ -204,10 +205,13 @@ class _Copies:
 
 
 class _BucketDecoder(Decoder):
+    in_chunks = True
+
     def __init__(self, schema: WeightSchema) -> None:
         self._schema = schema
         self._flat: torch.Tensor | None = None  # filled bucket by bucket as they arrive
         self._views: ViewCache | None = None
+        self._joiner: Joiner | None = None
         self._sent = schema
         self._end = 0
 
@@ -220,6 +224,13 @@ class _BucketDecoder(Decoder):
         # Not torch: its threads hang in forked processes.
         self._flat.numpy()[head.start : head.stop] = payload.numpy()[_HEAD_BYTES:]
         return self._flat
+
+    def stream(self, index: int, payload: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        head = self._head(payload, index == 0)
+        if self._joiner is None:
+            self._joiner = Joiner(self._sent)
+        found = self._joiner.take(head.start, payload[_HEAD_BYTES:])
+        return [(i, value.to(self._schema.tensors[i].dtype)) for i, value in found]
 
     def decode(self, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self._flat is not None and all(payload is self._flat for payload in payloads):
@@ -239,7 +250,7 @@ class _BucketDecoder(Decoder):
             self._end = 0
             sent = _as_sent(self._schema, head.dtype)
             if sent.digest != self._sent.digest:
-                self._sent, self._views = sent, None
+                self._sent, self._views, self._joiner = sent, None, None
         if head.total != self._sent.nbytes or head.start != self._end or head.stop > head.total:
             raise FormatError(f"bucket of bytes {head.start} to {head.stop} where {self._end} was next")
         self._end = head.stop
