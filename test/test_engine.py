@@ -307,6 +307,7 @@ def test_an_engine_that_fails(hire: Any, road: str, place: int | str) -> None:
     assert f"the engine broke at {place}" in message
     assert "in _fail_at" in message, "the traceback of the worker"
     assert crew.ask("version") == [None, 1]
+    assert list(crew.scheme.worker_versions.values()) == [None, 1]
     noted, others = crew.ask("run", calls)
     assert (noted[0], noted[-1]) == (("begin", 1), ("abort", 1))
     in_order(others, 1)

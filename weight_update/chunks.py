@@ -355,7 +355,7 @@ _REQUIRED: dict[Kind, dict[str, type | tuple[type, ...]]] = {
     Kind.COMMIT: {"version": int},
     Kind.ABORT: {"version": int},
     Kind.APPLIED: {"version": int, "apply_seconds": (int, float), "stall_seconds": (int, float)},
-    Kind.FAILED: {"version": int, "error": str, "traceback": str},
+    Kind.FAILED: {"version": int, "error": str, "traceback": str, "kept": bool},
     Kind.GOODBYE: {},
     Kind.BEHIND: {"version": int},
     Kind.TAKEN: {"version": int, "index": int},

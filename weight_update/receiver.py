@@ -377,6 +377,7 @@ class Receiver:
                 "version": version,
                 "error": f"{type(error).__name__}: {error}",
                 "traceback": text,
+                "kept": self.version is not None,
             }
             self.link.send_chunk(WeightChunk(Kind.FAILED, failed), self._timeout)
             return error

@@ -547,6 +547,8 @@ class Sender:
                 for slot in update.slots if self._shared else ():
                     slot.abandoned = True  # it may have failed after the switch, and read this memory now
                 text = chunk.header["traceback"] or chunk.header["error"]
+                if not chunk.header["kept"]:
+                    peer.has = None
                 peer.failures[version] = WorkerError(f"{chunk.header['error']}\n\n{text}")
             peer.hold("inflight", None)
             self.roll.moved.notify_all()
