@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 from typing import Protocol
 
-from weight_update.buffers import Content, Shipment
+from weight_update.buffers import MIXED, Content, Shipment
 from weight_update.chunks import WeightSchema
 from weight_update.frames import Step
 from weight_update.lane import Lane
@@ -86,7 +86,7 @@ class Peer:
     @property
     def version(self) -> int | None:
         """Number of the weights it has."""
-        return None if self.has is None else self.has.version
+        return None if self.has is None or self.has is MIXED else self.has.version
 
     @property
     def lacks(self) -> int | None:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from weight_update.buffers import BufferPool, Shipment, Slot
+from weight_update.buffers import MIXED, BufferPool, Shipment, Slot
 from weight_update.chunks import Kind, WeightChunk, WeightSchema, differences, memory_identity, untied
 from weight_update.encodings import DeltaEncoding, Lend
 from weight_update.errors import (
@@ -547,8 +547,8 @@ class Sender:
                 for slot in update.slots if self._shared else ():
                     slot.abandoned = True  # it may have failed after the switch, and read this memory now
                 text = chunk.header["traceback"] or chunk.header["error"]
-                if not chunk.header["kept"]:
-                    peer.has = None
+                if not chunk.header["kept"] and peer.has is not None:
+                    peer.has = MIXED
                 peer.failures[version] = WorkerError(f"{chunk.header['error']}\n\n{text}")
             peer.hold("inflight", None)
             self.roll.moved.notify_all()
