@@ -15,7 +15,8 @@
      ├── CorruptCheckpointError    (ValueError)    a checkpoint on the disk is broken
      ├── TransportError            (ConnectionError)
      │    ├── LinkClosedError                      the other end is gone
-     │    └── JoinRefusedError                     the sender did not let this receiver in
+     │    ├── JoinRefusedError                     the sender did not let this receiver in
+     │    └── UnreachableMemoryError               shared memory that this process cannot open
      ├── SyncTimeoutError          (TimeoutError)  a wait ran out; the message says for whom
      └── WorkerError               (RuntimeError)  something raised inside a worker; carries its traceback
           └── SyncFailedError                      some workers failed in one send; ``failures`` by worker
@@ -96,6 +97,16 @@ class LinkClosedError(TransportError):
 
 class JoinRefusedError(TransportError):
     """The sender refused this receiver (wrong token, unknown worker id, ...)."""
+
+
+class UnreachableMemoryError(TransportError):
+    """A payload lies in memory that this process cannot open; the message says why.
+
+    Attributes:
+        version: the update that it belongs to.
+    """
+
+    version = 0
 
 
 class SyncTimeoutError(WeightSyncError, TimeoutError):

@@ -43,6 +43,7 @@ __all__ = ["Sender"]
 _log = logging.getLogger(__name__)
 _MAX_UPDATES = 4
 _LOOK_SECONDS = 0.2
+_PARTING_SECONDS = 5.0
 
 
 class Sender:
@@ -636,6 +637,7 @@ class Sender:
         """Say goodbye, end all threads, free all memory."""
         if self._closed or os.getpid() != self._pid:
             return
+        self._recall()
         self._closed = True
         for peer in self.roll:
             if peer.joined:
@@ -657,6 +659,14 @@ class Sender:
                 peer.lane = None
             self.roll.moved.notify_all()
         self._pool.close()
+
+    def _recall(self) -> None:
+        """Let workers take their weights out of memory that ends with this process."""
+        borrowers = [peer for peer in self.roll if peer.joined and peer.link.lends]
+        for peer in borrowers:
+            self._tell([peer.idx], WeightChunk(Kind.GOODBYE, {}))
+        with self.roll.moved:
+            self.roll.moved.wait_for(lambda: not any(peer.joined for peer in borrowers), _PARTING_SECONDS)
 
 
 def _enter(report: SyncReport, lanes: list[Lane], staged: list[Staged]) -> None:

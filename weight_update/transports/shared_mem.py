@@ -17,15 +17,25 @@ from collections.abc import Callable, Mapping
 import torch
 
 from weight_update.chunks import Kind, WeightChunk
-from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, TransportError
+from weight_update.errors import (
+    FormatError,
+    JoinRefusedError,
+    LinkClosedError,
+    TransportError,
+    UnreachableMemoryError,
+)
 from weight_update.transports.base import Allocate, Buffer, TransportBackend
+from weight_update.transports.cuda_slots import CudaBuffer, CudaMapping
 from weight_update.transports.slots import SLOTS_REMEMBERED, SharedBuffer, SlotTable, slot_of
 from weight_update.transports.stream import Stream, deadline_of
 
 __all__ = ["SharedMemListener", "SharedMemTransport"]
 
 _log = logging.getLogger(__name__)
-_RECORD = struct.Struct("<32sB")  # key of the slot, and whether its file descriptor comes along
+_RECORD = struct.Struct("<32sB")  # key of the slot, and what comes along
+_NOTHING, _FILE, _HANDLE = 0, 1, 2  # a slot that is known; its file descriptor; that and a handle
+_HANDLE_SIZE = struct.Struct("<I")
+_MAX_HANDLE = 1 << 16
 _JOIN_SECONDS = 30.0
 _RETRY_SECONDS = 0.02
 
@@ -37,20 +47,28 @@ class SharedMemTransport(TransportBackend):
     """A Unix socket for signals; payloads stay in shared slots.
 
     A frame with a payload is followed by 33 bytes, the slot's key and a flag, instead of the payload;
-    the first time a slot is named its file descriptor travels along.
+    the first time a slot is named its file descriptor travels along, and if it is on a GPU its handle.
 
     Args:
         address: where the sender listens (receiver's end); None makes a sender's end, which is given its
             connection by :class:`SharedMemListener`.
         directory: see :class:`~weight_update.transports.slots.SharedBuffer`.
+        device: sender's end: a CUDA device to keep slots on; None keeps them in host memory.
     """
 
     shares_memory = True
     rejoins = True
 
-    def __init__(self, address: str | None = None, *, directory: str | None = None) -> None:
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        directory: str | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         self._address = address
-        self._directory = directory
+        self._directory, self._device = directory, device
+        self._lends = device is not None
         self._changed = threading.Condition()
         self._stream: Stream | None = None
         self._first: WeightChunk | None = None
@@ -59,8 +77,15 @@ class SharedMemTransport(TransportBackend):
         self._slots = SlotTable()
         _open_in_this_process.add(self)
 
+    @property
+    def lends(self) -> bool:
+        """See :attr:`TransportBackend.lends`: true with slots on a GPU."""
+        return self._lends
+
     def allocate(self, nbytes: int) -> Buffer:
         """A shared slot; see :meth:`TransportBackend.allocate`."""
+        if self._device is not None:
+            return CudaBuffer(nbytes, self._device)
         return SharedBuffer(nbytes, self._directory)
 
     def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
@@ -89,12 +114,16 @@ class SharedMemTransport(TransportBackend):
         known.move_to_end(slot.key)
         if len(known) > SLOTS_REMEMBERED:
             known.popitem(last=False)
-        record = _RECORD.pack(slot.key.encode(), fresh)
-        if fresh:
-            stream.send(head, deadline)
-            stream.send_with_fd(record, slot.fd, deadline)
-        else:
+        key = slot.key.encode()
+        if not fresh:
+            record = _RECORD.pack(key, _NOTHING)
             stream.send(head + record, deadline)  # at once: a wake-up costs more than all else here
+            return
+        record = _RECORD.pack(key, _HANDLE if slot.handle else _FILE)
+        if slot.handle:
+            record += _HANDLE_SIZE.pack(len(slot.handle)) + slot.handle
+        stream.send(head, deadline)
+        stream.send_with_fd(record, slot.fd, deadline)
 
     def recv_chunk(
         self, timeout: float | None = None, allocate: Allocate | None = None
@@ -193,15 +222,25 @@ class SharedMemTransport(TransportBackend):
         if prelude.payload_bytes:
             record, fd = stream.recv_with_fd(_RECORD.size)
             try:
-                payload = self._slot(record, prelude.payload_bytes, fd)
+                payload = self._slot(stream, record, prelude.payload_bytes, fd)
+            except UnreachableMemoryError as error:
+                error.version = prelude.assemble(header, None).header["version"]
+                raise
             finally:
                 if fd is not None:
                     os.close(fd)
         return prelude.assemble(header, payload)
 
-    def _slot(self, record: bytes, nbytes: int, fd: int | None) -> torch.Tensor:
-        key, _ = _RECORD.unpack(record)
-        return self._slots.payload(key.decode("ascii", "replace"), nbytes, lambda: _copy_of(fd))
+    def _slot(self, stream: Stream, record: bytes, nbytes: int, fd: int | None) -> torch.Tensor:
+        raw, along = _RECORD.unpack(record)
+        key = raw.decode("ascii", "replace")
+        if along != _HANDLE:
+            return self._slots.payload(key, nbytes, lambda: _copy_of(fd))
+        handle = _read_handle(stream)
+        self._lends = True
+        return self._slots.payload(
+            key, nbytes, lambda: _copy_of(fd), lambda copy: CudaMapping(key, handle, copy)
+        )
 
 
 class SharedMemListener:
@@ -295,6 +334,17 @@ class SharedMemListener:
             raise JoinRefusedError("wrong token: the scheme was not made by this sender")
         worker: int = hello.header["worker"]
         return self._links.get(worker) or self._newcomers(worker)
+
+
+def _read_handle(stream: Stream) -> bytes:
+    size = bytearray(_HANDLE_SIZE.size)
+    stream.recv_into(memoryview(size))
+    (length,) = _HANDLE_SIZE.unpack(size)
+    if length > _MAX_HANDLE:
+        raise FormatError(f"the handle of a slot has {length} bytes")
+    handle = bytearray(length)
+    stream.recv_into(memoryview(handle))
+    return bytes(handle)
 
 
 def _copy_of(fd: int | None) -> int:
