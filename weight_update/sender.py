@@ -239,7 +239,11 @@ class Sender:
     def _settle_in(self, peer: Peer, wire: WeightSchema, named: NamedWeights | None) -> None:
         self._lanes.settle_in(peer, wire, self._numbers, named)
         with self.roll.moved:
-            self._pool.trim(wire.nbytes)
+            self._pool.trim(self._update_bytes(wire))
+
+    def _update_bytes(self, schema: WeightSchema) -> int:
+        """Size of all payloads of an update that carries all weights."""
+        return max(schema.nbytes, sum(self._strategy.encoding.whole.payload_sizes(schema)))
 
     # -- sending -----------------------------------------------------------------------------------
 
@@ -314,7 +318,7 @@ class Sender:
         _enter(report, lanes, staged)
         if lanes:  # else the first workers are yet to come, and forked ones still hold what would be freed
             with self.roll.moved:
-                self._pool.trim(max(lane.schema.nbytes for lane in lanes))
+                self._pool.trim(max(self._update_bytes(lane.schema) for lane in lanes))
         report.seconds["encode"] = time.perf_counter() - start
         return report
 

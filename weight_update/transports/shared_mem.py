@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import socket
-import struct
 import threading
 import time
 import uuid
@@ -25,17 +24,14 @@ from weight_update.errors import (
     UnreachableMemoryError,
 )
 from weight_update.transports.base import Allocate, Buffer, TransportBackend
-from weight_update.transports.cuda_slots import CudaBuffer, CudaMapping
+from weight_update.transports.cuda_slots import CudaBuffer
+from weight_update.transports.slot_records import SlotRecord, slot_record
 from weight_update.transports.slots import SLOTS_REMEMBERED, SharedBuffer, SlotTable, slot_of
 from weight_update.transports.stream import Stream, deadline_of
 
 __all__ = ["SharedMemListener", "SharedMemTransport"]
 
 _log = logging.getLogger(__name__)
-_RECORD = struct.Struct("<32sB")  # key of the slot, and what comes along
-_NOTHING, _FILE, _HANDLE = 0, 1, 2  # a slot that is known; its file descriptor; that and a handle
-_HANDLE_SIZE = struct.Struct("<I")
-_MAX_HANDLE = 1 << 16
 _JOIN_SECONDS = 30.0
 _RETRY_SECONDS = 0.02
 
@@ -114,16 +110,12 @@ class SharedMemTransport(TransportBackend):
         known.move_to_end(slot.key)
         if len(known) > SLOTS_REMEMBERED:
             known.popitem(last=False)
-        key = slot.key.encode()
-        if not fresh:
-            record = _RECORD.pack(key, _NOTHING)
+        record = slot_record(slot, fresh=fresh)
+        if fresh:
+            stream.send(head, deadline)
+            stream.send_with_fd(record, slot.fd, deadline)
+        else:
             stream.send(head + record, deadline)  # at once: a wake-up costs more than all else here
-            return
-        record = _RECORD.pack(key, _HANDLE if slot.handle else _FILE)
-        if slot.handle:
-            record += _HANDLE_SIZE.pack(len(slot.handle)) + slot.handle
-        stream.send(head, deadline)
-        stream.send_with_fd(record, slot.fd, deadline)
 
     def recv_chunk(
         self, timeout: float | None = None, allocate: Allocate | None = None
@@ -220,27 +212,17 @@ class SharedMemTransport(TransportBackend):
         prelude, header = stream.recv_head()
         payload = None
         if prelude.payload_bytes:
-            record, fd = stream.recv_with_fd(_RECORD.size)
+            slot = SlotRecord.receive(stream)
+            self._lends |= slot.handle is not None
             try:
-                payload = self._slot(stream, record, prelude.payload_bytes, fd)
+                payload = self._slots.payload(slot.key, prelude.payload_bytes, slot.copy_fd, slot.open)
             except UnreachableMemoryError as error:
                 error.version = prelude.assemble(header, None).header["version"]
                 raise
             finally:
-                if fd is not None:
-                    os.close(fd)
+                if slot.fd is not None:
+                    os.close(slot.fd)
         return prelude.assemble(header, payload)
-
-    def _slot(self, stream: Stream, record: bytes, nbytes: int, fd: int | None) -> torch.Tensor:
-        raw, along = _RECORD.unpack(record)
-        key = raw.decode("ascii", "replace")
-        if along != _HANDLE:
-            return self._slots.payload(key, nbytes, lambda: _copy_of(fd))
-        handle = _read_handle(stream)
-        self._lends = True
-        return self._slots.payload(
-            key, nbytes, lambda: _copy_of(fd), lambda copy: CudaMapping(key, handle, copy)
-        )
 
 
 class SharedMemListener:
@@ -334,23 +316,6 @@ class SharedMemListener:
             raise JoinRefusedError("wrong token: the scheme was not made by this sender")
         worker: int = hello.header["worker"]
         return self._links.get(worker) or self._newcomers(worker)
-
-
-def _read_handle(stream: Stream) -> bytes:
-    size = bytearray(_HANDLE_SIZE.size)
-    stream.recv_into(memoryview(size))
-    (length,) = _HANDLE_SIZE.unpack(size)
-    if length > _MAX_HANDLE:
-        raise FormatError(f"the handle of a slot has {length} bytes")
-    handle = bytearray(length)
-    stream.recv_into(memoryview(handle))
-    return bytes(handle)
-
-
-def _copy_of(fd: int | None) -> int:
-    if fd is None:
-        raise FormatError("a slot was named before it was handed over")
-    return os.dup(fd)
 
 
 def _abandon_all() -> None:
