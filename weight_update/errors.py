@@ -27,10 +27,12 @@ Each also derives from the builtin in parentheses, so ``except TimeoutError`` wo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from weight_update.report import SyncReport
+
+_E = TypeVar("_E", bound=BaseException)
 
 
 class WeightSyncError(Exception):
@@ -135,3 +137,9 @@ class SyncFailedError(WorkerError):
     def __reduce__(self) -> tuple[Any, ...]:
         """Errors travel between processes."""
         return type(self), (str(self), self.failures, self.report)
+
+
+def without_frames(error: _E) -> _E:
+    """``error`` without the frames it came through: where it is kept they would keep an update's memory."""
+    error.__context__ = None
+    return error.with_traceback(None)

@@ -27,6 +27,7 @@ from weight_update.errors import (
     SyncTimeoutError,
     TransportError,
     UnreachableMemoryError,
+    without_frames,
 )
 from weight_update.frames import extra_of, payloads_of
 from weight_update.gate import Gate
@@ -293,7 +294,7 @@ class Receiver:
 
     def _end(self, error: Exception) -> None:
         with self._news:
-            self.error = error.with_traceback(None)  # its frames hold the last update
+            self.error = without_frames(error)
             self._news.notify_all()
         if self.link.lends:
             with self._busy:
@@ -306,6 +307,9 @@ class Receiver:
             return
         self._decoders.clear()
         self._staged, self._left, self._parts = None, [], []
+        current = self._current
+        if current is None or all(any(one is mine for mine in self._memory) for one in current.payloads):
+            return
         ending = threading.current_thread() is self._thread
         try:
             try:
@@ -323,8 +327,7 @@ class Receiver:
 
     def _own_current(self) -> None:
         current, binding = self._current, self._binding
-        if current is None or all(any(one is mine for mine in self._memory) for one in current.payloads):
-            return
+        assert current is not None
         current.values = _copies(current.values)
         if binding is not None and binding.points and not self._stable and self._schema is not None:
             binding.switch(self._schema.names, current.values)

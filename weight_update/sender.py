@@ -26,6 +26,7 @@ from weight_update.errors import (
     TransportError,
     UnsupportedSourceError,
     WorkerError,
+    without_frames,
 )
 from weight_update.frames import Step
 from weight_update.lane import Lane, Staged
@@ -633,7 +634,7 @@ class Sender:
     def _lose(self, peer: Peer, error: Exception) -> None:
         with self.roll.moved:
             if peer.joined or peer.lost is None:
-                peer.lost = error
+                peer.lost = without_frames(error)
             peer.let_go()
             self.roll.moved.notify_all()
 

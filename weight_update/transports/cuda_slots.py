@@ -157,6 +157,7 @@ class CudaBuffer(SharedSlot):
 
 
 _made_here: weakref.WeakValueDictionary[str, CudaBuffer] = weakref.WeakValueDictionary()
+os.register_at_fork(after_in_child=_made_here.clear)
 
 
 class CudaMapping(Mapping):
