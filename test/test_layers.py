@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 
 # From the bottom up. A module imports from its own row or from rows before it.
 LAYERS: list[set[str]] = [
-    {"errors", "report", "chunks", "streams"},
+    {"errors", "report", "chunks", "kernels"},
     {"convert"},
     {"extra_state", "gate"},
     {"compression"},

@@ -31,10 +31,10 @@ from weight_update.errors import (
 )
 from weight_update.frames import extra_of, payloads_of
 from weight_update.gate import Gate
+from weight_update.kernels import await_stream
 from weight_update.named import NamedWeights
 from weight_update.own_weights import Behind, OwnWeights
 from weight_update.strategy import WeightStrategy
-from weight_update.streams import await_stream
 from weight_update.transports.base import TransportBackend
 
 __all__ = ["Receiver"]

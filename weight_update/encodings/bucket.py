@@ -18,7 +18,7 @@ from weight_update.chunks import ALIGNMENT, DTYPES, WeightSchema, byte_view, dty
 from weight_update.encodings.base import Decoder, Encoder, Lend, WholeEncoding, register_encoding
 from weight_update.encodings.views import ViewCache
 from weight_update.errors import FormatError
-from weight_update.streams import await_stream
+from weight_update.kernels import await_stream
 
 __all__ = ["BucketEncoding", "require_bool", "require_size"]
 
