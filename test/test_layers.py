@@ -29,6 +29,7 @@ LAYERS: list[set[str]] = [
     {"pipeline"},
     {"roll"},
     {"lanes"},
+    {"streams"},
     {"receiver", "sender"},
     {"handle"},
     {"schemes"},
