@@ -1,4 +1,4 @@
-"""Weights on a GPU: dense and patch, from the GPU to the CPU's memory and to a worker on the GPU.
+"""Weights on a GPU: dense and patch, to the CPU's memory and to a worker on the GPU, also by CUDA IPC.
 
 ::
 
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.gpu_colocated import colocated_table, measure_colocated, measure_copy
 from benchmarks.gpu_sync import measure_sync, sync_table
 from benchmarks.gpu_times import Variant, build_table, dense_table, measure_build, measure_dense
 from benchmarks.patch_updates import by_chance, layered
@@ -92,6 +93,9 @@ def measure(chosen: Plan, device: torch.device) -> Iterator[Table]:
     _say("send() until applied")
     update = by_chance(old, _SYNC_FRACTION, "1..4 ulp")
     yield sync_table(chosen.megabytes, update.name, measure_sync(update, device, chosen.turns))
+    _say("slots on the GPU and in host memory")
+    copy = measure_copy(update, device, chosen.turns)
+    yield colocated_table(chosen.megabytes, copy, measure_colocated(update, device, chosen.turns))
 
 
 def _compressions() -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 
 import torch
@@ -23,7 +23,7 @@ from weight_update import (
     WeightSyncScheme,
 )
 
-__all__ = ["encodings_for", "measure_sync", "sync_table"]
+__all__ = ["Key", "Sent", "encodings_for", "measure_schemes", "measure_sync", "seconds_of", "sync_table"]
 
 SCHEMES = {"SharedMem": SharedMemWeightSyncScheme, "Distributed": DistributedWeightSyncScheme}
 _WARM = 2
@@ -42,7 +42,19 @@ def encodings_for(device: torch.device) -> dict[str, str | Encoding]:
 
 
 def measure_sync(update: Update, device: torch.device, turns: int) -> dict[Key, list[Sent]]:
-    """In each turn the weights go from old to new or back, and every side sends them to its one receiver.
+    """Each of our schemes with each encoding; see :func:`measure_schemes`."""
+    schemes = {
+        (name, label): SCHEMES[name](strategy=WeightStrategy("state_dict", encoding=encoding))
+        for name in SCHEMES
+        for label, encoding in encodings_for(device).items()
+    }
+    return measure_schemes(update, device, turns, schemes)
+
+
+def measure_schemes(
+    update: Update, device: torch.device, turns: int, schemes: Mapping[Key, WeightSyncScheme]
+) -> dict[Key, list[Sent]]:
+    """In each turn the weights go from old to new or back, and every scheme sends them to its one receiver.
 
     Raises:
         RuntimeError: a receiver ended with other weights than the trainer.
@@ -50,8 +62,8 @@ def measure_sync(update: Update, device: torch.device, turns: int) -> dict[Key, 
     """
     states = [{name: value.to(device) for name, value in side.items()} for side in (update.old, update.new)]
     live = {name: value.clone() for name, value in states[0].items()}
-    found: dict[Key, list[Sent]] = {(name, label): [] for name in SCHEMES for label in encodings_for(device)}
-    with _connected(list(found), live, device) as (schemes, pipe):
+    found: dict[Key, list[Sent]] = {key: [] for key in schemes}
+    with _connected(list(schemes.values()), live, device) as pipe:
         for turn in range(_WARM + turns):
             torch._foreach_copy_(list(live.values()), list(states[1 - turn % 2].values()))
             for key, scheme in schemes.items():
@@ -72,30 +84,25 @@ def _idle(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def _connected(
-    keys: list[Key], live: Weights, device: torch.device
-) -> Iterator[tuple[dict[Key, WeightSyncScheme], Connection]]:
-    """A sender for each key, and one process with a receiver for each; only one is busy at a time."""
+def _connected(schemes: list[WeightSyncScheme], live: Weights, device: torch.device) -> Iterator[Connection]:
+    """The senders, and one process with a receiver for each; only one is busy at a time."""
     ctx = mp.get_context("spawn")
-    encodings, schemes = encodings_for(device), {}
-    for name, label in keys:
-        scheme = SCHEMES[name](strategy=WeightStrategy("state_dict", encoding=encodings[label]))
+    for scheme in schemes:
         scheme.init_on_sender(weights=live, devices=[device], num_workers=1, ctx=ctx)
-        schemes[name, label] = scheme
     pipe, theirs = ctx.Pipe()
     shapes = {name: tuple(value.shape) for name, value in live.items()}
-    arguments = (list(schemes.values()), shapes, device, theirs)
+    arguments = (schemes, shapes, device, theirs)
     process = ctx.Process(target=_receive, args=arguments, daemon=True)
     process.start()
     theirs.close()
     try:
-        for scheme in schemes.values():
+        for scheme in schemes:
             scheme.connect()
-        yield schemes, pipe
+        yield pipe
     finally:
         pipe.close()  # ends the process, which says goodbye while the senders are still there
         process.join(30.0)
-        for scheme in schemes.values():
+        for scheme in schemes:
             scheme.shutdown()
 
 
@@ -122,7 +129,7 @@ def sync_table(megabytes: float, update: str, found: dict[Key, list[Sent]]) -> T
     """One row for each scheme and encoding."""
     rows = []
     for (scheme, label), sent in found.items():
-        total, dense = _seconds(sent), _seconds(found[scheme, "dense"])
+        total, dense = seconds_of(sent), seconds_of(found[scheme, "dense"])
         reports = [report for _, report in sent]
         stages = [Figure(tuple(r.seconds.get(name, 0.0) for r in reports)) for name in ("encode", "ack")]
         stall = Figure(tuple(report.stall_seconds[0] for report in reports))
@@ -134,5 +141,6 @@ def sync_table(megabytes: float, update: str, found: dict[Key, list[Sent]]) -> T
     return Table(f"send() until applied, {megabytes:.0f} MB", note, head, rows)
 
 
-def _seconds(sent: list[Sent]) -> Figure:
+def seconds_of(sent: list[Sent]) -> Figure:
+    """From the call of ``send()`` to its return."""
     return Figure(tuple(seconds for seconds, _ in sent))

@@ -265,7 +265,13 @@ def test_the_benchmark_of_a_gpu_runs_to_its_end_on_the_cpu():
         "Dense",
         "Patches",
         "send() until applied",
+        "Colocated",
     ]
     assert all(len(row) == len(table.head) for table in tables for row in table.rows)
     assert [row[0] for row in tables[1].rows[2:]] == ["cpu", "cpu"]
     assert {row[0] for row in tables[2].rows} == {"SharedMem", "Distributed"}
+    assert [row[:2] for row in tables[3].rows] == [
+        ["host memory", "dense"],
+        ["host memory", "bucket"],
+        ["host memory", "bucket, 2 in flight"],
+    ]

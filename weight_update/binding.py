@@ -36,11 +36,14 @@ class Binding:
         self._read = read
         self.destination = destination
         self._places: dict[str, tuple[Any, str]] = dict(self._find())
-        self._devices = {self._get(name).device for name in self._places}
-        self._cuda_devices = [device for device in self._devices if device.type == "cuda"]
+        self._find_devices()
         self.extra_owners: dict[str, nn.Module] = {}
         if isinstance(destination, nn.Module):
             self.extra_owners = dict(extra_owners(destination))
+
+    def _find_devices(self) -> None:
+        self._devices = {self._get(name).device for name in self._places}
+        self._cuda_devices = [device for device in self._devices if device.type == "cuda"]
 
     @property
     def points(self) -> bool:
@@ -194,6 +197,7 @@ class Binding:
                     fresh = nn.Parameter(value, target.requires_grad) if parameter else value.detach()
                     made[id(target)] = fresh
                 owner[key] = made[id(target)]
+        self._find_devices()
 
     def _find(self) -> Iterator[tuple[str, tuple[Any, str]]]:
         destination = self.destination

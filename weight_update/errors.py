@@ -15,7 +15,8 @@
      ├── CorruptCheckpointError    (ValueError)    a checkpoint on the disk is broken
      ├── TransportError            (ConnectionError)
      │    ├── LinkClosedError                      the other end is gone
-     │    └── JoinRefusedError                     the sender did not let this receiver in
+     │    ├── JoinRefusedError                     the sender did not let this receiver in
+     │    └── UnreachableMemoryError               shared memory that this process cannot open
      ├── SyncTimeoutError          (TimeoutError)  a wait ran out; the message says for whom
      └── WorkerError               (RuntimeError)  something raised inside a worker; carries its traceback
           └── SyncFailedError                      some workers failed in one send; ``failures`` by worker
@@ -26,10 +27,12 @@ Each also derives from the builtin in parentheses, so ``except TimeoutError`` wo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from weight_update.report import SyncReport
+
+_E = TypeVar("_E", bound=BaseException)
 
 
 class WeightSyncError(Exception):
@@ -98,6 +101,16 @@ class JoinRefusedError(TransportError):
     """The sender refused this receiver (wrong token, unknown worker id, ...)."""
 
 
+class UnreachableMemoryError(TransportError):
+    """A payload lies in memory that this process cannot open; the message says why.
+
+    Attributes:
+        version: the update that it belongs to.
+    """
+
+    version = 0
+
+
 class SyncTimeoutError(WeightSyncError, TimeoutError):
     """A wait ran out."""
 
@@ -124,3 +137,9 @@ class SyncFailedError(WorkerError):
     def __reduce__(self) -> tuple[Any, ...]:
         """Errors travel between processes."""
         return type(self), (str(self), self.failures, self.report)
+
+
+def without_frames(error: _E) -> _E:
+    """``error`` without the frames it came through: where it is kept they would keep an update's memory."""
+    error.__context__ = None
+    return error.with_traceback(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -27,10 +28,13 @@ from weight_update.errors import (
     SchemaMismatchError,
     SyncTimeoutError,
     TransportError,
+    UnreachableMemoryError,
+    without_frames,
 )
 from weight_update.frames import extra_of, payloads_of
 from weight_update.gate import Gate
 from weight_update.joint import run_jointly
+from weight_update.kernels import await_stream
 from weight_update.named import NamedWeights
 from weight_update.own_weights import Behind, OwnWeights
 from weight_update.strategy import WeightStrategy
@@ -42,6 +46,8 @@ _log = logging.getLogger(__name__)
 _REJOIN_SECONDS = 10.0
 _GOODBYE_SECONDS = 1.0
 _IDLE_SECONDS = 0.05
+_PARTING_SECONDS = 3.0
+_CPU = torch.device("cpu")
 
 
 @dataclass
@@ -239,6 +245,7 @@ class Receiver:
         self._closing = True
         self.gate.look_again()  # shutdown() inside hold() does not wait for its end
         if self._busy.acquire(timeout=_GOODBYE_SECONDS):  # the sender hears what was applied, then goodbye
+            self._move_out()
             with contextlib.suppress(TransportError, TimeoutError):  # the sender may have left first
                 self.link.send_chunk(WeightChunk(Kind.GOODBYE, {}), _GOODBYE_SECONDS)
             self._forget()
@@ -292,16 +299,14 @@ class Receiver:
         if self._current is None or self._schema is None:
             return NamedWeights({})
         with self.gate.hold():
-            twins = {memory_identity(value) or id(value): value for value in self._current.values}
-            clones = {key: value.clone() for key, value in twins.items()}  # what is tied stays tied
-            copies = [clones[memory_identity(value) or id(value)] for value in self._current.values]
+            copies = _copies(self._current.values)
             extra = dict(self._current.extra)
         return NamedWeights(dict(zip(self._schema.names, copies, strict=True)), extra)
 
     def _run(self) -> None:
         while not self._closing:
             try:
-                chunk = self.link.recv_chunk(_IDLE_SECONDS if self._left else None, self._allocate)
+                chunk = self._next(_IDLE_SECONDS if self._left else None)
                 if chunk is None:
                     self._tidy()
                 elif chunk.kind is Kind.GOODBYE:
@@ -321,12 +326,58 @@ class Receiver:
         with self._busy:
             return self._forget()
 
+    def _next(self, timeout: float | None) -> WeightChunk | None:
+        """The next frame; the sender hears of one whose payload cannot be reached here."""
+        try:
+            return self.link.recv_chunk(timeout, self._allocate)
+        except UnreachableMemoryError as error:
+            self._tell_failed(error.version, error)
+            raise
+
     def _end(self, error: Exception) -> None:
         with self._busy:
             self._forget()
         with self._news:
-            self.error = error.with_traceback(None)  # its frames hold the last update
+            self.error = without_frames(error)
             self._news.notify_all()
+        if self.link.lends:
+            with self._busy:
+                self._move_out()
+                self.link.close()  # the sender waits for that
+
+    def _move_out(self) -> None:
+        """Take the weights out of memory that ends with the sender, and refer to none of it any more."""
+        if not self.link.lends:
+            return
+        self._decoders.clear()
+        self._forget()
+        self._left = []
+        current = self._current
+        if current is None or all(any(one is mine for mine in self._memory) for one in current.payloads):
+            return
+        ending = threading.current_thread() is self._thread
+        try:
+            try:
+                self.gate.run(self._own_current, _PARTING_SECONDS, lambda: ending and self._closing)
+            except LifecycleError:  # shutdown() inside hold(): this thread computes nothing now
+                self._own_current()
+        except LinkClosedError:
+            _log.debug("worker %d: left to shutdown(), which has begun", self.worker)
+        except (SyncTimeoutError, torch.OutOfMemoryError) as error:
+            _log.warning(
+                "worker %d: the weights stay in the sender's memory, and are gone when its process ends: %s",
+                self.worker,
+                error,
+            )
+
+    def _own_current(self) -> None:
+        current, binding = self._current, self._bound
+        assert current is not None
+        current.values = _copies(current.values)
+        if binding is not None and binding.points and not self._stable and self._schema is not None:
+            binding.switch(self._schema.names, current.values)
+            binding.finish_kernels()  # those that were given the former memory
+        current.payloads = []
 
     def _rejoin(self) -> bool:
         try:
@@ -341,7 +392,7 @@ class Receiver:
 
     def _expect(self, deadline: float) -> WeightChunk:
         left = deadline - time.monotonic()
-        chunk = self.link.recv_chunk(left, self._allocate) if left > 0 else None
+        chunk = self._next(left) if left > 0 else None
         if chunk is None:
             raise SyncTimeoutError(
                 f"worker {self.worker}: the sender did not answer in time; has it called connect()?"
@@ -372,16 +423,19 @@ class Receiver:
         except Exception as error:  # noqa: BLE001 - whatever it is, the sender must hear of it
             self._forget()
             self._unwanted = version
-            text = "".join(traceback.format_exception(error))
-            failed = {
-                "version": version,
-                "error": f"{type(error).__name__}: {error}",
-                "traceback": text,
-                "kept": self.version is not None,
-            }
-            self.link.send_chunk(WeightChunk(Kind.FAILED, failed), self._timeout)
+            self._tell_failed(version, error)
             return error
         return None
+
+    def _tell_failed(self, version: int, error: Exception) -> None:
+        text = "".join(traceback.format_exception(error))
+        failed = {
+            "version": version,
+            "error": f"{type(error).__name__}: {error}",
+            "traceback": text,
+            "kept": self.version is not None,
+        }
+        self.link.send_chunk(WeightChunk(Kind.FAILED, failed), self._timeout)
 
     def _begin_with(self, welcome: WeightChunk) -> None:
         header = welcome.header
@@ -414,11 +468,18 @@ class Receiver:
         else:
             self._collect(chunk)
 
+    def _landing(self, payload: torch.Tensor) -> torch.device:
+        """Where what is copied out of ``payload`` goes."""
+        if not payload.is_cuda or self._binding is None:
+            return _CPU
+        return payload.device if self._bound is None else self._bound.home
+
     def _collect(self, chunk: WeightChunk) -> None:
         """Keep a chunk until all are here."""
         header = chunk.header
         if header["base"] is None and chunk.payload is not None:
-            fed = self._decoder(header["encoding"]).feed(header["index"], chunk.payload, self._allocate)
+            allocate = functools.partial(self._allocate, device=self._landing(chunk.payload))
+            fed = self._decoder(header["encoding"]).feed(header["index"], chunk.payload, allocate)
             if fed is not chunk.payload:
                 self.link.release(chunk.payload)
                 chunk = replace(chunk, payload=fed)
@@ -454,6 +515,8 @@ class Receiver:
         header = parts[0].header
         payloads = payloads_of(parts)
         values = self._decoder(header["encoding"]).decode(payloads)
+        for value in values[:1]:
+            await_stream(value)  # other threads read on other streams
         staged = _Staged(header["version"], header["group"], payloads, values, extra_of(parts))
         if self._store is not None:
             mine = [one for one in payloads if any(one is memory for memory in self._memory)]
@@ -624,18 +687,27 @@ class Receiver:
             self._store.forget()
         loading.abort()
 
-    def _allocate(self, nbytes: int) -> torch.Tensor:
+    def _allocate(self, nbytes: int, device: torch.device = _CPU) -> torch.Tensor:
         """Memory that no weights in force, staged or half received lie in."""
         taken = {id(part.payload) for part in self._parts}
         for staged in (self._current, self._staged):
             if staged is not None:
                 taken.update(id(payload) for payload in staged.payloads)
         for memory in self._memory:
-            if memory.numel() == nbytes and id(memory) not in taken:
+            if (memory.numel(), memory.device) == (nbytes, device) and id(memory) not in taken:
                 return memory
-        fresh = torch.empty(nbytes, dtype=torch.uint8)
+        fresh = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._memory = [memory for memory in self._memory if id(memory) in taken] + [fresh]
         return fresh
+
+
+def _copies(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Clones that are finished; what is tied stays tied."""
+    twins = {memory_identity(value) or id(value): value for value in values}
+    clones = {key: value.clone() for key, value in twins.items()}
+    for clone in clones.values():
+        await_stream(clone)
+    return [clones[memory_identity(value) or id(value)] for value in values]
 
 
 def _refusal(reply: WeightChunk) -> Exception:

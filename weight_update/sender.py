@@ -24,6 +24,7 @@ from weight_update.errors import (
     TransportError,
     UnsupportedSourceError,
     WorkerError,
+    without_frames,
 )
 from weight_update.frames import Step
 from weight_update.lane import Lane, Staged
@@ -42,6 +43,7 @@ _log = logging.getLogger(__name__)
 _MAX_UPDATES = 4
 _LOOK_SECONDS = 0.2
 _WRITERS = 256  # threads that may wait for workers of other hosts at once
+_PARTING_SECONDS = 5.0
 
 
 class Sender:
@@ -219,7 +221,11 @@ class Sender:
     def _settle_in(self, peer: Peer, wire: WeightSchema, named: NamedWeights | None) -> None:
         self._lanes.settle_in(peer, wire, self._numbers, named)
         with self.roll.moved:
-            self._pool.trim(wire.nbytes)
+            self._pool.trim(self._update_bytes(wire))
+
+    def _update_bytes(self, schema: WeightSchema) -> int:
+        """Size of all payloads of an update that carries all weights."""
+        return max(schema.nbytes, sum(self._strategy.encoding.whole.payload_sizes(schema)))
 
     # -- sending -----------------------------------------------------------------------------------
 
@@ -296,7 +302,7 @@ class Sender:
         _enter(report, lanes, staged)
         if lanes:  # else the first workers are yet to come, and forked ones still hold what would be freed
             with self.roll.moved:
-                self._pool.trim(max(lane.schema.nbytes for lane in lanes))
+                self._pool.trim(max(self._update_bytes(lane.schema) for lane in lanes))
         report.seconds["encode"] = time.perf_counter() - start
         return report
 
@@ -556,7 +562,7 @@ class Sender:
     def _lose(self, peer: Peer, error: Exception) -> None:
         with self.roll.moved:
             if peer.joined or peer.lost is None:
-                peer.lost = error
+                peer.lost = without_frames(error)
             peer.let_go()
             self.roll.moved.notify_all()
 
@@ -564,6 +570,7 @@ class Sender:
         """Say goodbye, end all threads, free all memory."""
         if self._closed or os.getpid() != self._pid:
             return
+        self._recall()
         self._closed = True
         for peer in self.roll:
             if peer.joined:
@@ -585,6 +592,14 @@ class Sender:
                 peer.lane = None
             self.roll.moved.notify_all()
         self._pool.close()
+
+    def _recall(self) -> None:
+        """Let workers take their weights out of memory that ends with this process."""
+        borrowers = [peer for peer in self.roll if peer.joined and peer.link.lends]
+        for peer in borrowers:
+            self._tell([peer.idx], WeightChunk(Kind.GOODBYE, {}))
+        with self.roll.moved:
+            self.roll.moved.wait_for(lambda: not any(peer.joined for peer in borrowers), _PARTING_SECONDS)
 
 
 def _enter(report: SyncReport, lanes: list[Lane], staged: list[Staged]) -> None:

@@ -29,7 +29,8 @@ __all__ = [
 ]
 
 Lend = Callable[[int], torch.Tensor]
-"""Gives a 1-D uint8 CPU tensor of exactly so many bytes, which the transport can send as it stands."""
+"""Gives a 1-D uint8 tensor of exactly so many bytes, which the transport can send as it stands; on the CPU,
+or with :attr:`Encoding.on_gpu` perhaps on a GPU."""
 
 
 class Encoder(ABC):
@@ -38,6 +39,8 @@ class Encoder(ABC):
     @abstractmethod
     def encode(self, tensors: Sequence[torch.Tensor], lend: Lend) -> list[torch.Tensor]:
         """Write ``tensors`` (in schema order, live) into payloads obtained from ``lend``.
+
+        On a GPU it waits until they are written.
 
         Returns:
             the payloads, in the order in which they are to be decoded; at least one.
@@ -62,7 +65,7 @@ class Decoder(ABC):
 
         Args:
             index: its place among the payloads of the update, from 0.
-            payload: 1-D uint8 CPU tensor.
+            payload: 1-D uint8 tensor. What is not returned is written anew: it was read, also on a GPU.
             allocate: gives memory in which no weights lie; it stays so while it is among what was returned.
         """
         del index, allocate
@@ -101,6 +104,9 @@ class Encoding(ABC):
 
     name: ClassVar[str]
     """Name and version on the wire, e.g. ``"dense/1"``; a new layout takes a new number."""
+
+    on_gpu: ClassVar[bool] = False
+    """Whether payloads may lie on a GPU, on both ends; if not they are always on the CPU."""
 
     @property
     def label(self) -> str:

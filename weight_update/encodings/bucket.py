@@ -19,6 +19,7 @@ from weight_update.encodings.base import Decoder, Encoder, Lend, WholeEncoding, 
 from weight_update.encodings.joining import Joiner
 from weight_update.encodings.views import ViewCache
 from weight_update.errors import FormatError
+from weight_update.kernels import await_stream
 
 __all__ = ["BucketEncoding", "require_bool", "require_size"]
 
@@ -53,7 +54,8 @@ class BucketEncoding(WholeEncoding):
             ``"float16"``, ``"float32"``), and are converted back on arrival; all others are left alone. None
             keeps every dtype.
         bucket_device: where a bucket is put together before it goes to the transport, e.g. ``"cuda"`` to
-            convert on the GPU and copy off it once; None writes into the transport's memory at once.
+            convert on the GPU and copy off it once; None writes into the transport's memory at once,
+            wherever that is.
         load_instant: True: a receiver copies each bucket into place when it arrives, and the bucket's memory
             is free again; False: it keeps the buckets, and its weights lie in them. Either way
             nothing is visible before all of them are there.
@@ -63,6 +65,7 @@ class BucketEncoding(WholeEncoding):
     """
 
     name: ClassVar[str] = "bucket/1"
+    on_gpu: ClassVar[bool] = True
     bucket_size: int = 512 << 20
     bucket_dtype: torch.dtype | BucketDtype | None = None
     bucket_device: str | None = None
@@ -156,6 +159,7 @@ class _BucketEncoder(Encoder):
             copies.make()
             if self._device is not None:
                 payload[_HEAD_BYTES:].copy_(place)
+            await_stream(payload)
             if stop == self._buckets[-1][1]:
                 for _ in tensors:  # those that share the memory of others; whoever gives them may refuse yet
                     pass
@@ -221,8 +225,7 @@ class _BucketDecoder(Decoder):
             self._flat = allocate(head.total) if head.load_instant else None
         if self._flat is None:
             return payload
-        # Not torch: its threads hang in forked processes.
-        self._flat.numpy()[head.start : head.stop] = payload.numpy()[_HEAD_BYTES:]
+        _copy(self._flat[head.start : head.stop], payload[_HEAD_BYTES:])
         return self._flat
 
     def stream(self, index: int, payload: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
@@ -282,7 +285,18 @@ class _BucketDecoder(Decoder):
         return out
 
 
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy bytes; they are there when it returns."""
+    if target.is_cuda or source.is_cuda:
+        target.copy_(source)
+        await_stream(target)
+    else:  # not torch: its threads hang in forked processes
+        target.numpy()[:] = source.numpy()
+
+
 def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    if pieces and pieces[0].is_cuda:
+        return torch.cat(list(pieces))
     whole = torch.empty(sum(piece.numel() for piece in pieces), dtype=torch.uint8)
     if pieces:  # not torch: its threads hang in forked processes
         np.concatenate([piece.numpy() for piece in pieces], out=whole.numpy())
@@ -303,7 +317,7 @@ class _Head:
     def of(cls, payload: torch.Tensor) -> _Head:
         if payload.numel() < _HEAD_BYTES:
             raise FormatError(f"a bucket begins with {_HEAD_BYTES} bytes, got {payload.numel()}")
-        raw = bytes(byte_view(payload)[: _HEAD.size])
+        raw = bytes(byte_view(payload[: _HEAD.size].cpu()))
         magic, instant, name, start, stop, total = _HEAD.unpack(raw)
         label = name.rstrip(b"\0").decode("ascii", "replace")
         if magic != _MAGIC or instant > 1 or (label and label not in get_args(BucketDtype)):

@@ -12,6 +12,7 @@ from weight_update.chunks import WeightSchema
 from weight_update.encodings.base import Decoder, Encoder, Lend, WholeEncoding, register_encoding
 from weight_update.encodings.views import ViewCache
 from weight_update.errors import FormatError
+from weight_update.kernels import await_stream
 
 __all__ = ["DenseEncoding"]
 
@@ -22,6 +23,7 @@ class DenseEncoding(WholeEncoding):
     """All weights in one payload: the flat buffer that the schema describes."""
 
     name: ClassVar[str] = "dense/1"
+    on_gpu: ClassVar[bool] = True
 
     def encoder(self, schema: WeightSchema) -> Encoder:
         """See :meth:`Encoding.encoder`."""
@@ -48,6 +50,7 @@ class _DenseEncoder(Encoder):
         flat = lend(self._schema.nbytes)
         if self._own:
             torch._foreach_copy_(self._cache.views(flat), [tensors[i] for i in self._own])
+            await_stream(flat)
         return [flat]
 
 

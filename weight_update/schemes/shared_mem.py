@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from weight_update.schemes.base import End, WeightSyncScheme
 from weight_update.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
+from weight_update.transports.cuda_slots import cuda_device
 from weight_update.transports.shared_mem import SharedMemListener, SharedMemTransport
 
 __all__ = ["SharedMemWeightSyncScheme"]
@@ -27,9 +30,16 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             of their own here.
         directory: None keeps the slots in anonymous memory, which no mount limits; a path such as
             ``"/dev/shm"`` keeps them in a nameless file there, within the limit of that mount.
+        slot_device: None keeps the slots in host memory; ``"cuda"`` or ``"cuda:1"`` on that GPU of the
+            sender, for workers on the same GPU, which open them by CUDA IPC; see :doc:`colocated`. Needs an
+            encoding that is :attr:`~Encoding.on_gpu`: dense or bucket.
         address: for a worker that makes a scheme of its own: what :attr:`address` says on the sender.
         token: with ``address``, the same secret on both sides; None makes one.
         options: the other options of :class:`WeightSyncScheme`.
+
+    Raises:
+        ValueError: ``slot_device`` is no CUDA device, or does not go with the other options. On the sender,
+            ``init_on_sender`` raises it if there is no such device.
     """
 
     def __init__(
@@ -39,6 +49,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         per_worker_weights: bool = False,
         *,
         directory: str | None = None,
+        slot_device: str | torch.device | None = None,
         address: str | None = None,
         token: str | None = None,
         **options: Any,
@@ -47,7 +58,22 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         self._token = token or self._token
         self.per_worker_weights = per_worker_weights
         self.directory = directory
+        self.slot_device = None if slot_device is None else str(slot_device)
+        self._check_slots()
         self._address: str | None = address
+
+    def _check_slots(self) -> None:
+        if self.slot_device is None:
+            return
+        if self.slot_device.partition(":")[0] != "cuda":
+            raise ValueError(f"unknown slot_device {self.slot_device!r} (known: None, cuda, cuda:<index>)")
+        if self.directory is not None:
+            raise ValueError("directory= is for slots in host memory; give it or slot_device=, not both")
+        if not self.strategy.encoding.on_gpu:
+            label = self.strategy.encoding.label
+            raise ValueError(
+                f"encoding {label!r} needs slots in host memory; with slot_device= give 'dense' or 'bucket'"
+            )
 
     @property
     def address(self) -> str | None:
@@ -56,11 +82,17 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
         """See :meth:`WeightSyncScheme.open_sender`."""
-        links = {idx: SharedMemTransport(directory=self.directory) for idx in workers}
+        if self.slot_device is not None:
+            self.slot_device = str(cuda_device(self.slot_device))  # others threads have other current devices
+        links = {idx: self._sender_end() for idx in workers}
         door = SharedMemListener(self._token, links, self.newcomers())
         self._door, self._address = door, door.address
         return dict(links)
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
         """See :meth:`WeightSyncScheme.create_transport`."""
-        return SharedMemTransport(self._address if end == "receiver" else None, directory=self.directory)
+        return self._sender_end() if end == "sender" else SharedMemTransport(self._address)
+
+    def _sender_end(self) -> SharedMemTransport:
+        device = None if self.slot_device is None else torch.device(self.slot_device)
+        return SharedMemTransport(directory=self.directory, device=device)

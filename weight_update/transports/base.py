@@ -26,7 +26,8 @@ class Buffer:
     """Memory that a payload is written into before it is sent.
 
     Attributes:
-        tensor: 1-D uint8 CPU tensor of exactly the size asked for.
+        tensor: 1-D uint8 tensor of exactly the size asked for; on the CPU unless a transport was told to keep
+            payloads on a GPU.
         use: how often it was lent to be written; another number means another content.
     """
 
@@ -55,6 +56,14 @@ class TransportBackend(ABC):
     def quick(self) -> bool:
         """Whether ``send_chunk`` returns without waiting for the other end."""
         return self.shares_memory
+
+    @property
+    def lends(self) -> bool:
+        """Whether payloads that were received are gone when the sender's process ends.
+
+        Receivers then take their weights out of them before they part, and the sender waits for that.
+        """
+        return False
 
     @property
     def near(self) -> bool:

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import socket
-import struct
 import threading
 import time
 import uuid
@@ -17,15 +16,22 @@ from collections.abc import Callable, Mapping
 import torch
 
 from weight_update.chunks import Kind, WeightChunk
-from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, TransportError
+from weight_update.errors import (
+    FormatError,
+    JoinRefusedError,
+    LinkClosedError,
+    TransportError,
+    UnreachableMemoryError,
+)
 from weight_update.transports.base import Allocate, Buffer, TransportBackend
+from weight_update.transports.cuda_slots import CudaBuffer
+from weight_update.transports.slot_records import SlotRecord, slot_record
 from weight_update.transports.slots import SLOTS_REMEMBERED, SharedBuffer, SlotTable, slot_of
 from weight_update.transports.stream import Stream, deadline_of
 
 __all__ = ["SharedMemListener", "SharedMemTransport"]
 
 _log = logging.getLogger(__name__)
-_RECORD = struct.Struct("<32sB")  # key of the slot, and whether its file descriptor comes along
 _JOIN_SECONDS = 30.0
 _RETRY_SECONDS = 0.02
 
@@ -37,20 +43,28 @@ class SharedMemTransport(TransportBackend):
     """A Unix socket for signals; payloads stay in shared slots.
 
     A frame with a payload is followed by 33 bytes, the slot's key and a flag, instead of the payload;
-    the first time a slot is named its file descriptor travels along.
+    the first time a slot is named its file descriptor travels along, and if it is on a GPU its handle.
 
     Args:
         address: where the sender listens (receiver's end); None makes a sender's end, which is given its
             connection by :class:`SharedMemListener`.
         directory: see :class:`~weight_update.transports.slots.SharedBuffer`.
+        device: sender's end: a CUDA device to keep slots on; None keeps them in host memory.
     """
 
     shares_memory = True
     rejoins = True
 
-    def __init__(self, address: str | None = None, *, directory: str | None = None) -> None:
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        directory: str | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         self._address = address
-        self._directory = directory
+        self._directory, self._device = directory, device
+        self._lends = device is not None
         self._changed = threading.Condition()
         self._stream: Stream | None = None
         self._first: WeightChunk | None = None
@@ -59,8 +73,15 @@ class SharedMemTransport(TransportBackend):
         self._slots = SlotTable()
         _open_in_this_process.add(self)
 
+    @property
+    def lends(self) -> bool:
+        """See :attr:`TransportBackend.lends`: true with slots on a GPU."""
+        return self._lends
+
     def allocate(self, nbytes: int) -> Buffer:
         """A shared slot; see :meth:`TransportBackend.allocate`."""
+        if self._device is not None:
+            return CudaBuffer(nbytes, self._device)
         return SharedBuffer(nbytes, self._directory)
 
     def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
@@ -89,7 +110,7 @@ class SharedMemTransport(TransportBackend):
         known.move_to_end(slot.key)
         if len(known) > SLOTS_REMEMBERED:
             known.popitem(last=False)
-        record = _RECORD.pack(slot.key.encode(), fresh)
+        record = slot_record(slot, fresh=fresh)
         if fresh:
             stream.send(head, deadline)
             stream.send_with_fd(record, slot.fd, deadline)
@@ -191,17 +212,17 @@ class SharedMemTransport(TransportBackend):
         prelude, header = stream.recv_head()
         payload = None
         if prelude.payload_bytes:
-            record, fd = stream.recv_with_fd(_RECORD.size)
+            slot = SlotRecord.receive(stream)
+            self._lends |= slot.handle is not None
             try:
-                payload = self._slot(record, prelude.payload_bytes, fd)
+                payload = self._slots.payload(slot.key, prelude.payload_bytes, slot.copy_fd, slot.open)
+            except UnreachableMemoryError as error:
+                error.version = prelude.assemble(header, None).header["version"]
+                raise
             finally:
-                if fd is not None:
-                    os.close(fd)
+                if slot.fd is not None:
+                    os.close(slot.fd)
         return prelude.assemble(header, payload)
-
-    def _slot(self, record: bytes, nbytes: int, fd: int | None) -> torch.Tensor:
-        key, _ = _RECORD.unpack(record)
-        return self._slots.payload(key.decode("ascii", "replace"), nbytes, lambda: _copy_of(fd))
 
 
 class SharedMemListener:
@@ -295,12 +316,6 @@ class SharedMemListener:
             raise JoinRefusedError("wrong token: the scheme was not made by this sender")
         worker: int = hello.header["worker"]
         return self._links.get(worker) or self._newcomers(worker)
-
-
-def _copy_of(fd: int | None) -> int:
-    if fd is None:
-        raise FormatError("a slot was named before it was handed over")
-    return os.dup(fd)
 
 
 def _abandon_all() -> None:

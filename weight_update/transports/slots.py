@@ -25,7 +25,15 @@ import torch
 from weight_update.errors import FormatError, LinkClosedError, NotEnoughMemoryError, TransportError
 from weight_update.transports.base import Buffer
 
-__all__ = ["SLOTS_REMEMBERED", "SharedBuffer", "SlotTable", "open_slot", "slot_of"]
+__all__ = [
+    "SLOTS_REMEMBERED",
+    "Mapping",
+    "SharedBuffer",
+    "SharedSlot",
+    "SlotTable",
+    "open_slot",
+    "slot_of",
+]
 
 SLOTS_REMEMBERED = 6
 """How many slots the two ends of a link keep track of; both forget the least recently used."""
@@ -36,32 +44,44 @@ _ENTRY = 8  # bytes of one page's entry in /proc/self/pagemap
 _PRESENT_OR_SWAPPED, _FILE_OR_SHARED = 0b11 << 62, 1 << 61
 
 
-class SharedBuffer(Buffer):
-    """A slot, on the sender's side.
+class SharedSlot(Buffer):
+    """Memory that other processes can open, on the sender's side.
+
+    Attributes:
+        key: name of the slot, unique among all slots of all processes.
+        nbytes: its size.
+        fd: the file descriptor that is handed to them.
+        handle: what they need beside it.
+    """
+
+    handle = b""
+
+    def __init__(self, tensor: torch.Tensor, fd: int, key: str) -> None:
+        super().__init__(tensor)
+        self.fd, self.key, self.nbytes = fd, key, tensor.numel()
+        _mine[tensor.data_ptr()] = self
+
+
+class SharedBuffer(SharedSlot):
+    """A slot in host memory.
 
     Args:
         nbytes: size in bytes.
         directory: None for anonymous memory, which no mount limits; a path such as ``"/dev/shm"`` for a
             nameless file on that file system.
 
-    Attributes:
-        key: name of the slot, unique among all slots of all processes.
-        fd: its file descriptor in this process.
-
     Raises:
         NotEnoughMemoryError: it does not fit; the message says what is needed.
     """
 
     def __init__(self, nbytes: int, directory: str | None = None) -> None:
-        self.key = uuid.uuid4().hex
-        self.nbytes = nbytes
+        key = uuid.uuid4().hex
         self.fd = -1
         size = max(nbytes, 1)
-        self.fd = _anonymous_file(self.key, size, directory)
+        self.fd = _anonymous_file(key, size, directory)
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         self._map: mmap.mmap | None = mmap.mmap(self.fd, size, flags=flags)
-        super().__init__(torch.frombuffer(self._map, dtype=torch.uint8)[:nbytes])
-        _mine[self.tensor.data_ptr()] = self
+        super().__init__(torch.frombuffer(self._map, dtype=torch.uint8)[:nbytes], self.fd, key)
 
     def close(self) -> None:
         """Give up the slot; workers that still point at it keep its memory until they move on."""
@@ -75,10 +95,10 @@ class SharedBuffer(Buffer):
         self.close()
 
 
-_mine: weakref.WeakValueDictionary[int, SharedBuffer] = weakref.WeakValueDictionary()
+_mine: weakref.WeakValueDictionary[int, SharedSlot] = weakref.WeakValueDictionary()
 
 
-def slot_of(payload: torch.Tensor) -> SharedBuffer:
+def slot_of(payload: torch.Tensor) -> SharedSlot:
     """The slot that ``payload`` is the tensor of.
 
     Raises:
@@ -151,18 +171,15 @@ def available_memory() -> int | None:
     return min(limits) if limits else None
 
 
-class _Mapping:
-    """One slot, mapped copy-on-write into a receiver."""
+class Mapping:
+    """One slot, opened in a receiver.
 
-    def __init__(self, fd: int) -> None:
-        size = max(os.fstat(fd).st_size, 1)
-        self._map = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
-        with contextlib.suppress(OSError, ValueError):
-            self._map.madvise(_MADV_POPULATE_READ)  # else the first forward pass pays the page faults
-        whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._start, self._size = whole.data_ptr(), size
+    Args:
+        whole: its memory.
+    """
+
+    def __init__(self, whole: torch.Tensor) -> None:
         self._whole = self._shown = whole
-        self._faults = _page_faults()
 
     def first(self, nbytes: int) -> torch.Tensor:
         """The first ``nbytes`` bytes; the same tensor object while it is the same number.
@@ -170,17 +187,36 @@ class _Mapping:
         Raises:
             FormatError: there are not so many.
         """
-        if nbytes > self._size:
-            raise FormatError(f"a payload of {nbytes} bytes in a slot of {self._size}")
+        if nbytes > self._whole.numel():
+            raise FormatError(f"a payload of {nbytes} bytes in a slot of {self._whole.numel()}")
         if self._shown.numel() != nbytes:
             self._shown = self._whole[:nbytes]
         return self._shown
 
     def holds(self, payload: torch.Tensor) -> bool:
         """Whether ``payload`` lies here."""
-        return payload.data_ptr() == self._start
+        return payload.data_ptr() == self._whole.data_ptr()
 
-    def forget_own_writes(self) -> None:
+    def let_go(self) -> None:
+        """The weights in it are no longer in use here; the sender may write others."""
+
+
+class HostMapping(Mapping):
+    """A slot in host memory, mapped copy-on-write.
+
+    Args:
+        fd: its file descriptor.
+    """
+
+    def __init__(self, fd: int) -> None:
+        size = max(os.fstat(fd).st_size, 1)
+        self._map = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
+        with contextlib.suppress(OSError, ValueError):
+            self._map.madvise(_MADV_POPULATE_READ)  # else the first forward pass pays the page faults
+        super().__init__(torch.frombuffer(self._map, dtype=torch.uint8))
+        self._faults = _page_faults()
+
+    def let_go(self) -> None:
         """Drop pages that this process wrote to, so that the sender's next write is seen here.
 
         The first write to a page is a page fault. No fault since the last look means no page of its own,
@@ -194,10 +230,10 @@ class _Mapping:
             self._map.madvise(mmap.MADV_DONTNEED)
 
     def _has_own_pages(self) -> bool:
-        pages = -(-self._size // _PAGE)
+        pages = -(-self._whole.numel() // _PAGE)
         try:
             with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-                pagemap.seek(self._start // _PAGE * _ENTRY)
+                pagemap.seek(self._whole.data_ptr() // _PAGE * _ENTRY)
                 raw = pagemap.read(pages * _ENTRY)
         except OSError:
             return True
@@ -213,19 +249,26 @@ def _page_faults() -> int:
 
 
 class SlotTable:
-    """The slots that a receiver has mapped, by key; :meth:`clear` may be called from any thread."""
+    """The slots that a receiver has opened, by key; :meth:`clear` may be called from any thread."""
 
     def __init__(self) -> None:
-        self._slots: OrderedDict[str, _Mapping] = OrderedDict()
+        self._slots: OrderedDict[str, Mapping] = OrderedDict()
         self._lock = threading.Lock()
 
-    def payload(self, key: str, nbytes: int, open_fd: Callable[[], int]) -> torch.Tensor:
+    def payload(
+        self,
+        key: str,
+        nbytes: int,
+        open_fd: Callable[[], int],
+        mapping: Callable[[int], Mapping] = HostMapping,
+    ) -> torch.Tensor:
         """The memory of a slot; the same tensor object each time.
 
         Args:
             key: name of the slot.
             nbytes: size of the payload, which begins where the slot does.
-            open_fd: gives a file descriptor when the slot is not mapped yet; it is closed here.
+            open_fd: gives a file descriptor when the slot is not opened yet; it is closed here.
+            mapping: opens the slot that it is of.
 
         Raises:
             LinkClosedError: the slot is gone.
@@ -238,7 +281,7 @@ class SlotTable:
                 except OSError as error:
                     raise LinkClosedError(f"the sender's slot {key} cannot be opened: {error}") from None
                 try:
-                    self._slots[key] = _Mapping(fd)
+                    self._slots[key] = mapping(fd)
                 finally:
                     os.close(fd)
                 if len(self._slots) > SLOTS_REMEMBERED:
@@ -249,12 +292,12 @@ class SlotTable:
     def release(self, payload: torch.Tensor) -> None:
         """The weights in ``payload`` are no longer in use here."""
         with self._lock:
-            for mapping in self._slots.values():
-                if mapping.holds(payload):
-                    mapping.forget_own_writes()
+            for opened in self._slots.values():
+                if opened.holds(payload):
+                    opened.let_go()
 
     def clear(self) -> None:
-        """Unmap all slots that no tensor uses any more."""
+        """Close all slots that no tensor uses any more."""
         with self._lock:
             self._slots.clear()
 

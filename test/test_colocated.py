@@ -1,0 +1,187 @@
+"""Trainer and worker on one machine: buffers are handed over, kept until they were read, and used again."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from weight_update import BucketEncoding, SharedMemWeightSyncScheme, WeightStrategy
+from weight_update.encodings import bucket
+from weight_update.testing import Body, Crew, fingerprint, scramble
+from weight_update.testing.workers import context_of
+from weight_update.transports.slots import SLOTS_REMEMBERED
+
+LAYERS = 12
+KINDS: dict[str, WeightStrategy] = {
+    "dense": WeightStrategy("state_dict"),
+    "buckets, kept": WeightStrategy(
+        "state_dict", encoding=BucketEncoding(bucket_size=1 << 15, load_instant=False)
+    ),
+    "buckets": WeightStrategy("state_dict", encoding=BucketEncoding(bucket_size=4096)),
+    "buckets, two in flight": WeightStrategy(
+        "state_dict", encoding=BucketEncoding(bucket_size=4096), max_in_flight=2
+    ),
+}
+SLOTS = {"dense": 2, "buckets, kept": 4, "buckets": 2 * LAYERS, "buckets, two in flight": 2}
+KEPT = ["dense", "buckets, kept"]  # weights lie in the slots, nothing is copied
+
+Hire = Callable[..., Crew]
+
+
+def layers() -> nn.Sequential:
+    """48 KiB; each weight fills a small bucket."""
+    return nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(LAYERS)))
+
+
+@pytest.fixture
+def hire() -> Iterator[Hire]:
+    crews: list[Crew] = []
+
+    def build(source: nn.Module, kind: str, workers: int = 1) -> Crew:
+        scheme = SharedMemWeightSyncScheme(strategy=KINDS[kind], timeout=20.0, connect_timeout=30.0)
+        scheme.init_on_sender(model=source, num_workers=workers, ctx=context_of("fork"))
+        crews.append(Crew(scheme, "fork"))
+        for index in range(workers):
+            crews[-1].hire(index, layers()).call("run", note_what_was_inherited)
+        crews[-1].connect()
+        return crews[-1]
+
+    yield build
+    for crew in crews:
+        crew.__exit__()
+
+
+def files_of_the_sender(crew: Crew) -> dict[str, int]:
+    """The inode of each slot, by its key."""
+    slots = crew.scheme._sender._pool._slots
+    return {slot.buffer.key: os.fstat(slot.buffer.fd).st_ino for slot in slots}
+
+
+def mapped() -> list[tuple[range, str, int]]:
+    """Addresses, key and inode of each slot that this process maps copy-on-write, as receivers do."""
+    found = []
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            if match := re.match(r"(\w+)-(\w+) \S+p \S+ \S+ (\d+) +/memfd:weight_update-(\w+)", line):
+                start, stop, inode, key = match.groups()
+                if key not in inherited:
+                    found.append((range(int(start, 16), int(stop, 16)), key, int(inode)))
+    return found
+
+
+inherited: set[str] = set()
+
+
+def note_what_was_inherited(body: Body) -> None:
+    """A forked worker maps what the test's process had mapped; the slots of its own come later."""
+    del body
+    inherited.update(key for _, key, _ in mapped())
+
+
+def files_mapped(body: Body) -> dict[str, int]:
+    del body
+    return {key: inode for _, key, inode in mapped()}
+
+
+def slots_with_weights(body: Body) -> set[str]:
+    """Keys of the slots that tensors of the model lie in; "" stands for other memory."""
+    slots = mapped()
+    return {
+        next((key for where, key, _ in slots if address in where), "") for address in body.pointers().values()
+    }
+
+
+def read_slowly(body: Body) -> None:
+    """From now on a bucket is looked at, and after a while must still be the same, before it is read."""
+    del body
+    feed = bucket._BucketDecoder.feed
+
+    def slow(self: Any, index: int, payload: torch.Tensor, allocate: Any) -> torch.Tensor:
+        before = payload.clone()
+        time.sleep(0.003)
+        assert torch.equal(before, payload), "the sender wrote into what is being read"
+        return feed(self, index, payload, allocate)
+
+    bucket._BucketDecoder.feed = slow
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_weights_of_a_worker_lie_in_the_senders_memory(hire: Hire, kind: str) -> None:
+    source = layers()
+    crew = hire(source, kind, workers=2)
+    seen = []
+    for seed in range(6):
+        scramble(source, seed)
+        crew.scheme.send()
+        files, (first, second) = files_of_the_sender(crew), crew.ask("run", slots_with_weights)
+        assert first == second
+        assert first <= set(files)
+        seen.append(first)
+        for there in crew.ask("run", files_mapped):
+            assert first <= set(there)
+            assert there.items() <= files.items()
+    assert all(now.isdisjoint(before) for before, now in itertools.pairwise(seen))
+    assert seen[2:] == seen[:-2]  # two sets of slots take turns
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in KEPT])
+def test_buckets_that_are_read_leave_no_weights_in_slots(hire: Hire, kind: str) -> None:
+    crew = hire(layers(), kind)
+    for _ in range(3):
+        crew.scheme.send()
+        assert crew.ask("run", slots_with_weights) == [{""}]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_slots_serve_fifty_updates(hire: Hire, kind: str) -> None:
+    source = layers()
+    crew = hire(source, kind)
+    crew.scheme.send()
+    before = files_of_the_sender(crew)
+    assert len(before) == SLOTS[kind]
+    for seed in range(50):
+        scramble(source, seed, finite=True)
+        crew.scheme.send()
+    assert files_of_the_sender(crew) == before
+    (there,) = crew.ask("run", files_mapped)
+    assert there.items() <= before.items()
+    assert len(there) == min(len(before), SLOTS_REMEMBERED)
+    assert crew.ask("fingerprint") == [fingerprint(source)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_in_use_stay_as_they_are_while_others_are_sent(hire: Hire, kind: str) -> None:
+    source = layers()
+    crew = hire(source, kind, workers=2)
+    slow = crew.workers[0]
+    held = fingerprint(source)
+    slow.call("hold")
+    for seed in range(3):
+        scramble(source, seed, finite=True)
+        handle = crew.scheme.send_async(worker_ids=1 if "flight" in kind else None)
+        assert slow.call("fingerprint") == held
+    slow.call("release")
+    handle.wait()
+    crew.scheme.send()
+    assert crew.ask("fingerprint") == [fingerprint(source)] * 2
+    assert len(files_of_the_sender(crew)) <= 2 * SLOTS[kind]
+
+
+@pytest.mark.parametrize("kind", ["buckets", "buckets, two in flight"])
+def test_a_bucket_is_not_written_before_it_was_read(hire: Hire, kind: str) -> None:
+    source = layers()
+    crew = hire(source, kind, workers=2)
+    crew.workers[0].call("run", read_slowly)
+    for seed in range(15):
+        scramble(source, seed, finite=True)
+        crew.scheme.send()
+        assert crew.ask("fingerprint") == [fingerprint(source)] * 2
+    assert len(files_of_the_sender(crew)) <= SLOTS[kind]
