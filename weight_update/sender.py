@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -38,7 +38,9 @@ from weight_update.roll import Roll
 from weight_update.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 
-__all__ = ["Sender"]
+__all__ = ["Outcome", "Sender"]
+
+Outcome = tuple[bool, dict[int, Exception]]
 
 _log = logging.getLogger(__name__)
 _MAX_UPDATES = 4
@@ -511,6 +513,50 @@ class Sender:
         with peer.sending:
             for chunk in chunks:
                 peer.link.send_chunk(chunk, self.timeout)
+
+    # -- waiting -----------------------------------------------------------------------------------
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """Indices of all workers; see :attr:`~weight_update.roll.Roll.workers`."""
+        return self.roll.workers
+
+    @property
+    def worker_versions(self) -> dict[int, int | None]:
+        """What each worker has applied; None for one that is not connected."""
+        return {idx: self.roll[idx].version for idx in self.roll.workers}
+
+    def wait(self, report: SyncReport, workers: Sequence[int], timeout: float) -> dict[int, Exception]:
+        """Wait until workers have applied an update or a newer one; the errors of those that did not.
+
+        What they say of it is entered into ``report``.
+        """
+        failures = self.roll.wait_applied(report.version, workers, timeout)
+        self.roll.fill(report, workers)
+        return failures
+
+    def wait_staged(self, version: int, workers: Sequence[int]) -> dict[int, Exception]:
+        """Wait until workers have ``version`` staged; the errors of those that do not."""
+        return self.roll.wait_staged(version, workers, self.timeout)
+
+    def settled(self, version: int, workers: Sequence[int]) -> bool:
+        """Whether nothing more is to be waited for."""
+        return self.roll.settled(version, workers)
+
+    def failures(self, version: int, workers: Sequence[int]) -> dict[int, Exception]:
+        """The errors known by now of workers that will not apply ``version``; does not wait."""
+        return self.roll.failures(version, workers)
+
+    def outcomes(self, updates: Sequence[tuple[int, Sequence[int]]]) -> list[Outcome]:
+        """Of each update, a version and its workers: whether it is settled, and the errors known by now."""
+        # whether it is settled is looked at first: then no more errors come
+        settled = [self.settled(version, workers) for version, workers in updates]
+        failures = [self.failures(version, workers) for version, workers in updates]
+        return list(zip(settled, failures, strict=True))
+
+    def one(self, weights: Mapping[int, NamedWeights]) -> NamedWeights | None:
+        """What a worker is to have, whole."""
+        return next(iter(weights.values()))
 
     def commit(self, version: int, workers: Iterable[int]) -> None:
         """Let workers apply what they staged."""

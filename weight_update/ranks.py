@@ -1,0 +1,379 @@
+"""The ranks of a sharded trainer keep step: one leads, the others do their part when it says so."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+import weight_update.errors as known_errors
+from weight_update.errors import (
+    LifecycleError,
+    SchemaMismatchError,
+    SyncFailedError,
+    SyncTimeoutError,
+    WeightSyncError,
+    WorkerError,
+)
+from weight_update.transports.c10d import PrefixStore, ProcessGroupGloo, disown, own
+
+__all__ = ["Alone", "Message", "Part", "Ranks", "Steps", "error_from_wire", "error_to_wire"]
+
+Message = dict[str, Any]
+"""What ranks tell each other; it goes as JSON."""
+
+_T = TypeVar("_T")
+Read = Callable[[Sequence[int] | None], _T]
+"""Reads weights for the workers of those indices; None: this rank finds out which."""
+
+_FRAME = 4096
+_LENGTH_BYTES = 8
+_FIRST, _REST, _DATA = 0, 1, 2  # tags; data takes all from there
+_MOMENT = 0.001
+_numbers: dict[tuple[int, ...], Iterator[int]] = {}
+
+
+class Part(Protocol):
+    """What a rank that does not lead does between the beginning and the end of a step."""
+
+    def obey(self, message: Message) -> None:
+        """Do what the leader says; whatever this raises reaches all ranks."""
+
+
+class Steps(Protocol):
+    """Keeps the ranks of a trainer together; see :class:`Ranks`."""
+
+    def step(self, what: str, read: Read[_T], patience: float) -> contextlib.AbstractContextManager[_T]:
+        """Something that all ranks do together; gives what ``read`` gives."""
+
+    def close(self) -> None:
+        """Let the others go."""
+
+
+class Alone:
+    """The one rank of a trainer that is not sharded."""
+
+    @contextlib.contextmanager
+    def step(self, what: str, read: Read[_T], patience: float) -> Iterator[_T]:
+        """See :meth:`Steps.step`."""
+        del what, patience
+        yield read(None)
+
+    def close(self) -> None:
+        """See :meth:`Steps.close`."""
+
+
+class Ranks:
+    """This rank's connection to the others: to all of them on the leader, to the leader on all others.
+
+    A step begins when the leader says so, and each of the others has answered that it is there too. Then the
+    others do what they are told, until the leader says how it ended: what any rank raises, all raise.
+
+    Args:
+        members: the ranks that take part, by their number in the default process group; the first leads.
+        timeout: seconds that a rank may be late.
+        meeting: seconds to wait for all of them here.
+
+    Attributes:
+        result: what the leader tells the others at the end of a step.
+        part: others: what to do during a step.
+
+    Raises:
+        LifecycleError: this rank is not one of them.
+        SyncTimeoutError: they did not all come.
+    """
+
+    def __init__(self, members: Sequence[int], timeout: float, meeting: float) -> None:
+        me = dist.get_rank()
+        if me not in members:
+            raise LifecycleError(f"rank {me} is not in the group of the trainer {list(members)}")
+        self.members, self.timeout = list(members), timeout
+        self.me, self.size = self.members.index(me), len(self.members)
+        self.result: Message = {}
+        self.part: Part | None = None
+        self._broken: Exception | None = None
+        self._gone: set[int] = set()
+        self._patience = timeout
+        self._working = threading.RLock()
+        self._tags = itertools.count(_DATA)
+        self._group: Any = None if self.size == 1 else self._meet(meeting)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that talks to workers."""
+        return self.me == 0
+
+    @property
+    def others(self) -> range:
+        """Leader: the places in :attr:`members` of all others."""
+        return range(1, self.size)
+
+    def close(self) -> None:
+        """Let the others go: what they wait for from this rank fails."""
+        group, self._group = self._group, None
+        self._broken = self._broken or LifecycleError("this scheme was shut down")
+        disown(group)
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def step(self, what: str, read: Read[_T], patience: float) -> Iterator[_T]:
+        """Something that all ranks do together.
+
+        Args:
+            what: its name, the same on all ranks.
+            read: what this rank does first; it gives the leader something with a length, or a mapping whose
+                keys the others are given.
+            patience: seconds that the leader may take over any part of it.
+
+        Raises:
+            SyncFailedError: another rank failed or is gone; the message says which, and why. What is raised
+                by this library there is raised here as the same type.
+            SyncTimeoutError: another rank did not take part in time.
+        """
+        with self._working:
+            if self._broken is not None:
+                raise self._broken
+            if self.leads:
+                with self._leading(what):
+                    value = read(None)
+                    workers = list(value) if isinstance(value, Mapping) else None
+                    self.tell({"step": what, "workers": workers})
+                    self.hear()
+                    yield value
+            else:
+                yield self._begin_to_follow(what, read, patience)
+
+    @contextlib.contextmanager
+    def _leading(self, what: str) -> Iterator[None]:
+        self.result = {}
+        try:
+            yield
+        except BaseException as error:
+            with contextlib.suppress(WeightSyncError):  # those who can hear it do; this error is raised
+                self.tell({"end": error_to_wire(error), "step": what, **self.result})
+            raise
+        self.tell({"end": None, "step": what, **self.result})
+
+    def _begin_to_follow(self, what: str, read: Read[_T], patience: float) -> _T:
+        self._patience, self.result = patience, {}
+        message = self.listen()
+        self._require_no_error(message)
+        try:
+            if message["step"] != what:
+                raise LifecycleError(
+                    f"this rank called {what}() where rank {self.members[0]} called {message['step']}()"
+                )
+            value = read(message["workers"])
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self.report()
+        return value
+
+    def follow(self) -> Message:
+        """What the leader says at the end of the step; until then, do what it says."""
+        assert self.part is not None
+        while True:
+            message = self.listen()
+            if "end" in message:
+                self.result = message
+                self._require_no_error(message)
+                return message
+            try:
+                self.part.obey(message)
+            except BaseException as error:
+                self._fail(error)
+                raise
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell the leader, and wait until it has told all others."""
+        if error is self._broken:
+            return
+        with contextlib.suppress(WeightSyncError):  # this error is raised
+            self.report({"error": error_to_wire(error)})
+            while "end" not in self.listen():
+                pass
+
+    def _require_no_error(self, message: Message) -> None:
+        if message.get("end") is not None:
+            raise error_from_wire(message["end"], f"rank {self.members[0]} of the trainer")
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def tell(self, message: Message) -> None:
+        """Leader: a message to all others."""
+        self.tell_each(dict.fromkeys(self.others, message))
+
+    def tell_each(self, messages: Mapping[int, Message]) -> None:
+        """Leader: a message to each of the others."""
+        problems: list[Exception] = []
+        sent: list[tuple[int, Any]] = []
+        for to, message in messages.items():
+            if to not in self._gone:
+                with _collect(problems):
+                    sent += [(to, work) for work in self._send(to, message)]
+        deadline = time.monotonic() + self.timeout
+        for to, work in sent:
+            if to not in self._gone:
+                with _collect(problems):
+                    self._wait(to, work, self.timeout, deadline)
+        if problems:
+            raise problems[0]
+
+    def hear(self) -> list[Message]:
+        """Leader: what each of the others reports.
+
+        Raises:
+            Exception: what one of them raised, or that it is gone; see :meth:`step`.
+        """
+        deadline = time.monotonic() + self.timeout
+        heard = [self._receive(who, self.timeout, deadline) for who in self.others]
+        for who, message in zip(self.others, heard, strict=True):
+            if "error" in message:
+                raise error_from_wire(message["error"], f"rank {self.members[who]} of the trainer")
+        return heard
+
+    def listen(self) -> Message:
+        """Others: what the leader says next."""
+        return self._receive(0, self._patience)
+
+    def report(self, message: Message | None = None) -> None:
+        """Others: answer the leader."""
+        for work in self._send(0, message or {}):
+            self._wait(0, work, self._patience)
+
+    def new_tag(self) -> int:
+        """Leader: names data that nobody sent yet."""
+        return next(self._tags)
+
+    def push(self, data: torch.Tensor, tag: int, to: int = 0) -> Any:
+        """Begin to send bytes, to the leader; they stay as they are until :meth:`finish`."""
+        return self._begin(to, lambda: self._group.send([data], to, tag))
+
+    def pull(self, who: int, into: torch.Tensor, tag: int) -> Any:
+        """Leader: begin to receive bytes; they are there after :meth:`finish`."""
+        return self._begin(who, lambda: self._group.recv([into], who, tag))
+
+    def finish(self, who: int, work: Any) -> None:
+        """Wait until what was begun is done."""
+        self._wait(who, work, self.timeout)
+
+    def _send(self, to: int, message: Message) -> list[Any]:
+        body = json.dumps(message, separators=(",", ":")).encode()
+        front = len(body).to_bytes(_LENGTH_BYTES, "little") + body[: _FRAME - _LENGTH_BYTES]
+        rest = body[_FRAME - _LENGTH_BYTES :]
+        frames = [(_FIRST, front.ljust(_FRAME, b"\0")), *([(_REST, rest)] if rest else [])]
+        return [self.push(_bytes(data), tag, to) for tag, data in frames]
+
+    def _receive(self, who: int, timeout: float, deadline: float | None = None) -> Message:
+        front = self._take(who, _FRAME, _FIRST, timeout, deadline)
+        length = int.from_bytes(front[:_LENGTH_BYTES], "little")
+        body = front[_LENGTH_BYTES : _LENGTH_BYTES + length]
+        if length > len(body):
+            body += self._take(who, length - len(body), _REST, timeout, deadline)
+        message: Message = json.loads(body)
+        return message
+
+    def _take(self, who: int, nbytes: int, tag: int, timeout: float, deadline: float | None) -> bytes:
+        into = torch.empty(nbytes, dtype=torch.uint8)
+        self._wait(who, self.pull(who, into, tag), timeout, deadline)
+        return into.numpy().tobytes()
+
+    def _begin(self, who: int, begin: Callable[[], Any]) -> Any:
+        if self._group is None:
+            raise self._broken or LifecycleError("this scheme was shut down")
+        try:
+            return begin()
+        except RuntimeError as error:
+            raise self._lost(who, error, 0.0) from None
+
+    def _wait(self, who: int, work: Any, timeout: float, deadline: float | None = None) -> None:
+        left = timeout if deadline is None else max(deadline - time.monotonic(), _MOMENT)
+        try:
+            work.wait(timedelta(seconds=left))
+        except RuntimeError as error:
+            raise self._lost(who, error, timeout) from None
+
+    def _lost(self, who: int, error: Exception, timeout: float) -> Exception:
+        """A rank that does not take part is not waited for again: nobody knows what it would say next."""
+        text = str(error).partition("\n")[0]
+        rank = f"rank {self.members[who]} of the trainer"
+        if "imed out" in text or "timing out" in text:
+            lost: Exception = SyncTimeoutError(
+                f"{rank} took no part for {timeout:g} s; every rank makes the same calls of the scheme "
+                "(or raise timeout=)"
+            )
+        else:
+            lost = SyncFailedError(f"{rank} is gone ({text})", {})
+        self._broken = self._broken or lost
+        self._gone.add(who)
+        return lost
+
+    def _meet(self, timeout: float) -> Any:
+        number = next(_numbers.setdefault(tuple(self.members), itertools.count()))
+        name = f"weight_update/ranks/{'-'.join(map(str, self.members))}/{number}"
+        store: Any = dist.distributed_c10d._get_default_store()
+        try:
+            group = ProcessGroupGloo(PrefixStore(name, store), self.me, self.size, timedelta(seconds=timeout))
+        except RuntimeError as error:
+            raise SyncTimeoutError(
+                f"the ranks {self.members} of the trainer did not all call init_on_sender() within "
+                f"{timeout:g} s; where not all ranks train, give GatherShards(group=...) "
+                f"({str(error).partition(chr(10))[0]})"
+            ) from None
+        return own(group)
+
+
+@contextlib.contextmanager
+def _collect(problems: list[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except WeightSyncError as error:
+        problems.append(error)
+
+
+def _bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+# -- errors ------------------------------------------------------------------------------------------
+
+
+def error_to_wire(error: BaseException) -> Message:
+    """JSON-able form of an error."""
+    wire: Message = {"type": type(error).__name__, "text": str(error)}
+    if isinstance(error, SchemaMismatchError):
+        wire = {**wire, "text": str(error).partition("\n")[0], "problems": error.problems}
+    if isinstance(error, SyncFailedError):
+        wire["failures"] = {idx: error_to_wire(one) for idx, one in error.failures.items()}
+    return wire
+
+
+def error_from_wire(wire: Message, who: str | None = None) -> Exception:
+    """An error that was raised elsewhere: one of this library's as the same type.
+
+    Args:
+        wire: what :func:`error_to_wire` gave.
+        who: where; None: in a worker.
+    """
+    text, known = wire["text"], vars(known_errors).get(wire["type"])
+    if "problems" in wire:
+        return SchemaMismatchError(text, tuple(wire["problems"]))
+    if "failures" in wire:
+        failures = {int(idx): error_from_wire(one) for idx, one in wire["failures"].items()}
+        return SyncFailedError(text, failures)
+    if isinstance(known, type) and issubclass(known, WeightSyncError):
+        found: Exception = known(text)
+        return found
+    if who is None:
+        return WorkerError(f"{wire['type']}: {text}")
+    return SyncFailedError(f"{who} failed: {wire['type']}: {text}", {})
