@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import multiprocessing
 import os
 import pickle
@@ -20,7 +19,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DeviceMesh
+from torch.distributed.tensor import (
+    DeviceMesh,
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from weight_update import (
     BucketEncoding,
@@ -29,6 +38,7 @@ from weight_update import (
     SharedMemWeightSyncScheme,
     WeightStrategy,
     WeightSyncScheme,
+    gathering,
 )
 from weight_update.testing.models import Noted, fingerprint
 from weight_update.testing.workers import Worker
@@ -159,6 +169,9 @@ class Body:
         return len(os.listdir("/proc/self/fd"))
 
 
+BODY = Body()  # of this rank
+
+
 def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -168,7 +181,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
         world_size=size,
         timeout=timedelta(seconds=60),
     )
-    body = Body()
+    body = globals()["BODY"] = Body()
     while (message := pipe.recv()) is not None:
         name, args, kwargs = message
         try:
@@ -211,7 +224,8 @@ class Ranks:
 
     def post(self, name: str, *args: Any, of: int | None = None, **kwargs: Any) -> None:
         for pipe in self.pipes[:of]:
-            pipe.send((name, args, kwargs))
+            with contextlib.suppress(BrokenPipeError):  # it was killed
+                pipe.send((name, args, kwargs))
 
     def answers(self, of: int | None = None) -> list[Any]:
         return [self._answer(rank) for rank in range(of or self.size)]
@@ -243,22 +257,21 @@ class Ranks:
 
 @contextlib.contextmanager
 def running(
-    ranks: Ranks, kind: str = "distributed", *, size: int, workers: int, connect: bool = True, **options: Any
+    ranks: Ranks, kind: str = "distributed", *, size: int, workers: int, model: Any = None, **options: Any
 ) -> Iterator[list[Worker]]:
     """Ranks and workers that are connected; the workers."""
     blob = ranks.all("init", kind, size, workers, free_port(), options, of=size)[0]
     crew = [Worker(pickle.loads(blob), idx, "forkserver") for idx in range(workers)]  # type: ignore[arg-type]
     try:
         for worker in crew:
-            worker.call("init", copy.deepcopy(Net(7)))
-        if connect:
-            ranks.post("call", "connect", of=size)
-            for worker in crew:
-                worker.post("connect")
-            errors = [one for one in ranks.answers(size) if isinstance(one, Exception)]
-            for worker in crew:
-                worker.answer()
-            assert not errors, errors
+            worker.call("init", Net(7) if model is None else model)
+        ranks.post("call", "connect", of=size)
+        for worker in crew:
+            worker.post("connect")
+        errors = [one for one in ranks.answers(size) if isinstance(one, Exception)]
+        for worker in crew:
+            worker.answer()
+        assert not errors, errors
         yield crew
     finally:
         for worker in crew:
@@ -272,4 +285,143 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-BUCKETS = {"encoding": BucketEncoding(bucket_size=256), "max_in_flight": 2}
+BUCKETS: dict[str, Any] = {"encoding": BucketEncoding(bucket_size=256), "max_in_flight": 2}
+
+
+# -- what ranks are asked to do ----------------------------------------------------------------------
+
+
+class Moody:
+    """A converter that fails at the third tensor when told to; one of its own in each rank."""
+
+    fails = False
+
+    def __call__(self, items: Iterator[Any]) -> Iterator[Any]:
+        for number, item in enumerate(items):
+            if number == 2 and Moody.fails:
+                raise ValueError("no such format")
+            yield item
+
+
+def set_mood(body: Body, fails: bool) -> None:
+    Moody.fails = fails
+
+
+def rename_on_second(body: Body) -> None:
+    if dist.get_rank() == 1:
+        body.net.layers[1].register_parameter("strange", body.net.layers[1]._parameters.pop("weight"))
+
+
+def watch(body: Body) -> None:
+    """Count what the gather makes from now on."""
+    body.made, body.kept = Watch(), Watch()  # type: ignore[attr-defined]
+    assemble, flat = gathering._assemble, gathering._flat
+
+    def counted_assemble(*args: Any) -> torch.Tensor:
+        tensor = assemble(*args)
+        body.made.see(tensor)  # type: ignore[attr-defined]
+        return tensor
+
+    def counted_flat(*args: Any) -> Any:
+        memory, views = flat(*args)
+        body.kept.see(memory)  # type: ignore[attr-defined]
+        return memory, views
+
+    gathering._assemble, gathering._flat = counted_assemble, counted_flat
+
+
+def peaks(body: Body) -> tuple[int, int]:
+    """Most bytes at one time: of whole tensors, of parts on their way."""
+    return body.made.peak, body.kept.peak  # type: ignore[attr-defined]
+
+
+class ColumnParallel:
+    """A way of gathering of the user's own: tensors that are cut by columns over a group."""
+
+    def __init__(self, ranks: list[int], fails_on: int | None = None) -> None:
+        self.ranks, self.fails_on = ranks, fails_on
+
+    def __call__(self, items: Iterator[Any]) -> Iterator[Any]:
+        group = BODY.groups[tuple(self.ranks)]
+        for name, tensor in items:
+            parts = [torch.empty_like(tensor) for _ in self.ranks]
+            dist.all_gather(parts, tensor.detach().contiguous(), group=group)
+            yield name, torch.cat(parts, -1)
+            if self.fails_on == dist.get_rank():
+                return
+
+
+def make_columns(body: Body, size: int) -> None:
+    body.net = {f"w{i}": torch.arange(6.0).reshape(2, 3) + 100 * i + 10 * dist.get_rank() for i in range(4)}
+
+
+def kinds_of_shards(mesh: DeviceMesh, line: DeviceMesh) -> dict[str, torch.Tensor]:
+    """The same whole tensors on all ranks, sharded in every way that there is over four ranks."""
+    generator = torch.Generator().manual_seed(5)
+    ways: dict[str, tuple[DeviceMesh, list[Any]]] = {
+        "rows": (line, [Shard(0)]),
+        "columns": (line, [Shard(1)]),
+        "copies": (line, [Replicate()]),
+        "hybrid": (mesh, [Replicate(), Shard(0)]),
+        "hybrid the other way": (mesh, [Shard(1), Replicate()]),
+        "rows and columns": (mesh, [Shard(0), Shard(1)]),
+        "rows twice": (mesh, [Shard(0), Shard(0)]),
+        "a line of a mesh": (mesh["tp"], [Shard(0)]),
+    }
+    found: dict[str, torch.Tensor] = {}
+    for name, (where, placements) in ways.items():
+        for shape in ((8, 6), (7, 5), (3, 2), (1, 1)):
+            whole = torch.randn(shape, generator=generator)
+            found[f"{name} {shape}"] = distribute_tensor(whole, where, placements)
+    for shape in ((8, 6), (7, 5), (3, 2), (1, 1)):
+        found[f"rows from the right {shape}"] = twice_from_the_right(torch.ones(shape).cumsum(0), mesh)
+    found["scalar"] = distribute_tensor(torch.tensor(3.0), line, [Replicate()])
+    found["nothing"] = distribute_tensor(torch.empty(0, 4), line, [Shard(0)])
+    found["sum"] = DTensor.from_local(torch.full((3,), 1.0 + dist.get_rank()), line, [Partial()])
+    found["tied"] = found["rows (7, 5)"]
+    found["plain"] = torch.full((4,), float(dist.get_rank()))
+    return found
+
+
+def twice_from_the_right(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """As FSDP2 does it with what is cut by rows already."""
+    local = distribute_tensor(whole, mesh["tp"], [Shard(0)]).to_local()
+    local = distribute_tensor(local, mesh["dp"], [Shard(0)], src_data_rank=None).to_local()
+    placements = [_StridedShard(0, split_factor=2), Shard(0)]
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def make_kinds(body: Body) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    line = init_device_mesh("cpu", (4,))
+    body.net = kinds_of_shards(mesh, line)
+
+
+def whole_kinds(body: Body) -> dict[str, str]:
+    found = {}
+    for name, tensor in body.net.items():
+        found[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return fingerprint(found)
+
+
+def hollow_kinds(body: Body) -> dict[str, torch.Tensor]:
+    """A model for a worker."""
+    tensors = {name: torch.zeros(tensor.shape) for name, tensor in body.net.items()}
+    return {**tensors, "tied": tensors["rows (7, 5)"]}
+
+
+def make_tensor_parallel(body: Body) -> None:
+    """FSDP2 over tensor parallel, as users write it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = Net(1)
+    plan = {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()}
+    parallelize_module(net, mesh["tp"], plan)
+    body.net = shard(net, mesh["dp"])
+
+
+def evaluate(body: Body) -> None:
+    """A forward pass without a backward pass leaves the root module whole."""
+    with torch.no_grad():
+        body.net(torch.randint(0, 13, (8,)))

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from weight_update.chunks import ALIGNMENT
 from weight_update.errors import SyncFailedError, WeightSyncError
 from weight_update.named import NamedWeights
 from weight_update.ranks import Message, Ranks
@@ -19,6 +18,7 @@ from weight_update.shards import Batch, GatherShards, Item, Row, local_of, plan,
 
 __all__ = ["Gathering"]
 
+_ALIGNMENT = 16  # of the largest dtype
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -241,7 +241,7 @@ def _flat(kinds: list[tuple[tuple[int, ...], torch.dtype]]) -> tuple[torch.Tenso
     for shape, dtype in kinds:
         places.append(end)
         nbytes = torch.Size(shape).numel() * dtype.itemsize
-        end += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     flat = torch.empty(end, dtype=torch.uint8)
     views = [
         flat[place : place + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)

@@ -38,6 +38,7 @@ _FRAME = 4096
 _LENGTH_BYTES = 8
 _FIRST, _REST, _DATA = 0, 1, 2  # tags; data takes all from there
 _MOMENT = 0.001
+_LAST_WORDS = timedelta(seconds=2)
 _numbers: dict[tuple[int, ...], Iterator[int]] = {}
 
 
@@ -101,6 +102,9 @@ class Ranks:
         self.part: Part | None = None
         self._broken: Exception | None = None
         self._gone: set[int] = set()
+        self._told = 0  # messages of the leader: what is reported is an answer to one
+        self._reports: list[Any] = []
+        self._store: Any = None
         self._patience = timeout
         self._working = threading.RLock()
         self._tags = itertools.count(_DATA)
@@ -119,6 +123,7 @@ class Ranks:
     def close(self) -> None:
         """Let the others go: what they wait for from this rank fails."""
         group, self._group = self._group, None
+        self._reports.clear()
         self._broken = self._broken or LifecycleError("this scheme was shut down")
         disown(group)
 
@@ -205,7 +210,7 @@ class Ranks:
 
     def _require_no_error(self, message: Message) -> None:
         if message.get("end") is not None:
-            raise error_from_wire(message["end"], f"rank {self.members[0]} of the trainer")
+            raise error_from_wire(message["end"], self._name(0))
 
     # -- messages ----------------------------------------------------------------------------------
 
@@ -215,12 +220,13 @@ class Ranks:
 
     def tell_each(self, messages: Mapping[int, Message]) -> None:
         """Leader: a message to each of the others."""
+        self._told += 1
         problems: list[Exception] = []
         sent: list[tuple[int, Any]] = []
         for to, message in messages.items():
             if to not in self._gone:
                 with _collect(problems):
-                    sent += [(to, work) for work in self._send(to, message)]
+                    sent += [(to, work) for work in self._send(to, {**message, "number": self._told})]
         deadline = time.monotonic() + self.timeout
         for to, work in sent:
             if to not in self._gone:
@@ -236,20 +242,28 @@ class Ranks:
             Exception: what one of them raised, or that it is gone; see :meth:`step`.
         """
         deadline = time.monotonic() + self.timeout
-        heard = [self._receive(who, self.timeout, deadline) for who in self.others]
+        heard = [self._hear(who, deadline) for who in self.others]
         for who, message in zip(self.others, heard, strict=True):
             if "error" in message:
-                raise error_from_wire(message["error"], f"rank {self.members[who]} of the trainer")
+                raise error_from_wire(message["error"], self._name(who), foreign=True)
         return heard
+
+    def _hear(self, who: int, deadline: float) -> Message:
+        while True:
+            message = self._receive(who, self.timeout, deadline)
+            if message["to"] == self._told:  # else the leader failed before it heard that
+                return message
 
     def listen(self) -> Message:
         """Others: what the leader says next."""
-        return self._receive(0, self._patience)
+        message = self._receive(0, self._patience)
+        self._told = message["number"]
+        return message
 
     def report(self, message: Message | None = None) -> None:
-        """Others: answer the leader."""
-        for work in self._send(0, message or {}):
-            self._wait(0, work, self._patience)
+        """Others: answer the leader; does not wait until it hears, which it may never do."""
+        self._reports = [work for work in self._reports if not work.is_completed()]
+        self._reports += self._send(0, {**(message or {}), "to": self._told})
 
     def new_tag(self) -> int:
         """Leader: names data that nobody sent yet."""
@@ -305,25 +319,43 @@ class Ranks:
 
     def _lost(self, who: int, error: Exception, timeout: float) -> Exception:
         """A rank that does not take part is not waited for again: nobody knows what it would say next."""
-        text = str(error).partition("\n")[0]
-        rank = f"rank {self.members[who]} of the trainer"
-        if "imed out" in text or "timing out" in text:
-            lost: Exception = SyncTimeoutError(
+        text, rank = str(error).partition("\n")[0], self._name(who)
+        lost: Exception
+        if not self.leads and (why := self._last_words()) is not None:
+            lost = error_from_wire(why)
+        elif "imed out" in text or "timing out" in text:
+            lost = SyncTimeoutError(
                 f"{rank} took no part for {timeout:g} s; every rank makes the same calls of the scheme "
                 "(or raise timeout=)"
             )
         else:
             lost = SyncFailedError(f"{rank} is gone ({text})", {})
+        if self.leads and self._broken is None:
+            self._leave_words(lost)
         self._broken = self._broken or lost
         self._gone.add(who)
         return lost
 
+    def _leave_words(self, error: Exception) -> None:
+        """Leader: tell why, to those whom gloo cuts off as well when one rank is late."""
+        with contextlib.suppress(RuntimeError):  # the store is gone too
+            self._store.set("why", json.dumps(error_to_wire(error)))
+
+    def _last_words(self) -> Message | None:
+        with contextlib.suppress(RuntimeError):
+            self._store.wait(["why"], _LAST_WORDS)
+            return json.loads(self._store.get("why"))  # type: ignore[no-any-return]
+        return None
+
+    def _name(self, who: int) -> str:
+        return f"rank {self.members[who]} of the trainer"
+
     def _meet(self, timeout: float) -> Any:
         number = next(_numbers.setdefault(tuple(self.members), itertools.count()))
         name = f"weight_update/ranks/{'-'.join(map(str, self.members))}/{number}"
-        store: Any = dist.distributed_c10d._get_default_store()
+        self._store = PrefixStore(name, dist.distributed_c10d._get_default_store())
         try:
-            group = ProcessGroupGloo(PrefixStore(name, store), self.me, self.size, timedelta(seconds=timeout))
+            group = ProcessGroupGloo(self._store, self.me, self.size, timedelta(seconds=timeout))
         except RuntimeError as error:
             raise SyncTimeoutError(
                 f"the ranks {self.members} of the trainer did not all call init_on_sender() within "
@@ -358,14 +390,17 @@ def error_to_wire(error: BaseException) -> Message:
     return wire
 
 
-def error_from_wire(wire: Message, who: str | None = None) -> Exception:
+def error_from_wire(wire: Message, who: str | None = None, *, foreign: bool = False) -> Exception:
     """An error that was raised elsewhere: one of this library's as the same type.
 
     Args:
         wire: what :func:`error_to_wire` gave.
         who: where; None: in a worker.
+        foreign: whether the message is to say so in any case.
     """
     text, known = wire["text"], vars(known_errors).get(wire["type"])
+    if foreign and known is not None:
+        text = f"{who}: {text}"
     if "problems" in wire:
         return SchemaMismatchError(text, tuple(wire["problems"]))
     if "failures" in wire:
