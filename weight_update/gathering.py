@@ -27,7 +27,7 @@ class Gathering:
 
     For each pass the leader says which weights; unless all is as it was in the last pass, every rank says
     what it holds of them, and is told what to give. Then batch by batch: the leader says go, all do their
-    part and report, and the leader hands the batch out before it says go again.
+    part and report, and the leader says go again before it hands the batch out.
 
     Args:
         ranks: the connection to them.
@@ -72,8 +72,7 @@ class Gathering:
                 yield from self._own_way(tensors)
             else:
                 self._agree(tensors)
-                for place, batch in enumerate(self._batches):
-                    yield from self._gathered(place, batch, tensors)
+                yield from self._in_batches(tensors)
         finally:
             with contextlib.suppress(WeightSyncError):  # who is gone is told so by what comes next
                 self._ranks.tell({"stop": self._pulled})
@@ -102,8 +101,8 @@ class Gathering:
     def _agree(self, tensors: Tensors) -> None:
         """Make a plan, unless there is one for just these weights."""
         known, self._agreed = self._agreed, False
-        heard = [one["rows"] for one in self._ranks.hear()]
         rows = rows_of(tensors)
+        heard = [one["rows"] for one in self._ranks.hear()]
         same = known and rows == self._rows[0] and not any(one is not None for one in heard)
         orders: list[Any] = [None] * self._ranks.size
         if not same:
@@ -112,40 +111,43 @@ class Gathering:
                 for new, old in zip(heard, self._rows[1:], strict=True)
             ]
             self._rows = [rows, *theirs]
-            self._batches = plan(self._rows, self._ranks.members, self._options.batch_bytes)
+            self._batches = plan(self._rows, self._ranks.members, self._options.batch_bytes // 2)
             orders = [[_order(batch, who) for batch in self._batches] for who in range(self._ranks.size)]
         self._ranks.tell_each({who: {"plan": orders[who]} for who in self._ranks.others})
         self._agreed = True
 
-    def _gathered(self, place: int, batch: Batch, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
-        if not any(_is_collective(item) for item in batch):
-            for item in batch:
-                yield from _named(item, _assemble(item, tensors, {}))
-            return
-        tag = self._ranks.new_tag()
-        coming = self._incoming(batch, tensors)
-        self._ranks.tell({"go": place, "tag": tag})
-        whole = {item.names[0]: _whole(tensors, item.names[0]) for item in batch if item.parts is None}
-        self._ranks.hear()
-        pulls = [(who, self._ranks.pull(who, flat, tag)) for who, (flat, _) in coming.items()]
-        for who, work in pulls:
-            self._ranks.finish(who, work)
-        self._pulled = tag
-        views = {who: iter(found) for who, (_, found) in coming.items()}
-        coming.clear()
-        for item in batch:
-            tensor = whole.pop(item.names[0], None)
-            yield from _named(item, _assemble(item, tensors, views) if tensor is None else tensor)
-            del tensor
+    def _in_batches(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+        """While a batch is handed out the next one is on its way."""
+        ahead = self._ask(0, tensors)
+        for place in range(len(self._batches)):
+            batch, ahead = ahead, None
+            assert batch is not None
+            self._await(batch)
+            ahead = self._ask(place + 1, tensors)
+            yield from batch.items(tensors)
+            del batch
 
-    def _incoming(self, batch: Batch, tensors: Tensors) -> dict[int, tuple[torch.Tensor, list[torch.Tensor]]]:
-        """Memory for what each rank is to push, and views of it."""
-        shapes: dict[int, list[tuple[tuple[int, ...], torch.dtype]]] = {}
-        for item in batch:
-            for who, (_, shape) in (item.parts or {}).items():
-                if who:
-                    shapes.setdefault(who, []).append((shape, tensors[item.names[0]].dtype))
-        return {who: _flat(kinds) for who, kinds in shapes.items()}
+    def _ask(self, place: int, tensors: Tensors) -> _Coming | None:
+        """Have the others give their parts of a batch."""
+        if place >= len(self._batches):
+            return None
+        coming = _Coming(self._batches[place], tensors)
+        if coming.is_here:
+            return coming
+        coming.tag = self._ranks.new_tag()
+        self._ranks.tell({"go": place, "tag": coming.tag})
+        for who, (flat, _) in coming.parts.items():
+            coming.pulls.append((who, self._ranks.pull(who, flat, coming.tag)))
+        coming.put_together(tensors)
+        return coming
+
+    def _await(self, coming: _Coming) -> None:
+        if coming.is_here:
+            return
+        self._ranks.hear()
+        for who, work in coming.pulls:
+            self._ranks.finish(who, work)
+        self._pulled = coming.tag
 
     # -- the others --------------------------------------------------------------------------------
 
@@ -171,6 +173,7 @@ class Gathering:
         same, self._rows[0] = known and rows == self._rows[0], rows
         self._ranks.report({"rows": None if same else [dataclasses.astuple(row) for row in rows]})
 
+    @torch.no_grad()
     def _give(self, message: Message) -> None:
         if self._options.gather is not None:
             self._ranks.report({"more": next(self._mine, None) is not None})
@@ -194,6 +197,44 @@ class Gathering:
             self._ranks.finish(0, pushing[1])
 
 
+class _Coming:
+    """A batch on its way to the leader.
+
+    Attributes:
+        is_here: whether the leader has all of it by itself.
+        parts: what each rank is to push: memory for it, and a view for each tensor.
+        pulls: what is under way, by rank.
+    """
+
+    def __init__(self, batch: Batch, tensors: Tensors) -> None:
+        self._batch, self._whole = batch, dict[str, torch.Tensor]()
+        self.is_here = all(item.parts is not None and not any(item.parts) for item in batch)
+        kinds: dict[int, list[tuple[tuple[int, ...], torch.dtype]]] = {}
+        for item in batch:
+            for who, (_, shape) in (item.parts or {}).items():
+                if who:
+                    kinds.setdefault(who, []).append((shape, tensors[item.names[0]].dtype))
+        self.parts = {who: _flat(shapes) for who, shapes in kinds.items()}
+        self.pulls: list[tuple[int, Any]] = []
+        self.tag = -1
+
+    def put_together(self, tensors: Tensors) -> None:
+        """Do with the others what only all ranks at once can do."""
+        names = [item.names[0] for item in self._batch if item.parts is None]
+        self._whole = {name: _whole(tensors, name) for name in names}
+
+    def items(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and whole tensors, each made when it is asked for."""
+        views = {who: iter(found) for who, (_, found) in self.parts.items()}
+        for item in self._batch:
+            tensor = self._whole.pop(item.names[0], None)
+            if tensor is None:
+                tensor = _assemble(item, tensors, views)
+            for name in item.names:
+                yield name, tensor
+            del tensor
+
+
 def _order(batch: Batch, who: int) -> Message:
     """What a rank is told of a batch: names to call ``full_tensor()`` of, and names to push."""
     return {
@@ -202,16 +243,6 @@ def _order(batch: Batch, who: int) -> Message:
     }
 
 
-def _is_collective(item: Item) -> bool:
-    return item.parts is None or any(item.parts)
-
-
-def _named(item: Item, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    for name in item.names:
-        yield name, tensor
-
-
-@torch.no_grad()
 def _whole(tensors: Tensors, name: str) -> torch.Tensor:
     tensor = tensors[name]
     assert isinstance(tensor, DTensor)

@@ -38,7 +38,8 @@ class GatherShards:
             this rank, and gives one of names and whole tensors. It runs on every rank, which all ask for the
             next item together, so it may use collectives; what it gives counts on the leader only. None puts
             DTensors together, and takes the leader's value of all others.
-        batch_bytes: so many bytes of weights are gathered at once; a larger tensor is gathered alone.
+        batch_bytes: so many bytes of weights are gathered at once, in two batches: one that is handed on,
+            and one on its way. A larger tensor is a batch by itself.
 
     Raises:
         ValueError: ``batch_bytes`` is not a positive number.
@@ -112,9 +113,8 @@ Batch = list[Item]
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of ``tensor`` that is here; of a plain one, all of it."""
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    """The part of ``tensor`` that is here; of a plain one, all of it. Gradients are to be off."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def sharded(tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -130,17 +130,22 @@ def reshard(source: Any) -> None:
                 module.reshard()
 
 
+@torch.no_grad()
 def rows_of(tensors: Mapping[str, torch.Tensor]) -> list[Row]:
     """What this rank has to say of its weights."""
     first: dict[Any, int] = {}
+    known: dict[Any, tuple[str, Box | None]] = {}  # most tensors are sharded like another of their shape
     rows = []
     for place, (name, tensor) in enumerate(tensors.items()):
         local = local_of(tensor)
         tie = first.setdefault((memory_identity(local) or id(tensor), tensor.shape), place)
         layout, box = None, None
         if isinstance(tensor, DTensor):
-            layout = f"{tuple(tensor.device_mesh.shape)} {tensor.placements}"
-            box = _box_of(tensor, tuple(local.shape))
+            kind = id(tensor.device_mesh), tensor.placements, tensor.shape, local.shape
+            if kind not in known:
+                layout = f"{tuple(tensor.device_mesh.shape)} {tensor.placements}"
+                known[kind] = layout, _box_of(tensor, tuple(local.shape))
+            layout, box = known[kind]
         near = local.device.type == "cpu"
         rows.append(Row(name, tuple(tensor.shape), dtype_name(tensor.dtype), layout, box, near, tie))
     return rows
@@ -181,7 +186,7 @@ def plan(ranks: Sequence[Sequence[Row]], members: Sequence[int], batch_bytes: in
     Args:
         ranks: the rows of each rank, the leader's first.
         members: the number of each in the default process group, for messages.
-        batch_bytes: see :class:`GatherShards`.
+        batch_bytes: the largest batch, unless one tensor is larger.
 
     Raises:
         SchemaMismatchError: the ranks do not hold parts of the same weights; it lists the differences.
