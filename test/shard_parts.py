@@ -279,6 +279,22 @@ def running(
         ranks.each("call", "shutdown", of=size)
 
 
+@contextlib.contextmanager
+def added(ranks: Ranks, index: int) -> Iterator[Worker]:
+    """A worker beyond the first number, with a scheme of its own."""
+    port = ranks.all("get", "port", of=1)[0]
+    scheme = DistributedWeightSyncScheme(
+        strategy=WeightStrategy(encoding=BUCKETS["encoding"]), port=port, token=TOKEN
+    )
+    worker = Worker(scheme, index, "forkserver")
+    try:
+        worker.call("init", Net(7))
+        worker.call("connect")
+        yield worker
+    finally:
+        worker.stop()
+
+
 def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -338,8 +354,8 @@ def peaks(body: Body) -> tuple[int, int]:
 class ColumnParallel:
     """A way of gathering of the user's own: tensors that are cut by columns over a group."""
 
-    def __init__(self, ranks: list[int], fails_on: int | None = None) -> None:
-        self.ranks, self.fails_on = ranks, fails_on
+    def __init__(self, ranks: list[int]) -> None:
+        self.ranks = ranks
 
     def __call__(self, items: Iterator[Any]) -> Iterator[Any]:
         group = BODY.groups[tuple(self.ranks)]
@@ -347,8 +363,6 @@ class ColumnParallel:
             parts = [torch.empty_like(tensor) for _ in self.ranks]
             dist.all_gather(parts, tensor.detach().contiguous(), group=group)
             yield name, torch.cat(parts, -1)
-            if self.fails_on == dist.get_rank():
-                return
 
 
 def make_columns(body: Body, size: int) -> None:
@@ -419,6 +433,13 @@ def make_tensor_parallel(body: Body) -> None:
     plan = {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()}
     parallelize_module(net, mesh["tp"], plan)
     body.net = shard(net, mesh["dp"])
+
+
+def whole_weights(body: Body) -> dict[str, str] | None:
+    """Fingerprint of what ``scheme.weights`` gives."""
+    assert body.scheme is not None
+    weights = body.scheme.weights
+    return None if weights is None else fingerprint(weights)
 
 
 def evaluate(body: Body) -> None:

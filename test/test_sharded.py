@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +15,7 @@ from shard_parts import (
     Moody,
     Net,
     Ranks,
+    added,
     evaluate,
     free_port,
     hollow_kinds,
@@ -25,6 +28,7 @@ from shard_parts import (
     set_mood,
     watch,
     whole_kinds,
+    whole_weights,
 )
 
 from weight_update import LifecycleError, SchemaMismatchError, SyncFailedError, SyncTimeoutError
@@ -181,6 +185,34 @@ def test_a_way_of_gathering_of_ones_own(four: Ranks) -> None:
         assert crew[0].call("fingerprint") == fingerprint(expected)
 
 
+def test_the_leader_can_have_all_of_it(four: Ranks) -> None:
+    four.all("make", 1, 2, of=2)
+    with running(four, "shared_mem", size=2, workers=1) as crew:
+        expected = crew[0].call("fingerprint")
+        assert four.all("run", whole_weights, of=2) == [expected, None]
+
+
+def test_a_newcomer_has_the_next_version(four: Ranks) -> None:
+    four.all("make", 1, 2, of=2)
+    with running(four, size=2, workers=1, encoding="bucket") as crew, added(four, 5) as newcomer:
+        assert newcomer.call("fingerprint") == crew[0].call("fingerprint")
+        four.all("train", 1, of=2)
+        reports = four.all("call", "send", of=2)
+        assert [sorted(report.apply_seconds) for report in reports] == [[0, 5]] * 2
+        assert newcomer.call("fingerprint") == crew[0].call("fingerprint")
+        assert four.all("get", "worker_versions", of=2) == [{0: 1, 5: 1}] * 2
+
+
+def test_nothing_is_left_open(four: Ranks) -> None:
+    counts = []
+    for _ in range(3):
+        four.all("make", 1, 2, of=2)
+        with running(four, size=2, workers=1, **BUCKETS):
+            four.all("call", "send", of=2)
+        counts.append(four.all("descriptors", of=2))
+    assert counts[1] == counts[2]
+
+
 def test_calls_that_differ_are_an_error(four: Ranks) -> None:
     four.all("make", 1, 2, of=2)
     with running(four, size=2, workers=1, **BUCKETS):
@@ -217,3 +249,22 @@ def test_a_rank_that_dies_is_named_in_time() -> None:
             assert [type(error) for error in errors] == [SyncFailedError] * 2
             assert all(str(error).startswith("rank 2 of the trainer is gone") for error in errors), errors
             assert crew[0].call("version") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_a_rank_that_dies_at_any_moment_ends_the_call(seed: int) -> None:
+    chance = random.Random(seed)
+    with Ranks(3) as ranks:
+        ranks.all("group", [0, 1, 2])
+        ranks.all("make", 1, 3)
+        with running(ranks, size=3, workers=1, timeout=5.0, shards={"batch_bytes": 300}, **BUCKETS):
+            killer = threading.Timer(chance.uniform(0.0, 0.3), ranks.kill, [2])
+            killer.start()
+            errors: list[Any] = []
+            while not errors:
+                ranks.post("call", "send")
+                errors = [answer for answer in ranks.answers(2) if isinstance(answer, Exception)]
+            killer.join()
+            assert [type(error) for error in errors] == [SyncFailedError] * 2
+            assert all(str(error).startswith("rank 2 of the trainer is gone") for error in errors), errors

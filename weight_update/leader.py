@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,7 +39,8 @@ class Leader(Sender):
     ) -> SyncReport:
         """See :meth:`Sender.connect`."""
         with self._telling() as result:
-            report = super().connect(self._put_together(weights), timeout, alive)
+            whole, seconds = self._put_together(weights)
+            report = _add(super().connect(whole, timeout, alive), seconds)
             result["report"] = dataclasses.asdict(report)
         return report
 
@@ -47,7 +49,8 @@ class Leader(Sender):
     ) -> SyncReport:
         """See :meth:`Sender.publish`."""
         with self._telling() as result:
-            report = super().publish(self._put_together(weights), commit=commit, group=group)
+            whole, seconds = self._put_together(weights)
+            report = _add(super().publish(whole, commit=commit, group=group), seconds)
             result["report"] = dataclasses.asdict(report)
         return report
 
@@ -77,14 +80,14 @@ class Leader(Sender):
         """See :meth:`Sender.one`."""
         return next(iter(weights.values())).converted()
 
-    def _put_together(self, weights: Mapping[int, NamedWeights]) -> Mapping[int, NamedWeights]:
-        """Weights that are not to travel while they are put together."""
+    def _put_together(self, weights: Mapping[int, NamedWeights]) -> tuple[Mapping[int, NamedWeights], float]:
+        """Weights that are not to travel while they are put together; and the seconds that took."""
         if self._strategy.max_in_flight is not None:
-            return weights
-        whole = {
-            id(named): named.converted() for named in {id(one): one for one in weights.values()}.values()
-        }
-        return {idx: whole[id(named)] for idx, named in weights.items()}
+            return weights, 0.0
+        start = time.perf_counter()
+        distinct = {id(named): named for named in weights.values()}
+        whole = {key: named.converted() for key, named in distinct.items()}
+        return {idx: whole[id(named)] for idx, named in weights.items()}, time.perf_counter() - start
 
     def _step(self, what: str) -> contextlib.AbstractContextManager[Any]:
         return self._ranks.step(what, lambda _: None, self.timeout)
@@ -98,6 +101,12 @@ class Leader(Sender):
         finally:
             versions = list(self.worker_versions.items())
             result.update(version=self.version, workers=versions, serving=self.serving)
+
+
+def _add(report: SyncReport, seconds: float) -> SyncReport:
+    if seconds:
+        report.seconds = {"convert": seconds, **report.seconds}
+    return report
 
 
 def _to_wire(failures: Mapping[int, Exception]) -> Message:
