@@ -161,12 +161,16 @@ class Ranks:
     def _leading(self, what: str) -> Iterator[None]:
         self.result = {}
         try:
-            yield
-        except BaseException as error:
-            with contextlib.suppress(WeightSyncError):  # those who can hear it do; this error is raised
-                self.tell({"end": error_to_wire(error), "step": what, **self.result})
-            raise
-        self.tell({"end": None, "step": what, **self.result})
+            try:
+                yield
+            except BaseException as error:
+                with contextlib.suppress(WeightSyncError):  # those who can hear it do; this error is raised
+                    self.tell({"end": error_to_wire(error), "step": what, **self.result})
+                raise
+            self.tell({"end": None, "step": what, **self.result})
+        finally:
+            if self._broken is not None and self._group is not None:
+                self._group.abort()  # who waits for this rank, or will, hears of it now
 
     def _begin_to_follow(self, what: str, read: Read[_T], patience: float) -> _T:
         self._patience, self.result = patience, {}
@@ -319,7 +323,7 @@ class Ranks:
 
     def _lost(self, who: int, error: Exception, timeout: float) -> Exception:
         """A rank that does not take part is not waited for again: nobody knows what it would say next."""
-        text, rank = str(error).partition("\n")[0], self._name(who)
+        text, rank = _brief(error), self._name(who)
         lost: Exception
         if not self.leads and (why := self._last_words()) is not None:
             lost = error_from_wire(why)
@@ -360,7 +364,7 @@ class Ranks:
             raise SyncTimeoutError(
                 f"the ranks {self.members} of the trainer did not all call init_on_sender() within "
                 f"{timeout:g} s; where not all ranks train, give GatherShards(group=...) "
-                f"({str(error).partition(chr(10))[0]})"
+                f"({_brief(error)})"
             ) from None
         return own(group)
 
@@ -371,6 +375,12 @@ def _collect(problems: list[Exception]) -> Iterator[None]:
         yield
     except WeightSyncError as error:
         problems.append(error)
+
+
+def _brief(error: Exception) -> str:
+    """What gloo says, without the place in its source and its advice."""
+    text = str(error).partition("\n")[0].partition(". ")[0]
+    return text.partition("] ")[2] if text.startswith("[/") else text
 
 
 def _bytes(data: bytes) -> torch.Tensor:
