@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 4 examples/fsdp_trainer.py
 
-The first ranks (``--trainers``, 2 unless said otherwise) train one transformer together, and each has a part of
-it. The other ranks are workers. All trainers call ``send()``; the weights are gathered a few at a time while
-they are sent, so no rank ever holds all of them, and rank 0 alone talks to the workers.
+The first ranks (``--trainers``, 2 unless said otherwise) train one transformer together, and each has a part
+of it. The other ranks are workers. All trainers call ``send()``; the weights are gathered a few at a time
+while they are sent, so no rank ever holds all of them, and rank 0 alone talks to the workers.
 """
 
 from __future__ import annotations

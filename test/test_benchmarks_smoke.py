@@ -201,6 +201,7 @@ def test_the_tables_of_links(tmp_path):
     assert [row[0] for row in tables["4 MB to several hosts"][1:]] == ["1", "2", "3"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("title", CLUSTER_TITLES[:2])
 def test_distributed_was_measured_beside_torchrl(cluster_tables, title):
@@ -211,6 +212,7 @@ def test_distributed_was_measured_beside_torchrl(cluster_tables, title):
         assert all(math.isfinite(number) and number > 0 for number in numbers), row
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_targets_of_distributed_are_judged(cluster_tables):
     judged = {row["target"]: row["met"] for row in _cells(cluster_tables["Across processes: targets"])}

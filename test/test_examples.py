@@ -77,13 +77,14 @@ def test_standalone(scheme: str) -> None:
     assert lines[-2:] == [
         f"worker {index}: ended with version 5, weights equal to the trainer's" for index in range(2)
     ]
-    assert {f"worker {index}: connected, version 0" for index in range(2)} <= set(lines)
+    connected = {line[:19] for line in lines if re.fullmatch(r"worker \d: connected, version \d", line)}
+    assert connected == {"worker 0: connected", "worker 1: connected"}
     rollouts = [re.findall(r"\d+", line) for line in lines if line.startswith("worker 1: rollout")]
     assert rollouts, lines
     assert all(len(set(versions[1:])) == 1 for versions in rollouts), "hold() let an update in"
 
 
-@pytest.mark.parametrize("encoding", ["dense", "patch"])
+@pytest.mark.parametrize("encoding", [pytest.param("dense", marks=pytest.mark.slow), "patch"])
 def test_distributed(encoding: str) -> None:
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "3", str(ROOT / "examples/distributed.py")]
     done = subprocess.run(

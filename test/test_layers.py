@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 # From the bottom up. A module imports from its own row or from rows before it.
 LAYERS: list[set[str]] = [
     {"errors", "report", "chunks"},
+    {"convert"},
     {"extra_state", "gate"},
     {"compression"},
     {"encodings", "named"},
@@ -31,6 +32,7 @@ LAYERS: list[set[str]] = [
     {"pipeline"},
     {"roll"},
     {"lanes"},
+    {"streams"},
     {"receiver", "sender"},
     {"leader", "follower"},
     {"handle"},

@@ -12,6 +12,7 @@ from weight_update.encodings import (
     register_encoding,
 )
 from weight_update.errors import (
+    ConversionError,
     CorruptCheckpointError,
     FormatError,
     JoinRefusedError,
@@ -79,6 +80,7 @@ __all__ = [
     "BucketEncoding",
     "Buffer",
     "Compression",
+    "ConversionError",
     "CorruptCheckpointError",
     "DeltaEncoding",
     "DenseEncoding",

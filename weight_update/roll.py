@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from weight_update.errors import LinkClosedError, SyncTimeoutError
+from weight_update.errors import LinkClosedError, SchemaMismatchError, SyncFailedError, SyncTimeoutError
 from weight_update.peer import Peer
 from weight_update.report import SyncReport
 
 __all__ = ["Roll"]
+
+_LOOK_SECONDS = 0.2
 
 
 class Roll:
@@ -63,6 +66,35 @@ class Roll:
             for peer in self.expected
             if peer.trouble() is None and (not peer.joined or peer.version is None)
         ]
+
+    def await_none(
+        self, missing: Callable[[], list[Peer]], deadline: float, alive: Callable[[int], bool] | None
+    ) -> None:
+        """Wait until nobody is ``missing`` or the deadline has passed.
+
+        Args:
+            missing: who is waited for.
+            deadline: on the monotonic clock.
+            alive: tells whether the process of a worker lives, if the caller knows.
+        """
+        with self.moved:
+            while missing() and time.monotonic() < deadline:
+                for peer in missing():
+                    if alive is not None and not alive(peer.idx):
+                        peer.lost = LinkClosedError("its process died before it connected")
+                self.moved.wait(_LOOK_SECONDS)
+
+    def require_all(self, timeout: float) -> None:
+        """Raise the error of those of the first number that have no weights after so many seconds, if any.
+
+        Raises:
+            SchemaMismatchError, SyncTimeoutError, SyncFailedError: see ``WeightSyncScheme.connect``.
+        """
+        with self.moved:
+            failures = {peer.idx: error for peer in self.expected if (error := peer.trouble()) is not None}
+            late = [peer.idx for peer in self.unsettled]
+            guests = [peer.idx for peer in self if peer.guest and peer.joined]
+        _raise_connect(failures, late, guests, timeout)
 
     def wait_staged(self, version: int, workers: Iterable[int], timeout: float) -> dict[int, Exception]:
         """Wait until workers have ``version`` staged; the errors of those that do not."""
@@ -136,3 +168,22 @@ def _reason(peer: Peer, version: int, timeout: float) -> Exception:
         f"did not apply it within {timeout:g} s: it is stopped, or in hold() or a long forward pass; it gets "
         "the newest version when it goes on (or raise timeout=)"
     )
+
+
+def _raise_connect(
+    failures: Mapping[int, Exception], late: list[int], guests: list[int], timeout: float
+) -> None:
+    mismatches = [error for error in failures.values() if isinstance(error, SchemaMismatchError)]
+    if mismatches:
+        problems = tuple(line for error in mismatches for line in error.problems)
+        raise SchemaMismatchError(str(mismatches[0]).partition("\n")[0], problems)
+    if failures:
+        silent = {idx: SyncTimeoutError(f"did not come within {timeout:g} s") for idx in late}
+        failures = {**failures, **silent}
+        lines = "".join(f"\n  worker {idx}: {error}" for idx, error in sorted(failures.items()))
+        raise SyncFailedError(f"workers could not connect:{lines}", failures)
+    if late:
+        others = f" (others did: {guests}; do the indices match?)" if guests else ""
+        raise SyncTimeoutError(
+            f"workers {late} did not connect within {timeout:g} s{others}; have they called connect()?"
+        )

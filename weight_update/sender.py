@@ -21,8 +21,6 @@ from weight_update.errors import (
     LinkClosedError,
     NotEnoughMemoryError,
     SchemaMismatchError,
-    SyncFailedError,
-    SyncTimeoutError,
     TransportError,
     UnsupportedSourceError,
     WorkerError,
@@ -32,10 +30,10 @@ from weight_update.lane import Lane, Staged
 from weight_update.lanes import Lanes
 from weight_update.named import NamedWeights
 from weight_update.peer import Peer
-from weight_update.pipeline import Pipeline
 from weight_update.report import SyncReport
 from weight_update.roll import Roll
 from weight_update.strategy import WeightStrategy
+from weight_update.streams import Streams
 from weight_update.transports.base import TransportBackend
 
 __all__ = ["Outcome", "Sender"]
@@ -77,6 +75,7 @@ class Sender:
         self._strategy, self._token = strategy, token
         self.roll = Roll(Peer(idx, link, schemas[idx], tracked[idx]) for idx, link in links.items())
         self._lanes = Lanes(self.roll, strategy.encoding, self._borrow)
+        self._streams = Streams(self.roll, self._lanes, strategy, self._free_slot, self._send_or_lose)
         self._numbers = -1
         self._publishing = threading.Lock()
         self._joining: Mapping[int, NamedWeights] = {}  # weights for whom joins while connect() waits
@@ -141,9 +140,10 @@ class Sender:
         if self._strategy.max_in_flight is not None:
             for peer in self.roll:
                 self._listen_to(peer)
-            self._await(lambda: self.roll.absent, deadline, alive)
+            self.roll.await_none(lambda: self.roll.absent, deadline, alive)
             with self._publishing:
-                report = self._pipe(weights)
+                self._numbers += 1
+                report = self._streams.send(weights, Step(self._numbers), self.timeout)
         else:
             with self._publishing:
                 report = self._stage(weights, weights)
@@ -152,8 +152,8 @@ class Sender:
                 self._bring_up(peer)
                 self._listen_to(peer)
         try:
-            self._await(lambda: self.roll.unsettled, deadline, alive)
-            self._require_all(timeout)
+            self.roll.await_none(lambda: self.roll.unsettled, deadline, alive)
+            self.roll.require_all(timeout)
         finally:
             with self._publishing:
                 for idx, named in weights.items():
@@ -173,26 +173,6 @@ class Sender:
                 name = f"weight_update-peer-{peer.idx}"
                 peer.thread = threading.Thread(target=self._serve, args=(peer,), name=name, daemon=True)
                 peer.thread.start()
-
-    def _await(
-        self, missing: Callable[[], list[Peer]], deadline: float, alive: Callable[[int], bool] | None
-    ) -> None:
-        """Wait until nobody is ``missing`` or the deadline has passed."""
-        with self.roll.moved:
-            while missing() and time.monotonic() < deadline:
-                for peer in missing():
-                    if alive is not None and not alive(peer.idx):
-                        peer.lost = LinkClosedError("its process died before it connected")
-                self.roll.moved.wait(_LOOK_SECONDS)
-
-    def _require_all(self, timeout: float) -> None:
-        with self.roll.moved:
-            failures = {
-                peer.idx: error for peer in self.roll.expected if (error := peer.trouble()) is not None
-            }
-            late = [peer.idx for peer in self.roll.unsettled]
-            guests = [peer.idx for peer in self.roll if peer.guest and peer.joined]
-        _raise_connect(failures, late, guests, timeout)
 
     def _welcome(self, peer: Peer, hello: WeightChunk) -> None:
         header = hello.header
@@ -267,7 +247,9 @@ class Sender:
                 for idx in weights:
                     self.roll[idx].forget_old_failures()
             if self._strategy.max_in_flight is not None:
-                return self._pipe(weights, commit=commit, group=group)
+                self._numbers += 1
+                step = Step(self._numbers, commit=commit, group=group)
+                return self._streams.send(weights, step, self.timeout)
             report = self._stage(weights, weights, commit=commit, group=group)
             start = time.perf_counter()
             sent = self._bring_up_all([self.roll[idx] for idx in weights])
@@ -318,74 +300,6 @@ class Sender:
                 self._pool.trim(max(lane.schema.nbytes for lane in lanes))
         report.seconds["encode"] = time.perf_counter() - start
         return report
-
-    def _pipe(
-        self, weights: Mapping[int, NamedWeights], *, commit: bool = True, group: str | None = None
-    ) -> SyncReport:
-        """Convert, encode and send a new version chunk by chunk; nothing of it is kept here."""
-        self._numbers += 1
-        report = SyncReport(self._numbers, self._strategy.encoding.label)
-        for peers in self._lanes.kinds(weights, weights, apart=not commit):
-            named = weights[peers[0].idx]
-            step = Step.of(self._numbers, named.extra, commit=commit, group=group)
-            self._pipe_to(peers, named, step, report)
-        return report
-
-    def _pipe_to(self, peers: list[Peer], named: NamedWeights, step: Step, report: SyncReport) -> None:
-        """Send a version to workers of one kind."""
-        lane, encoding = peers[0].lane, self._strategy.encoding.whole
-        assert lane is not None
-        assert self._strategy.max_in_flight is not None
-        sizes = encoding.payload_sizes(lane.schema)
-        with self.roll.moved:
-            pipeline = Pipeline(
-                step,
-                self._ready(peers, step),
-                limit=self._strategy.max_in_flight,
-                timeout=self.timeout,
-                borrow=lambda: self._free_slot(max(sizes)),
-                write=self._write,
-                moved=self.roll.moved,
-            )
-        items = named.items()
-        try:
-            tensors = pipeline.checked(peers[0].schema, items)
-            pipeline.run(encoding.encoder(lane.schema), lane.schema, encoding.name, len(sizes), tensors)
-        finally:
-            items.close()
-        for stage, seconds in pipeline.seconds.items():
-            report.seconds[stage] = report.seconds.get(stage, 0.0) + seconds
-        report.dense_bytes += lane.schema.dense_bytes
-        report.wire_bytes += pipeline.payload_bytes * (1 if self._shared else len(peers))
-
-    def _ready(self, peers: list[Peer], step: Step) -> list[Peer]:
-        """Those that can be sent a version now; waits for those that are busy with the one before."""
-
-        def busy(peer: Peer) -> bool:
-            writing = peer.former is not None and peer.former.busy(peer)
-            return peer.joined and (peer.inflight is not None or writing)
-
-        with self.roll.moved:
-            self.roll.moved.wait_for(lambda: not any(map(busy, peers)), self.timeout)
-            ready = [peer for peer in peers if peer.joined and not busy(peer)]
-            for peer in peers:
-                if busy(peer):
-                    peer.failures[step.version] = SyncTimeoutError(
-                        f"was busy with an earlier version for {self.timeout:g} s: it is stopped, or in "
-                        "hold() or a long forward pass; it gets all weights with the next send() (or raise "
-                        "timeout=)"
-                    )
-            return ready
-
-    def _write(self, peer: Peer, chunk: WeightChunk) -> None:
-        """Send a frame of a version that travels in chunks, if the worker is still to have it."""
-        with peer.sending:
-            with self.roll.moved:
-                arriving = None if peer.pipeline is None else peer.pipeline.step.version
-                stale = chunk.kind is Kind.UPDATE and arriving != chunk.header["version"]
-                if stale or not peer.joined:
-                    return
-            self._send_or_lose(peer, [chunk])
 
     def _require(self, peer: Peer, named: NamedWeights) -> None:
         """Check weights to be sent; those that updates do not carry are needed the first time only."""
@@ -743,22 +657,3 @@ def _require_schema(schema: WeightSchema, named: NamedWeights, *, more: bool) ->
 
 def _same_memory(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return a is b or (a is not None and b is not None and memory_identity(a) == memory_identity(b))
-
-
-def _raise_connect(
-    failures: Mapping[int, Exception], late: list[int], guests: list[int], timeout: float
-) -> None:
-    mismatches = [error for error in failures.values() if isinstance(error, SchemaMismatchError)]
-    if mismatches:
-        problems = tuple(line for error in mismatches for line in error.problems)
-        raise SchemaMismatchError(str(mismatches[0]).partition("\n")[0], problems)
-    if failures:
-        silent = {idx: SyncTimeoutError(f"did not come within {timeout:g} s") for idx in late}
-        failures = {**failures, **silent}
-        lines = "".join(f"\n  worker {idx}: {error}" for idx, error in sorted(failures.items()))
-        raise SyncFailedError(f"workers could not connect:{lines}", failures)
-    if late:
-        others = f" (others did: {guests}; do the indices match?)" if guests else ""
-        raise SyncTimeoutError(
-            f"workers {late} did not connect within {timeout:g} s{others}; have they called connect()?"
-        )

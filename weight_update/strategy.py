@@ -46,7 +46,8 @@ class WeightStrategy:
             a :class:`~weight_update.PatchEncoding` first makes all of them equal.
         convert: for a receiver that holds the model in another format: takes an iterator of ``(name,
             tensor)``, gives one of the names and tensors that the receiver has. Runs on the sender, at each
-            update, and gives the same names in the same order each time.
+            update, and gives the same names in the same order each time. Extra state, whose names are those
+            of the sender's modules, is not sent then.
         max_in_flight: None puts each version together whole in the sender's memory, and serves from it who
             comes or was late. A number sends it in chunks while it is still being converted and encoded: so
             many chunks (buckets) are in memory at most, one of them being filled while the others travel. 1
@@ -159,7 +160,7 @@ class WeightStrategy:
             named = NamedWeights(kept, named.extra)
         if self.convert is None:
             return named
-        named = NamedWeights(named.tensors, named.extra, self.convert)
+        named = NamedWeights(named.tensors, convert=self.convert)
         return named if later or self.max_in_flight is not None else named.converted()
 
     def extract_weights(self, source: Any) -> TensorDictBase | dict[str, Any]:

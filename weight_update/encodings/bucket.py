@@ -155,9 +155,10 @@ class _BucketEncoder(Encoder):
             copies.make()
             if self._device is not None:
                 payload[_HEAD_BYTES:].copy_(place)
+            if stop == self._buckets[-1][1]:
+                for _ in tensors:  # those that share the memory of others; whoever gives them may refuse yet
+                    pass
             yield payload
-        for _ in tensors:  # those that share the memory of others, or have none
-            pass
 
     def _begin(self, payload: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Write the head of a bucket; where its body is to be put together."""
