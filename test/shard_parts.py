@@ -40,6 +40,7 @@ from weight_update import (
     WeightSyncScheme,
     gathering,
 )
+from weight_update.convert import Sharded, gather_tensor_parallel
 from weight_update.testing.models import Noted, fingerprint
 from weight_update.testing.workers import Worker
 
@@ -352,17 +353,14 @@ def peaks(body: Body) -> tuple[int, int]:
 
 
 class ColumnParallel:
-    """A way of gathering of the user's own: tensors that are cut by columns over a group."""
+    """A way of gathering of the user's own, that finds its group in each rank."""
 
     def __init__(self, ranks: list[int]) -> None:
         self.ranks = ranks
 
     def __call__(self, items: Iterator[Any]) -> Iterator[Any]:
         group = BODY.groups[tuple(self.ranks)]
-        for name, tensor in items:
-            parts = [torch.empty_like(tensor) for _ in self.ranks]
-            dist.all_gather(parts, tensor.detach().contiguous(), group=group)
-            yield name, torch.cat(parts, -1)
+        return gather_tensor_parallel(group, [("", Sharded(1))])(items)
 
 
 def make_columns(body: Body, size: int) -> None:
