@@ -38,6 +38,7 @@ from weight_update import (
     SharedMemWeightSyncScheme,
     WeightStrategy,
     WeightSyncScheme,
+    batch,
     gathering,
 )
 from weight_update.convert import Sharded, gather_tensor_parallel
@@ -332,7 +333,7 @@ def rename_on_second(body: Body) -> None:
 def watch(body: Body) -> None:
     """Count what the gather makes from now on."""
     body.made, body.kept = Watch(), Watch()  # type: ignore[attr-defined]
-    assemble, flat = gathering._assemble, gathering._flat
+    assemble, flat = batch.assemble, batch.flat
 
     def counted_assemble(*args: Any) -> torch.Tensor:
         tensor = assemble(*args)
@@ -344,7 +345,8 @@ def watch(body: Body) -> None:
         body.kept.see(memory)  # type: ignore[attr-defined]
         return memory, views
 
-    gathering._assemble, gathering._flat = counted_assemble, counted_flat
+    batch.assemble = counted_assemble
+    batch.flat = gathering.flat = counted_flat
 
 
 def peaks(body: Body) -> tuple[int, int]:

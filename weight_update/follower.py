@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from weight_update.named import NamedWeights
-from weight_update.ranks import Message, Ranks, error_from_wire
+from weight_update.rank_errors import error_from_wire
+from weight_update.rank_links import Message
+from weight_update.ranks import Ranks
 from weight_update.report import SyncReport
 from weight_update.sender import Outcome
 

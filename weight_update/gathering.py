@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
+from weight_update.batch import Coming, Tensors, flat, whole_of
 from weight_update.errors import SyncFailedError, WeightSyncError
 from weight_update.named import NamedWeights
-from weight_update.ranks import Message, Ranks
-from weight_update.shards import Batch, GatherShards, Item, Row, local_of, plan, rows_of
+from weight_update.rank_links import Message
+from weight_update.ranks import Ranks
+from weight_update.shards import Batch, GatherShards, Row, local_of, plan, rows_of
 
 __all__ = ["Gathering"]
-
-_ALIGNMENT = 16  # of the largest dtype
-Tensors = Mapping[str, torch.Tensor]
 
 
 class Gathering:
@@ -127,21 +125,21 @@ class Gathering:
             yield from batch.items(tensors)
             del batch
 
-    def _ask(self, place: int, tensors: Tensors) -> _Coming | None:
+    def _ask(self, place: int, tensors: Tensors) -> Coming | None:
         """Have the others give their parts of a batch."""
         if place >= len(self._batches):
             return None
-        coming = _Coming(self._batches[place], tensors)
+        coming = Coming(self._batches[place], tensors)
         if coming.is_here:
             return coming
         coming.tag = self._ranks.new_tag()
         self._ranks.tell({"go": place, "tag": coming.tag})
-        for who, (flat, _) in coming.parts.items():
-            coming.pulls.append((who, self._ranks.pull(who, flat, coming.tag)))
+        for who, (memory, _) in coming.parts.items():
+            coming.pulls.append((who, self._ranks.pull(who, memory, coming.tag)))
         coming.put_together(tensors)
         return coming
 
-    def _await(self, coming: _Coming) -> None:
+    def _await(self, coming: Coming) -> None:
         if coming.is_here:
             return
         self._ranks.hear()
@@ -181,14 +179,14 @@ class Gathering:
         self._let_go(message["tag"])
         order = self._orders[message["go"]]
         for name in order["whole"]:
-            _whole(self._tensors, name)
+            whole_of(self._tensors, name)
         locals_ = [local_of(self._tensors[name]) for name in order["push"]]
-        flat, views = _flat([(tuple(local.shape), local.dtype) for local in locals_])
+        memory, views = flat([(tuple(local.shape), local.dtype) for local in locals_])
         for view, local in zip(views, locals_, strict=True):
             view.copy_(local)
         self._ranks.report()
         if views:
-            self._pushing = message["tag"], self._ranks.push(flat, message["tag"]), flat
+            self._pushing = message["tag"], self._ranks.push(memory, message["tag"]), memory
 
     def _let_go(self, pulled: int) -> None:
         """Wait until what was pushed has gone, if the leader took it, which has all up to that tag."""
@@ -197,85 +195,9 @@ class Gathering:
             self._ranks.finish(0, pushing[1])
 
 
-class _Coming:
-    """A batch on its way to the leader.
-
-    Attributes:
-        is_here: whether the leader has all of it by itself.
-        parts: what each rank is to push: memory for it, and a view for each tensor.
-        pulls: what is under way, by rank.
-    """
-
-    def __init__(self, batch: Batch, tensors: Tensors) -> None:
-        self._batch, self._whole = batch, dict[str, torch.Tensor]()
-        self.is_here = all(item.parts is not None and not any(item.parts) for item in batch)
-        kinds: dict[int, list[tuple[tuple[int, ...], torch.dtype]]] = {}
-        for item in batch:
-            for who, (_, shape) in (item.parts or {}).items():
-                if who:
-                    kinds.setdefault(who, []).append((shape, tensors[item.names[0]].dtype))
-        self.parts = {who: _flat(shapes) for who, shapes in kinds.items()}
-        self.pulls: list[tuple[int, Any]] = []
-        self.tag = -1
-
-    def put_together(self, tensors: Tensors) -> None:
-        """Do with the others what only all ranks at once can do."""
-        names = [item.names[0] for item in self._batch if item.parts is None]
-        self._whole = {name: _whole(tensors, name) for name in names}
-
-    def items(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and whole tensors, each made when it is asked for."""
-        views = {who: iter(found) for who, (_, found) in self.parts.items()}
-        for item in self._batch:
-            tensor = self._whole.pop(item.names[0], None)
-            if tensor is None:
-                tensor = _assemble(item, tensors, views)
-            for name in item.names:
-                yield name, tensor
-            del tensor
-
-
 def _order(batch: Batch, who: int) -> Message:
     """What a rank is told of a batch: names to call ``full_tensor()`` of, and names to push."""
     return {
         "whole": [item.names[0] for item in batch if item.parts is None],
         "push": [item.names[0] for item in batch if who in (item.parts or ())],
     }
-
-
-def _whole(tensors: Tensors, name: str) -> torch.Tensor:
-    tensor = tensors[name]
-    assert isinstance(tensor, DTensor)
-    return tensor.full_tensor()
-
-
-def _assemble(item: Item, tensors: Tensors, views: Mapping[int, Iterator[torch.Tensor]]) -> torch.Tensor:
-    """The whole tensor: without a copy where the leader has all of it."""
-    own = tensors[item.names[0]]
-    local = local_of(own)
-    if not item.parts:
-        return local.new_empty(own.shape) if isinstance(own, DTensor) else own
-    if list(item.parts) == [0]:
-        return local
-    whole = torch.empty(own.shape, dtype=own.dtype)
-    for who, (start, shape) in item.parts.items():
-        target = whole
-        for dim, (first, size) in enumerate(zip(start, shape, strict=True)):
-            target = target.narrow(dim, first, size)
-        target.copy_(next(views[who]) if who else local)
-    return whole
-
-
-def _flat(kinds: list[tuple[tuple[int, ...], torch.dtype]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Memory for tensors of these shapes and dtypes, and a view for each."""
-    places, end = [], 0
-    for shape, dtype in kinds:
-        places.append(end)
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
-        end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-    flat = torch.empty(end, dtype=torch.uint8)
-    views = [
-        flat[place : place + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
-        for place, (shape, dtype) in zip(places, kinds, strict=True)
-    ]
-    return flat, views

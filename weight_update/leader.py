@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weight_update.named import NamedWeights
-from weight_update.ranks import Message, Ranks, error_to_wire
+from weight_update.rank_errors import error_to_wire
+from weight_update.rank_links import Message
+from weight_update.ranks import Ranks
 from weight_update.report import SyncReport
 from weight_update.sender import Outcome, Sender
 
