@@ -33,6 +33,7 @@ from shard_parts import (
 
 from weight_update import LifecycleError, SchemaMismatchError, SyncFailedError, SyncTimeoutError
 from weight_update.testing.models import fingerprint
+from weight_update.testing.processes import freeze
 
 
 @pytest.fixture(scope="module")
@@ -268,3 +269,35 @@ def test_a_rank_that_dies_at_any_moment_ends_the_call(seed: int) -> None:
             killer.join()
             assert [type(error) for error in errors] == [SyncFailedError] * 2
             assert all(str(error).startswith("rank 2 of the trainer is gone") for error in errors), errors
+
+
+@pytest.mark.slow
+def test_when_the_leader_dies_the_others_hear_of_it() -> None:
+    with Ranks(3) as ranks:
+        ranks.all("group", [0, 1, 2])
+        ranks.all("make", 1, 3)
+        with running(ranks, size=3, workers=1, **BUCKETS):
+            ranks.kill(0)
+            start = time.monotonic()
+            ranks.post("call", "send")
+            _, *errors = ranks.answers()
+            assert time.monotonic() - start < 10
+            assert [type(error) for error in errors] == [SyncFailedError] * 2
+            assert all(str(error).startswith("rank 0 of the trainer is gone") for error in errors), errors
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_is_named() -> None:
+    with Ranks(3) as ranks:
+        ranks.all("group", [0, 1, 2])
+        ranks.all("make", 1, 3)
+        with running(ranks, size=3, workers=1, timeout=2.0, **BUCKETS) as crew:
+            freeze(ranks.processes[2].pid)
+            ranks.post("call", "send", of=2)
+            errors = ranks.answers(2)
+            ranks.kill(2)
+            assert [type(error) for error in errors] == [SyncTimeoutError] * 2
+            assert all(str(error).startswith("rank 2 of the trainer took no part") for error in errors), (
+                errors
+            )
+            assert crew[0].call("version") == 0
