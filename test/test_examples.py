@@ -101,6 +101,23 @@ def test_distributed(encoding: str) -> None:
     assert "[W" not in done.stderr, "no warnings from the C++ side at the end"
 
 
+def test_fsdp_trainer() -> None:
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "4", str(ROOT / "examples/fsdp_trainer.py")]
+    done = subprocess.run(
+        [sys.executable, *command, "--updates", "5"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"trainer (\d): the workers have {0: 5, 1: 5}", done.stdout)) == ["0", "1"]
+    assert sorted(re.findall(r"worker (\d): version 5", done.stdout)) == ["0", "1"]
+    assert "holds 59,648 of 119,296 weights" in done.stdout
+    assert "Traceback" not in done.stderr
+    assert "Warning" not in done.stderr
+
+
 def ray_lines(name: str, *args: str) -> list[str]:
     """What a Ray example prints; Ray itself talks on stderr."""
     pytest.importorskip("ray", reason='Ray is not installed: pip install "weight-update[ray]"')

@@ -50,6 +50,7 @@ from weight_update.schemes import (
     group_schemes,
     send_together,
 )
+from weight_update.shards import GatherShards
 from weight_update.strategy import WeightStrategy
 from weight_update.synchronizer import (
     BlockingExplorer,
@@ -91,6 +92,7 @@ __all__ = [
     "ExplorerClient",
     "FormatError",
     "Gate",
+    "GatherShards",
     "InferenceEngine",
     "JoinRefusedError",
     "LifecycleError",

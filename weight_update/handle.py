@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 
 from weight_update.errors import SyncFailedError
+from weight_update.follower import Follower
 from weight_update.report import SyncReport
 from weight_update.sender import Sender
 
@@ -15,20 +16,24 @@ __all__ = ["SendHandle", "failed"]
 class SendHandle:
     """An update on its way.
 
+    Where several ranks send one sharded model, all of them call :meth:`wait` or none; until it
+    returned, :meth:`done` and :meth:`failures` know nothing on ranks that do not lead.
+
     Attributes:
         version: its number.
+        workers: indices of those that are sent it.
     """
 
-    def __init__(self, sender: Sender, report: SyncReport, workers: tuple[int, ...]) -> None:
-        self._sender, self._report, self._workers = sender, report, workers
+    def __init__(self, sender: Sender | Follower, report: SyncReport, workers: tuple[int, ...]) -> None:
+        self._sender, self._report, self.workers = sender, report, workers
         self.version = report.version
 
     def __repr__(self) -> str:
-        return f"SendHandle(version={self.version}, workers={list(self._workers)}, done={self.done()})"
+        return f"SendHandle(version={self.version}, workers={list(self.workers)}, done={self.done()})"
 
     def done(self) -> bool:
         """Whether every worker has applied it (or a newer one), or failed."""
-        return self._sender.roll.settled(self.version, self._workers)
+        return self._sender.settled(self.version, self.workers)
 
     def wait(self, timeout: float | None = None) -> SyncReport:
         """Wait until every worker has applied this update or a newer one.
@@ -39,11 +44,9 @@ class SendHandle:
         Raises:
             SyncFailedError: workers failed, died or were late; it names them. All others have it.
         """
-        limit = self._sender.timeout if timeout is None else timeout
         start = time.perf_counter()
-        failures = self._sender.roll.wait_applied(self.version, self._workers, limit, patient=timeout is None)
+        failures = self._sender.wait(self._report, self.workers, timeout)
         self._report.seconds["ack"] = time.perf_counter() - start
-        self._sender.roll.fill(self._report, self._workers)
         if failures:
             raise failed(self.version, failures, self._report)
         return self._report
@@ -54,19 +57,19 @@ class SendHandle:
 
     def wait_staged(self) -> dict[int, Exception]:
         """Wait until the workers have staged it; the errors of those that have not."""
-        return self._sender.roll.wait_staged(self.version, self._workers, self._sender.timeout)
+        return self._sender.wait_staged(self.version, self.workers)
 
     def commit(self) -> None:
         """Let the workers apply what they staged."""
-        self._sender.commit(self.version, self._workers)
+        self._sender.commit(self.version, self.workers)
 
     def abort(self) -> None:
         """Let the workers forget what they staged."""
-        self._sender.abort(self.version, self._workers)
+        self._sender.abort(self.version, self.workers)
 
     def failures(self) -> dict[int, Exception]:
         """The errors known by now, by worker; does not wait."""
-        return self._sender.roll.failures(self.version, self._workers)
+        return self._sender.failures(self.version, self.workers)
 
     @property
     def report(self) -> SyncReport:

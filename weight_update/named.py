@@ -13,12 +13,15 @@ from torch import nn
 from weight_update.chunks import WeightSchema, memory_identity
 from weight_update.errors import UnsupportedSourceError
 
-__all__ = ["Convert", "NamedWeights"]
+__all__ = ["Convert", "Gather", "NamedWeights"]
 
 EXTRA = "_extra_state"
 
 Convert = Callable[[Iterator[tuple[str, torch.Tensor]]], Iterable[tuple[str, torch.Tensor]]]
 """Gives weights in another format, one after the other as they are asked for."""
+
+Gather = Callable[[Mapping[str, torch.Tensor]], Generator[tuple[str, torch.Tensor]]]
+"""Puts together tensors of which this process holds parts, one after the other as they are asked for."""
 
 
 @dataclass
@@ -29,11 +32,13 @@ class NamedWeights:
         tensors: tensors by dotted name, in order; live references, not copies.
         extra: extra state by the dotted name ``"<module>._extra_state"``.
         convert: what :meth:`items` has still to do with ``tensors``.
+        gather: what it has to do before that.
     """
 
     tensors: dict[str, torch.Tensor]
     extra: dict[str, Any] = field(default_factory=dict)
     convert: Convert | None = None
+    gather: Gather | None = None
 
     def items(self) -> Generator[tuple[str, torch.Tensor]]:
         """Names and tensors, each converted only when it is asked for, and not kept.
@@ -43,13 +48,21 @@ class NamedWeights:
         Raises:
             UnsupportedSourceError: ``convert`` gives a name twice, or what is not a tensor.
         """
-        if self.convert is None:
-            return (item for item in self.tensors.items())
-        return _converted(iter(self.convert(iter(self.tensors.items()))))
+        if self.gather is None:
+            return self._converted(item for item in self.tensors.items())
+        return self._converted(self.gather(self.tensors))
+
+    @torch.no_grad()
+    def _converted(self, source: Generator[tuple[str, torch.Tensor]]) -> Generator[tuple[str, torch.Tensor]]:
+        try:
+            yield from source if self.convert is None else _checked(iter(self.convert(source)))
+        finally:
+            source.close()
 
     def converted(self) -> NamedWeights:
         """The same with all conversion done."""
-        return self if self.convert is None else NamedWeights(dict(self.items()), self.extra)
+        lazy = self.convert is not None or self.gather is not None
+        return NamedWeights(dict(self.items()), self.extra) if lazy else self
 
     def schema(self) -> WeightSchema:
         """The schema of :meth:`items`; holds none of the tensors that a conversion makes.
@@ -58,12 +71,16 @@ class NamedWeights:
             UnsupportedSourceError: as :meth:`items`, and as :meth:`WeightSchema.of`.
         """
         owned = {memory_identity(tensor) for tensor in self.tensors.values()}
-        return WeightSchema.of(
-            {
-                name: tensor if memory_identity(tensor) in owned else tensor.to("meta")
-                for name, tensor in self.items()
-            }
-        )
+        found: dict[str, torch.Tensor] = {}
+        last = hollow = torch.empty(0)
+        for name, tensor in self.items():
+            if memory_identity(tensor) in owned:
+                found[name] = tensor
+                continue
+            if tensor is not last:  # a tensor under several names in a row is tied
+                last, hollow = tensor, tensor.to("meta")
+            found[name] = hollow
+        return WeightSchema.of(found)
 
 
 def matching(prefixes: Sequence[str], names: Iterable[str]) -> set[str]:
@@ -98,8 +115,7 @@ def frozen_or_transient(source: Any, tensors: Mapping[str, torch.Tensor]) -> set
     return found
 
 
-@torch.no_grad()
-def _converted(items: Iterator[tuple[str, Any]]) -> Generator[tuple[str, torch.Tensor]]:
+def _checked(items: Iterator[tuple[str, Any]]) -> Generator[tuple[str, torch.Tensor]]:
     seen: set[str] = set()
     for name, value in items:
         if name in seen:

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -37,7 +37,9 @@ from weight_update.strategy import WeightStrategy
 from weight_update.streams import Streams
 from weight_update.transports.base import TransportBackend
 
-__all__ = ["Sender"]
+__all__ = ["Outcome", "Sender"]
+
+Outcome = tuple[bool, dict[int, Exception]]
 
 _log = logging.getLogger(__name__)
 _MAX_UPDATES = 4
@@ -443,6 +445,54 @@ class Sender:
         with peer.sending:
             for chunk in chunks:
                 peer.link.send_chunk(chunk, self.timeout)
+
+    # -- waiting -----------------------------------------------------------------------------------
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """Indices of all workers; see :attr:`~weight_update.roll.Roll.workers`."""
+        return self.roll.workers
+
+    @property
+    def worker_versions(self) -> dict[int, int | None]:
+        """What each worker has applied; None for one that is not connected."""
+        return {idx: self.roll[idx].version for idx in self.roll.workers}
+
+    def wait(self, report: SyncReport, workers: Sequence[int], timeout: float | None) -> dict[int, Exception]:
+        """Wait until workers have applied an update or a newer one; the errors of those that did not.
+
+        Args:
+            report: of the update; what workers say of it is entered there.
+            workers: indices.
+            timeout: seconds; None takes the sender's, counted from when all was sent.
+        """
+        limit = self.timeout if timeout is None else timeout
+        failures = self.roll.wait_applied(report.version, workers, limit, patient=timeout is None)
+        self.roll.fill(report, workers)
+        return failures
+
+    def wait_staged(self, version: int, workers: Sequence[int]) -> dict[int, Exception]:
+        """Wait until workers have ``version`` staged; the errors of those that do not."""
+        return self.roll.wait_staged(version, workers, self.timeout)
+
+    def settled(self, version: int, workers: Sequence[int]) -> bool:
+        """Whether nothing more is to be waited for."""
+        return self.roll.settled(version, workers)
+
+    def failures(self, version: int, workers: Sequence[int]) -> dict[int, Exception]:
+        """The errors known by now of workers that will not apply ``version``; does not wait."""
+        return self.roll.failures(version, workers)
+
+    def outcomes(self, updates: Sequence[tuple[int, Sequence[int]]]) -> list[Outcome]:
+        """Of each update, a version and its workers: whether it is settled, and the errors known by now."""
+        # whether it is settled is looked at first: then no more errors come
+        settled = [self.settled(version, workers) for version, workers in updates]
+        failures = [self.failures(version, workers) for version, workers in updates]
+        return list(zip(settled, failures, strict=True))
+
+    def one(self, weights: Mapping[int, NamedWeights]) -> NamedWeights | None:
+        """What a worker is to have, whole."""
+        return next(iter(weights.values()))
 
     def commit(self, version: int, workers: Iterable[int]) -> None:
         """Let workers apply what they staged."""

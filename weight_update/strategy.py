@@ -23,6 +23,7 @@ from weight_update.named import (
     walk_mapping,
     walk_tensordict,
 )
+from weight_update.shards import GatherShards
 
 __all__ = ["WeightStrategy", "resolve_strategy"]
 
@@ -53,6 +54,9 @@ class WeightStrategy:
             is strictly serial, 2 lets conversion and transfer overlap. A worker that joins, or missed a
             version, then gets weights with the next ``send``. Needs an encoding in chunks, such as
             ``BucketEncoding``.
+        gather: for a trainer whose ranks hold parts of the weights: a :class:`~weight_update.GatherShards`.
+            None: DTensors, as of FSDP2, are put together over the default process group, all others are
+            taken to be whole. Give ``max_in_flight`` too, and no rank ever holds the whole model.
 
     Raises:
         ValueError: an unknown ``extract_as``, encoding or selection; the message lists the known ones. Or
@@ -70,6 +74,7 @@ class WeightStrategy:
         select: Select | None = None,
         convert: Convert | None = None,
         max_in_flight: int | None = None,
+        gather: GatherShards | None = None,
     ) -> None:
         if extract_as not in get_args(ExtractAs):
             known = " or ".join(repr(name) for name in get_args(ExtractAs))
@@ -83,7 +88,7 @@ class WeightStrategy:
         if max_in_flight is not None:
             _require_chunks(max_in_flight, self.encoding)
         self.select, self.convert = select, convert
-        self.max_in_flight = max_in_flight
+        self.max_in_flight, self.gather = max_in_flight, gather
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **options: Any) -> WeightStrategy:
@@ -139,10 +144,12 @@ class WeightStrategy:
             raise ValueError(f"select={self.select!r} chooses none of the {len(tensors)} weights")
         return frozenset(names)
 
-    def outgoing(self, source: Any, chosen: frozenset[str] | None = None) -> NamedWeights:
+    def outgoing(
+        self, source: Any, chosen: frozenset[str] | None = None, *, later: bool = False
+    ) -> NamedWeights:
         """The weights of ``source`` as they are sent: those ``chosen`` (None: all), to be converted.
 
-        With ``max_in_flight`` conversion is left to whoever goes through the items.
+        With ``max_in_flight``, or ``later``, conversion is left to whoever goes through the items.
 
         Raises:
             UnsupportedSourceError: as :meth:`extract_weights`, or ``convert`` gives a name twice.
@@ -154,7 +161,7 @@ class WeightStrategy:
         if self.convert is None:
             return named
         named = NamedWeights(named.tensors, convert=self.convert)
-        return named if self.max_in_flight is not None else named.converted()
+        return named if later or self.max_in_flight is not None else named.converted()
 
     def extract_weights(self, source: Any) -> TensorDictBase | dict[str, Any]:
         """The weights of ``source`` in the format of this strategy; the tensors are not copied.

@@ -17,9 +17,13 @@ import torch
 
 from weight_update.chunks import WeightSchema
 from weight_update.errors import FormatError, JoinRefusedError, LifecycleError, TransportError
+from weight_update.follower import Follower
 from weight_update.gate import shared_gate
+from weight_update.gathering import Gathering
 from weight_update.handle import SendHandle, failed
+from weight_update.leader import Leader
 from weight_update.named import NamedWeights
+from weight_update.ranks import Alone, Ranks
 from weight_update.receiver import Receiver
 from weight_update.report import SyncReport
 from weight_update.schemes.context import (
@@ -31,6 +35,7 @@ from weight_update.schemes.context import (
 )
 from weight_update.schemes.sources import DeviceMap, ModelOf, Sources
 from weight_update.sender import Sender
+from weight_update.shards import GatherShards
 from weight_update.strategy import WeightStrategy, resolve_strategy
 from weight_update.transports.base import TransportBackend
 
@@ -118,7 +123,8 @@ class WeightSyncScheme(ABC):
         self.last_report: SyncReport | None = None
         self.worker_alive: Callable[[int], bool] | None = None
         self._sources: Sources | None = None
-        self._sender: Sender | None = None
+        self._sender: Sender | Follower | None = None
+        self._ranks: Alone | Ranks = Alone()
         self._receiver: Receiver | None = None
         self._worker_idx: int | None = None
         self._model: Any = None
@@ -176,7 +182,7 @@ class WeightSyncScheme(ABC):
 
         def let_in(worker_idx: int) -> TransportBackend:
             me = myself()
-            if me is None or me._sender is None or me._sources is None:
+            if me is None or not isinstance(me._sender, Sender) or me._sources is None:
                 raise JoinRefusedError("the scheme was shut down")
             if not me._sources.common or worker_idx < 0:
                 known = ", ".join(map(str, sorted(me._sources.by_worker)))
@@ -241,24 +247,50 @@ class WeightSyncScheme(ABC):
             device_map_fn=device_map_fn,
             num_workers=num_workers,
         )
-        workers = sorted(sources.by_worker)
-        schemas: dict[int, WeightSchema] = {}
+        self.model_id = model_id
+        self._ranks = ranks = self._meet_ranks(sources)
+        try:
+            patience = self.connect_timeout + self._patience
+            with ranks.step("init_on_sender", lambda _: sources.survey(self.strategy), patience) as surveyed:
+                self._sender = self._open_side(ranks, surveyed, ctx)
+        except BaseException:
+            ranks.close()
+            raise
+        self.context, self._sources = context, sources
+        self._close_at_end(_close_all, self._sender, self._door, ranks)
+
+    def _meet_ranks(self, sources: Sources) -> Alone | Ranks:
+        """The other ranks, if the trainer is sharded."""
+        gather = self.strategy.gather
+        if gather is None and not sources.sharded(self.strategy):
+            return Alone()
+        gather = gather or GatherShards()
+        ranks = Ranks(gather.members(), self.timeout, self.connect_timeout)
+        sources.gathering = Gathering(ranks, gather)
+        return ranks
+
+    def _open_side(
+        self, ranks: Alone | Ranks, surveyed: Mapping[int, tuple[NamedWeights, NamedWeights | None]], ctx: Any
+    ) -> Sender | Follower:
+        if isinstance(ranks, Ranks) and not ranks.leads:
+            ranks.follow()
+            return Follower(ranks, self.timeout)
         known: dict[int, WeightSchema] = {}
-        tracked: dict[int, frozenset[str] | None] = {}
-        for idx, (named, names) in sources.survey(self.strategy).items():
+        for named in (one for pair in surveyed.values() for one in pair if one is not None):
             if id(named) not in known:
                 known[id(named)] = named.schema()
-            schemas[idx], tracked[idx] = known[id(named)], names
-        self.model_id = model_id
-        links = self.open_sender(workers, ctx)
+        schemas = {idx: known[id(named)] for idx, (named, _) in surveyed.items()}
+        tracked = {
+            idx: None if part is None else frozenset(known[id(part)].names)
+            for idx, (_, part) in surveyed.items()
+        }
+        links = self.open_sender(sorted(schemas), ctx)
+        arguments = links, schemas, tracked, self.strategy, self._token, self.timeout
         try:
-            sender = Sender(links, schemas, tracked, self.strategy, self._token, self.timeout)
+            return Leader(ranks, *arguments) if isinstance(ranks, Ranks) else Sender(*arguments)
         except BaseException:
             _close_all(*links.values(), self._door)
             raise
-        self.context = context
-        self._sources, self._sender = sources, sender
-        self._close_at_end(_close_all, sender, self._door)
 
     def init_on_receiver(
         self,
@@ -322,8 +354,10 @@ class WeightSyncScheme(ABC):
         limit = self.connect_timeout if timeout is None else timeout
         if self._connected:
             raise LifecycleError("this scheme is connected already")
-        if self._sender is not None:
+        if isinstance(self._sender, Sender):
             self._connect_sender(self._sender, worker_idx, weights, limit)
+        elif self._sender is not None:
+            self._give_first(self._sender, weights, limit)
         elif self._receiving:
             self._connect_receiver(worker_idx, weights, limit)
         else:
@@ -333,13 +367,17 @@ class WeightSyncScheme(ABC):
     def _connect_sender(self, sender: Sender, worker_idx: int | None, weights: Any, limit: float) -> None:
         if worker_idx is not None:
             raise LifecycleError("connect(worker_idx=...) is for receivers")
-        assert self._sources is not None
         if self._door is not None:
             self._door.start()
-        workers = sender.roll.workers
-        sources = self._sources.with_guests(workers)
-        named = sources.read(self.strategy, weights, workers, first=True)
-        self.last_report = sender.connect(named, limit, self.worker_alive)
+        self._give_first(sender, weights, limit)
+
+    def _give_first(self, sender: Sender | Follower, weights: Any, limit: float) -> None:
+        def read(workers: Sequence[int] | None) -> dict[int, NamedWeights]:
+            chosen = sender.workers if workers is None else workers
+            return self._sources_for(chosen).read(self.strategy, weights, chosen, first=True)
+
+        with self._ranks.step("connect", read, limit + self._patience) as named:
+            self.last_report = sender.connect(named, limit, self.worker_alive)
 
     def _connect_receiver(self, worker_idx: int | None, weights: Any, limit: float) -> None:
         if weights is not None:
@@ -400,17 +438,20 @@ class WeightSyncScheme(ABC):
         if self.sync:
             return self.send_async(weights, worker_ids).wait()
         handle = self.send_async(weights, worker_ids)
-        earlier = self._unchecked[-_REMEMBERED:]
-        under_way = [
-            one for one in earlier if not one.done()
-        ]  # looked at first: all others will not fail later
-        failures = [one for one in earlier if one.failures()]
-        bad = failures.pop(0) if failures else None
-        still = [one for one in earlier if one is not bad and (one in under_way or one in failures)]
-        self._unchecked = [*still, handle]
-        if bad is not None:
-            raise failed(bad.version, bad.failures(), bad.report)
+        earlier, self._unchecked = self._unchecked[-_REMEMBERED:], [handle]
+        if earlier:
+            self._raise_first(earlier)
         return handle.report
+
+    def _raise_first(self, earlier: list[SendHandle]) -> None:
+        """Raise the first error of updates that nobody waited for; go on looking after the others."""
+        found = self._require_sender().outcomes([(one.version, one.workers) for one in earlier])
+        outcomes = list(zip(earlier, found, strict=True))
+        bad = next((one for one, (_, failures) in outcomes if failures), None)
+        still = [one for one, (settled, failures) in outcomes if failures or not settled]
+        self._unchecked = [*(one for one in still if one is not bad), *self._unchecked]
+        if bad is not None:
+            raise failed(bad.version, dict(outcomes)[bad][1], bad.report)
 
     def send_async(self, weights: Any = None, worker_ids: Any = None) -> SendHandle:
         """As :meth:`send`, but returns at once; the weights may be changed when it returns.
@@ -431,17 +472,22 @@ class WeightSyncScheme(ABC):
         sender = self._require_sender()
         with self._sending:
             start = time.perf_counter()
-            named = self._read(weights, worker_ids)
-            extract = time.perf_counter() - start
-            handle = SendHandle(sender, sender.publish(named, **how), tuple(named))
+            with self._ranks.step("send", self._reader(weights, worker_ids), self._patience) as named:
+                extract = time.perf_counter() - start
+                handle = SendHandle(sender, sender.publish(named, **how), tuple(named))
             handle.report.seconds = {"extract": extract, **handle.report.seconds}
             self.last_report = handle.report
         return handle
 
     def prepare_weights(self, weights: Any = None) -> Any:
-        """The weights that ``send(weights)`` would send, in the format of the strategy."""
-        named = self._read(weights, None)
-        return self.strategy.export(next(iter(named.values())))
+        """The weights that ``send(weights)`` would send, in the format of the strategy.
+
+        Of a sharded model, every rank calls this; those that do not lead get None.
+        """
+        sender = self._require_sender()
+        with self._ranks.step("prepare_weights", self._reader(weights, None), self._patience) as named:
+            one = sender.one(named)
+        return None if one is None else self.strategy.export(one)
 
     def receive(self, timeout: float | None = None) -> Any | None:
         """Wait for the next update to be applied.
@@ -513,9 +559,11 @@ class WeightSyncScheme(ABC):
 
     @property
     def worker_versions(self) -> dict[int, int | None]:
-        """Sender: the version each worker has applied; None for a worker that is not connected."""
-        roll = None if self._sender is None else self._sender.roll
-        return {} if roll is None else {idx: roll[idx].version for idx in roll.workers}
+        """Sender: the version each worker has applied; None for a worker that is not connected.
+
+        On ranks of a sharded trainer that do not lead: as of the end of the last call that all ranks made.
+        """
+        return {} if self._sender is None else dict(self._sender.worker_versions)
 
     @property
     def initialized_on_sender(self) -> bool:
@@ -609,20 +657,36 @@ class WeightSyncScheme(ABC):
 
     # -- insides -----------------------------------------------------------------------------------
 
-    def _read(self, weights: Any, worker_ids: Any) -> dict[int, NamedWeights]:
-        sources = self._require_sources()
-        if isinstance(weights, str):
-            if self.context is None:
-                raise ValueError(f"weights={weights!r} names a model, but there is no context to find it in")
-            weights = resolve_path(self.context, weights)
-        return sources.read(self.strategy, weights, sources.select(worker_ids, weights))
+    def _reader(
+        self, weights: Any, worker_ids: Any
+    ) -> Callable[[Sequence[int] | None], dict[int, NamedWeights]]:
+        """Reads weights for the workers that ``worker_ids`` means, or that another rank says it means."""
 
-    def _require_sources(self) -> Sources:
+        def read(workers: Sequence[int] | None) -> dict[int, NamedWeights]:
+            found = weights
+            if isinstance(weights, str):
+                if self.context is None:
+                    raise ValueError(
+                        f"weights={weights!r} names a model, but there is no context to find it in"
+                    )
+                found = resolve_path(self.context, weights)
+            sources = self._sources_for(sender.workers if workers is None else workers)
+            chosen = sources.select(worker_ids, found) if workers is None else workers
+            return sources.read(self.strategy, found, chosen)
+
         sender = self._require_sender()
-        assert self._sources is not None
-        return self._sources.with_guests(sender.roll.workers)
+        return read
 
-    def _require_sender(self) -> Sender:
+    def _sources_for(self, workers: Sequence[int]) -> Sources:
+        assert self._sources is not None
+        return self._sources.with_guests(workers)
+
+    @property
+    def _patience(self) -> float:
+        """Seconds between two words of the leader to the other ranks, at most: it waits for workers."""
+        return 4 * self.timeout
+
+    def _require_sender(self) -> Sender | Follower:
         if self._sender is None:
             raise LifecycleError("this is not a sender; call init_on_sender() first")
         if not self._sender.serving:  # connect() may have failed for some workers: the others are there
@@ -639,7 +703,7 @@ class WeightSyncScheme(ABC):
         return self._receiver
 
 
-def _close_all(*parts: Sender | TransportBackend | Door | None) -> None:
+def _close_all(*parts: Sender | Follower | TransportBackend | Door | Alone | Ranks | None) -> None:
     for part in parts:
         if part is not None:
             part.close()

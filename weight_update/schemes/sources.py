@@ -11,9 +11,11 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from weight_update.errors import NothingToSendError, UnknownWorkerError
+from weight_update.errors import NothingToSendError, UnknownWorkerError, UnsupportedSourceError
+from weight_update.gathering import Gathering
 from weight_update.named import NamedWeights
 from weight_update.schemes.context import devices_of, factories_of, resolve_model
+from weight_update.shards import reshard, sharded
 from weight_update.strategy import WeightStrategy
 
 __all__ = ["ModelOf", "Sources"]
@@ -48,12 +50,14 @@ class Sources:
         devices: the device of each worker, where known.
         device_map: applied to the source for each worker, if given.
         chosen: names that the strategy selects, by worker; see :meth:`survey`.
+        gathering: puts weights together that several ranks hold parts of, if they do.
     """
 
     by_worker: dict[int, Any]
     devices: dict[int, torch.device | None]
     device_map: DeviceMap | None = None
     chosen: dict[int, frozenset[str] | None] = field(default_factory=dict)
+    gathering: Gathering | None = None
 
     @classmethod
     def of(
@@ -161,8 +165,13 @@ class Sources:
         """Whether all workers have the same weights by default, so that one more can have them too."""
         return self.device_map is None and len({id(source) for source in self.by_worker.values()}) == 1
 
-    def survey(self, strategy: WeightStrategy) -> dict[int, tuple[NamedWeights, frozenset[str] | None]]:
-        """Which weights each worker is to have, and the names of those that updates carry (None: all).
+    def sharded(self, strategy: WeightStrategy) -> bool:
+        """Whether a source has weights of which other processes hold parts."""
+        distinct = {id(one): one for one in self.by_worker.values() if one is not None}
+        return any(sharded(strategy.named(one).tensors) for one in distinct.values())
+
+    def survey(self, strategy: WeightStrategy) -> dict[int, tuple[NamedWeights, NamedWeights | None]]:
+        """Which weights each worker is to have, and those that updates carry (None: all).
 
         Workers that get the same share one object.
 
@@ -171,17 +180,18 @@ class Sources:
             NothingToSendError, UnsupportedSourceError: as :meth:`read`.
         """
         sources = self._sources_of(None, sorted(self.by_worker))
-        found: dict[int, tuple[NamedWeights, frozenset[str] | None]] = {}
+        self._begin()
+        found: dict[int, tuple[NamedWeights, NamedWeights | None]] = {}
         chosen: dict[int, frozenset[str] | None] = {}
         for source in sources.values():
             if id(source) in found:
                 continue
             names = chosen[id(source)] = strategy.chosen(source)
             if names is None or strategy.partial:
-                found[id(source)] = strategy.outgoing(source, names), None
+                found[id(source)] = self._outgoing(strategy, source, names), None
             else:
-                tracked = frozenset(strategy.outgoing(source, names).tensors)
-                found[id(source)] = strategy.outgoing(source), tracked
+                tracked = self._outgoing(strategy, source, names)
+                found[id(source)] = self._outgoing(strategy, source), tracked
         self.chosen = {idx: chosen[id(source)] for idx, source in sources.items()}
         return {idx: found[id(source)] for idx, source in sources.items()}
 
@@ -201,13 +211,32 @@ class Sources:
             UnsupportedSourceError: the weights are of a type that cannot be read.
         """
         found = self._sources_of(weights, workers)
+        self._begin()
         everything = first and not strategy.partial
         named: dict[int, NamedWeights] = {}
         for idx, source in found.items():
             if id(source) not in named:
                 chosen = None if everything else self.chosen.get(idx)
-                named[id(source)] = strategy.outgoing(source, chosen)
+                named[id(source)] = self._outgoing(strategy, source, chosen)
         return {idx: named[id(source)] for idx, source in found.items()}
+
+    def _begin(self) -> None:
+        if self.gathering is not None:
+            self.gathering.begin()
+
+    def _outgoing(
+        self, strategy: WeightStrategy, source: Any, chosen: frozenset[str] | None = None
+    ) -> NamedWeights:
+        if self.gathering is not None:
+            reshard(source)
+            return self.gathering.enroll(strategy.outgoing(source, chosen, later=True))
+        named = strategy.outgoing(source, chosen)
+        if sharded(named.tensors):
+            raise UnsupportedSourceError(
+                "these weights are sharded (DTensor): give init_on_sender a sharded model on every rank, or "
+                "WeightStrategy(gather=GatherShards())"
+            )
+        return named
 
     def _sources_of(self, weights: Any, workers: Sequence[int]) -> dict[int, Any]:
         per_worker = is_per_worker(weights)

@@ -1,0 +1,448 @@
+"""Ranks of a sharded trainer for tests: real processes in one gloo group that do what they are told."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import weakref
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import (
+    DeviceMesh,
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from weight_update import (
+    BucketEncoding,
+    DistributedWeightSyncScheme,
+    GatherShards,
+    SharedMemWeightSyncScheme,
+    WeightStrategy,
+    WeightSyncScheme,
+    batch,
+    gathering,
+)
+from weight_update.convert import Sharded, gather_tensor_parallel
+from weight_update.testing.models import Noted, fingerprint
+from weight_update.testing.workers import Worker
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(  # not this module: the server does not look where pytest does
+    ["torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "weight_update.testing"]
+)
+ANSWER_SECONDS = 60.0
+TOKEN = "of the sharded tests"
+
+
+class Net(nn.Module):
+    """Sizes that do not divide by the number of ranks, tied weights, buffers, extra state."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(13, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.norm = nn.BatchNorm1d(6)
+        self.frozen = nn.Parameter(torch.randn(5, 2, dtype=torch.float64), requires_grad=False)
+        self.head = nn.Linear(6, 13, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.tensor(0), persistent=False)
+        self.noted = Noted(seed)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        self.steps += 1
+        return torch.as_tensor(self.head(self.norm(x)))
+
+
+def shard(net: Net, mesh: DeviceMesh | None) -> Net:
+    for layer in net.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    return net
+
+
+def train(net: nn.Module, steps: int) -> None:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    torch.manual_seed(steps + dist.get_rank())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        net(torch.randint(0, 13, (8,))).square().mean().backward()
+        optimizer.step()
+
+
+def whole(net: nn.Module) -> dict[str, Any]:
+    """All weights, put together by torch's own means; on the first rank only."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return {k: v for k, v in get_model_state_dict(net, options=options).items() if "_extra" not in k}
+
+
+class Watch:
+    """Counts bytes of whole tensors that are alive at one time."""
+
+    def __init__(self) -> None:
+        self.alive = self.peak = 0
+
+    def see(self, tensor: torch.Tensor) -> None:
+        nbytes = tensor.untyped_storage().nbytes()
+        self.alive += nbytes
+        self.peak = max(self.peak, self.alive)
+        weakref.finalize(tensor.untyped_storage(), self._gone, nbytes)
+
+    def _gone(self, nbytes: int) -> None:
+        self.alive -= nbytes
+
+
+class Body:
+    """What lives in one rank."""
+
+    def __init__(self) -> None:
+        self.scheme: WeightSyncScheme | None = None
+        self.net: Any = None
+        self.groups: dict[tuple[int, ...], Any] = {}
+
+    def group(self, ranks: list[int]) -> None:
+        """All ranks of the world take part."""
+        self.groups[tuple(ranks)] = dist.new_group(ranks)
+
+    def make(self, seed: int, size: int, change: Callable[[Body], None] | None = None) -> None:
+        """A model sharded over the first ``size`` ranks; each rank begins with the same weights."""
+        mesh = DeviceMesh.from_group(self.groups[tuple(range(size))], "cpu", mesh=list(range(size)))
+        self.net = shard(Net(seed), mesh)
+        if change is not None:
+            change(self)
+
+    def init(self, kind: str, size: int, workers: int, port: int, options: dict[str, Any]) -> bytes | None:
+        """``init_on_sender``; the leader's scheme for workers."""
+        options = dict(options)
+        timeout = options.pop("timeout", 20.0)
+        sync = options.pop("sync", True)
+        gather = GatherShards(self.groups[tuple(range(size))], **options.pop("shards", {}))
+        strategy = WeightStrategy(gather=gather, **options)
+        times = {"timeout": timeout, "connect_timeout": timeout, "sync": sync}
+        if kind == "shared_mem":
+            self.scheme = SharedMemWeightSyncScheme(strategy, token=TOKEN, **times)
+        else:
+            self.scheme = DistributedWeightSyncScheme(strategy=strategy, port=port, token=TOKEN, **times)
+        self.scheme.init_on_sender(model=self.net, num_workers=workers)
+        return pickle.dumps(self.scheme) if dist.get_rank() == 0 else None
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """A method of the scheme."""
+        return getattr(self.scheme, name)(*args, **kwargs)
+
+    def get(self, name: str) -> Any:
+        """An attribute of the scheme."""
+        return getattr(self.scheme, name)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(self, *args)``."""
+        return function(self, *args)
+
+    def train(self, steps: int) -> None:
+        train(self.net, steps)
+
+    def whole(self) -> dict[str, Any]:
+        return fingerprint(whole(self.net))
+
+    def descriptors(self) -> int:
+        """Files, sockets and shared memory that this process has open."""
+        return len(os.listdir("/proc/self/fd"))
+
+
+BODY = Body()  # of this rank
+
+
+def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
+    )
+    body = globals()["BODY"] = Body()
+    while (message := pipe.recv()) is not None:
+        name, args, kwargs = message
+        try:
+            answer: Any = (True, getattr(body, name)(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - handed to the test, which asserts on it
+            answer = (False, error)
+        pipe.send(answer)
+    if body.scheme is not None:
+        body.scheme.shutdown()
+    os._exit(0)  # other ranks may have been killed: an orderly end would wait for them
+
+
+class Ranks:
+    """The test's handle of all ranks; a context manager."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        port = free_port()
+        self.pipes, self.processes = [], []
+        for rank in range(size):
+            mine, theirs = multiprocessing.Pipe()
+            process = CONTEXT.Process(target=_serve, args=(theirs, rank, size, port), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(mine)
+            self.processes.append(process)
+
+    def each(self, name: str, *args: Any, of: int | None = None, **kwargs: Any) -> list[Any]:
+        """Results or exceptions of a method on the first ``of`` ranks (None: all), called at one time."""
+        self.post(name, *args, of=of, **kwargs)
+        return self.answers(of)
+
+    def all(self, name: str, *args: Any, of: int | None = None, **kwargs: Any) -> list[Any]:
+        """As :meth:`each`, but raises what was raised."""
+        answers = self.each(name, *args, of=of, **kwargs)
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
+    def post(self, name: str, *args: Any, of: int | None = None, **kwargs: Any) -> None:
+        for pipe in self.pipes[:of]:
+            with contextlib.suppress(BrokenPipeError):  # it was killed
+                pipe.send((name, args, kwargs))
+
+    def answers(self, of: int | None = None) -> list[Any]:
+        return [self._answer(rank) for rank in range(of or self.size)]
+
+    def _answer(self, rank: int) -> Any:
+        try:
+            if not self.pipes[rank].poll(ANSWER_SECONDS):
+                raise AssertionError(f"rank {rank} gave no answer")
+            return self.pipes[rank].recv()[1]
+        except (EOFError, ConnectionError):
+            return None  # it was killed
+
+    def kill(self, rank: int) -> None:
+        os.kill(self.processes[rank].pid, signal.SIGKILL)
+        self.processes[rank].join()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+            process.join(10.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+@contextlib.contextmanager
+def running(
+    ranks: Ranks, kind: str = "distributed", *, size: int, workers: int, model: Any = None, **options: Any
+) -> Iterator[list[Worker]]:
+    """Ranks and workers that are connected; the workers."""
+    blob = ranks.all("init", kind, size, workers, free_port(), options, of=size)[0]
+    crew = [Worker(pickle.loads(blob), idx, "forkserver") for idx in range(workers)]  # type: ignore[arg-type]
+    try:
+        for worker in crew:
+            worker.call("init", Net(7) if model is None else model)
+        ranks.post("call", "connect", of=size)
+        for worker in crew:
+            worker.post("connect")
+        errors = [one for one in ranks.answers(size) if isinstance(one, Exception)]
+        for worker in crew:
+            worker.answer()
+        assert not errors, errors
+        yield crew
+    finally:
+        for worker in crew:
+            worker.stop()
+        ranks.each("call", "shutdown", of=size)
+
+
+@contextlib.contextmanager
+def added(ranks: Ranks, index: int) -> Iterator[Worker]:
+    """A worker beyond the first number, with a scheme of its own."""
+    port = ranks.all("get", "port", of=1)[0]
+    scheme = DistributedWeightSyncScheme(
+        strategy=WeightStrategy(encoding=BUCKETS["encoding"]), port=port, token=TOKEN
+    )
+    worker = Worker(scheme, index, "forkserver")
+    try:
+        worker.call("init", Net(7))
+        worker.call("connect")
+        yield worker
+    finally:
+        worker.stop()
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+BUCKETS: dict[str, Any] = {"encoding": BucketEncoding(bucket_size=256), "max_in_flight": 2}
+
+
+# -- what ranks are asked to do ----------------------------------------------------------------------
+
+
+class Moody:
+    """A converter that fails at the third tensor when told to; one of its own in each rank."""
+
+    fails = False
+
+    def __call__(self, items: Iterator[Any]) -> Iterator[Any]:
+        for number, item in enumerate(items):
+            if number == 2 and Moody.fails:
+                raise ValueError("no such format")
+            yield item
+
+
+def set_mood(body: Body, fails: bool) -> None:
+    Moody.fails = fails
+
+
+def rename_on_second(body: Body) -> None:
+    if dist.get_rank() == 1:
+        body.net.layers[1].register_parameter("strange", body.net.layers[1]._parameters.pop("weight"))
+
+
+def watch(body: Body) -> None:
+    """Count what the gather makes from now on."""
+    body.made, body.kept = Watch(), Watch()  # type: ignore[attr-defined]
+    assemble, flat = batch.assemble, batch.flat
+
+    def counted_assemble(*args: Any) -> torch.Tensor:
+        tensor = assemble(*args)
+        body.made.see(tensor)  # type: ignore[attr-defined]
+        return tensor
+
+    def counted_flat(*args: Any) -> Any:
+        memory, views = flat(*args)
+        body.kept.see(memory)  # type: ignore[attr-defined]
+        return memory, views
+
+    batch.assemble = counted_assemble
+    batch.flat = gathering.flat = counted_flat
+
+
+def peaks(body: Body) -> tuple[int, int]:
+    """Most bytes at one time: of whole tensors, of parts on their way."""
+    return body.made.peak, body.kept.peak  # type: ignore[attr-defined]
+
+
+class ColumnParallel:
+    """A way of gathering of the user's own, that finds its group in each rank."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        self.ranks = ranks
+
+    def __call__(self, items: Iterator[Any]) -> Iterator[Any]:
+        group = BODY.groups[tuple(self.ranks)]
+        return gather_tensor_parallel(group, [("", Sharded(1))])(items)
+
+
+def make_columns(body: Body, size: int) -> None:
+    body.net = {f"w{i}": torch.arange(6.0).reshape(2, 3) + 100 * i + 10 * dist.get_rank() for i in range(4)}
+
+
+def kinds_of_shards(mesh: DeviceMesh, line: DeviceMesh) -> dict[str, torch.Tensor]:
+    """The same whole tensors on all ranks, sharded in every way that there is over four ranks."""
+    generator = torch.Generator().manual_seed(5)
+    ways: dict[str, tuple[DeviceMesh, list[Any]]] = {
+        "rows": (line, [Shard(0)]),
+        "columns": (line, [Shard(1)]),
+        "copies": (line, [Replicate()]),
+        "hybrid": (mesh, [Replicate(), Shard(0)]),
+        "hybrid the other way": (mesh, [Shard(1), Replicate()]),
+        "rows and columns": (mesh, [Shard(0), Shard(1)]),
+        "rows twice": (mesh, [Shard(0), Shard(0)]),
+        "a line of a mesh": (mesh["tp"], [Shard(0)]),
+    }
+    found: dict[str, torch.Tensor] = {}
+    for name, (where, placements) in ways.items():
+        for shape in ((8, 6), (7, 5), (3, 2), (1, 1)):
+            whole = torch.randn(shape, generator=generator)
+            found[f"{name} {shape}"] = distribute_tensor(whole, where, placements)
+    for shape in ((8, 6), (7, 5), (3, 2), (1, 1)):
+        found[f"rows from the right {shape}"] = twice_from_the_right(torch.ones(shape).cumsum(0), mesh)
+    found["scalar"] = distribute_tensor(torch.tensor(3.0), line, [Replicate()])
+    found["nothing"] = distribute_tensor(torch.empty(0, 4), line, [Shard(0)])
+    found["sum"] = DTensor.from_local(torch.full((3,), 1.0 + dist.get_rank()), line, [Partial()])
+    found["tied"] = found["rows (7, 5)"]
+    found["plain"] = torch.full((4,), float(dist.get_rank()))
+    return found
+
+
+def twice_from_the_right(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """As FSDP2 does it with what is cut by rows already."""
+    local = distribute_tensor(whole, mesh["tp"], [Shard(0)]).to_local()
+    local = distribute_tensor(local, mesh["dp"], [Shard(0)], src_data_rank=None).to_local()
+    placements = [_StridedShard(0, split_factor=2), Shard(0)]
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def make_kinds(body: Body) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    line = init_device_mesh("cpu", (4,))
+    body.net = kinds_of_shards(mesh, line)
+
+
+def whole_kinds(body: Body) -> dict[str, str]:
+    found = {}
+    for name, tensor in body.net.items():
+        found[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return fingerprint(found)
+
+
+def hollow_kinds(body: Body) -> dict[str, torch.Tensor]:
+    """A model for a worker."""
+    tensors = {name: torch.zeros(tensor.shape) for name, tensor in body.net.items()}
+    return {**tensors, "tied": tensors["rows (7, 5)"]}
+
+
+def make_tensor_parallel(body: Body) -> None:
+    """FSDP2 over tensor parallel, as users write it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = Net(1)
+    plan = {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()}
+    parallelize_module(net, mesh["tp"], plan)
+    body.net = shard(net, mesh["dp"])
+
+
+def whole_weights(body: Body) -> dict[str, str] | None:
+    """Fingerprint of what ``scheme.weights`` gives."""
+    assert body.scheme is not None
+    weights = body.scheme.weights
+    return None if weights is None else fingerprint(weights)
+
+
+def evaluate(body: Body) -> None:
+    """A forward pass without a backward pass leaves the root module whole."""
+    with torch.no_grad():
+        body.net(torch.randint(0, 13, (8,)))

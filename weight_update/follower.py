@@ -1,0 +1,129 @@
+"""A rank of a sharded trainer that does not lead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from weight_update.named import NamedWeights
+from weight_update.rank_errors import error_from_wire
+from weight_update.rank_links import Message
+from weight_update.ranks import Ranks
+from weight_update.report import SyncReport
+from weight_update.sender import Outcome
+
+__all__ = ["Follower"]
+
+_REMEMBERED = 64
+_PATIENCE = 8  # times the timeout: it begins on the leader when all was sent
+
+
+class Follower:
+    """Stands where the leading rank has its :class:`~weight_update.sender.Sender`.
+
+    It has no links, opens no port, and takes no memory: it gives its parts of the weights when they are put
+    together, and learns from the leader what became of each call.
+
+    Args:
+        ranks: the connection to the leader.
+        timeout: seconds an update may take until all workers have applied it.
+
+    Attributes:
+        version: the last one that a worker applied, when the leader last said so.
+        worker_versions: what each worker had applied then; None for one that was not connected.
+        serving: whether the leader was connected to workers then.
+    """
+
+    def __init__(self, ranks: Ranks, timeout: float) -> None:
+        self.timeout, self._ranks = timeout, ranks
+        self.version: int | None = None
+        self.worker_versions: dict[int, int | None] = {}
+        self.serving = False
+        self._failures: dict[int, dict[int, Exception]] = {}
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """Indices of the workers, as far as they are known."""
+        return tuple(self.worker_versions)
+
+    def connect(
+        self,
+        weights: Mapping[int, NamedWeights],
+        timeout: float,
+        alive: Callable[[int], bool] | None = None,
+    ) -> SyncReport:
+        """Take part until the workers have the first weights; see :meth:`Sender.connect`."""
+        del weights, timeout, alive
+        return _report(self._follow())
+
+    def publish(
+        self, weights: Mapping[int, NamedWeights], *, commit: bool = True, group: str | None = None
+    ) -> SyncReport:
+        """Take part until an update was sent; see :meth:`Sender.publish`."""
+        del weights, commit, group
+        return _report(self._follow())
+
+    def wait(self, report: SyncReport, workers: Sequence[int], timeout: float | None) -> dict[int, Exception]:
+        """What the leader learned while it waited; see :meth:`Sender.wait`."""
+        limit = _PATIENCE * self.timeout if timeout is None else timeout + self.timeout
+        with self._ranks.step("wait", lambda _: None, limit):
+            message = self._follow()
+        heard = _report(message)
+        report.apply_seconds, report.stall_seconds = heard.apply_seconds, heard.stall_seconds
+        self._failures[report.version] = failures = _failures(message["failures"])
+        for old in list(self._failures)[:-_REMEMBERED]:
+            del self._failures[old]
+        return failures
+
+    def wait_staged(self, version: int, workers: Sequence[int]) -> dict[int, Exception]:
+        """As :meth:`wait`; see :meth:`Sender.wait_staged`."""
+        with self._ranks.step("wait_staged", lambda _: None, 2 * self.timeout):
+            return _failures(self._follow()["failures"])
+
+    def settled(self, version: int, workers: Sequence[int]) -> bool:
+        """Whether :meth:`wait` returned."""
+        return version in self._failures
+
+    def failures(self, version: int, workers: Sequence[int]) -> dict[int, Exception]:
+        """What :meth:`wait` returned."""
+        return {idx: error for idx, error in self._failures.get(version, {}).items() if idx in workers}
+
+    def outcomes(self, updates: Sequence[tuple[int, Sequence[int]]]) -> list[Outcome]:
+        """What the leader knows; see :meth:`Sender.outcomes`."""
+        with self._ranks.step("outcomes", lambda _: None, self.timeout):
+            found = self._follow()["outcomes"]
+        return [(settled, _failures(failures)) for settled, failures in found]
+
+    def one(self, weights: Mapping[int, NamedWeights]) -> None:
+        """Take part; the leader alone has the whole weights."""
+        self._ranks.follow()
+
+    def commit(self, version: int, workers: Sequence[int]) -> None:
+        """The leader does that."""
+
+    def abort(self, version: int, workers: Sequence[int]) -> None:
+        """The leader does that."""
+
+    def close(self) -> None:
+        """Nothing more is sent."""
+        self.serving = False
+
+    def _follow(self) -> Message:
+        try:
+            message = self._ranks.follow()
+        finally:
+            last = self._ranks.result
+            if "version" in last:
+                self.version, self.serving = last["version"], last["serving"]
+                self.worker_versions = dict(last["workers"])
+        return message
+
+
+def _report(message: Message) -> SyncReport:
+    report = SyncReport(**message["report"])
+    report.apply_seconds = {int(idx): seconds for idx, seconds in report.apply_seconds.items()}
+    report.stall_seconds = {int(idx): seconds for idx, seconds in report.stall_seconds.items()}
+    return report
+
+
+def _failures(wire: Message) -> dict[int, Exception]:
+    return {int(idx): error_from_wire(error) for idx, error in wire.items()}

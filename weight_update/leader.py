@@ -1,0 +1,115 @@
+"""The sender of a sharded trainer: on the one rank that talks to the workers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from weight_update.named import NamedWeights
+from weight_update.rank_errors import error_to_wire
+from weight_update.rank_links import Message
+from weight_update.ranks import Ranks
+from weight_update.report import SyncReport
+from weight_update.sender import Outcome, Sender
+
+__all__ = ["Leader"]
+
+
+class Leader(Sender):
+    """A sender that tells the other ranks, its followers, what became of each call.
+
+    ``connect``, ``publish`` and ``one`` are called within a step of all ranks; the other methods that wait
+    make one of their own.
+
+    Args:
+        ranks: the connection to the others.
+        arguments: as for :class:`~weight_update.sender.Sender`.
+    """
+
+    def __init__(self, ranks: Ranks, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._ranks = ranks
+
+    def connect(
+        self,
+        weights: Mapping[int, NamedWeights],
+        timeout: float,
+        alive: Callable[[int], bool] | None = None,
+    ) -> SyncReport:
+        """See :meth:`Sender.connect`."""
+        with self._telling() as result:
+            whole, seconds = self._put_together(weights)
+            report = _add(super().connect(whole, timeout, alive), seconds)
+            result["report"] = dataclasses.asdict(report)
+        return report
+
+    def publish(
+        self, weights: Mapping[int, NamedWeights], *, commit: bool = True, group: str | None = None
+    ) -> SyncReport:
+        """See :meth:`Sender.publish`."""
+        with self._telling() as result:
+            whole, seconds = self._put_together(weights)
+            report = _add(super().publish(whole, commit=commit, group=group), seconds)
+            result["report"] = dataclasses.asdict(report)
+        return report
+
+    def wait(self, report: SyncReport, workers: Sequence[int], timeout: float | None) -> dict[int, Exception]:
+        """See :meth:`Sender.wait`."""
+        with self._step("wait"), self._telling() as result:
+            failures = super().wait(report, workers, timeout)
+            result["report"] = dataclasses.asdict(report)
+            result["failures"] = _to_wire(failures)
+        return failures
+
+    def wait_staged(self, version: int, workers: Sequence[int]) -> dict[int, Exception]:
+        """See :meth:`Sender.wait_staged`."""
+        with self._step("wait_staged"), self._telling() as result:
+            failures = super().wait_staged(version, workers)
+            result["failures"] = _to_wire(failures)
+        return failures
+
+    def outcomes(self, updates: Sequence[tuple[int, Sequence[int]]]) -> list[Outcome]:
+        """See :meth:`Sender.outcomes`."""
+        with self._step("outcomes"), self._telling() as result:
+            found = super().outcomes(updates)
+            result["outcomes"] = [(settled, _to_wire(failures)) for settled, failures in found]
+        return found
+
+    def one(self, weights: Mapping[int, NamedWeights]) -> NamedWeights:
+        """See :meth:`Sender.one`."""
+        return next(iter(weights.values())).converted()
+
+    def _put_together(self, weights: Mapping[int, NamedWeights]) -> tuple[Mapping[int, NamedWeights], float]:
+        """Weights that are not to travel while they are put together; and the seconds that took."""
+        if self._strategy.max_in_flight is not None:
+            return weights, 0.0
+        start = time.perf_counter()
+        distinct = {id(named): named for named in weights.values()}
+        whole = {key: named.converted() for key, named in distinct.items()}
+        return {idx: whole[id(named)] for idx, named in weights.items()}, time.perf_counter() - start
+
+    def _step(self, what: str) -> contextlib.AbstractContextManager[Any]:
+        return self._ranks.step(what, lambda _: None, self.timeout)
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[Message]:
+        """What is entered here is told to the others at the end of the step, also if that is an error."""
+        result = self._ranks.result
+        try:
+            yield result
+        finally:
+            versions = list(self.worker_versions.items())
+            result.update(version=self.version, workers=versions, serving=self.serving)
+
+
+def _add(report: SyncReport, seconds: float) -> SyncReport:
+    if seconds:
+        report.seconds = {"convert": seconds, **report.seconds}
+    return report
+
+
+def _to_wire(failures: Mapping[int, Exception]) -> Message:
+    return {str(idx): error_to_wire(error) for idx, error in failures.items()}
