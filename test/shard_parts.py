@@ -38,10 +38,9 @@ from weight_update import (
     SharedMemWeightSyncScheme,
     WeightStrategy,
     WeightSyncScheme,
-    batch,
-    gathering,
 )
 from weight_update.convert import Sharded, gather_tensor_parallel
+from weight_update.sharded import batch, gathering
 from weight_update.testing.models import Noted, fingerprint
 from weight_update.testing.workers import Worker
 

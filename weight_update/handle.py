@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping
 
 from weight_update.errors import SyncFailedError
-from weight_update.follower import Follower
 from weight_update.report import SyncReport
 from weight_update.sender import Sender
+from weight_update.sharded.follower import Follower
 
 __all__ = ["SendHandle", "failed"]
 

@@ -17,13 +17,9 @@ import torch
 
 from weight_update.chunks import WeightSchema
 from weight_update.errors import FormatError, JoinRefusedError, LifecycleError, TransportError
-from weight_update.follower import Follower
 from weight_update.gate import shared_gate
-from weight_update.gathering import Gathering
 from weight_update.handle import SendHandle, failed
-from weight_update.leader import Leader
 from weight_update.named import NamedWeights
-from weight_update.ranks import Alone, Ranks
 from weight_update.receiver import Receiver
 from weight_update.report import SyncReport
 from weight_update.schemes.context import (
@@ -35,6 +31,7 @@ from weight_update.schemes.context import (
 )
 from weight_update.schemes.sources import DeviceMap, ModelOf, Sources
 from weight_update.sender import Sender
+from weight_update.sharded import Alone, Follower, Gathering, Leader, Ranks
 from weight_update.shards import GatherShards
 from weight_update.strategy import WeightStrategy, resolve_strategy
 from weight_update.transports.base import TransportBackend

@@ -12,9 +12,9 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from weight_update.errors import NothingToSendError, UnknownWorkerError, UnsupportedSourceError
-from weight_update.gathering import Gathering
 from weight_update.named import NamedWeights
 from weight_update.schemes.context import devices_of, factories_of, resolve_model
+from weight_update.sharded import Gathering
 from weight_update.shards import reshard, sharded
 from weight_update.strategy import WeightStrategy
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weight_update.named import NamedWeights
-from weight_update.rank_errors import error_to_wire
-from weight_update.rank_links import Message
-from weight_update.ranks import Ranks
 from weight_update.report import SyncReport
 from weight_update.sender import Outcome, Sender
+from weight_update.sharded.errors import error_to_wire
+from weight_update.sharded.links import Message
+from weight_update.sharded.ranks import Ranks
 
 __all__ = ["Leader"]
 

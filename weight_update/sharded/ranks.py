@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from weight_update.errors import LifecycleError, WeightSyncError
-from weight_update.rank_errors import error_from_wire, error_to_wire
-from weight_update.rank_links import Message, RankLinks
+from weight_update.sharded.errors import error_from_wire, error_to_wire
+from weight_update.sharded.links import Message, RankLinks
 
 __all__ = ["Alone", "Part", "Ranks"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from weight_update.named import NamedWeights
-from weight_update.rank_errors import error_from_wire
-from weight_update.rank_links import Message
-from weight_update.ranks import Ranks
 from weight_update.report import SyncReport
 from weight_update.sender import Outcome
+from weight_update.sharded.errors import error_from_wire
+from weight_update.sharded.links import Message
+from weight_update.sharded.ranks import Ranks
 
 __all__ = ["Follower"]
 
