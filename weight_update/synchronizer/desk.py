@@ -196,10 +196,18 @@ class Desk:
     def _version_of(self, held: list[Any]) -> tuple[int, int] | None:
         """Version and trainer step of an update that an explorer has."""
         key, number = held
-        if key != CHECKPOINT:
-            return self._versions.get((key, number))
-        newest = self.machine.newest
-        return None if newest is None or number > newest else (number, self.machine.newest_step)
+        if key == CHECKPOINT:
+            newest = self.machine.newest
+            return None if newest is None or number > newest else (number, self.machine.newest_step)
+        trainer = self.machine.trainer
+        if trainer is not None and trainer.status is RunningStatus.STOPPED and self._is_untold(key, number):
+            self._versions[key, number] = self.next_version(), trainer.step
+        return self._versions.get((key, number))
+
+    def _is_untold(self, key: str, number: int) -> bool:
+        """NCCL: whether an explorer has an update that the trainer did not live to tell of."""
+        told = [other for outlet, other in self._versions if outlet == key]
+        return self.plan.direct and bool(told) and number > max(told)
 
     def learn(self, ticket: Ticket, number: int, version: int, step: int) -> None:
         """The update ``number`` of an outlet is ``version``."""

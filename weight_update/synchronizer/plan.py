@@ -13,7 +13,8 @@ class SyncMethod(enum.Enum):
     """By which road weights travel from the trainer to the explorers."""
 
     NCCL = "nccl"
-    """Directly, after both sides have said that they are ready. Gloo carries them."""
+    """Directly, after both sides have said that they are ready. Between hosts gloo carries them, or NCCL
+    where the trainer says ``backend="nccl"``."""
 
     MEMORY = "memory"
     """The synchronizer holds the newest weights; explorers fetch them there. The trainer never waits."""
