@@ -32,8 +32,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 METHODS = (SyncMethod.NCCL, SyncMethod.MEMORY)
 _TURNS = 3
 _TRAINER_STEP = 0.02
-_EXPLORER_STEPS = (0.015, 0.025)  # on average; each is between a half and one and a half of it
-_ROOM = 4
+_EXPLORER_STEPS = (0.018, 0.030)  # on average; each is between a half and one and a half of it
+_ROOM = 16  # so far two explorers may be ahead with an interval and an offset of 4
 _LOOK = 0.005
 
 
@@ -108,16 +108,16 @@ class Loop:
                 with client.hold():
                     sample = int(model.weight[0])
                     time.sleep(pace * luck.uniform(0.5, 1.5))
-                with self._noting(who, "waits for room"):
-                    self._hand_over(sample)
+                while not self._over.is_set() and not self._hand_over(who, sample):
+                    self._synchronize(who, me)  # the trainer may wait for it
                 me.step += 1
                 self._synchronize(who, me)
 
-    def _hand_over(self, sample: int) -> None:
-        while not self._over.is_set():
-            with suppress(queue.Full):
-                self._samples.put(sample, timeout=_LOOK)
-                return
+    def _hand_over(self, who: str, sample: int) -> bool:
+        with self._noting(who, "waits for room"), suppress(queue.Full):
+            self._samples.put(sample, timeout=_LOOK)
+            return True
+        return False
 
     def _synchronize(self, who: str, me: Any) -> None:
         with self._noting(who, "synchronizes"):

@@ -36,6 +36,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "fully_async": {"sync_interval": 1, "max_staleness": 2},
 }
 EPISODES = 2
+EXPLORERS = 2
+ROOM = 3 * EXPLORERS  # an explorer may be ahead of the trainer by sync_interval + sync_offset steps
 PACE = {"explorer 0": 0.01, "explorer 1": 0.03}  # seconds that a step of the environment takes beside its own
 PASSES = 30
 
@@ -95,13 +97,6 @@ class Shared:
     over: Any
     start: float
 
-    def hand_over(self, episodes: Any) -> None:
-        """Give to the trainer; waits for room, but not for ever."""
-        while not self.over.is_set():
-            with suppress(queue.Full):
-                self.experience.put(episodes, timeout=0.1)
-                return
-
 
 def explore(where: tuple[str, str], idx: int, shared: Shared) -> None:
     """Body of an explorer: play, hand over, synchronize."""
@@ -115,14 +110,20 @@ def explore(where: tuple[str, str], idx: int, shared: Shared) -> None:
             while not shared.over.is_set():
                 with diary.doing("computes", me.version), client.hold():
                     episodes = [play(env, policy, PACE[diary.who]) for _ in range(EPISODES)]
-                with diary.doing("waits for room"):
-                    shared.hand_over(episodes)
+                while not shared.over.is_set() and not handed_over(episodes, shared, diary):
+                    synchronize(me, diary)  # by SyncMethod.NCCL the trainer may be waiting for this side
                 me.step += 1
-                if me.need_sync():
-                    with diary.doing("synchronizes"):
-                        me.sync_weight()
+                synchronize(me, diary)
     shared.diaries.put(diary.spans)
     shared.experience.cancel_join_thread()  # nobody reads what is left in there
+
+
+def handed_over(episodes: Any, shared: Shared, diary: Diary) -> bool:
+    """Give to the trainer; whether there was room."""
+    with diary.doing("waits for room"), suppress(queue.Full):
+        shared.experience.put(episodes, timeout=0.1)
+        return True
+    return False
 
 
 def learn(policy: nn.Module, optimizer: torch.optim.Optimizer, episodes: Sequence[Any]) -> float:
@@ -148,14 +149,14 @@ def train(where: tuple[str, str], steps: int, shared: Shared) -> None:
     with TrainerClient(where[0], policy, token=where[1], timeout=5.0) as client:
         me = client.blocking
         synchronize(me, diary)
+        episodes: list[Any] = []
         while me.step < steps:
-            episodes = None
             with diary.doing("waits for experience"), suppress(queue.Empty):
-                episodes = shared.experience.get(timeout=0.02)
-            if episodes is not None:
+                episodes += shared.experience.get(timeout=0.02)
+            if len(episodes) == EXPLORERS * EPISODES:  # a step of each explorer: so both sides count alike
                 with diary.doing("computes", me.version):
                     lengths.append(learn(policy, optimizer, episodes))
-                me.step += 1
+                me.step, episodes = me.step + 1, []
             synchronize(me, diary)
         shared.over.set()
     shared.diaries.put(diary.spans)
@@ -173,11 +174,13 @@ def run(name: str, method: SyncMethod, steps: int, directory: str) -> tuple[list
     """One run; what everybody did, and the mean length of the last episodes."""
     style = SyncStyle(name.partition(",")[0])
     ctx = mp.get_context("spawn")
-    shared = Shared(ctx.Queue(maxsize=2), ctx.Queue(), ctx.Event(), time.monotonic())
+    shared = Shared(ctx.Queue(maxsize=ROOM), ctx.Queue(), ctx.Event(), time.monotonic())
     with Synchronizer(method, style, directory=directory, **PLANS[name]) as synchronizer:
         server = synchronizer.serve()
         where = server.address, server.token
-        people = [ctx.Process(target=explore, args=(where, idx, shared), daemon=True) for idx in range(2)]
+        people = [
+            ctx.Process(target=explore, args=(where, idx, shared), daemon=True) for idx in range(EXPLORERS)
+        ]
         people.append(ctx.Process(target=train, args=(where, steps, shared), daemon=True))
         for one in people:
             one.start()
