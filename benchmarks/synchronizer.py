@@ -59,7 +59,7 @@ class Plan:
     sizes: tuple[float, ...] = (1.0, 100.0)
     explorers: tuple[int, ...] = (1, 2, 4)
     turns: int = 9
-    seconds: float = 5.0
+    seconds: float = 3.0
 
 
 @dataclass
@@ -266,7 +266,7 @@ def _parse(arguments: list[str] | None) -> tuple[Plan, Path | None]:
     parser.add_argument("--sizes", type=sizes, metavar="MB,MB", help="default: 1,100")
     parser.add_argument("--explorers", type=numbers, metavar="N,N", help="default: 1,2,4")
     parser.add_argument("--turns", type=int, help="default: 9; four times that up to 10 MB")
-    parser.add_argument("--seconds", type=float, help="that each style runs in each of 3 turns; default: 5")
+    parser.add_argument("--seconds", type=float, help="that each style runs in each of 3 turns; default: 3")
     parser.add_argument("--quick", action="store_true", help="1 MB, one explorer, 2 turns, 0.5 s")
     parser.add_argument("--rst", type=Path, metavar="FILE", help="write the tables there as well")
     options = parser.parse_args(arguments)
