@@ -19,7 +19,7 @@ def snippets(page: str) -> list[str]:
     return [textwrap.dedent(block) for block in blocks]
 
 
-@pytest.mark.parametrize(("page", "at_least"), [("strategies.rst", 10)])
+@pytest.mark.parametrize(("page", "at_least"), [("strategies.rst", 10), ("synchronizer.rst", 2)])
 def test_the_snippets_of_the_page_run_one_after_the_other(page: str, at_least: int, tmp_path: Path) -> None:
     found = snippets(page)
     assert len(found) >= at_least
@@ -34,4 +34,5 @@ def test_the_snippets_of_the_page_run_one_after_the_other(page: str, at_least: i
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert (done.stdout, done.stderr) == ("all of it ran\n", "")
+    complaints = [line for line in done.stderr.splitlines() if not line.endswith(": the trainer stopped")]
+    assert (done.stdout, complaints) == ("all of it ran\n", [])
