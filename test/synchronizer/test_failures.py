@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from sync_parts import ExplorerThread, model_at, set_to, step_of, synchronizer, train, wait_until
+from sync_parts import ExplorerThread, Waiting, model_at, set_to, step_of, synchronizer, train, wait_until
 from torch import nn
 
 from weight_update import (
@@ -31,23 +31,6 @@ from weight_update import (
 
 EVERY = list(SyncMethod)
 HELD = [SyncMethod.MEMORY, SyncMethod.CHECKPOINT]
-
-
-class Waiting(threading.Thread):
-    """An explorer in ``sync_weight``."""
-
-    def __init__(self, client: ExplorerClient) -> None:
-        super().__init__(daemon=True)
-        self.client, self.said = client.blocking, {}
-        self.start()
-
-    def run(self) -> None:
-        self.said = self.client.sync_weight()
-
-    def result(self, seconds: float = 20.0) -> dict[str, Any]:
-        self.join(seconds)
-        assert not self.is_alive(), "it still waits"
-        return self.said
 
 
 def waits(where: Synchronizer, *ids: int) -> bool:
