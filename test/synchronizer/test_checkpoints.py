@@ -165,8 +165,8 @@ def test_waiting_costs_little(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     store.publish(0, weights(0), step=0)
     began = time.thread_time()
-    store.wait_newer(0, timeout=2.0)
-    assert time.thread_time() - began < 0.2
+    store.wait_newer(0, timeout=1.0)
+    assert time.thread_time() - began < 0.1
 
 
 def test_a_broken_version_is_warned_about_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

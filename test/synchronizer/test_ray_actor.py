@@ -1,4 +1,4 @@
-"""A synchronizer that is a Ray actor."""
+"""A synchronizer that is a Ray actor; test_ray.py, which has a Ray already, has a short test of one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sync_parts import ExplorerThread, Waiting, model_at, set_to, step_of, train
 from weight_update import ExplorerClient, Synchronizer, SyncMethod, SyncStyle, TrainerClient
 
 ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "weight-update[ray]"')
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="module")
@@ -23,14 +23,7 @@ def cluster() -> Iterator[None]:
         ray.shutdown()
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        SyncMethod.MEMORY,
-        pytest.param(SyncMethod.NCCL, marks=pytest.mark.slow),
-        pytest.param(SyncMethod.CHECKPOINT, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("method", list(SyncMethod))
 def test_an_actor_coordinates(method: SyncMethod, cluster: None, tmp_path: Path) -> None:
     made = Synchronizer(method, SyncStyle.FIXED, sync_interval=2, directory=tmp_path)
     host = made.as_ray_actor(f"sync-{method.value}")
@@ -45,7 +38,6 @@ def test_an_actor_coordinates(method: SyncMethod, cluster: None, tmp_path: Path)
     made.close()
 
 
-@pytest.mark.slow
 def test_an_actor_that_dies_is_started_again_and_goes_on_from_the_last_version(
     cluster: None, tmp_path: Path
 ) -> None:
