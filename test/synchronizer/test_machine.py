@@ -317,6 +317,13 @@ def test_fixed_synchronizes_once_at_a_step(method: SyncMethod) -> None:
     assert made.explorer_needs_sync(0)
 
 
+def test_fixed_directly_nobody_is_expected_before_the_first_synchronization() -> None:
+    made = machine(SyncMethod.NCCL, SyncStyle.FIXED, sync_interval=10)
+    assert made.expected() == ()
+    ahead = SyncPlan(SyncMethod.NCCL, SyncStyle.FIXED, 10, 5)
+    assert [ahead.next_wanted(step) for step in (0, 4, 5, 14, 15)] == [0, 0, 10, 10, 20]
+
+
 def test_fixed_directly_waits_for_who_is_about_to_ask() -> None:
     made = machine(SyncMethod.NCCL, SyncStyle.FIXED, sync_interval=10)
     made.explorer_at(0, 10)
