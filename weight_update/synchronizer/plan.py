@@ -119,9 +119,7 @@ class SyncPlan:
 
     def next_wanted(self, step: int) -> int:
         """FIXED: the same for its first synchronization after ``step``."""
-        wanted = self.wanted(step) if step >= self.sync_offset else -self.sync_interval
-        wanted += self.sync_interval
-        return wanted if wanted + self.sync_offset > 0 else self.sync_interval
+        return self.wanted(step) + self.sync_interval if step >= self.sync_offset else 0
 
 
 def _member(kind: Any, value: Any) -> Any:
