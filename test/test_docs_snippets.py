@@ -34,5 +34,4 @@ def test_the_snippets_of_the_page_run_one_after_the_other(page: str, at_least: i
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    complaints = [line for line in done.stderr.splitlines() if not line.endswith(": the trainer stopped")]
-    assert (done.stdout, complaints) == ("all of it ran\n", [])
+    assert (done.stdout, done.stderr) == ("all of it ran\n", "")

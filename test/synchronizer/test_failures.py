@@ -71,7 +71,7 @@ def test_a_timeout_leaves_nothing_half_done_and_the_next_step_tries_again(
 @pytest.mark.parametrize("how", ["close", "notify"])
 @pytest.mark.parametrize("method", EVERY)
 def test_the_trainer_stopping_wakes_all_with_the_unchanged_version(
-    method: SyncMethod, how: str, tmp_path: Path
+    method: SyncMethod, how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with synchronizer(method, SyncStyle.FIXED, tmp_path, sync_interval=100) as where:
         trainer = TrainerClient(where, model_at(0))
@@ -88,7 +88,8 @@ def test_the_trainer_stopping_wakes_all_with_the_unchanged_version(
         for one in waiting:
             said = one.result(5.0)
             assert said["version"] == before
-            assert "the trainer stopped" in said["reason"]
+            assert said["reason"] == "the trainer stopped"
+        assert not [one for one in caplog.records if one.levelno >= logging.WARNING], "so a run ends"
         assert explorers[0].blocking.status()["trainer"] is RunningStatus.STOPPED
         for client in (*explorers, trainer):
             client.close()

@@ -12,7 +12,7 @@ from weight_update.synchronizer.machine import Machine
 from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncPlan
 from weight_update.synchronizer.register import Client, Register
 from weight_update.synchronizer.roads import Ticket, key_of
-from weight_update.synchronizer.state import Explorer, Trainer
+from weight_update.synchronizer.state import TRAINER_STOPPED, Explorer, Trainer
 
 __all__ = ["CHECKPOINT", "Desk", "Reply"]
 
@@ -163,7 +163,7 @@ class Desk:
             party, machine, suffix = client.party, self.machine, "" if how is None else f": {how}"
             if isinstance(party, Trainer) and machine.trainer is party:
                 self.trainer_ticket = None
-                machine.trainer_left(f"the trainer stopped{suffix}")
+                machine.trainer_left(TRAINER_STOPPED + suffix)
             elif isinstance(party, Explorer) and machine.explorers.get(party.id) is party:
                 machine.left(party.id, f"the explorer stopped{suffix}")
             self.moved.notify_all()

@@ -19,6 +19,7 @@ from weight_update.synchronizer.files import Files
 from weight_update.synchronizer.party import Metrics, Party
 from weight_update.synchronizer.plan import SyncMethod, SyncStyle
 from weight_update.synchronizer.roads import Inlet, Ticket
+from weight_update.synchronizer.state import TRAINER_STOPPED
 from weight_update.transports.stream import deadline_of
 
 __all__ = ["BlockingExplorer"]
@@ -113,7 +114,8 @@ class BlockingExplorer(Party):
             metrics["version"] = self.version
             if reply["reason"] is not None:
                 metrics["reason"] = reply["reason"]
-                _log.warning("explorer %s keeps version %s: %s", self.id, self.version, reply["reason"])
+                level = logging.INFO if reply["reason"] == TRAINER_STOPPED else logging.WARNING
+                _log.log(level, "explorer %s keeps version %s: %s", self.id, self.version, reply["reason"])
                 self._look_at_link()
             else:
                 self._synced_at = step
