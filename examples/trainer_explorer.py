@@ -74,8 +74,11 @@ def make_policy() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
 
 
-def play(env: Any, policy: nn.Module, pace: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One episode: observations (n, 4) float32, actions (n,) int64, rewards to go (n,) float32."""
+def play(env: Any, policy: nn.Module, pace: float) -> tuple[Any, ...]:
+    """One episode: observations (n, 4) float32, actions (n,) int64, rewards to go (n,) float32.
+
+    As arrays: tensors would go through a queue as shared memory, which is much ado for so little.
+    """
     observation, _ = env.reset()
     seen, actions, over = [], [], False
     while not over:
@@ -85,7 +88,8 @@ def play(env: Any, policy: nn.Module, pace: float) -> tuple[torch.Tensor, torch.
         observation, _, ended, cut, _ = env.step(int(actions[-1]))
         over = ended or cut
     time.sleep(pace * EPISODES)
-    return torch.stack(seen), torch.stack(actions), torch.arange(len(seen), 0, -1, dtype=torch.float32)
+    to_go = torch.arange(len(seen), 0, -1, dtype=torch.float32)
+    return torch.stack(seen).numpy(), torch.stack(actions).numpy(), to_go.numpy()
 
 
 @dataclass
@@ -128,7 +132,9 @@ def handed_over(episodes: Any, shared: Shared, diary: Diary) -> bool:
 
 def learn(policy: nn.Module, optimizer: torch.optim.Optimizer, episodes: Sequence[Any]) -> float:
     """One step of REINFORCE; gives the mean length of an episode."""
-    seen, actions, to_go = (torch.cat(parts) for parts in zip(*episodes, strict=True))
+    seen, actions, to_go = (
+        torch.cat([torch.as_tensor(part) for part in parts]) for parts in zip(*episodes, strict=True)
+    )
     gain = (to_go - to_go.mean()) / (to_go.std() + 1e-6)
     log_probs = torch.distributions.Categorical(logits=policy(seen)).log_prob(actions)
     optimizer.zero_grad()
