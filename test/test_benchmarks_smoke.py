@@ -216,6 +216,7 @@ def test_methods_and_styles_of_a_synchronizer(tmp_path):
     assert all(_numbers(row["steps/s"])[0] > 1 for row in styles)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("title", CLUSTER_TITLES[:2])
 def test_distributed_was_measured_beside_torchrl(cluster_tables, title):
@@ -226,6 +227,7 @@ def test_distributed_was_measured_beside_torchrl(cluster_tables, title):
         assert all(math.isfinite(number) and number > 0 for number in numbers), row
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_targets_of_distributed_are_judged(cluster_tables):
     judged = {row["target"]: row["met"] for row in _cells(cluster_tables["Across processes: targets"])}

@@ -16,6 +16,7 @@ from weight_update import errors
 PACKAGES = [
     "weight_update",
     "weight_update.compression",
+    "weight_update.convert",
     "weight_update.encodings",
     "weight_update.schemes",
     "weight_update.synchronizer",

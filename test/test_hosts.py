@@ -150,6 +150,18 @@ def test_only_hosts_that_are_to_get_it(hire: Hire) -> None:
     assert [value_of(worker) for worker in crew.workers] == [2.0] * 3
 
 
+def test_send_async_does_not_wait_for_a_host_that_does_not_read(hire: Hire) -> None:
+    crew = hire(Apart, 2)
+    freeze(crew.workers[0].runner.pid)
+    start = time.monotonic()
+    handle = crew.scheme.send_async(Large(1.0))
+    assert time.monotonic() - start < 2.0
+    assert not handle.done()
+    os.kill(crew.workers[0].runner.pid, signal.SIGCONT)
+    handle.wait()
+    assert [value_of(worker) for worker in crew.workers] == [1.0] * 2
+
+
 class ApartInThrees(Apart):
     per_host = 3
 

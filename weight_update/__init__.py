@@ -11,7 +11,9 @@ from weight_update.encodings import (
     WholeEncoding,
     register_encoding,
 )
+from weight_update.engine import InferenceEngine
 from weight_update.errors import (
+    ConversionError,
     CorruptCheckpointError,
     FormatError,
     JoinRefusedError,
@@ -78,6 +80,7 @@ __all__ = [
     "BucketEncoding",
     "Buffer",
     "Compression",
+    "ConversionError",
     "CorruptCheckpointError",
     "DeltaEncoding",
     "DenseEncoding",
@@ -87,6 +90,7 @@ __all__ = [
     "ExplorerClient",
     "FormatError",
     "Gate",
+    "InferenceEngine",
     "JoinRefusedError",
     "LifecycleError",
     "LinkClosedError",

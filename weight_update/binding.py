@@ -111,6 +111,21 @@ class Binding:
                 target.data = value
         self._materialise(unreal)
 
+    def write(self, names: tuple[str, ...], ready: list[torch.Tensor], *, stay: bool) -> None:
+        """Make the destination have what :meth:`prepare` returned; nobody may compute with it meanwhile.
+
+        Args:
+            names: as in :meth:`point`.
+            ready: what :meth:`prepare` returned.
+            stay: addresses must not change.
+        """
+        self.finish_kernels()
+        if self.points and not stay:
+            self.switch(names, ready)
+        else:
+            self.copy(names, ready)
+        self.finish_kernels()
+
     def finish_kernels(self) -> None:
         """Wait for the GPUs of the destination: a forward pass may still read, a copy still write.
 

@@ -8,7 +8,7 @@ from weight_update.chunks import WeightChunk
 from weight_update.errors import NotEnoughMemoryError
 from weight_update.transports.base import Buffer, TransportBackend
 
-__all__ = ["BufferPool", "Content", "Shipment", "Slot", "give_back"]
+__all__ = ["MIXED", "BufferPool", "Content", "Shipment", "Slot", "give_back"]
 
 
 class Slot:
@@ -25,6 +25,10 @@ class Content:
     """The weights that some workers were given as ``version``; others may have been given others as that."""
 
     version: int
+
+
+MIXED = Content(-1)
+"""No version: a part of one and a part of another."""
 
 
 class Shipment:

@@ -319,6 +319,9 @@ class Kind(enum.IntEnum):
     FAILED = 9  # R -> S: the update is not visible, and why
     GOODBYE = 10  # either way: orderly end
     BEHIND = 11  # R -> S: the update changes a version that I do not have; send all
+    TAKEN = (
+        12  # R -> S: this part of an update is read, its memory is free again; the last is not answered so
+    )
 
 
 _REQUIRED: dict[Kind, dict[str, type | tuple[type, ...]]] = {
@@ -352,9 +355,10 @@ _REQUIRED: dict[Kind, dict[str, type | tuple[type, ...]]] = {
     Kind.COMMIT: {"version": int},
     Kind.ABORT: {"version": int},
     Kind.APPLIED: {"version": int, "apply_seconds": (int, float), "stall_seconds": (int, float)},
-    Kind.FAILED: {"version": int, "error": str, "traceback": str},
+    Kind.FAILED: {"version": int, "error": str, "traceback": str, "kept": bool},
     Kind.GOODBYE: {},
     Kind.BEHIND: {"version": int},
+    Kind.TAKEN: {"version": int, "index": int},
 }
 
 

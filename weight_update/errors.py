@@ -8,6 +8,7 @@
      ├── UnknownWorkerError        (ValueError)    a worker id this scheme does not serve
      ├── UnsupportedSourceError    (TypeError)     weights of a type or dtype that cannot be extracted
      ├── SchemaMismatchError       (ValueError)    names, shapes or dtypes differ; lists all of them
+     ├── ConversionError           (ValueError)    weights that a converter cannot convert
      ├── FormatError               (ValueError)    bytes that are not a valid frame of ours
      ├── NotEnoughMemoryError      (MemoryError)   the shared slots do not fit on this machine
      ├── NotEnoughSpaceError       (OSError)       a checkpoint does not fit on the disk
@@ -63,6 +64,10 @@ class SchemaMismatchError(WeightSyncError, ValueError):
         shown = "".join(f"\n  - {line}" for line in self.problems[:50])
         more = len(self.problems) - 50
         super().__init__(message + shown + (f"\n  ... and {more} more" if more > 0 else ""))
+
+
+class ConversionError(WeightSyncError, ValueError):
+    """A converter was given weights that it cannot convert; the message names them."""
 
 
 class FormatError(WeightSyncError, ValueError):

@@ -11,7 +11,7 @@ import torch
 from weight_update.chunks import Kind, WeightChunk, WeightSchema
 from weight_update.extra_state import decode_extra, encode_extra
 
-__all__ = ["Step", "extra_of", "frames_of", "payloads_of"]
+__all__ = ["Step", "extra_of", "frame_of", "frames_of", "payloads_of"]
 
 
 @dataclass(frozen=True)
@@ -56,21 +56,35 @@ def frames_of(
         payloads: at least one.
         base: the version that the payloads change; None if they are whole.
     """
+    count = len(payloads)
+    return [
+        frame_of(step, schema, encoding, index, count, payload, base)
+        for index, payload in enumerate(payloads)
+    ]
+
+
+def frame_of(
+    step: Step,
+    schema: WeightSchema,
+    encoding: str,
+    index: int,
+    count: int,
+    payload: torch.Tensor,
+    base: int | None = None,
+) -> WeightChunk:
+    """One of the ``count`` frames of :func:`frames_of`."""
     header = {
         "version": step.version,
         "base": base,
         "schema": schema.digest,
         "encoding": encoding,
-        "count": len(payloads),
+        "index": index,
+        "count": count,
         "commit": step.commit,
         "group": step.group,
+        "extra": step.extra if index == 0 else {},
     }
-    return [
-        WeightChunk(
-            Kind.UPDATE, {**header, "index": index, "extra": step.extra if index == 0 else {}}, payload
-        )
-        for index, payload in enumerate(payloads)
-    ]
+    return WeightChunk(Kind.UPDATE, header, payload)
 
 
 def payloads_of(chunks: Sequence[WeightChunk]) -> list[torch.Tensor]:

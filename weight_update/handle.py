@@ -34,14 +34,14 @@ class SendHandle:
         """Wait until every worker has applied this update or a newer one.
 
         Args:
-            timeout: seconds; None takes the scheme's.
+            timeout: seconds; None takes the scheme's, counted from when all was sent.
 
         Raises:
             SyncFailedError: workers failed, died or were late; it names them. All others have it.
         """
         limit = self._sender.timeout if timeout is None else timeout
         start = time.perf_counter()
-        failures = self._sender.roll.wait_applied(self.version, self._workers, limit)
+        failures = self._sender.roll.wait_applied(self.version, self._workers, limit, patient=timeout is None)
         self._report.seconds["ack"] = time.perf_counter() - start
         self._sender.roll.fill(self._report, self._workers)
         if failures:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,11 +10,15 @@ import torch
 from tensordict import NonTensorData, TensorDictBase
 from torch import nn
 
+from weight_update.chunks import WeightSchema, memory_identity
 from weight_update.errors import UnsupportedSourceError
 
-__all__ = ["NamedWeights"]
+__all__ = ["Convert", "NamedWeights"]
 
 EXTRA = "_extra_state"
+
+Convert = Callable[[Iterator[tuple[str, torch.Tensor]]], Iterable[tuple[str, torch.Tensor]]]
+"""Gives weights in another format, one after the other as they are asked for."""
 
 
 @dataclass
@@ -24,10 +28,42 @@ class NamedWeights:
     Attributes:
         tensors: tensors by dotted name, in order; live references, not copies.
         extra: extra state by the dotted name ``"<module>._extra_state"``.
+        convert: what :meth:`items` has still to do with ``tensors``.
     """
 
     tensors: dict[str, torch.Tensor]
     extra: dict[str, Any] = field(default_factory=dict)
+    convert: Convert | None = None
+
+    def items(self) -> Generator[tuple[str, torch.Tensor]]:
+        """Names and tensors, each converted only when it is asked for, and not kept.
+
+        Close it where not all are asked for: a conversion may have to be ended.
+
+        Raises:
+            UnsupportedSourceError: ``convert`` gives a name twice, or what is not a tensor.
+        """
+        if self.convert is None:
+            return (item for item in self.tensors.items())
+        return _converted(iter(self.convert(iter(self.tensors.items()))))
+
+    def converted(self) -> NamedWeights:
+        """The same with all conversion done."""
+        return self if self.convert is None else NamedWeights(dict(self.items()), self.extra)
+
+    def schema(self) -> WeightSchema:
+        """The schema of :meth:`items`; holds none of the tensors that a conversion makes.
+
+        Raises:
+            UnsupportedSourceError: as :meth:`items`, and as :meth:`WeightSchema.of`.
+        """
+        owned = {memory_identity(tensor) for tensor in self.tensors.values()}
+        return WeightSchema.of(
+            {
+                name: tensor if memory_identity(tensor) in owned else tensor.to("meta")
+                for name, tensor in self.items()
+            }
+        )
 
 
 def matching(prefixes: Sequence[str], names: Iterable[str]) -> set[str]:
@@ -60,6 +96,18 @@ def frozen_or_transient(source: Any, tensors: Mapping[str, torch.Tensor]) -> set
             for key in part._non_persistent_buffers_set:
                 found.add(f"{path}.{key}" if path else key)
     return found
+
+
+@torch.no_grad()
+def _converted(items: Iterator[tuple[str, Any]]) -> Generator[tuple[str, torch.Tensor]]:
+    seen: set[str] = set()
+    for name, value in items:
+        if name in seen:
+            raise UnsupportedSourceError(f"convert gives {name!r} twice")
+        if not isinstance(value, torch.Tensor):
+            raise UnsupportedSourceError(f"convert gives a {type(value).__name__} as {name!r}, not a tensor")
+        seen.add(name)
+        yield name, value
 
 
 def from_items(items: Iterator[tuple[str, Any]]) -> NamedWeights:

@@ -121,6 +121,10 @@ class OwnWeights:
         if self._as_they_are() != self._left:
             raise Behind("this worker wrote into its weights")
 
+    def forget(self) -> None:
+        """The weights in force are not known any more; only whole ones may follow."""
+        self._version = None
+
     def apply(self, deltas: Sequence[Delta], version: int) -> None:
         """Change the weights in force, which :meth:`require` allowed."""
         assert self._flat is not None

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Protocol
 
-from weight_update.buffers import Content, Shipment
+from weight_update.buffers import MIXED, Content, Shipment
 from weight_update.chunks import WeightSchema
+from weight_update.frames import Step
 from weight_update.lane import Lane
 from weight_update.transports.base import TransportBackend
 
 __all__ = ["Peer"]
 
 _MAX_FAILURES = 8
+
+
+class Arriving(Protocol):
+    """A version that workers are being sent chunk by chunk; see :class:`~weight_update.pipeline.Pipeline`."""
+
+    step: Step
+
+    def taken(self, peer: Peer, index: int) -> None:
+        """A worker has read the chunks up to ``index``."""
+
+    def leave(self, peer: Peer, *, reading: bool) -> None:
+        """A worker has all, or will not have it."""
+
+    def busy(self, peer: Peer) -> bool:
+        """Whether a thread still writes to a worker that left."""
 
 
 class Peer:
@@ -25,6 +42,8 @@ class Peer:
         has: the weights it has; None if unknown.
         applied: what it has; where memory is shared, what it reads.
         inflight: what it was sent and has not answered yet.
+        pipeline: what it is just being sent chunk by chunk; ``former``: what it was last sent so.
+        writing: whether a thread is sending ``inflight``, or about to.
         reached: the newest version it ever applied; not forgotten when it leaves.
         failures: why it did not apply a version, for the last few.
         guest: whether it came beyond the first number of workers; nobody waits for it when it has gone.
@@ -49,6 +68,9 @@ class Peer:
         self.staged: int | None = None
         self.applied: Shipment | None = None
         self.inflight: Shipment | None = None
+        self.pipeline: Arriving | None = None
+        self.former: Arriving | None = None
+        self.writing = False
         self.since = 0.0
         self.lost: Exception | None = None
         self.failures: dict[int, Exception] = {}
@@ -64,7 +86,7 @@ class Peer:
     @property
     def version(self) -> int | None:
         """Number of the weights it has."""
-        return None if self.has is None else self.has.version
+        return None if self.has is None or self.has is MIXED else self.has.version
 
     @property
     def lacks(self) -> int | None:
@@ -93,9 +115,17 @@ class Peer:
         if old is not None:
             old.release()
 
+    @property
+    def may_read(self) -> bool:
+        """Whether it may still read memory of ours, connected or not."""
+        return self.link.shares_memory and (not self.link.near or may_run(self.pid))
+
     def let_go(self) -> None:
         """Stop counting on its answer. If it may still read our memory, never write there again."""
-        if self.link.shares_memory and (not self.link.near or may_run(self.pid)):
+        reading = self.may_read
+        if self.pipeline is not None:
+            self.pipeline.leave(self, reading=reading)
+        if reading:
             for shipment in (self.applied, self.inflight):
                 for slot in shipment.slots if shipment is not None else ():
                     slot.abandoned = True

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,9 +17,12 @@ import torch
 from weight_update.binding import Binding
 from weight_update.chunks import Kind, WeightChunk, WeightSchema, memory_identity
 from weight_update.encodings import Decoder, Delta, decoder_for, read_delta
+from weight_update.engine import InferenceEngine
+from weight_update.engine_binding import EngineBinding, Loading
 from weight_update.errors import (
     FormatError,
     JoinRefusedError,
+    LifecycleError,
     LinkClosedError,
     SchemaMismatchError,
     SyncTimeoutError,
@@ -27,6 +30,7 @@ from weight_update.errors import (
 )
 from weight_update.frames import extra_of, payloads_of
 from weight_update.gate import Gate
+from weight_update.joint import run_jointly
 from weight_update.named import NamedWeights
 from weight_update.own_weights import Behind, OwnWeights
 from weight_update.strategy import WeightStrategy
@@ -66,8 +70,8 @@ class Receiver:
         link: this end of the link.
         strategy: how weights enter the model.
         gate: when they may.
-        model: module, TensorDict or dict to keep current; None only keeps the weights for
-            :meth:`receive`.
+        model: module, TensorDict, dict or :class:`~weight_update.InferenceEngine` to keep current; None only
+            keeps the weights for :meth:`receive`.
         worker: index of this receiver.
         token: what lets it in.
         stable_addresses: copy into the model's tensors instead of pointing them at received memory.
@@ -75,6 +79,10 @@ class Receiver:
         on_switched: called with the version at the moment it becomes visible, inside the gate.
         on_applied: called with version and weights after that, outside the gate, before the sender hears
             of it.
+
+    Attributes:
+        version: the one in force; None before the first, and after an engine failed to load one.
+        error: why nothing more comes.
     """
 
     def __init__(
@@ -102,8 +110,10 @@ class Receiver:
         self._decoders: dict[str, Decoder] = {}
         self._memory: list[torch.Tensor] = []
         self._parts: list[WeightChunk] = []
+        self._unwanted: int | None = None  # a version that failed: the rest of it is not read
         self._current: _Staged | None = None
         self._staged: _Staged | None = None
+        self._loading: Loading | None = None  # what an engine has begun and not finished
         self._left: list[torch.Tensor] = []  # payloads switched away from, not yet released
         self._applied = 0
         self._pid = os.getpid()
@@ -114,20 +124,31 @@ class Receiver:
         self._busy = threading.RLock()  # held while a frame is handled and answered
         self._unguard: Callable[[], None] | None = None
         self._guarded_outside = False
-        self._binding: Binding | None = None
+        self._binding: Binding | EngineBinding | None = None
         self.bind(model)
 
     # -- joining -----------------------------------------------------------------------------------
 
     def bind(self, model: Any) -> None:
-        """Keep ``model`` current from now on, beginning with the version that is in force."""
+        """Keep ``model`` current from now on, beginning with the version that is in force.
+
+        Raises:
+            LifecycleError: an engine is involved, beside which no weights are kept.
+        """
+        if self._applied and (isinstance(model, InferenceEngine) or isinstance(self._binding, EngineBinding)):
+            raise LifecycleError(
+                "an engine cannot be exchanged while connected; make a receiver of the new one"
+            )
         if self._unguard is not None:
             self._unguard()
             self._unguard = None
-        self._binding = None if model is None else self._strategy.bind(model)
+        if isinstance(model, InferenceEngine):
+            self._binding = EngineBinding(model)
+        else:
+            self._binding = None if model is None else self._strategy.bind(model)
         if isinstance(model, torch.nn.Module) and not self._guarded_outside:
             self._unguard = self.gate.guard(model)
-        if self._current is not None and self._binding is not None and self._schema is not None:
+        if self._current is not None and isinstance(self._binding, Binding) and self._schema is not None:
             self._schema.require_same(self._binding.schema(), "the new model", more=True)
             self.gate.run(self._fill_new_model, self._timeout)
 
@@ -137,7 +158,12 @@ class Receiver:
             self._current.values = list(self._store.values)
         self._write(self._prepared(self._current))
         if self._store is not None:
-            self._store.bind(self._binding)
+            self._store.bind(self._bound)
+
+    @property
+    def _bound(self) -> Binding | None:
+        """The model, if its tensors can be kept in memory of ours."""
+        return self._binding if isinstance(self._binding, Binding) else None
 
     def guard_outside(self) -> None:
         """The caller holds the gate around every forward pass itself; drop the hooks of the model."""
@@ -146,8 +172,12 @@ class Receiver:
             self._unguard()
             self._unguard = None
 
-    def connect(self, timeout: float) -> None:
+    def connect(self, timeout: float, *, again: bool = False) -> None:
         """Join the sender and apply the weights it has now.
+
+        Args:
+            timeout: seconds.
+            again: this receiver has weights, and keeps them if the sender has none to give now.
 
         Raises:
             SchemaMismatchError: the model's weights are not the sender's; both sides stay usable.
@@ -155,14 +185,21 @@ class Receiver:
             SyncTimeoutError: it did not answer within ``timeout`` seconds.
             TransportError: it cannot be reached.
         """
+        try:
+            self._join(timeout, again)
+        except BaseException:
+            self._forget()
+            raise
+
+    def _join(self, timeout: float, again: bool) -> None:
         deadline = time.monotonic() + timeout
-        mine = None if self._binding is None else self._binding.schema().to_header()
+        mine = None if self._binding is None else self._binding.schema()
         hello = {
             "token": self._token,
             "worker": self.worker,
             "pid": os.getpid(),
             "version": self.version,
-            "schema": mine,
+            "schema": None if mine is None else mine.to_header(),
         }
         self.link.restart(timeout)
         self.link.send_chunk(WeightChunk(Kind.HELLO, hello), timeout)
@@ -175,6 +212,8 @@ class Receiver:
             raise FormatError(f"expected WELCOME, got {reply.kind.name}")
         applied = self._applied
         error = self._handle(reply)
+        if again and reply.header["version"] is None:
+            return  # nothing will come before the next send()
         while error is None and self._applied == applied:
             error = self._handle(self._expect(deadline))
         if error is not None:
@@ -202,6 +241,7 @@ class Receiver:
         if self._busy.acquire(timeout=_GOODBYE_SECONDS):  # the sender hears what was applied, then goodbye
             with contextlib.suppress(TransportError, TimeoutError):  # the sender may have left first
                 self.link.send_chunk(WeightChunk(Kind.GOODBYE, {}), _GOODBYE_SECONDS)
+            self._forget()
             self._busy.release()
         self.link.close()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -221,25 +261,34 @@ class Receiver:
         Raises:
             LinkClosedError: the sender is gone and nothing new is left.
         """
+        return self._strategy.export(self.weights()) if self.await_next(timeout) else None
+
+    def await_next(self, timeout: float | None) -> bool:
+        """As :meth:`receive`, without making anything of the weights: whether there is a next version."""
         with self._news:
-            self._news.wait_for(
-                lambda: self.version != self._returned or self.error or self._closing, timeout
-            )
-            if self.version == self._returned:
+            self._news.wait_for(lambda: self._has_news or self.error or self._closing, timeout)
+            if not self._has_news:
                 if self.error is not None:
                     raise self.error
-                return None
+                return False
             self._returned = self.version
-        return self._strategy.export(self.weights())
+            return True
+
+    @property
+    def _has_news(self) -> bool:
+        return self.version is not None and self.version != self._returned
 
     def mark_returned(self) -> None:
         """Let :meth:`receive` wait for versions after the one in force."""
         self._returned = self.version
 
     def weights(self) -> NamedWeights:
-        """The weights in force: live tensors of the model, or copies where there is no model."""
+        """The weights in force: live tensors of the model, or copies where there is no model.
+
+        None of an engine.
+        """
         if self._binding is not None:
-            return self._strategy.named(self._binding.destination)
+            return self._binding.read()
         if self._current is None or self._schema is None:
             return NamedWeights({})
         with self.gate.hold():
@@ -269,9 +318,12 @@ class Receiver:
                 _log.exception("worker %d: receiving updates ended", self.worker)
                 self.link.disconnect()  # the sender learns of it, if it lives
                 return self._end(error)
-        return None
+        with self._busy:
+            return self._forget()
 
     def _end(self, error: Exception) -> None:
+        with self._busy:
+            self._forget()
         with self._news:
             self.error = error.with_traceback(None)  # its frames hold the last update
             self._news.notify_all()
@@ -279,7 +331,7 @@ class Receiver:
     def _rejoin(self) -> bool:
         try:
             with self._busy:
-                self.connect(_REJOIN_SECONDS)
+                self.connect(_REJOIN_SECONDS, again=True)
         except Exception as error:  # noqa: BLE001 - the thread ends in order, whatever it is
             if not isinstance(error, TransportError | TimeoutError):
                 _log.warning("worker %d could not join again", self.worker, exc_info=error)
@@ -305,12 +357,12 @@ class Receiver:
                     self._update(chunk)
                 except Behind as reason:
                     _log.warning("worker %d asks for all weights: %s", self.worker, reason)
-                    self._staged, self._parts = None, []
+                    self._forget()
                     self.link.send_chunk(WeightChunk(Kind.BEHIND, {"version": version}), self._timeout)
             elif chunk.kind is Kind.COMMIT:
                 self._commit(version)
             elif chunk.kind is Kind.ABORT:
-                self._staged = None
+                self._forget(version)
             elif chunk.kind is Kind.WELCOME:  # the answer to an earlier attempt came late; this one follows
                 self._begin_with(chunk)
             else:
@@ -318,12 +370,14 @@ class Receiver:
         except (TransportError, FormatError):
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the sender must hear of it
-            self._staged = None
+            self._forget()
+            self._unwanted = version
             text = "".join(traceback.format_exception(error))
             failed = {
                 "version": version,
                 "error": f"{type(error).__name__}: {error}",
                 "traceback": text,
+                "kept": self.version is not None,
             }
             self.link.send_chunk(WeightChunk(Kind.FAILED, failed), self._timeout)
             return error
@@ -332,12 +386,11 @@ class Receiver:
     def _begin_with(self, welcome: WeightChunk) -> None:
         header = welcome.header
         self._schema = WeightSchema.from_header(header["schema"])
+        self._forget()
         self._decoders.clear()
-        self._parts.clear()
-        self._staged = None
         self._store = None
         if header["keep"]:
-            self._store = OwnWeights(self._schema, self._binding)
+            self._store = OwnWeights(self._schema, self._bound)
             if header["digests"] is not None:
                 named = NamedWeights({}) if self._binding is None else self._binding.read()
                 self._store.adopt(header["version"], named.tensors, header["digests"])
@@ -346,9 +399,24 @@ class Receiver:
         header = chunk.header
         if self._schema is None or header["schema"] != self._schema.digest:
             raise FormatError("an update for another schema")
+        if header["index"] == 0:
+            self._unwanted = None
+        if header["version"] == self._unwanted:
+            if chunk.payload is not None:
+                self.link.release(chunk.payload)
+            return
         if header["index"] != len(self._parts):
             raise FormatError(f"chunk {header['index']} came, {len(self._parts)} was next")
         self._tidy()
+        engine = self._binding if isinstance(self._binding, EngineBinding) and self._store is None else None
+        if engine is not None and engine.hands_on(header, self._decoder):
+            self._hand_on(engine, chunk)
+        else:
+            self._collect(chunk)
+
+    def _collect(self, chunk: WeightChunk) -> None:
+        """Keep a chunk until all are here."""
+        header = chunk.header
         if header["base"] is None and chunk.payload is not None:
             fed = self._decoder(header["encoding"]).feed(header["index"], chunk.payload, self._allocate)
             if fed is not chunk.payload:
@@ -356,6 +424,7 @@ class Receiver:
                 chunk = replace(chunk, payload=fed)
         self._parts.append(chunk)
         if len(self._parts) < header["count"]:
+            self._say_taken(header)
             return
         parts, self._parts = self._parts, []
         self._staged = self._stage_delta(parts) if header["base"] is not None else self._stage(parts)
@@ -364,6 +433,10 @@ class Receiver:
         else:
             staged = WeightChunk(Kind.STAGED, {"version": header["version"]})
             self.link.send_chunk(staged, self._timeout)
+
+    def _say_taken(self, header: Mapping[str, Any]) -> None:
+        taken = {"version": header["version"], "index": header["index"]}
+        self.link.send_chunk(WeightChunk(Kind.TAKEN, taken), self._timeout)
 
     def _decoder(self, encoding: str) -> Decoder:
         assert self._schema is not None
@@ -429,7 +502,8 @@ class Receiver:
         if staged.group is None:
             stall = self._through_gate([(self, staged)])
         else:
-            stall = _joint_commit(staged.group, self, staged)
+            key, size = f"{staged.group}:{self.worker}", int(staged.group.rpartition("/")[2])
+            stall = run_jointly(key, size, (self, staged), self._through_gate, 2 * self._timeout)
         self._after(staged, stall, before)
 
     def _through_gate(self, members: list[tuple[Receiver, _Staged]]) -> float:
@@ -447,8 +521,8 @@ class Receiver:
             for staged in begun:
                 staged.undo()
             raise
-        for receiver, staged in members:
-            receiver._switch(staged)
+        for receiver, staged in sorted(members, key=lambda one: one[0]._bound is not None):
+            receiver._switch(staged)  # engines first: of these some can fail yet
 
     def _begin(self, staged: _Staged) -> None:
         if staged.base is not None and self._store is not None:
@@ -460,30 +534,33 @@ class Receiver:
         if staged.deltas and self._store is not None:
             self._store.apply(staged.deltas, staged.version)
             staged.deltas = []
+            if self._bound is None:
+                self._write(staged)
         else:
             self._write(staged)
             if self._store is not None:
                 self._store.switched(staged.version)
+        self._in_force(staged)
+
+    def _in_force(self, staged: _Staged) -> None:
         self._current = staged
         self.version = staged.version
         self._applied += 1
         self._on_switched(staged.version)
 
     def _write(self, staged: _Staged) -> None:
-        if self._binding is not None and self._schema is not None:
-            names = self._schema.names
-            self._binding.finish_kernels()
-            if self._binding.points and not self._stable:
-                self._binding.switch(names, staged.values)
-            else:
-                self._binding.copy(names, staged.values)
-            self._binding.finish_kernels()
+        assert self._schema is not None
+        if isinstance(self._binding, EngineBinding):
+            self._load(self._binding, staged)
+        elif self._binding is not None:
+            self._binding.write(self._schema.names, staged.values, stay=self._stable)
 
     def _after(self, staged: _Staged, stall: float, before: _Staged | None) -> None:
         with self._news:
             self._news.notify_all()
         assert self._schema is not None
-        named = NamedWeights(dict(zip(self._schema.names, staged.values, strict=True)), staged.extra)
+        weights = zip(self._schema.names, staged.values, strict=bool(staged.values))
+        named = NamedWeights(dict(weights), staged.extra)
         self._on_applied(staged.version, named)
         applied = {
             "version": staged.version,
@@ -493,6 +570,59 @@ class Receiver:
         self.link.send_chunk(WeightChunk(Kind.APPLIED, applied), self._timeout)
         self._left = [*staged.used_up, *(before.payloads if before is not None else ())]
         self._left = [memory for memory in self._left if all(memory is not one for one in staged.payloads)]
+
+    # -- engines -----------------------------------------------------------------------------------
+
+    def _load(self, binding: EngineBinding, staged: _Staged) -> None:
+        """Inside the gate: the engine takes all of a version, and nothing of it is kept here."""
+        assert self._schema is not None
+        self._loading = binding.begin(staged.version)
+        try:
+            self._loading.load(zip(self._schema.names, staged.values, strict=True))
+            self._loading.finish()
+        except BaseException:
+            self._abandon_load()
+            raise
+        self._loading = None
+        if self._store is None:
+            staged.used_up, staged.payloads, staged.values = staged.payloads, [], []
+
+    def _hand_on(self, binding: EngineBinding, chunk: WeightChunk) -> None:
+        """The engine takes what is whole with a chunk that just came."""
+        header = chunk.header
+        assert self._schema is not None
+        if self._loading is None:
+            self._loading = binding.begin(header["version"])
+        self._loading.take(chunk, self._decoder(header["encoding"]), self._schema)
+        if chunk.payload is not None:
+            self.link.release(chunk.payload)
+        self._parts.append(replace(chunk, payload=None))
+        if len(self._parts) < header["count"]:
+            self._say_taken(header)
+            return
+        self._loading.finish()
+        loading, self._loading, self._parts, before = self._loading, None, [], self._current
+        staged = _Staged(header["version"], None, [], [], {}, arrived=loading.since)
+        self._in_force(staged)
+        self._after(staged, loading.seconds, before)
+
+    def _forget(self, version: int | None = None) -> None:
+        """Drop what came and is not in force; if ``version`` is given, only what is of that one."""
+        if version is None or (self._staged is not None and self._staged.version == version):
+            self._staged = None
+        if version is None or (self._parts and self._parts[0].header["version"] == version):
+            self._parts = []
+            self._abandon_load()
+
+    def _abandon_load(self) -> None:
+        """An engine that was given a part of a version has none any more."""
+        loading, self._loading = self._loading, None
+        if loading is None:
+            return
+        self.version = None
+        if self._store is not None:
+            self._store.forget()
+        loading.abort()
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         """Memory that no weights in force, staged or half received lie in."""
@@ -506,48 +636,6 @@ class Receiver:
         fresh = torch.empty(nbytes, dtype=torch.uint8)
         self._memory = [memory for memory in self._memory if id(memory) in taken] + [fresh]
         return fresh
-
-
-class _Joint:
-    """Members of one group in this process that are about to switch together."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.members: list[tuple[Receiver, _Staged]] = []
-        self.done = threading.Event()
-        self.error: Exception | None = None
-        self.stall = 0.0
-
-
-_joints: dict[str, _Joint] = {}
-_joints_lock = threading.Lock()
-
-
-def _joint_commit(group: str, receiver: Receiver, staged: _Staged) -> float:
-    """Switch together with the other members of ``group`` (``"<id>/<members>"``)."""
-    size = int(group.rpartition("/")[2])
-    key = f"{group}:{receiver.worker}"
-    with _joints_lock:
-        joint = _joints.setdefault(key, _Joint(size))
-        joint.members.append((receiver, staged))
-        last = len(joint.members) == joint.size
-        if last:
-            del _joints[key]
-    if last:
-        try:
-            joint.stall = receiver._through_gate(joint.members)
-        except Exception as error:  # noqa: BLE001 - every member reports it
-            joint.error = error
-        joint.done.set()
-    elif not joint.done.wait(2 * receiver._timeout):
-        with _joints_lock:
-            if not joint.done.is_set():
-                _joints.pop(key, None)
-                joint.error = SyncTimeoutError("the other models of the group did not arrive")
-                joint.done.set()
-    if joint.error is not None:
-        raise joint.error
-    return joint.stall
 
 
 def _refusal(reply: WeightChunk) -> Exception:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from weight_update.errors import LinkClosedError, SyncTimeoutError
+from weight_update.errors import LinkClosedError, SchemaMismatchError, SyncFailedError, SyncTimeoutError
 from weight_update.peer import Peer
 from weight_update.report import SyncReport
 
 __all__ = ["Roll"]
+
+_LOOK_SECONDS = 0.2
 
 
 class Roll:
@@ -51,6 +54,11 @@ class Roll:
         return [peer for peer in self if not peer.guest]
 
     @property
+    def absent(self) -> list[Peer]:
+        """Those of the first number that have not come, for no known reason."""
+        return [peer for peer in self.expected if not peer.joined and peer.trouble() is None]
+
+    @property
     def unsettled(self) -> list[Peer]:
         """Those of the first number that have neither weights nor a reason why not."""
         return [
@@ -59,16 +67,54 @@ class Roll:
             if peer.trouble() is None and (not peer.joined or peer.version is None)
         ]
 
+    def await_none(
+        self, missing: Callable[[], list[Peer]], deadline: float, alive: Callable[[int], bool] | None
+    ) -> None:
+        """Wait until nobody is ``missing`` or the deadline has passed.
+
+        Args:
+            missing: who is waited for.
+            deadline: on the monotonic clock.
+            alive: tells whether the process of a worker lives, if the caller knows.
+        """
+        with self.moved:
+            while missing() and time.monotonic() < deadline:
+                for peer in missing():
+                    if alive is not None and not alive(peer.idx):
+                        peer.lost = LinkClosedError("its process died before it connected")
+                self.moved.wait(_LOOK_SECONDS)
+
+    def require_all(self, timeout: float) -> None:
+        """Raise the error of those of the first number that have no weights after so many seconds, if any.
+
+        Raises:
+            SchemaMismatchError, SyncTimeoutError, SyncFailedError: see ``WeightSyncScheme.connect``.
+        """
+        with self.moved:
+            failures = {peer.idx: error for peer in self.expected if (error := peer.trouble()) is not None}
+            late = [peer.idx for peer in self.unsettled]
+            guests = [peer.idx for peer in self if peer.guest and peer.joined]
+        _raise_connect(failures, late, guests, timeout)
+
     def wait_staged(self, version: int, workers: Iterable[int], timeout: float) -> dict[int, Exception]:
         """Wait until workers have ``version`` staged; the errors of those that do not."""
 
         def settled(peer: Peer) -> bool:
             return peer.staged == version or not peer.joined or version in peer.failures
 
-        return self._wait(version, workers, timeout, settled, lambda peer: peer.staged == version)
+        return self._wait(version, workers, timeout, settled, lambda peer: peer.staged == version, True)
 
-    def wait_applied(self, version: int, workers: Iterable[int], timeout: float) -> dict[int, Exception]:
-        """Wait until workers have applied ``version`` or a newer one; the errors of those that did not."""
+    def wait_applied(
+        self, version: int, workers: Iterable[int], timeout: float, *, patient: bool
+    ) -> dict[int, Exception]:
+        """Wait until workers have applied ``version`` or a newer one; the errors of those that did not.
+
+        Args:
+            version: number of the update.
+            workers: indices.
+            timeout: seconds.
+            patient: do not count the time in which something is still being written to one of them.
+        """
 
         def has_it(peer: Peer) -> bool:
             return peer.reached >= version
@@ -76,7 +122,7 @@ class Roll:
         def settled(peer: Peer) -> bool:
             return has_it(peer) or not peer.joined or peer.failure(version) is not None
 
-        return self._wait(version, workers, timeout, settled, has_it)
+        return self._wait(version, workers, timeout, settled, has_it, patient)
 
     def _wait(
         self,
@@ -85,10 +131,17 @@ class Roll:
         timeout: float,
         settled: Callable[[Peer], bool],
         good: Callable[[Peer], bool],
+        patient: bool,
     ) -> dict[int, Exception]:
         peers = [self[idx] for idx in workers]
+        deadline = time.monotonic() + timeout
         with self.moved:
-            self.moved.wait_for(lambda: all(map(settled, peers)), timeout)
+            while waited_for := [peer for peer in peers if not settled(peer)]:
+                if patient and any(peer.writing for peer in waited_for):
+                    deadline = time.monotonic() + timeout
+                if time.monotonic() >= deadline:
+                    break
+                self.moved.wait(deadline - time.monotonic())
             return {peer.idx: _reason(peer, version, timeout) for peer in peers if not good(peer)}
 
     def failures(self, version: int, workers: Iterable[int]) -> dict[int, Exception]:
@@ -131,3 +184,22 @@ def _reason(peer: Peer, version: int, timeout: float) -> Exception:
         f"did not apply it within {timeout:g} s: it is stopped, or in hold() or a long forward pass; it gets "
         "the newest version when it goes on (or raise timeout=)"
     )
+
+
+def _raise_connect(
+    failures: Mapping[int, Exception], late: list[int], guests: list[int], timeout: float
+) -> None:
+    mismatches = [error for error in failures.values() if isinstance(error, SchemaMismatchError)]
+    if mismatches:
+        problems = tuple(line for error in mismatches for line in error.problems)
+        raise SchemaMismatchError(str(mismatches[0]).partition("\n")[0], problems)
+    if failures:
+        silent = {idx: SyncTimeoutError(f"did not come within {timeout:g} s") for idx in late}
+        failures = {**failures, **silent}
+        lines = "".join(f"\n  worker {idx}: {error}" for idx, error in sorted(failures.items()))
+        raise SyncFailedError(f"workers could not connect:{lines}", failures)
+    if late:
+        others = f" (others did: {guests}; do the indices match?)" if guests else ""
+        raise SyncTimeoutError(
+            f"workers {late} did not connect within {timeout:g} s{others}; have they called connect()?"
+        )

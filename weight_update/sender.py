@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from weight_update.buffers import BufferPool, Shipment, Slot
+from weight_update.buffers import MIXED, BufferPool, Shipment, Slot
 from weight_update.chunks import Kind, WeightChunk, WeightSchema, differences, memory_identity, untied
 from weight_update.encodings import DeltaEncoding, Lend
 from weight_update.errors import (
@@ -21,8 +21,6 @@ from weight_update.errors import (
     LinkClosedError,
     NotEnoughMemoryError,
     SchemaMismatchError,
-    SyncFailedError,
-    SyncTimeoutError,
     TransportError,
     UnsupportedSourceError,
     WorkerError,
@@ -35,6 +33,7 @@ from weight_update.peer import Peer
 from weight_update.report import SyncReport
 from weight_update.roll import Roll
 from weight_update.strategy import WeightStrategy
+from weight_update.streams import Streams
 from weight_update.transports.base import TransportBackend
 
 __all__ = ["Sender"]
@@ -42,6 +41,7 @@ __all__ = ["Sender"]
 _log = logging.getLogger(__name__)
 _MAX_UPDATES = 4
 _LOOK_SECONDS = 0.2
+_WRITERS = 256  # threads that may wait for workers of other hosts at once
 
 
 class Sender:
@@ -74,6 +74,7 @@ class Sender:
         self._strategy, self._token = strategy, token
         self.roll = Roll(Peer(idx, link, schemas[idx], tracked[idx]) for idx, link in links.items())
         self._lanes = Lanes(self.roll, strategy.encoding, self._borrow)
+        self._streams = Streams(self.roll, self._lanes, strategy, self._free_slot, self._send_or_lose)
         self._numbers = -1
         self._publishing = threading.Lock()
         self._joining: Mapping[int, NamedWeights] = {}  # weights for whom joins while connect() waits
@@ -85,6 +86,8 @@ class Sender:
                 if isinstance(strategy.encoding, DeltaEncoding):
                     strategy.encoding.bootstraps(schema)  # prefixes that match nothing are an error at once
                 sizes = Counter(strategy.encoding.whole.payload_sizes(schema))
+                if strategy.max_in_flight is not None:
+                    sizes = Counter({max(sizes): min(strategy.max_in_flight, sizes.total())})
                 for nbytes, count in sizes.items():
                     self._pool.reserve(nbytes, count if strategy.encoding.keeps else 2 * count)
         except BaseException:
@@ -132,21 +135,32 @@ class Sender:
         with self.roll.moved:
             for peer in self.roll:
                 peer.lost, peer.failures = None, {}
-        with self._publishing:
-            report = self._stage(weights, weights)
-            self._joining = weights
-        for peer in self.roll:
-            self._bring_up(peer)
-            self._listen_to(peer)
+        deadline = time.monotonic() + timeout
+        if self._strategy.max_in_flight is not None:
+            for peer in self.roll:
+                self._listen_to(peer)
+            self.roll.await_none(lambda: self.roll.absent, deadline, alive)
+            with self._publishing:
+                self._numbers += 1
+                report = self._streams.send(weights, Step(self._numbers), self.timeout)
+        else:
+            with self._publishing:
+                report = self._stage(weights, weights)
+                self._joining = weights
+            for peer in self.roll:
+                self._bring_up(peer)
+                self._listen_to(peer)
         try:
-            self._await_all(timeout, alive)
+            self.roll.await_none(lambda: self.roll.unsettled, deadline, alive)
+            self.roll.require_all(timeout)
         finally:
             with self._publishing:
                 for idx, named in weights.items():
                     if (
                         self.roll[idx].lane is None and not self.roll[idx].guest
                     ):  # it may come later, when these weights have changed
-                        self._settle_in(self.roll[idx], self.roll[idx].schema, named)
+                        kept = named if self._strategy.max_in_flight is None else None
+                        self._settle_in(self.roll[idx], self.roll[idx].schema, kept)
                 self._joining = {}
             report.dense_bytes = sum(lane.schema.dense_bytes for lane in self._lanes.all())
         self.roll.fill(report, weights)
@@ -158,21 +172,6 @@ class Sender:
                 name = f"weight_update-peer-{peer.idx}"
                 peer.thread = threading.Thread(target=self._serve, args=(peer,), name=name, daemon=True)
                 peer.thread.start()
-
-    def _await_all(self, timeout: float, alive: Callable[[int], bool] | None) -> None:
-        deadline = time.monotonic() + timeout
-        with self.roll.moved:
-            while self.roll.unsettled and time.monotonic() < deadline:
-                for peer in self.roll.unsettled:
-                    if alive is not None and not alive(peer.idx):
-                        peer.lost = LinkClosedError("its process died before it connected")
-                self.roll.moved.wait(_LOOK_SECONDS)
-            failures = {
-                peer.idx: error for peer in self.roll.expected if (error := peer.trouble()) is not None
-            }
-            late = [peer.idx for peer in self.roll.unsettled]
-            guests = [peer.idx for peer in self.roll if peer.guest and peer.joined]
-        _raise_connect(failures, late, guests, timeout)
 
     def _welcome(self, peer: Peer, hello: WeightChunk) -> None:
         header = hello.header
@@ -246,6 +245,10 @@ class Sender:
             with self.roll.moved:
                 for idx in weights:
                     self.roll[idx].forget_old_failures()
+            if self._strategy.max_in_flight is not None:
+                self._numbers += 1
+                step = Step(self._numbers, commit=commit, group=group)
+                return self._streams.send(weights, step, self.timeout)
             report = self._stage(weights, weights, commit=commit, group=group)
             start = time.perf_counter()
             sent = self._bring_up_all([self.roll[idx] for idx in weights])
@@ -358,16 +361,30 @@ class Sender:
             if not peer.joined or peer.inflight is not None or peer.lacks is None:
                 return None
         with peer.sending:
-            try:
-                shipment = self._load(peer)
-                for chunk in shipment.chunks if shipment is not None else ():
-                    peer.link.send_chunk(chunk, self.timeout)
-            except (TransportError, TimeoutError, NotEnoughMemoryError) as error:
-                self._lose(peer, error)
-                if not isinstance(error, TransportError):
-                    peer.link.disconnect()
-                return None
-            return shipment
+            shipment = self._load_or_lose(peer)
+            sent = shipment is None or self._send_or_lose(peer, shipment.chunks)
+            return shipment if sent else None
+
+    def _send_or_lose(self, peer: Peer, chunks: Iterable[WeightChunk]) -> bool:
+        """Send frames; cuts a worker off where that fails. The caller holds ``peer.sending``."""
+        try:
+            for chunk in chunks:
+                peer.link.send_chunk(chunk, self.timeout)
+        except (TransportError, TimeoutError, NotEnoughMemoryError) as error:
+            self._lose(peer, error)
+            if not isinstance(error, TransportError):
+                peer.link.disconnect()
+            return False
+        return True
+
+    def _load_or_lose(self, peer: Peer) -> Shipment | None:
+        """As :meth:`_load`; a worker that there is no memory for is cut off."""
+        try:
+            return self._load(peer)
+        except NotEnoughMemoryError as error:
+            self._lose(peer, error)
+            peer.link.disconnect()
+            return None
 
     def _load(self, peer: Peer) -> Shipment | None:
         """Make what ``peer`` lacks the shipment in flight to it."""
@@ -384,29 +401,36 @@ class Sender:
             lane.prepare()
 
     def _bring_up_all(self, peers: list[Peer]) -> list[Shipment]:
-        slow = [peer for peer in peers if not peer.link.quick]
-        quick = [peer for peer in peers if peer.link.quick]
-        if len(slow) > 1:
-            self._announce(slow)
-            self._helpers = self._helpers or ThreadPoolExecutor(thread_name_prefix="weight_update-send")
-            under_way = [self._helpers.submit(self._bring_up, peer) for peer in slow]
-        else:
-            quick, under_way = [*quick, *slow], []
-        sent = [self._bring_up(peer) for peer in quick]
-        sent += [future.result() for future in under_way]
-        return [shipment for shipment in sent if shipment is not None]
+        """As :meth:`_bring_up`, but where a link waits for its worker a thread does, and not the caller."""
+        slow = [(peer, self._load_or_lose(peer)) for peer in peers if not peer.link.quick]
+        loads = [(peer, shipment) for peer, shipment in slow if shipment is not None]
+        self._announce(loads)
+        for peer, shipment in loads:
+            with self.roll.moved:
+                peer.writing = True
+            self._helpers = self._helpers or ThreadPoolExecutor(_WRITERS, "weight_update-send")
+            self._helpers.submit(self._transmit, peer, shipment)
+        sent = [self._bring_up(peer) for peer in peers if peer.link.quick]
+        return [one for one in (*sent, *(shipment for _, shipment in loads)) if one is not None]
 
-    def _announce(self, peers: list[Peer]) -> None:
+    def _transmit(self, peer: Peer, shipment: Shipment) -> None:
+        """In a thread of its own: send what is in flight, unless the worker was lost meanwhile."""
+        with peer.sending:
+            if peer.inflight is shipment:
+                self._send_or_lose(peer, shipment.chunks)
+        with self.roll.moved:
+            peer.writing = False
+            self.roll.moved.notify_all()
+
+    def _announce(self, loads: list[tuple[Peer, Shipment]]) -> None:
         """Tell the links which payloads several of them are about to be sent."""
         wanted: dict[int, tuple[torch.Tensor, list[TransportBackend]]] = {}
-        with self.roll.moved:
-            for peer in peers:
-                idle = peer.joined and peer.inflight is None and peer.lacks is not None
-                shipment = peer.lane.ready(peer.has) if idle and peer.lane is not None else None
-                for chunk in shipment.chunks if shipment is not None else ():
-                    if chunk.payload is not None:
-                        wanted.setdefault(id(chunk.payload), (chunk.payload, []))[1].append(peer.link)
-            for payload, links in wanted.values():
+        for peer, shipment in loads:
+            for chunk in shipment.chunks:
+                if chunk.payload is not None:
+                    wanted.setdefault(id(chunk.payload), (chunk.payload, []))[1].append(peer.link)
+        for payload, links in wanted.values():
+            if len(links) > 1:
                 links[0].expect(payload, links)
 
     def _say(self, peer: Peer, *chunks: WeightChunk) -> None:
@@ -433,14 +457,14 @@ class Sender:
             for lane in self._lanes.all():
                 if lane.pending == version:
                     lane.drop()
-        self._tell(workers, WeightChunk(Kind.ABORT, {"version": version}))
         with self.roll.moved:
             for idx in workers:
                 peer = self.roll[idx]
                 peer.staged = None
                 if peer.inflight is not None and peer.inflight.version == version:
-                    peer.hold("inflight", None)
+                    peer.hold("inflight", None)  # first: what is not sent yet is then not sent at all
             self.roll.moved.notify_all()
+        self._tell(workers, WeightChunk(Kind.ABORT, {"version": version}))
 
     def _tell(self, workers: Iterable[int], chunk: WeightChunk) -> None:
         for idx in workers:
@@ -482,7 +506,12 @@ class Sender:
         elif chunk.kind is Kind.STAGED:
             with self.roll.moved:
                 peer.staged = header["version"]
+                self._arrived(peer, header["version"])
                 self.roll.moved.notify_all()
+        elif chunk.kind is Kind.TAKEN:
+            with self.roll.moved:
+                if peer.pipeline is not None and peer.pipeline.step.version == header["version"]:
+                    peer.pipeline.taken(peer, header["index"])
         elif chunk.kind in (Kind.APPLIED, Kind.FAILED):
             self._settle(peer, chunk)
             self._bring_up(peer)
@@ -496,9 +525,15 @@ class Sender:
         else:
             raise FormatError(f"unexpected {chunk.kind.name} frame")
 
+    def _arrived(self, peer: Peer, version: int) -> None:
+        """A worker has read all of a version, or will read no more of it."""
+        if peer.pipeline is not None and peer.pipeline.step.version == version:
+            peer.pipeline.leave(peer, reading=False)
+
     def _settle(self, peer: Peer, chunk: WeightChunk) -> None:
         version = chunk.header["version"]
         with self.roll.moved:
+            self._arrived(peer, version)
             update = peer.inflight
             if update is None or update.version != version:
                 return
@@ -512,6 +547,8 @@ class Sender:
                 for slot in update.slots if self._shared else ():
                     slot.abandoned = True  # it may have failed after the switch, and read this memory now
                 text = chunk.header["traceback"] or chunk.header["error"]
+                if not chunk.header["kept"] and peer.has is not None:
+                    peer.has = MIXED
                 peer.failures[version] = WorkerError(f"{chunk.header['error']}\n\n{text}")
             peer.hold("inflight", None)
             self.roll.moved.notify_all()
@@ -588,22 +625,3 @@ def _require_schema(schema: WeightSchema, named: NamedWeights, *, more: bool) ->
 
 def _same_memory(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return a is b or (a is not None and b is not None and memory_identity(a) == memory_identity(b))
-
-
-def _raise_connect(
-    failures: Mapping[int, Exception], late: list[int], guests: list[int], timeout: float
-) -> None:
-    mismatches = [error for error in failures.values() if isinstance(error, SchemaMismatchError)]
-    if mismatches:
-        problems = tuple(line for error in mismatches for line in error.problems)
-        raise SchemaMismatchError(str(mismatches[0]).partition("\n")[0], problems)
-    if failures:
-        silent = {idx: SyncTimeoutError(f"did not come within {timeout:g} s") for idx in late}
-        failures = {**failures, **silent}
-        lines = "".join(f"\n  worker {idx}: {error}" for idx, error in sorted(failures.items()))
-        raise SyncFailedError(f"workers could not connect:{lines}", failures)
-    if late:
-        others = f" (others did: {guests}; do the indices match?)" if guests else ""
-        raise SyncTimeoutError(
-            f"workers {late} did not connect within {timeout:g} s{others}; have they called connect()?"
-        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,6 +14,7 @@ from weight_update.chunks import WeightSchema
 from weight_update.encodings import Encoding, encoding_from_config, resolve_encoding
 from weight_update.errors import UnsupportedSourceError
 from weight_update.named import (
+    Convert,
     NamedWeights,
     extra_of,
     from_items,
@@ -27,7 +28,6 @@ __all__ = ["WeightStrategy", "resolve_strategy"]
 
 ExtractAs = Literal["tensordict", "state_dict"]
 Select = Literal["trainable"] | Sequence[str] | Callable[[str, torch.Tensor], bool]
-Convert = Callable[[Iterator[tuple[str, torch.Tensor]]], Iterable[tuple[str, torch.Tensor]]]
 
 
 class WeightStrategy:
@@ -44,10 +44,19 @@ class WeightStrategy:
             function of name and tensor. Receivers may have more weights, which are left alone, except that
             a :class:`~weight_update.PatchEncoding` first makes all of them equal.
         convert: for a receiver that holds the model in another format: takes an iterator of ``(name,
-            tensor)``, gives one of the names and tensors that the receiver has. Runs on the sender.
+            tensor)``, gives one of the names and tensors that the receiver has. Runs on the sender, at each
+            update, and gives the same names in the same order each time. Extra state, whose names are those
+            of the sender's modules, is not sent then.
+        max_in_flight: None puts each version together whole in the sender's memory, and serves from it who
+            comes or was late. A number sends it in chunks while it is still being converted and encoded: so
+            many chunks (buckets) are in memory at most, one of them being filled while the others travel. 1
+            is strictly serial, 2 lets conversion and transfer overlap. A worker that joins, or missed a
+            version, then gets weights with the next ``send``. Needs an encoding in chunks, such as
+            ``BucketEncoding``.
 
     Raises:
-        ValueError: an unknown ``extract_as``, encoding or selection; the message lists the known ones.
+        ValueError: an unknown ``extract_as``, encoding or selection; the message lists the known ones. Or
+            ``max_in_flight`` with an encoding that does not travel in chunks.
 
     Sources and destinations may be an ``nn.Module``, a TensorDict, a (nested or dotted) dict of tensors,
     or, as a source, a callable that returns one of these.
@@ -60,6 +69,7 @@ class WeightStrategy:
         encoding: str | Encoding = "dense",
         select: Select | None = None,
         convert: Convert | None = None,
+        max_in_flight: int | None = None,
     ) -> None:
         if extract_as not in get_args(ExtractAs):
             known = " or ".join(repr(name) for name in get_args(ExtractAs))
@@ -70,7 +80,10 @@ class WeightStrategy:
             )
         self.extract_as: ExtractAs = extract_as
         self.encoding = resolve_encoding(encoding)
+        if max_in_flight is not None:
+            _require_chunks(max_in_flight, self.encoding)
         self.select, self.convert = select, convert
+        self.max_in_flight = max_in_flight
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **options: Any) -> WeightStrategy:
@@ -127,18 +140,21 @@ class WeightStrategy:
         return frozenset(names)
 
     def outgoing(self, source: Any, chosen: frozenset[str] | None = None) -> NamedWeights:
-        """The weights of ``source`` as they are sent: those ``chosen`` (None: all), converted.
+        """The weights of ``source`` as they are sent: those ``chosen`` (None: all), to be converted.
+
+        With ``max_in_flight`` conversion is left to whoever goes through the items.
 
         Raises:
             UnsupportedSourceError: as :meth:`extract_weights`, or ``convert`` gives a name twice.
         """
         named = self.named(source)
-        if chosen is None and self.convert is None:
-            return named
-        items = ((name, value) for name, value in named.tensors.items() if chosen is None or name in chosen)
+        if chosen is not None:
+            kept = {name: value for name, value in named.tensors.items() if name in chosen}
+            named = NamedWeights(kept, named.extra)
         if self.convert is None:
-            return NamedWeights(dict(items), named.extra)
-        return NamedWeights(from_items(iter(self.convert(items))).tensors, named.extra)
+            return named
+        named = NamedWeights(named.tensors, convert=self.convert)
+        return named if self.max_in_flight is not None else named.converted()
 
     def extract_weights(self, source: Any) -> TensorDictBase | dict[str, Any]:
         """The weights of ``source`` in the format of this strategy; the tensors are not copied.
@@ -206,6 +222,7 @@ class WeightStrategy:
 
     def export(self, named: NamedWeights) -> TensorDictBase | dict[str, Any]:
         """``named`` in the format of this strategy."""
+        named = named.converted()
         if self.extract_as == "state_dict":
             return {**named.tensors, **named.extra}
         out = TensorDict()
@@ -225,6 +242,16 @@ class WeightStrategy:
         tensors: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
         tensors.update(module.named_buffers(remove_duplicate=False))
         return NamedWeights(tensors, extra_of(module))
+
+
+def _require_chunks(max_in_flight: int, encoding: Encoding) -> None:
+    if not isinstance(max_in_flight, int) or max_in_flight < 1:
+        raise ValueError(f"max_in_flight is a number of chunks, at least 1, or None: {max_in_flight!r}")
+    if encoding.whole is not encoding or not encoding.whole.in_chunks:
+        raise ValueError(
+            f"max_in_flight={max_in_flight} needs weights that travel in chunks, which receivers copy out: "
+            f"encoding='bucket', or BucketEncoding(bucket_size=...) with load_instant, not {encoding!r}"
+        )
 
 
 def resolve_strategy(strategy: str | WeightStrategy) -> WeightStrategy:

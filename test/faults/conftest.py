@@ -15,8 +15,13 @@ from weight_update import (
 
 
 @pytest.fixture(
-    params=[SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme, DistributedWeightSyncScheme],
-    ids=["shared_mem", "queues", "distributed"],
+    params=[
+        pytest.param(SharedMemWeightSyncScheme, id="shared_mem"),
+        pytest.param(  # the slots and the gate of shared_mem; only how workers find the sender differs
+            MultiProcessWeightSyncScheme, id="queues", marks=pytest.mark.slow
+        ),
+        pytest.param(DistributedWeightSyncScheme, id="distributed"),
+    ]
 )
 def kind(request: pytest.FixtureRequest) -> type[WeightSyncScheme]:
     """The class of the scheme under test."""

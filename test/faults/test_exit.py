@@ -10,6 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from weight_update import (
+    DistributedWeightSyncScheme,
+    MultiProcessWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+)
+
 PROGRAM = """
 import contextlib, sys, time
 import torch, torch.multiprocessing as mp
@@ -60,6 +66,14 @@ WAYS = {
     "unwaited sends": 0,
     "an exception": 1,
 }
+OFTEN = {
+    (SharedMemWeightSyncScheme, "not shut down"),
+    (SharedMemWeightSyncScheme, "made only"),
+    (SharedMemWeightSyncScheme, "an exception"),
+    (DistributedWeightSyncScheme, "not shut down"),
+    (DistributedWeightSyncScheme, "unwaited sends"),
+    (DistributedWeightSyncScheme, "worker never shut down"),
+}
 PROMPT = 5.0
 
 
@@ -67,7 +81,14 @@ def left_in_shm() -> list[str]:
     return sorted(name for name in os.listdir("/dev/shm") if not name.startswith("sem."))  # not ours
 
 
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        pytest.param(kind, how, marks=[pytest.mark.slow] if (kind, how) not in OFTEN else [])
+        for kind in (SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme, DistributedWeightSyncScheme)
+        for how in WAYS
+    ],
+)
 def test_exits_at_once(kind: type, how: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

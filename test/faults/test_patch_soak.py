@@ -326,5 +326,5 @@ def test_a_thousand_updates(kind: type[WeightSyncScheme], crew: Crew) -> None:
 
 
 def test_some_updates(kind: type[WeightSyncScheme], crew: Crew) -> None:
-    soak = run(kind, crew, 200, 8.0)
+    soak = run(kind, crew, 200, 4.0)
     assert soak.updates > 20

@@ -133,7 +133,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("count", [400, 5000])
+@pytest.mark.parametrize("count", [pytest.param(400, marks=pytest.mark.slow), 5000])
 def test_many_tensors_under_the_usual_limit_of_descriptors(kind: type, count: int, tmp_path: Path) -> None:
     program = tmp_path / "many.py"
     program.write_text(MANY)

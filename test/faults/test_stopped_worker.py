@@ -50,7 +50,9 @@ def test_named_within_the_timeout_and_current_after_it_goes_on(kind, crew: Crew)
         assert_whole(worker.call(end_compute))
 
 
-@pytest.mark.parametrize("stopped", [[1], [1, 2]], ids=["one", "two"])
+@pytest.mark.parametrize(
+    "stopped", [pytest.param([1], id="one", marks=pytest.mark.slow), pytest.param([1, 2], id="two")]
+)
 def test_many_sends_past_stopped_workers_keep_memory_bounded(kind, crew: Crew, stopped: list[int]) -> None:
     numel, layers = 1 << 18, 8  # 8 MB
     scheme, model = crew.scheme(kind, timeout=LIMIT), Stripes(layers, numel)

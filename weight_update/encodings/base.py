@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -43,9 +43,19 @@ class Encoder(ABC):
             the payloads, in the order in which they are to be decoded; at least one.
         """
 
+    def stream(self, tensors: Iterator[torch.Tensor], lend: Lend) -> Iterator[torch.Tensor]:
+        """As :meth:`encode`, one payload after the other; see :attr:`WholeEncoding.in_chunks`.
+
+        Takes the tensors that a payload needs after memory for it was lent, and keeps none of them.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not encode in chunks")
+
 
 class Decoder(ABC):
     """The receiver's half of a whole encoding."""
+
+    in_chunks: ClassVar[bool] = False
+    """Whether :meth:`stream` may be used in place of :meth:`feed` and :meth:`decode`."""
 
     def feed(self, index: int, payload: torch.Tensor, allocate: Lend) -> torch.Tensor:
         """Called for each payload when it arrives, in order; what it returns is later given to ``decode``.
@@ -57,6 +67,21 @@ class Decoder(ABC):
         """
         del index, allocate
         return payload
+
+    def stream(self, index: int, payload: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """Called for each payload when it arrives, in order: the weights that are whole with it.
+
+        Args:
+            index: its place among the payloads of the update, from 0.
+            payload: 1-D uint8 CPU tensor.
+
+        Returns:
+            position in the schema and value of each; the values are valid until the next call.
+
+        Raises:
+            FormatError: the payload does not fit the schema, or does not follow the one before.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not decode in chunks")
 
     @abstractmethod
     def decode(self, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -100,6 +125,15 @@ class WholeEncoding(Encoding):
     def whole(self) -> WholeEncoding:
         """Itself."""
         return self
+
+    @property
+    def in_chunks(self) -> bool:
+        """Whether a version can be encoded, sent and read chunk by chunk: by :meth:`Encoder.stream`.
+
+        Then :meth:`payload_sizes` has one size for each chunk, and receivers copy out what they need when
+        a chunk arrives.
+        """
+        return False
 
     @abstractmethod
     def encoder(self, schema: WeightSchema) -> Encoder:

@@ -16,6 +16,7 @@ import torch
 
 from weight_update.chunks import ALIGNMENT, DTYPES, WeightSchema, byte_view, dtype_name
 from weight_update.encodings.base import Decoder, Encoder, Lend, WholeEncoding, register_encoding
+from weight_update.encodings.joining import Joiner
 from weight_update.encodings.views import ViewCache
 from weight_update.errors import FormatError
 
@@ -25,6 +26,8 @@ BucketDtype = Literal["bfloat16", "float16", "float32"]
 _HEAD = struct.Struct("<4sB3x16sQQQ")
 _HEAD_BYTES = 64
 _MAGIC = b"WUBK"
+_TOGETHER = 1 << 20
+_Piece = tuple[int, int, int]  # position of a tensor, the first and the last of its bytes
 
 
 def require_size(option: str, value: object) -> None:
@@ -95,10 +98,14 @@ class BucketEncoding(WholeEncoding):
             raise ValueError("bucket_device='cuda' needs a CUDA device; give None or 'cpu' here")
         return _BucketEncoder(self, schema, None if device is None or device.type == "cpu" else device)
 
+    @property
+    def in_chunks(self) -> bool:
+        """See :attr:`WholeEncoding.in_chunks`."""
+        return self.load_instant
+
     def payload_sizes(self, schema: WeightSchema) -> list[int]:
         """See :meth:`WholeEncoding.payload_sizes`."""
-        sizes = [_HEAD_BYTES + stop - start for start, stop in self._cuts(schema)]
-        return sorted(set(sizes))
+        return [_HEAD_BYTES + stop - start for start, stop in self._cuts(schema)]
 
     @classmethod
     def decoder(cls, schema: WeightSchema) -> Decoder:
@@ -118,38 +125,54 @@ class _BucketEncoder(Encoder):
     def __init__(self, options: BucketEncoding, schema: WeightSchema, device: torch.device | None) -> None:
         self._options, self._device = options, device
         self._schema = _as_sent(schema, options.dtype)
-        self._cuts = list(_cuts(self._schema, options.bucket_size))
+        self._buckets = [
+            (start, stop, list(self._inside(start, stop)))
+            for start, stop in _cuts(self._schema, options.bucket_size)
+        ]
+
+    def encode(self, tensors: Sequence[torch.Tensor], lend: Lend) -> list[torch.Tensor]:
+        return list(self.stream(iter(tensors), lend))
 
     @torch.no_grad()
-    def encode(self, tensors: Sequence[torch.Tensor], lend: Lend) -> list[torch.Tensor]:
-        return [self._bucket(tensors, start, stop, lend) for start, stop in self._cuts]
+    def stream(self, tensors: Iterator[torch.Tensor], lend: Lend) -> Iterator[torch.Tensor]:
+        """See :meth:`Encoder.stream`."""
+        last, position = torch.empty(0), -1
+        for start, stop, pieces in self._buckets:
+            payload = lend(_HEAD_BYTES + stop - start)
+            place = self._begin(payload, start, stop)
+            copies = _Copies()
+            for i, first, end in pieces:
+                while position < i:
+                    last, position = next(tensors), position + 1
+                meta = self._schema.tensors[i]
+                target = place[meta.offset + first - start : meta.offset + end - start].view(meta.dtype)
+                if end - first == meta.nbytes:
+                    copies.add(target.view(meta.shape), last)
+                else:
+                    size = meta.dtype.itemsize
+                    copies.add(target, last.reshape(-1)[first // size : end // size])
+                if end == meta.nbytes:
+                    last = place  # whoever made the tensor can make the next one in its memory
+            copies.make()
+            if self._device is not None:
+                payload[_HEAD_BYTES:].copy_(place)
+            if stop == self._buckets[-1][1]:
+                for _ in tensors:  # those that share the memory of others; whoever gives them may refuse yet
+                    pass
+            yield payload
 
-    def _bucket(self, tensors: Sequence[torch.Tensor], start: int, stop: int, lend: Lend) -> torch.Tensor:
-        payload = lend(_HEAD_BYTES + stop - start)
+    def _begin(self, payload: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Write the head of a bucket; where its body is to be put together."""
         name = "" if self._options.dtype is None else dtype_name(self._options.dtype)
         head = _HEAD.pack(
             _MAGIC, self._options.load_instant, name.encode(), start, stop, self._schema.nbytes
         ).ljust(_HEAD_BYTES, b"\0")
         payload[:_HEAD_BYTES] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        body = payload[_HEAD_BYTES:]
-        place = (
-            body if self._device is None else torch.empty(stop - start, dtype=body.dtype, device=self._device)
-        )
-        targets, sources = [], []
-        for i, first, last in self._inside(start, stop):
-            meta = self._schema.tensors[i]
-            piece = place[meta.offset + first - start : meta.offset + last - start].view(meta.dtype)
-            size = meta.dtype.itemsize
-            whole = last - first == meta.nbytes
-            targets.append(piece.view(meta.shape) if whole else piece)
-            sources.append(tensors[i] if whole else tensors[i].reshape(-1)[first // size : last // size])
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        if place is not body:
-            body.copy_(place)
-        return payload
+        if self._device is None:
+            return payload[_HEAD_BYTES:]
+        return torch.empty(stop - start, dtype=torch.uint8, device=self._device)
 
-    def _inside(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    def _inside(self, start: int, stop: int) -> Iterator[_Piece]:
         """Position, first and last byte of each (part of a) tensor between two places of the flat buffer."""
         for i in self._schema.distinct:
             meta = self._schema.tensors[i]
@@ -158,11 +181,37 @@ class _BucketEncoder(Encoder):
                 yield i, first, last
 
 
+class _Copies:
+    """Copies to be made: many small ones at once, which is quicker, but keeping few tensors waiting."""
+
+    def __init__(self) -> None:
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+        self._waiting = 0
+
+    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy ``source`` into ``target``, now or later."""
+        self._targets.append(target)
+        self._sources.append(source)
+        self._waiting += target.nbytes
+        if self._waiting >= _TOGETHER:
+            self.make()
+
+    def make(self) -> None:
+        """Make all that were not made yet."""
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)
+        self._targets, self._sources, self._waiting = [], [], 0
+
+
 class _BucketDecoder(Decoder):
+    in_chunks = True
+
     def __init__(self, schema: WeightSchema) -> None:
         self._schema = schema
         self._flat: torch.Tensor | None = None  # filled bucket by bucket as they arrive
         self._views: ViewCache | None = None
+        self._joiner: Joiner | None = None
         self._sent = schema
         self._end = 0
 
@@ -175,6 +224,13 @@ class _BucketDecoder(Decoder):
         # Not torch: its threads hang in forked processes.
         self._flat.numpy()[head.start : head.stop] = payload.numpy()[_HEAD_BYTES:]
         return self._flat
+
+    def stream(self, index: int, payload: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        head = self._head(payload, index == 0)
+        if self._joiner is None:
+            self._joiner = Joiner(self._sent)
+        found = self._joiner.take(head.start, payload[_HEAD_BYTES:])
+        return [(i, value.to(self._schema.tensors[i].dtype)) for i, value in found]
 
     def decode(self, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self._flat is not None and all(payload is self._flat for payload in payloads):
@@ -194,7 +250,7 @@ class _BucketDecoder(Decoder):
             self._end = 0
             sent = _as_sent(self._schema, head.dtype)
             if sent.digest != self._sent.digest:
-                self._sent, self._views = sent, None
+                self._sent, self._views, self._joiner = sent, None, None
         if head.total != self._sent.nbytes or head.start != self._end or head.stop > head.total:
             raise FormatError(f"bucket of bytes {head.start} to {head.stop} where {self._end} was next")
         self._end = head.stop

@@ -247,7 +247,7 @@ class WeightSyncScheme(ABC):
         tracked: dict[int, frozenset[str] | None] = {}
         for idx, (named, names) in sources.survey(self.strategy).items():
             if id(named) not in known:
-                known[id(named)] = WeightSchema.of(named.tensors)
+                known[id(named)] = named.schema()
             schemas[idx], tracked[idx] = known[id(named)], names
         self.model_id = model_id
         links = self.open_sender(workers, ctx)
@@ -273,7 +273,8 @@ class WeightSyncScheme(ABC):
         Args:
             model_id: name of the model in the context.
             context: a collector that has the model, and its index as ``worker_idx``.
-            model: module, TensorDict or dict to keep current; None keeps weights for :meth:`receive` only.
+            model: module, TensorDict, dict or :class:`~weight_update.InferenceEngine` to keep current; None
+                keeps weights for :meth:`receive` only.
             worker_idx: index of this worker; may also be given to :meth:`connect`.
 
         Raises:
@@ -450,7 +451,8 @@ class WeightSyncScheme(ABC):
 
         Returns:
             the weights now in force, in the format of the strategy (live tensors of the model, or copies
-            where the receiver has none), or None when no new version came in time.
+            where the receiver has none; empty where it has an engine), or None when no new version came in
+            time.
 
         Raises:
             LifecycleError: not a connected receiver.

@@ -159,11 +159,14 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme):
             super().connect(worker_idx=worker_idx, weights=weights, timeout=timeout)
 
     def receive(self, timeout: float | None = None) -> Any | None:
-        """See :meth:`WeightSyncScheme.receive`; does not wait while the sender calls this worker."""
+        """See :meth:`WeightSyncScheme.receive`; does not wait while the sender calls this worker.
+
+        It then gives the model if there is a new version of it: nobody asks the call for weights.
+        """
         called = called_for.get()
         if called is not None:
-            mine = called == self._model_name and self._receiver is not None
-            return super().receive(0.0) if mine else None
+            receiver = self._receiver if called == self._model_name else None
+            return self.model if receiver is not None and receiver.await_next(0.0) else None
         if self._joining is not None and not self._await_join(timeout):
             return None
         return super().receive(timeout)

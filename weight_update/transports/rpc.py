@@ -117,7 +117,7 @@ class _Call:
         if self._error is None:
             return self._applied
         error, text = self._error
-        header = {"version": self._applied.header["version"], "error": error, "traceback": text}
+        header = {"version": self._applied.header["version"], "error": error, "traceback": text, "kept": True}
         return WeightChunk(Kind.FAILED, header)
 
     def give_up(self) -> None:

@@ -1,0 +1,96 @@
+"""An engine that notes what happens to it, and can be told to fail."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from weight_update import InferenceEngine
+from weight_update.testing import Body, fingerprint
+
+
+class Notebook(InferenceEngine):
+    """Keeps what it loaded.
+
+    Args:
+        in_chunks: see ``loads_in_chunks``.
+        expected: see ``expected_weights``.
+
+    Attributes:
+        calls: what was called, in order; of ``load_weights`` the names.
+        loaded: copies of the weights, by name.
+        fails: the call that fails once: ``"begin"``, ``"finish"``, or the number of a weight.
+        stays: the number of the weight at which it stays, once, for half a minute.
+        skips: the number of weights that it leaves, once.
+    """
+
+    def __init__(self, in_chunks: bool = False, expected: Mapping[str, torch.Tensor] | None = None) -> None:
+        self.loads_in_chunks, self.expected = in_chunks, expected
+        self.calls: list[tuple[str, Any]] = []
+        self.loaded: dict[str, torch.Tensor] = {}
+        self.fails: str | int | None = None
+        self.stays: int | None = None
+        self.skips = 0
+        self._seen = 0
+
+    def expected_weights(self) -> Mapping[str, torch.Tensor] | None:
+        return self.expected
+
+    def begin_update(self, version: int) -> None:
+        self._fail_at("begin")
+        self.calls.append(("begin", version))
+        self._seen = 0
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        names: list[str] = []
+        self.calls.append(("load", names))
+        for name, tensor in weights:
+            self._fail_at(self._seen)
+            if self.stays == self._seen:
+                time.sleep(30.0)
+            names.append(name)
+            self.loaded[name] = tensor.clone()
+            self._seen += 1
+            if self.skips:
+                self.skips -= 1
+                return
+
+    def finish_update(self, version: int) -> None:
+        self._fail_at("finish")
+        self.calls.append(("finish", version))
+
+    def abort_update(self, version: int) -> None:
+        self.calls.append(("abort", version))
+
+    def _fail_at(self, place: str | int) -> None:
+        if self.fails == place:
+            self.fails = None
+            raise ZeroDivisionError(f"the engine broke at {place}")
+
+
+# For Body.run, in the worker:
+
+
+def set_in_engine(body: Body, name: str, value: Any) -> None:
+    """Set an attribute of the engine."""
+    setattr(body.model, name, value)
+
+
+def calls(body: Body) -> list[tuple[str, Any]]:
+    """What the engine noted since it was last asked."""
+    noted = list(body.model.calls)
+    body.model.calls.clear()
+    return noted
+
+
+def loaded(body: Body) -> dict[str, str]:
+    """Fingerprint of what the engine has."""
+    return fingerprint(body.model.loaded)
+
+
+def received(body: Body, timeout: float) -> Any:
+    """What ``receive`` gives."""
+    return body.scheme.receive(timeout)

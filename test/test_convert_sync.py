@@ -1,0 +1,210 @@
+"""Converters in a strategy: what workers get, and what happens when it does not fit them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from convert_parts import GROUPS, HEADS, HuggingFace, Tree, convert, megatron_of, numbers, state
+from torch import nn
+
+from weight_update import (
+    MemoryWeightSyncScheme,
+    SchemaMismatchError,
+    SharedMemWeightSyncScheme,
+    WeightStrategy,
+    WeightSyncError,
+    WeightSyncScheme,
+)
+from weight_update.convert import (
+    Converter,
+    Item,
+    chain,
+    megatron_to_hf,
+    merge_lora,
+    quantize_fp8_blocks,
+    quantize_int8,
+    rename,
+)
+from weight_update.testing import Crew, fingerprint
+from weight_update.testing.workers import Method, context_of
+
+
+def crew_of(scheme: WeightSyncScheme, source: Any, target: nn.Module, method: Method = "thread") -> Crew:
+    scheme.init_on_sender(model=source, num_workers=1, ctx=context_of(method))
+    crew = Crew(scheme, method)
+    crew.hire(0, target)
+    return crew
+
+
+def change(model: nn.Module, seed: int) -> None:
+    with torch.no_grad():
+        for place, value in enumerate(model.parameters()):
+            if value.is_floating_point() and place % 3 == seed % 3:
+                value[:1] += numbers(*value[:1].shape, seed=seed)
+
+
+def extra(items: Iterator[Item]) -> Iterator[Item]:
+    yield from items
+    yield "more.weight", torch.ones(2)
+
+
+def missing(items: Iterator[Item]) -> Iterator[Item]:
+    return ((name, value) for name, value in items if name != "0.bias")
+
+
+def reshaped(items: Iterator[Item]) -> Iterator[Item]:
+    return ((name, value[:1] if name == "0.bias" else value) for name, value in items)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "line"),
+    [
+        (extra, r"more\.weight: float32\[2\]: missing in"),
+        (missing, r"0\.bias: float32\[3\]: unexpected, only in"),
+        (reshaped, r"0\.bias: float32\[1\]: shape \[3\] in"),
+        (rename({"0.bias": "0.b"}), r"0\.b: .* missing in"),
+    ],
+    ids=["extra", "missing", "reshaped", "renamed"],
+)
+@pytest.mark.parametrize(
+    ("cls", "method"), [(MemoryWeightSyncScheme, "thread"), (SharedMemWeightSyncScheme, "fork")]
+)
+def test_what_does_not_fit_is_an_error_on_both_sides_before_anything_is_sent(
+    cls: type[WeightSyncScheme], method: Method, wrong: Converter, line: str
+) -> None:
+    target = nn.Sequential(nn.Linear(4, 3))
+    strategy = WeightStrategy("state_dict", convert=wrong)
+    with crew_of(cls(strategy, connect_timeout=20.0), nn.Sequential(nn.Linear(4, 3)), target, method) as crew:
+        errors = crew.try_connect()
+        for error in errors.values():
+            assert isinstance(error, WeightSyncError)
+            with pytest.raises(type(error), match=line):
+                raise error
+        assert isinstance(errors[0], SchemaMismatchError)
+        assert crew.ask("fingerprint") == [fingerprint(target, strategy)]
+
+
+@pytest.mark.parametrize("later", [extra, missing, reshaped])
+@pytest.mark.parametrize("encoding", ["dense", "bucket", "patch"])
+def test_a_converter_that_changes_its_mind(later: Callable[..., Any], encoding: str) -> None:
+    now: list[Callable[..., Any]] = [lambda items: items]
+    source, target = nn.Sequential(nn.Linear(4, 3)), nn.Sequential(nn.Linear(4, 3))
+    strategy = WeightStrategy("state_dict", encoding=encoding, convert=lambda items: now[0](items))
+    with crew_of(MemoryWeightSyncScheme(strategy, timeout=20.0), source, target) as crew:
+        crew.connect()
+        before, version = crew.ask("fingerprint"), crew.scheme.version
+        change(source, 0)
+        now[0] = later
+        with pytest.raises(SchemaMismatchError, match="more.weight" if later is extra else r"0\.bias"):
+            crew.scheme.send()
+        assert crew.ask("fingerprint") == before
+        assert crew.ask("version") == [version]
+        now[0] = lambda items: items
+        crew.scheme.send()
+        assert crew.ask("fingerprint") == [fingerprint(source, strategy)]
+
+
+def test_a_converter_that_fails_leaves_workers_alone() -> None:
+    source = nn.Sequential(nn.Linear(4, 3))
+    strategy = WeightStrategy("state_dict", convert=quantize_int8())
+    quantized = Tree(convert(quantize_int8(), source.state_dict().items()))
+    with crew_of(MemoryWeightSyncScheme(strategy, timeout=20.0), source, quantized) as crew:
+        crew.connect()
+        before = crew.ask("fingerprint")
+        with torch.no_grad():
+            source[0].weight[1, 1] = torch.nan
+        with pytest.raises(WeightSyncError, match=r"0\.weight: has a NaN"):
+            crew.scheme.send()
+        assert crew.ask("fingerprint") == before
+        with torch.no_grad():
+            source[0].weight[1, 1] = 0.0
+        crew.scheme.send()
+        assert crew.ask("fingerprint") == [fingerprint(convert(quantize_int8(), source.state_dict().items()))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("encoding", ["dense", "bucket", "patch"])
+def test_a_fused_trainer_and_a_worker_process_with_separate_weights(
+    encoding: str, dtype: torch.dtype
+) -> None:
+    source = Tree(megatron_of(state(HuggingFace(1, layers=2)), layers=2))
+    strategy = WeightStrategy("state_dict", encoding=encoding, convert=megatron_to_hf(HEADS, GROUPS))
+    scheme = SharedMemWeightSyncScheme(strategy, timeout=20.0)
+    with crew_of(scheme, source, HuggingFace(2, layers=2).to(dtype), "fork") as crew:
+        crew.connect()
+        for seed in range(4):
+            expected = convert(megatron_to_hf(HEADS, GROUPS), source.named_parameters())
+            assert crew.ask("fingerprint") == [
+                fingerprint({name: value.to(dtype) for name, value in expected.items()}, strategy)
+            ]
+            change(source, seed)
+            scheme.send()
+
+
+@pytest.mark.parametrize("encoding", ["dense", "bucket", "patch"])
+@pytest.mark.parametrize("quantize", [quantize_int8(), quantize_fp8_blocks((4, 4))], ids=["int8", "fp8"])
+def test_quantized_weights_and_their_scales_arrive(quantize: Converter, encoding: str) -> None:
+    source = Tree(megatron_of(state(HuggingFace(1, layers=2)), layers=2))
+    converter = chain(megatron_to_hf(HEADS, GROUPS), quantize)
+    target = Tree(
+        {
+            name: torch.zeros_like(value)
+            for name, value in convert(converter, source.named_parameters()).items()
+        }
+    )
+    strategy = WeightStrategy("state_dict", encoding=encoding, convert=converter)
+    scheme = SharedMemWeightSyncScheme(strategy, timeout=20.0)
+    with crew_of(scheme, source, target, "fork") as crew:
+        crew.connect()
+        for seed in range(4):
+            expected = convert(converter, source.named_parameters())
+            assert crew.ask("fingerprint") == [fingerprint(expected, strategy)]
+            change(source, seed)
+            report = scheme.send()
+        assert report.encoding == encoding
+
+
+class Noted(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"amax": 1.0}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("extract_as", ["state_dict", "tensordict"])
+def test_extra_state_stays_with_the_trainer(extract_as: Any) -> None:
+    source, target = nn.Sequential(Noted(4, 3)), nn.ModuleDict({"body": nn.Linear(4, 3)})
+    strategy = WeightStrategy(extract_as, convert=rename([("^0", "body")]))
+    with crew_of(MemoryWeightSyncScheme(strategy, timeout=20.0), source, target) as crew:
+        crew.connect()
+        change(source, 0)
+        crew.scheme.send()
+        assert crew.ask("fingerprint") == [
+            fingerprint({f"body.{name}": value for name, value in source[0].named_parameters()})
+        ]
+
+
+def test_only_the_adapters_are_trained() -> None:
+    base = state(HuggingFace(1, layers=1))
+    adapted = {f"base_model.model.{name}": value for name, value in base.items()}
+    layer = "base_model.model.model.layers.0.self_attn.o_proj"
+    adapted[f"{layer}.base_layer.weight"] = adapted.pop(f"{layer}.weight")
+    adapted[f"{layer}.lora_A.default.weight"] = numbers(2, 12)
+    adapted[f"{layer}.lora_B.default.weight"] = torch.zeros(8, 2)
+    source = Tree(adapted)
+    strategy = WeightStrategy("state_dict", encoding="patch", convert=merge_lora(2.0))
+    scheme = SharedMemWeightSyncScheme(strategy, timeout=20.0)
+    with crew_of(scheme, source, HuggingFace(2, layers=1), "fork") as crew:
+        crew.connect()
+        assert crew.ask("fingerprint") == [fingerprint(base, strategy)]
+        with torch.no_grad():
+            dict(source.named_parameters())[f"{layer}.lora_B.default.weight"][:2] += 1.0
+        report = scheme.send()
+        assert report.encoding == "patch"
+        assert crew.ask("fingerprint") == [
+            fingerprint(convert(merge_lora(2.0), source.named_parameters()), strategy)
+        ]

@@ -1,0 +1,460 @@
+"""Receivers that are inference engines."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from engine_parts import Notebook, calls, loaded, received, set_in_engine
+
+from weight_update import (
+    BucketEncoding,
+    InferenceEngine,
+    LifecycleError,
+    MemoryWeightSyncScheme,
+    PatchEncoding,
+    SchemaMismatchError,
+    SharedMemWeightSyncScheme,
+    SyncFailedError,
+    UnsupportedSourceError,
+    WeightSchema,
+    WeightStrategy,
+    WeightSyncScheme,
+    group_schemes,
+    send_together,
+)
+from weight_update.encodings.joining import Joiner
+from weight_update.testing import Apart, Crew, Zoo, fingerprint, mlp, random_bits, scramble
+from weight_update.testing.workers import Method, context_of
+
+SCHEMES: dict[str, tuple[type[WeightSyncScheme], Method]] = {
+    "shared_mem": (SharedMemWeightSyncScheme, "fork"),
+    "distributed": (Apart, "fork"),
+    "memory": (MemoryWeightSyncScheme, "thread"),
+}
+SMALL = BucketEncoding(bucket_size=256)
+ENCODINGS: dict[str, Any] = {
+    "dense": "dense",
+    "bucket": SMALL,
+    "kept buckets": BucketEncoding(bucket_size=256, load_instant=False),
+    "patch": PatchEncoding(init_sync_bucket_size=256),
+}
+NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def strategy(encoding: Any = SMALL, limit: int | None = None, **options: Any) -> WeightStrategy:
+    return WeightStrategy("state_dict", encoding=encoding, max_in_flight=limit, **options)
+
+
+def tensors_of(source: Any) -> dict[str, str]:
+    """Fingerprint of what engines are sent: no extra state."""
+    return fingerprint(WeightStrategy("state_dict").named(source).tensors)
+
+
+@pytest.fixture
+def hire() -> Iterator[Callable[..., Crew]]:
+    crews: list[Crew] = []
+
+    def build(source: Any, *engines: InferenceEngine, kind: str = "shared_mem", **options: Any) -> Crew:
+        connects = options.pop("connects", True)
+        cls, method = SCHEMES[kind]
+        scheme = cls(**{"timeout": 20.0, "connect_timeout": 30.0, **options})
+        scheme.init_on_sender(model=source, num_workers=len(engines), ctx=context_of(method))
+        crews.append(Crew(scheme, method))
+        for index, engine in enumerate(engines):
+            crews[-1].hire(index, engine)
+        if connects:
+            crews[-1].connect()
+        return crews[-1]
+
+    yield build
+    for crew in crews:
+        crew.__exit__()
+
+
+def in_order(noted: list[tuple[str, Any]], version: int) -> list[str]:
+    """Check that these are the calls of one update; the names of all weights loaded."""
+    assert noted[0] == ("begin", version)
+    assert noted[-1] == ("finish", version)
+    assert {kind for kind, _ in noted[1:-1]} == {"load"}
+    return [name for _, names in noted[1:-1] for name in names]
+
+
+# -- what engines are given ----------------------------------------------------------------------------
+
+
+CASES = [
+    pytest.param(kind, encoding, marks=[pytest.mark.slow] * (kind == "distributed" and encoding != "bucket"))
+    for kind in SCHEMES
+    for encoding in ENCODINGS
+]
+
+
+@pytest.mark.parametrize(("kind", "encoding"), CASES)
+@pytest.mark.parametrize("in_chunks", [False, True], ids=["staged", "in chunks"])
+def test_calls_and_bits(hire: Any, kind: str, encoding: str, in_chunks: bool) -> None:
+    source = Zoo(1)
+    crew = hire(source, Notebook(in_chunks), kind=kind, strategy=strategy(ENCODINGS[encoding]))
+    names = list(WeightStrategy("state_dict").named(source).tensors)
+    for version in range(4):
+        if version == 1:
+            source.scalar.data.fill_(17.0)  # as a patch, if there are patches
+        elif version:
+            source.load_state_dict(Zoo(10 + version).state_dict())
+        if version:
+            assert crew.scheme.send().version == version
+        (noted,) = crew.ask("run", calls)
+        assert sorted(in_order(noted, version)) == sorted(names)
+        if not in_chunks or encoding in ("dense", "patch"):
+            assert len(noted) == 3
+            assert noted[1] == ("load", names)
+        else:
+            assert len(noted) > 6
+            assert all(loaded_names for _, loaded_names in noted[1:-1])
+        assert crew.ask("run", loaded) == [tensors_of(source)]
+        assert crew.ask("version") == [version]
+
+
+@pytest.mark.parametrize("kind", SCHEMES)
+@pytest.mark.parametrize("in_chunks", [False, True], ids=["staged", "in chunks"])
+def test_sent_chunk_by_chunk(hire: Any, kind: str, in_chunks: bool) -> None:
+    source, engines = Zoo(1), [Notebook(in_chunks) for _ in range(2)]
+    crew = hire(source, *engines, kind=kind, strategy=strategy(limit=2))
+    for seed in range(3):
+        source.load_state_dict(Zoo(10 + seed).state_dict())
+        report = crew.scheme.send()
+        assert set(report.apply_seconds) == set(report.stall_seconds) == {0, 1}
+        assert crew.ask("run", loaded) == [tensors_of(source)] * 2
+        assert crew.scheme.worker_versions == {0: seed + 1, 1: seed + 1}
+
+
+@pytest.mark.parametrize("in_chunks", [False, True], ids=["staged", "in chunks"])
+@pytest.mark.parametrize("travels", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("expected", [torch.float32, torch.bfloat16])
+def test_dtypes_are_those_expected(
+    hire: Any, travels: torch.dtype, expected: torch.dtype, in_chunks: bool
+) -> None:
+    source = mlp(1)
+    engine = Notebook(in_chunks, mlp(2).to(expected).to("meta").state_dict())
+    encoding = BucketEncoding(bucket_size=64, bucket_dtype=travels)
+    crew = hire(source, engine, kind="memory", strategy=strategy(encoding))
+    there = {name: value.to(travels).to(expected) for name, value in source.state_dict().items()}
+    assert crew.ask("run", loaded) == [fingerprint(there)]
+
+
+def test_a_wider_dtype_than_the_senders(hire: Any) -> None:
+    source = mlp(1).bfloat16()
+    crew = hire(source, Notebook(expected=mlp(2).state_dict()), strategy=strategy("dense"))
+    there = {name: value.float() for name, value in source.state_dict().items()}
+    assert crew.ask("run", loaded) == [fingerprint(there)]
+
+
+def test_names_are_those_of_the_conversion(hire: Any) -> None:
+    def renamed(items: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in items:
+            yield f"model.{name}", 2 * tensor
+
+    source = mlp(1)
+    crew = hire(source, Notebook(True), strategy=strategy(limit=2, convert=renamed))
+    there = {f"model.{name}": 2 * value for name, value in source.state_dict().items()}
+    assert crew.ask("run", loaded) == [fingerprint(there)]
+
+
+def test_receive_tells_of_versions_and_hands_out_nothing(hire: Any) -> None:
+    source = mlp(1)
+    crew = hire(source, Notebook(), strategy=strategy())
+    assert crew.ask("run", received, 0.0) == [None]
+    crew.scheme.send()
+    assert crew.ask("run", received, 10.0) == [{}]
+
+
+def test_hold_keeps_out_what_is_staged_and_not_what_comes_in_chunks(hire: Any) -> None:
+    source = mlp(1)
+    crew = hire(source, Notebook(), Notebook(True), strategy=strategy(), sync=False)
+    for worker in crew.workers:
+        worker.call("hold")
+    handle = crew.scheme.send_async()
+    while crew.scheme.worker_versions[1] != 1:
+        time.sleep(0.01)
+    assert crew.scheme.worker_versions[0] == 0
+    crew.workers[0].call("release")
+    handle.wait(10.0)
+    assert crew.ask("version") == [1, 1]
+
+
+@pytest.fixture
+def group() -> Iterator[Callable[..., list[MemoryWeightSyncScheme]]]:
+    """Senders of one group, connected with one receiver for each of these models."""
+    ends: list[WeightSyncScheme] = []
+
+    def build(sources: list[Any], models: list[Any]) -> list[MemoryWeightSyncScheme]:
+        schemes = [MemoryWeightSyncScheme(strategy(), timeout=20.0) for _ in sources]
+        group_schemes(schemes)
+        for scheme, source, model in zip(schemes, sources, models, strict=True):
+            scheme.init_on_sender(model=source, num_workers=1)
+            receiver = copy.copy(scheme)
+            receiver.init_on_receiver(model=model, worker_idx=0)
+            ends.extend([receiver, scheme])
+            thread = threading.Thread(target=receiver.connect)
+            thread.start()
+            scheme.connect()
+            thread.join(20.0)
+        return schemes
+
+    yield build
+    for end in ends:
+        end.shutdown()
+
+
+def test_several_models_as_one_step_are_staged(group: Any) -> None:
+    """Also for an engine that loads in chunks: all models of a worker switch at one moment."""
+    sources, engines = [mlp(1), mlp(2)], [Notebook(True), Notebook()]
+    schemes = group(sources, engines)
+    for source, engine in zip(sources, engines, strict=True):
+        scramble(source, 5, finite=True)
+        engine.calls.clear()
+    send_together(dict.fromkeys(schemes))
+    assert [engine.calls for engine in engines] == [[("begin", 1), ("load", NAMES), ("finish", 1)]] * 2
+    assert [fingerprint(engine.loaded) for engine in engines] == [tensors_of(one) for one in sources]
+
+
+def test_an_engine_that_fails_in_a_step_of_several_models(group: Any) -> None:
+    sources, model, engine, last = [mlp(1), mlp(2), mlp(3)], mlp(4), Notebook(), mlp(5)
+    schemes = group(sources, [model, engine, last])
+    before = [tensors_of(model), tensors_of(last)]
+    for source in sources:
+        scramble(source, 6, finite=True)
+    engine.fails = 2
+    with pytest.raises(SyncFailedError, match="the engine broke"):
+        send_together(dict.fromkeys(schemes))
+    assert [tensors_of(model), tensors_of(last)] == before
+    send_together(dict.fromkeys(schemes))
+    have = [tensors_of(model), fingerprint(engine.loaded), tensors_of(last)]
+    assert have == [tensors_of(source) for source in sources]
+
+
+# -- what is agreed on before --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+def test_weights_that_are_not_those_expected(hire: Any, limit: int | None) -> None:
+    expected = mlp(1).state_dict()
+    expected["extra"] = torch.zeros(3)
+    expected["0.bias"] = torch.zeros(9)
+    del expected["2.weight"]
+    engine = Notebook(limit is not None, expected)
+    crew = hire(mlp(1), engine, kind="memory", strategy=strategy(limit=limit), connects=False)
+    errors = crew.try_connect()
+    for error in errors.values():
+        assert isinstance(error, SchemaMismatchError)
+        assert sorted(line.partition(":")[0] for line in error.problems) == ["0.bias", "2.weight", "extra"]
+    assert crew.ask("run", calls) == [[]]
+    crew.workers[0].call("run", set_in_engine, "expected", mlp(1).state_dict())
+    crew.connect()
+    assert crew.ask("run", loaded) == [tensors_of(mlp(1))]
+
+
+def test_patches_need_weights_to_begin_with(hire: Any) -> None:
+    encoding = PatchEncoding(init_sync=False)
+    crew = hire(mlp(1), Notebook(), strategy=strategy(encoding), connects=False)
+    errors = crew.try_connect()
+    assert "init_sync=False needs" in str(errors[0])
+
+
+def test_an_engine_is_not_written_past_its_scheme(hire: Any) -> None:
+    crew = hire(mlp(1), Notebook(), kind="memory", strategy=strategy())
+    with pytest.raises(UnsupportedSourceError, match="Notebook"):
+        crew.workers[0].call("apply_weights", mlp(2).state_dict())
+    for other in (Notebook(), mlp(2)):
+        with pytest.raises(LifecycleError, match="make a receiver of the new one"):
+            crew.workers[0].call("replace_model", other)
+    crew.scheme.send()
+
+
+# -- failures ------------------------------------------------------------------------------------------
+
+ROADS = {
+    "staged dense": (False, "dense", None),
+    "staged patch": (False, PatchEncoding(), None),
+    "staged, sent in chunks": (False, SMALL, 2),
+    "in chunks": (True, SMALL, None),
+    "in chunks, sent so": (True, SMALL, 2),
+}
+
+
+@pytest.mark.parametrize("place", [0, 3, "finish"])
+@pytest.mark.parametrize("road", ROADS)
+def test_an_engine_that_fails(hire: Any, road: str, place: int | str) -> None:
+    in_chunks, encoding, limit = ROADS[road]
+    source, engines = mlp(1), [Notebook(in_chunks) for _ in range(2)]
+    crew = hire(source, *engines, strategy=strategy(encoding, limit))
+    crew.ask("run", calls)
+    crew.workers[0].call("run", set_in_engine, "fails", place)
+    with torch.no_grad():
+        source[0].weight[0, :2] += 1.0
+    with pytest.raises(SyncFailedError) as caught:
+        crew.scheme.send()
+    assert list(caught.value.failures) == [0]
+    message = str(caught.value.failures[0])
+    assert f"the engine broke at {place}" in message
+    assert "in _fail_at" in message, "the traceback of the worker"
+    assert crew.ask("version") == [None, 1]
+    assert list(crew.scheme.worker_versions.values()) == [None, 1]
+    noted, others = crew.ask("run", calls)
+    assert (noted[0], noted[-1]) == (("begin", 1), ("abort", 1))
+    in_order(others, 1)
+    assert crew.workers[0].call("run", received, 0.0) is None
+    with torch.no_grad():
+        source[2].bias += 1.0
+    report = crew.scheme.send()
+    assert report.version == 2
+    assert crew.ask("run", loaded) == [tensors_of(source)] * 2
+    assert crew.ask("version") == [2, 2]
+    assert sorted(in_order(crew.workers[0].call("run", calls), 2)) == sorted(NAMES)
+    assert crew.workers[0].call("run", received, 0.0) == {}
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_an_engine_that_does_not_begin_keeps_its_version(hire: Any, road: str) -> None:
+    in_chunks, encoding, limit = ROADS[road]
+    source = mlp(1)
+    crew = hire(source, Notebook(in_chunks), kind="memory", strategy=strategy(encoding, limit))
+    before = crew.ask("run", loaded)
+    crew.ask("run", calls)
+    crew.workers[0].call("run", set_in_engine, "fails", "begin")
+    scramble(source, 2, finite=True)
+    with pytest.raises(SyncFailedError, match="the engine broke at begin"):
+        crew.scheme.send()
+    assert (crew.ask("run", calls), crew.ask("version"), crew.ask("run", loaded)) == ([[]], [0], before)
+    crew.scheme.send()
+    assert crew.ask("run", loaded) == [tensors_of(source)]
+
+
+@pytest.mark.parametrize("in_chunks", [False, True], ids=["staged", "in chunks"])
+def test_weights_that_an_engine_leaves(hire: Any, in_chunks: bool) -> None:
+    crew = hire(mlp(1), Notebook(in_chunks), strategy=strategy(BucketEncoding(bucket_size=1 << 20)))
+    crew.workers[0].call("run", set_in_engine, "skips", 1)
+    with pytest.raises(SyncFailedError, match="before it took all weights") as caught:
+        crew.scheme.send()
+    assert "0.bias" in str(caught.value)
+    assert crew.ask("version") == [None]
+    crew.scheme.send()
+    assert crew.ask("version") == [2]
+
+
+@pytest.mark.parametrize("in_chunks", [False, True], ids=["staged", "in chunks"])
+def test_a_conversion_that_fails_midway(hire: Any, in_chunks: bool) -> None:
+    broken: list[str] = []
+
+    def fragile(items: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in items:
+            if name in broken:
+                raise ZeroDivisionError("the conversion broke")
+            yield name, tensor
+
+    source = mlp(1)
+    crew = hire(source, Notebook(in_chunks), strategy=strategy(BucketEncoding(64), 1, convert=fragile))
+    crew.ask("run", calls)
+    broken.append("2.bias")
+    with pytest.raises(ZeroDivisionError, match="the conversion broke"):
+        crew.scheme.send()
+    (noted,) = crew.ask("run", calls)
+    if in_chunks:
+        until = time.monotonic() + 10.0
+        while noted[-1] != ("abort", 1) and time.monotonic() < until:  # the frame is on its way
+            noted += crew.workers[0].call("run", calls)
+        assert (noted[0], noted[-1]) == (("begin", 1), ("abort", 1))
+    else:
+        assert noted == []
+    assert crew.ask("version") == [None if in_chunks else 0]
+    broken.clear()
+    scramble(source, 3, finite=True)
+    crew.scheme.send()
+    assert crew.ask("run", loaded) == [tensors_of(source)]
+
+
+def test_a_worker_that_leaves_midway_aborts(hire: Any) -> None:
+    reached, goes_on = threading.Event(), threading.Event()
+
+    def halting(items: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in items:
+            if name == "2.bias" and reached.is_set():
+                assert goes_on.wait(20.0)
+            yield name, tensor
+
+    crew = hire(mlp(1), Notebook(True), strategy=strategy(BucketEncoding(64), 1, convert=halting))
+    crew.ask("run", calls)
+    reached.set()
+    errors: list[BaseException | None] = []
+
+    def send() -> None:
+        with pytest.raises(SyncFailedError) as caught:
+            crew.scheme.send()
+        errors.append(caught.value)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    noted: list[tuple[str, Any]] = []
+    while len(noted) < 3:
+        noted += crew.workers[0].call("run", calls)
+    crew.workers[0].call("shutdown")
+    assert crew.workers[0].call("run", calls)[-1:] == [("abort", 1)]
+    goes_on.set()
+    thread.join(20.0)
+    assert [list(error.failures) for error in errors] == [[0]]
+
+
+@pytest.mark.parametrize("kind", ["shared_mem", "distributed"])
+def test_a_worker_killed_midway_and_started_again(hire: Any, kind: str) -> None:
+    source, engines = mlp(1), [Notebook(True) for _ in range(2)]
+    crew = hire(source, *engines, kind=kind, strategy=strategy(BucketEncoding(64)))
+    crew.workers[0].call("run", set_in_engine, "stays", 2)
+    killer = threading.Timer(0.5, os.kill, (crew.workers[0].runner.pid, signal.SIGKILL))
+    killer.start()
+    scramble(source, 2, finite=True)
+    with pytest.raises(SyncFailedError) as caught:
+        crew.scheme.send()
+    assert list(caught.value.failures) == [0]
+    assert crew.workers[1].call("run", loaded) == tensors_of(source)
+    crew.workers[0].stop()
+    del crew.workers[0]
+    again = crew.hire(0, Notebook(True))
+    again.call("connect")
+    assert again.call("run", loaded) == tensors_of(source)
+    scramble(source, 3, finite=True)
+    crew.scheme.send()
+    assert crew.ask("run", loaded) == [tensors_of(source)] * 2
+
+
+# -- tensors put together from parts -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_parts_of_any_size(seed: int) -> None:
+    chance = random.Random(seed)
+    named = {f"t{i}": random_bits((chance.randrange(40),), torch.int32, i) for i in range(30)}
+    named["tied"] = named["t3"]
+    schema = WeightSchema.of(named)
+    flat = torch.zeros(schema.nbytes, dtype=torch.uint8)
+    for view, value in zip(schema.views(flat), named.values(), strict=True):
+        view.copy_(value)
+    joiner = Joiner(schema)
+    for _ in range(3):
+        start, found = 0, {}
+        while start < schema.nbytes:
+            stop = min(start + 64 * chance.randrange(1, 5), schema.nbytes)
+            part = flat[start:stop].clone()
+            ended = {schema.names[i]: value.clone() for i, value in joiner.take(start, part)}
+            part.fill_(255)
+            assert not ended.keys() & found.keys()
+            found.update(ended)
+            start = stop
+        assert fingerprint(found) == fingerprint(named)

@@ -1,0 +1,318 @@
+"""Versions that travel in chunks while the next chunk is converted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from weight_update import (
+    BucketEncoding,
+    DistributedWeightSyncScheme,
+    MemoryWeightSyncScheme,
+    MultiProcessWeightSyncScheme,
+    SchemaMismatchError,
+    SharedMemWeightSyncScheme,
+    SyncFailedError,
+    WeightStrategy,
+    WeightSyncScheme,
+)
+from weight_update.testing import Apart, Crew, Zoo, fingerprint, scramble
+from weight_update.testing.processes import freeze
+from weight_update.testing.workers import Method, context_of
+
+SCHEMES: dict[str, tuple[type[WeightSyncScheme], Method]] = {
+    "shared_mem": (SharedMemWeightSyncScheme, "fork"),
+    "multiprocess": (MultiProcessWeightSyncScheme, "fork"),
+    "distributed": (DistributedWeightSyncScheme, "fork"),
+    "distributed, several hosts": (Apart, "fork"),
+    "memory": (MemoryWeightSyncScheme, "thread"),
+}
+PROCESSES = ["shared_mem", "distributed, several hosts"]
+CHUNK = 4096
+LAYERS = 12
+
+
+def layers(seed: int = 0) -> nn.Sequential:
+    """Each weight of one layer fills a chunk."""
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(LAYERS)))
+
+
+def strategy(limit: int = 2, size: int = CHUNK, **options: Any) -> WeightStrategy:
+    return WeightStrategy(
+        "state_dict", encoding=BucketEncoding(bucket_size=size), max_in_flight=limit, **options
+    )
+
+
+class Doubled:
+    """A conversion that can be watched, and told to fail."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.fails_at: int | None = None
+        self.closed = 0
+
+    def __call__(self, items: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        self.asked = 0
+        try:
+            for name, tensor in items:
+                if self.asked == self.fails_at:
+                    raise ZeroDivisionError("the conversion broke")
+                self.asked += 1
+                yield name, tensor * 2
+        finally:
+            self.closed += 1
+
+
+@pytest.fixture
+def hire() -> Iterator[Callable[..., Crew]]:
+    crews: list[Crew] = []
+
+    def build(kind: str, source: Any, target: Any, workers: int = 1, **options: Any) -> Crew:
+        cls, method = SCHEMES[kind]
+        scheme = cls(**{"timeout": 20.0, "connect_timeout": 30.0, **options})
+        scheme.init_on_sender(model=source, num_workers=workers, ctx=context_of(method))
+        crews.append(Crew(scheme, method))
+        for index in range(workers):
+            crews[-1].hire(index, target)
+        crews[-1].connect()
+        return crews[-1]
+
+    yield build
+    for crew in crews:
+        crew.__exit__()
+
+
+def doubled(model: nn.Module) -> dict[str, str]:
+    return fingerprint({name: 2 * value for name, value in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5])
+@pytest.mark.parametrize("kind", SCHEMES)
+def test_same_bits(hire: Any, kind: str, limit: int) -> None:
+    source, made = Zoo(1), strategy(limit, 256)
+    crew = hire(kind, source, Zoo(2), workers=2, strategy=made)
+    for seed in range(4):
+        assert crew.ask("fingerprint") == [fingerprint(source, made)] * 2
+        source.load_state_dict(Zoo(10 + seed).state_dict())
+        report = crew.scheme.send()
+        assert report.encoding == "bucket"
+        assert set(report.seconds) == {"extract", "convert", "encode", "send", "ack"}
+        assert crew.scheme.worker_versions == {0: report.version, 1: report.version}
+    assert crew.ask("fingerprint") == [fingerprint(source, made)] * 2
+
+
+@pytest.mark.parametrize("kind", SCHEMES)
+def test_converted_weights_in_a_dtype_of_the_receivers(hire: Any, kind: str) -> None:
+    source = layers()
+    crew = hire(kind, source, layers(5).to(torch.bfloat16), strategy=strategy(2, 5000, convert=Doubled()))
+    scramble(source, 3, finite=True)
+    crew.scheme.send()
+    expected = {name: (2 * value).to(torch.bfloat16) for name, value in source.state_dict().items()}
+    assert crew.ask("fingerprint") == [fingerprint(expected)]
+
+
+def stop(crew: Crew, index: int = 0) -> int:
+    pid = crew.workers[index].runner.pid
+    freeze(pid)
+    return pid
+
+
+@pytest.mark.parametrize("limit", [1, 2, 4])
+@pytest.mark.parametrize("kind", PROCESSES)
+def test_no_more_is_converted_than_may_be_in_flight(hire: Any, kind: str, limit: int) -> None:
+    convert = Doubled()
+    source = layers()
+    crew = hire(kind, source, layers(5), strategy=strategy(limit, convert=convert))
+    pid = stop(crew)
+    sending = threading.Thread(target=crew.scheme.send)
+    sending.start()
+    deadline = time.monotonic() + 10
+    while convert.asked < limit and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)  # nothing that could be asked for meanwhile is
+    assert convert.asked == limit
+    os.kill(pid, signal.SIGCONT)
+    sending.join(20)
+    assert convert.asked == LAYERS
+    assert crew.ask("fingerprint") == [doubled(source)]
+
+
+@pytest.mark.parametrize("kind", ["shared_mem", "memory"])
+def test_memory_of_the_sender_is_bounded(hire: Any, kind: str) -> None:
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most = 0
+
+    def convert(items: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for name, tensor in items:
+            made = tensor + 1
+            alive.add(made)
+            most = max(most, len(alive))
+            yield name, made
+            del made
+
+    crew = hire(kind, layers(), layers(5), strategy=strategy(3, convert=convert))
+    for _ in range(3):
+        crew.scheme.send()
+    assert most <= 2  # of a dozen
+    slots = crew.scheme._sender._pool._slots
+    assert len(slots) <= 3
+    assert {slot.buffer.tensor.numel() for slot in slots} == {CHUNK + 64}
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, LAYERS - 1])
+@pytest.mark.parametrize("kind", SCHEMES)
+def test_what_a_conversion_raises_stops_both_ends(hire: Any, kind: str, fails_at: int) -> None:
+    convert, source = Doubled(), layers()
+    crew = hire(kind, source, layers(5), strategy=strategy(convert=convert))
+    before = doubled(source)
+    convert.fails_at = fails_at
+    scramble(source, 3, finite=True)
+    with pytest.raises(ZeroDivisionError, match="the conversion broke"):
+        crew.scheme.send()
+    assert crew.ask("fingerprint") == [before]
+    convert.fails_at = None
+    report = crew.scheme.send()
+    assert crew.ask("fingerprint") == [doubled(source)]
+    assert crew.scheme.worker_versions == {0: report.version}
+
+
+@pytest.mark.parametrize("change", ["name", "shape", "fewer", "more", "dtype"])
+def test_a_conversion_that_gives_something_else_than_before(hire: Any, change: str) -> None:
+    wrong = False
+
+    def convert(items: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in items:
+            if not wrong or change == "more" or not name.startswith("7."):
+                yield name, tensor
+            elif change == "name":
+                yield "seven", tensor
+            elif change == "shape":
+                yield name, tensor.flatten()
+            elif change == "dtype":
+                yield name, tensor.double()
+        if wrong and change == "more":
+            yield "more", torch.zeros(3)
+
+    source = layers()
+    crew = hire("shared_mem", source, layers(5), strategy=strategy(convert=convert))
+    before = fingerprint(source)
+    wrong = True
+    scramble(source, 3, finite=True)
+    expected = {"name": "'seven'", "more": "'more'", "fewer": "'8.weight'"}.get(change, "'7.weight'")
+    with pytest.raises(SchemaMismatchError, match=expected):
+        crew.scheme.send()
+    assert crew.ask("fingerprint") == [before]
+    wrong = False
+    crew.scheme.send()
+    assert crew.ask("fingerprint") == [fingerprint(source)]
+
+
+@pytest.mark.parametrize("kind", PROCESSES)
+def test_a_worker_killed_in_the_middle_is_named_and_the_others_go_on(hire: Any, kind: str) -> None:
+    source, convert = layers(), Doubled()
+    crew = hire(kind, source, layers(5), workers=2, strategy=strategy(convert=convert))
+    pid = stop(crew)
+    scramble(source, 3, finite=True)
+    killer = threading.Timer(0.3, os.kill, (pid, signal.SIGKILL))
+    killer.start()
+    with pytest.raises(SyncFailedError) as caught:
+        crew.scheme.send()
+    assert set(caught.value.failures) == {0}
+    assert crew.workers[1].call("fingerprint") == doubled(source)
+    crew.workers.pop(0)
+    crew.scheme.send(worker_ids=1)
+
+
+@pytest.mark.parametrize("kind", PROCESSES)
+def test_a_stopped_worker_is_named_in_time_and_current_with_the_next_send(hire: Any, kind: str) -> None:
+    source = layers()
+    crew = hire(kind, source, layers(5), workers=2, strategy=strategy(), timeout=5.0)
+    crew.scheme._sender.timeout = 1.0
+    pid = stop(crew)
+    scramble(source, 3, finite=True)
+    start = time.monotonic()
+    with pytest.raises(SyncFailedError) as caught:
+        crew.scheme.send()
+    assert time.monotonic() - start < 10
+    assert set(caught.value.failures) == {0}
+    assert crew.workers[1].call("fingerprint") == fingerprint(source)
+    os.kill(pid, signal.SIGCONT)
+    crew.scheme._sender.timeout = 20.0
+    scramble(source, 4, finite=True)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            crew.scheme.send()
+            break
+        except SyncFailedError:  # it was cut off, and is not back yet
+            time.sleep(0.1)
+    assert crew.ask("fingerprint") == [fingerprint(source)] * 2
+
+
+def test_everybody_is_gone(hire: Any) -> None:
+    convert = Doubled()
+    crew = hire("shared_mem", layers(), layers(5), strategy=strategy(convert=convert))
+    crew.workers.pop().stop()
+    with pytest.raises(SyncFailedError):
+        crew.scheme.send()
+    assert convert.asked <= 2
+    assert convert.closed == 3  # for the schema, for the first weights, and now
+
+
+@pytest.mark.parametrize("kind", PROCESSES)
+def test_one_that_joins_later_gets_weights_with_the_next_send(hire: Any, kind: str) -> None:
+    source = layers()
+    crew = hire(kind, source, layers(5), workers=2, strategy=strategy())
+    crew.workers.pop(0).stop()
+    with pytest.raises(SyncFailedError):
+        crew.scheme.send()
+    back = crew.hire(0, layers(6))
+    back.post("connect")
+    deadline = time.monotonic() + 20
+    while back.busy(0.05) and time.monotonic() < deadline:
+        crew.scheme.send(worker_ids=1)
+        try:
+            crew.scheme.send()
+        except SyncFailedError:
+            continue
+    assert back.answer() is None
+    scramble(source, 5)
+    crew.scheme.send()
+    assert crew.ask("fingerprint") == [fingerprint(source)] * 2
+
+
+def test_sends_that_nobody_waits_for(hire: Any) -> None:
+    source = layers()
+    crew = hire("shared_mem", source, layers(5), workers=2, strategy=strategy())
+    handles = []
+    for seed in range(5):
+        scramble(source, seed)
+        handles.append(crew.scheme.send_async())
+        scramble(source, 50)  # what was sent does not change any more
+    scramble(source, 4)
+    handles[-1].wait()
+    assert all(handle.done() for handle in handles)
+    assert crew.ask("fingerprint") == [fingerprint(source)] * 2
+
+
+@pytest.mark.parametrize("encoding", ["dense", "patch", BucketEncoding(load_instant=False)])
+def test_only_what_travels_in_chunks(encoding: Any) -> None:
+    with pytest.raises(ValueError, match="encoding='bucket'"):
+        WeightStrategy(encoding=encoding, max_in_flight=2)
+
+
+@pytest.mark.parametrize("limit", [0, -1, 1.5, "2"])
+def test_max_in_flight_is_a_number_of_chunks(limit: Any) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        WeightStrategy(encoding="bucket", max_in_flight=limit)

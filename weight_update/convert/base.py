@@ -1,0 +1,101 @@
+"""What a converter is, and what all of them share."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from weight_update.errors import ConversionError
+
+__all__ = ["Choice", "Converter", "Item", "Only", "chain", "check_only", "stream"]
+
+Item = tuple[str, torch.Tensor]
+"""Name and tensor of one weight."""
+
+Converter = Callable[[Iterator[Item]], Iterable[Item]]
+"""Takes the weights of one update, gives them in another format."""
+
+Rule = Callable[[str, torch.Tensor], Iterable[Item]]
+
+Only = Sequence[str] | re.Pattern[str] | Callable[[str, torch.Tensor], bool]
+"""Prefixes (``"head"`` chooses ``head`` and ``head.*``), a pattern found in the name, or a function."""
+
+
+def chain(*converters: Converter) -> Converter:
+    """A converter that is all of ``converters``, one after the other."""
+    return functools.partial(_chain, converters)
+
+
+def _chain(converters: Sequence[Converter], items: Iterator[Item]) -> Iterator[Item]:
+    for converter in converters:
+        items = iter(converter(items))
+    return items
+
+
+def stream(items: Iterable[Item], rule: Rule, finish: Callable[[], Iterable[Item]] = tuple) -> Iterator[Item]:
+    """What ``rule`` gives for each item, and ``finish`` at the end.
+
+    Rules get tensors without their autograd history. While the consumer works, nothing here refers to what
+    it was given: memory is free as soon as the consumer drops it.
+    """
+    for name, tensor in items:
+        made = deque(rule(name, tensor.detach()))
+        del tensor
+        while made:
+            yield made.popleft()
+    made = deque(finish())
+    while made:
+        yield made.popleft()
+
+
+def check_only(only: Only | None) -> None:
+    """Refuse what is not an ``only=``.
+
+    Raises:
+        ValueError: it is a string, or of another wrong type.
+    """
+    sequence = isinstance(only, Sequence) and not isinstance(only, str)
+    if not (only is None or sequence or isinstance(only, re.Pattern) or callable(only)):
+        raise ValueError(f"only= takes a list of prefixes, a compiled pattern or a function, not {only!r}")
+
+
+class Choice:
+    """Which weights of one stream ``only`` chooses.
+
+    Args:
+        only: prefixes, pattern or function (see :data:`Only`); None: all.
+    """
+
+    def __init__(self, only: Only | None) -> None:
+        self._only = only
+        self._prefixes = tuple(only) if isinstance(only, Sequence) else ()
+        self._unused = set(self._prefixes)
+
+    def takes(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether this weight is chosen."""
+        if self._only is None:
+            return True
+        if isinstance(self._only, Sequence):
+            found = {p for p in self._prefixes if name == p or name.startswith(p.rstrip(".") + ".")}
+            self._unused -= found
+            return bool(found)
+        if isinstance(self._only, re.Pattern):
+            return self._only.search(name) is not None
+        return self._only(name, tensor)
+
+    def finish(self) -> tuple[()]:
+        """Called when all weights were asked about.
+
+        Raises:
+            ConversionError: a prefix chose nothing.
+        """
+        if self._unused:
+            shown = ", ".join(repr(prefix) for prefix in self._prefixes if prefix in self._unused)
+            raise ConversionError(
+                f"only= chooses no weight by {shown}; give names, or what stands before a dot"
+            )
+        return ()

@@ -1,0 +1,41 @@
+"""The same weights in another floating dtype."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+
+from weight_update.convert.base import Choice, Converter, Item, Only, check_only, stream
+
+__all__ = ["cast"]
+
+
+def cast(dtype: torch.dtype, only: Only | None = None) -> Converter:
+    """Convert floating-point weights to ``dtype`` as ``Tensor.to`` does; all others pass.
+
+    Workers get weights in their own dtypes without this. It is for weights that are to pass through a
+    narrower dtype on the way, or for converters after it.
+
+    Args:
+        dtype: a floating dtype.
+        only: which weights: prefixes, a compiled pattern or a function of name and tensor; None: all.
+
+    Raises:
+        ValueError: ``dtype`` is not floating, or ``only`` of a wrong type.
+    """
+    if not dtype.is_floating_point:
+        raise ValueError(f"cast takes a floating dtype, not {dtype}; quantize_int8() makes integers")
+    check_only(only)
+    return functools.partial(_cast, dtype, only)
+
+
+def _cast(dtype: torch.dtype, only: Only | None, items: Iterator[Item]) -> Iterator[Item]:
+    choice = Choice(only)
+
+    def rule(name: str, tensor: torch.Tensor) -> list[Item]:
+        chosen = choice.takes(name, tensor) and tensor.is_floating_point()
+        return [(name, tensor.to(dtype) if chosen else tensor)]
+
+    return stream(items, rule, choice.finish)

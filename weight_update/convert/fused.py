@@ -1,0 +1,82 @@
+"""Layouts of weights that hold several projections at once: pure functions and their inverses."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["fuse_gate_up", "fuse_qkv", "split_gate_up", "split_qkv"]
+
+
+def split_qkv(
+    fused: torch.Tensor, num_heads: int, num_kv_groups: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query, key and value projections of a weight or bias in Megatron-Core's layout.
+
+    The rows are ``num_kv_groups`` groups; each has the rows of its ``num_heads / num_kv_groups`` query heads,
+    then those of its key head, then those of its value head.
+    Source: ``SelfAttention.get_query_key_value_tensors`` in ``megatron/core/transformer/attention.py``.
+
+    Args:
+        fused: shape ``(num_kv_groups * (num_heads / num_kv_groups + 2) * head_dim, ...)``.
+        num_heads: query heads.
+        num_kv_groups: key (and value) heads; equal to ``num_heads`` without grouped queries.
+
+    Returns:
+        shapes ``(num_heads * head_dim, ...)`` and twice ``(num_kv_groups * head_dim, ...)``.
+
+    Raises:
+        ValueError: the sizes do not divide.
+    """
+    per_group, rest = divmod(num_heads, num_kv_groups)
+    blocks = num_kv_groups * (per_group + 2)
+    if rest or fused.dim() == 0 or fused.shape[0] % blocks:
+        raise ValueError(
+            f"{num_heads} heads in {num_kv_groups} groups do not divide the shape {list(fused.shape)}"
+        )
+    grouped = torch.unflatten(fused, 0, (num_kv_groups, per_group + 2, fused.shape[0] // blocks))
+    query, key, value = torch.split(grouped, [per_group, 1, 1], dim=1)
+    return query.flatten(0, 2), key.flatten(0, 2), value.flatten(0, 2)
+
+
+def fuse_qkv(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, num_kv_groups: int) -> torch.Tensor:
+    """The inverse of :func:`split_qkv`.
+
+    Raises:
+        ValueError: the sizes do not divide.
+    """
+    rows = key.shape[0]
+    if value.shape != key.shape or rows % num_kv_groups or query.shape[0] % rows:
+        shapes = ", ".join(str(list(part.shape)) for part in (query, key, value))
+        raise ValueError(f"{num_kv_groups} groups do not divide the shapes {shapes}")
+    head_dim = rows // num_kv_groups
+    grouped = [
+        torch.unflatten(part, 0, (num_kv_groups, part.shape[0] // rows, head_dim))
+        for part in (query, key, value)
+    ]
+    return torch.cat(grouped, dim=1).flatten(0, 2)
+
+
+def split_gate_up(fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up projections of a weight or bias that has one after the other; views, not copies.
+
+    Source: ``MLP.forward`` in ``megatron/core/transformer/mlp.py``, where the first half goes through the
+    activation.
+
+    Raises:
+        ValueError: an odd number of rows.
+    """
+    if fused.dim() == 0 or fused.shape[0] % 2:
+        raise ValueError(f"gate and up do not divide the shape {list(fused.shape)}")
+    gate, up = torch.split(fused, fused.shape[0] // 2)
+    return gate, up
+
+
+def fuse_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """The inverse of :func:`split_gate_up`.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if gate.shape != up.shape:
+        raise ValueError(f"gate is {list(gate.shape)} and up {list(up.shape)}; they have one shape")
+    return torch.cat([gate, up])

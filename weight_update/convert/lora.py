@@ -1,0 +1,156 @@
+"""LoRA adapters merged into the weights they adapt."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from weight_update.convert.base import Converter, Item, stream
+from weight_update.errors import ConversionError
+
+__all__ = ["merge_lora"]
+
+_BASE = re.compile(r"(?P<layer>.+)\.base_layer\.(?P<leaf>.+)")
+_FACTOR = re.compile(r"(?P<layer>.+)\.lora_(?P<kind>[^.]+)\.(?P<adapter>[^.]+)(?P<leaf>\..+)?")
+_SAVED = re.compile(r"(?P<layer>.+)\.(?:original_module|modules_to_save\.(?P<adapter>[^.]+))\.(?P<leaf>.+)")
+_KINDS = {"A": ".weight", "B": ".weight", "embedding_A": None, "embedding_B": None}
+
+
+def merge_lora(
+    scaling: float | Mapping[str, float], *, fan_in_fan_out: bool = False, prefix: str = "base_model.model."
+) -> Converter:
+    """Merge LoRA adapters into their base weights, with PEFT's names, out of place.
+
+    ``X.base_layer.weight``, ``X.lora_A.<adapter>.weight`` and ``X.lora_B.<adapter>.weight`` become
+    ``X.weight = base + scaling * B @ A``; for embeddings ``lora_embedding_A`` and ``lora_embedding_B``, and
+    the product is transposed. ``X.base_layer.bias`` becomes ``X.bias``. Of modules trained whole,
+    ``X.modules_to_save.<adapter>.*`` becomes ``X.*`` and ``X.original_module.*`` is left out. All other
+    weights pass. Sums are made in float32 (float64 for such a base) and rounded to the dtype of the base.
+    Source: ``peft/tuners/lora/layer.py``.
+
+    Args:
+        scaling: ``alpha / r`` (``alpha / sqrt(r)`` with ``use_rslora``), for every adapter there is; or a
+            dict by adapter, which are then the ones merged.
+        fan_in_fan_out: base weights of linear layers are ``(in, out)``, as in GPT-2's ``Conv1D``.
+        prefix: taken off the front of names.
+
+    The weights of one layer may come in any order, but with none of another layer between them. The converter
+    raises :class:`~weight_update.ConversionError` where they do not, for a factor or base that is missing,
+    for an adapter in ``scaling`` that no weight has, for shapes that do not fit, and for what it cannot
+    merge: DoRA, biases of ``lora_B``, convolutions.
+    """
+    return functools.partial(_merge, scaling, fan_in_fan_out, prefix)
+
+
+def _merge(
+    scaling: float | Mapping[str, float], fan_in_fan_out: bool, prefix: str, items: Iterator[Item]
+) -> Iterator[Item]:
+    merger = _Merger(scaling, fan_in_fan_out, prefix)
+    return stream(items, merger.take, merger.finish)
+
+
+class _Merger:
+    def __init__(self, scaling: float | Mapping[str, float], fan_in_fan_out: bool, prefix: str) -> None:
+        self._scaling, self._fan_in_fan_out, self._prefix = scaling, fan_in_fan_out, prefix
+        self._layer: str | None = None
+        self._base: torch.Tensor | None = None
+        self._factors: dict[str, dict[str, torch.Tensor]] = {}
+        self._done: set[str] = set()
+        self._adapters: set[str] = set()
+
+    def take(self, name: str, tensor: torch.Tensor) -> list[Item]:
+        name = name.removeprefix(self._prefix)
+        base, factor, saved = _BASE.fullmatch(name), _FACTOR.fullmatch(name), _SAVED.fullmatch(name)
+        found = base or factor
+        before = self._enter(found["layer"] if found else None)
+        if factor:
+            self._take_factor(name, factor, tensor)
+            return before
+        if base and base["leaf"] == "weight":
+            self._base = tensor
+            return before
+        if base:
+            return [*before, (f"{base['layer']}.{base['leaf']}", tensor)]
+        if saved:
+            return [*before, *self._saved(saved, tensor)]
+        return [*before, (name, tensor)]
+
+    def finish(self) -> list[Item]:
+        last = self._enter(None)
+        wanted = set(self._scaling) if isinstance(self._scaling, Mapping) else set()
+        if missing := sorted(wanted - self._adapters):
+            raise ConversionError(f"no weight has the adapter {', '.join(map(repr, missing))} of scaling=")
+        return last
+
+    def _enter(self, layer: str | None) -> list[Item]:
+        """Begin with ``layer``; gives the weight of the one before."""
+        if layer == self._layer:
+            return []
+        left, self._layer = self._layer, layer
+        if layer in self._done:
+            raise ConversionError(f"{layer}: its weights do not come together; sort them by layer before")
+        if left is None:
+            return []
+        self._done.add(left)
+        merged = self._merged(left)
+        self._base, self._factors = None, {}
+        return [(f"{left}.weight", merged)]
+
+    def _chosen(self, adapter: str) -> bool:
+        self._adapters.add(adapter)
+        return not isinstance(self._scaling, Mapping) or adapter in self._scaling
+
+    def _take_factor(self, name: str, match: re.Match[str], tensor: torch.Tensor) -> None:
+        kind, adapter = match["kind"], match["adapter"]
+        if not self._chosen(adapter):
+            return
+        if kind not in _KINDS or match["leaf"] != _KINDS[kind] or tensor.dim() != 2:
+            raise ConversionError(
+                f"{name}: only plain LoRA of linear layers and embeddings can be merged; "
+                "merge in the trainer and send the merged model"
+            )
+        self._factors.setdefault(adapter, {})[kind] = tensor
+
+    def _saved(self, match: re.Match[str], tensor: torch.Tensor) -> list[Item]:
+        adapter = match["adapter"]
+        if adapter is None or not self._chosen(adapter):
+            return []
+        return [(f"{match['layer']}.{match['leaf']}", tensor)]
+
+    def _merged(self, layer: str) -> torch.Tensor:
+        base = self._base
+        if base is None:
+            raise ConversionError(f"{layer}: base_layer.weight is missing; with select=, choose it too")
+        if not self._factors:
+            return base
+        if not base.is_floating_point() or base.dtype.itemsize < 2:
+            raise ConversionError(
+                f"{layer}: a base of {base.dtype} cannot be merged into; dequantize it before"
+            )
+        wide = torch.promote_types(base.dtype, torch.float32)
+        total = base.to(wide, copy=True)
+        for adapter, factors in self._factors.items():
+            delta = self._delta(f"{layer} ({adapter})", factors, wide)
+            if delta.shape != total.shape:
+                raise ConversionError(
+                    f"{layer} ({adapter}): B @ A is {list(delta.shape)}, the base {list(total.shape)}; "
+                    f"is fan_in_fan_out={self._fan_in_fan_out} right?"
+                )
+            total.add_(delta, alpha=self._scale(adapter))
+        return total.to(base.dtype)
+
+    def _delta(self, where: str, factors: Mapping[str, torch.Tensor], wide: torch.dtype) -> torch.Tensor:
+        embedding = "embedding_" if any(kind.startswith("embedding") for kind in factors) else ""
+        a, b = factors.get(f"{embedding}A"), factors.get(f"{embedding}B")
+        if a is None or b is None:
+            raise ConversionError(f"{where}: lora_{embedding}{'A' if a is None else 'B'} is missing")
+        if a.shape[0] != b.shape[1]:
+            raise ConversionError(f"{where}: A is {list(a.shape)} and B {list(b.shape)}, of another rank")
+        delta = b.to(wide) @ a.to(wide)
+        return delta.T if embedding or self._fan_in_fan_out else delta
+
+    def _scale(self, adapter: str) -> float:
+        return self._scaling[adapter] if isinstance(self._scaling, Mapping) else self._scaling

@@ -1,0 +1,208 @@
+"""Megatron-Core's names and fused weights, and Hugging Face's."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from weight_update.convert.base import Converter, Item, stream
+from weight_update.convert.fused import fuse_gate_up, fuse_qkv, split_gate_up, split_qkv
+from weight_update.errors import ConversionError
+
+__all__ = ["hf_to_megatron", "megatron_to_hf"]
+
+_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+_FUSED_MLP_NORM = "decoder.layers.#.mlp.linear_fc1.layer_norm_weight"
+
+# "#" stands for the number of a layer or expert. One name on the right: renamed; two: gate and up; three:
+# query, key and value.
+_LAYER: dict[str, tuple[str, ...]] = {
+    "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm.weight",),
+    "input_layernorm.weight": ("input_layernorm.weight",),
+    "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight",),
+    "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight",),
+    "mlp.linear_fc1.layer_norm_weight": ("post_attention_layernorm.weight",),
+    "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
+    "mlp.router.weight": ("mlp.gate.weight",),
+    "mlp.experts.linear_fc1.weight#": ("mlp.experts.#.gate_proj.weight", "mlp.experts.#.up_proj.weight"),
+    "mlp.experts.linear_fc2.weight#": ("mlp.experts.#.down_proj.weight",),
+    "mlp.experts.local_experts.#.linear_fc1.weight": (
+        "mlp.experts.#.gate_proj.weight",
+        "mlp.experts.#.up_proj.weight",
+    ),
+    "mlp.experts.local_experts.#.linear_fc2.weight": ("mlp.experts.#.down_proj.weight",),
+}
+for _kind in ("weight", "bias"):
+    _qkv = tuple(f"self_attn.{part}_proj.{_kind}" for part in "qkv")
+    _LAYER[f"self_attention.linear_qkv.{_kind}"] = _qkv
+    _LAYER[f"self_attention.linear_proj.{_kind}"] = (f"self_attn.o_proj.{_kind}",)
+    _LAYER[f"mlp.linear_fc1.{_kind}"] = (f"mlp.gate_proj.{_kind}", f"mlp.up_proj.{_kind}")
+    _LAYER[f"mlp.linear_fc2.{_kind}"] = (f"mlp.down_proj.{_kind}",)
+
+_HF_NAMES: dict[str, tuple[str, ...]] = {
+    _EMBEDDING: ("model.embed_tokens.weight",),
+    **{
+        f"decoder.layers.#.{ours}": tuple(f"model.layers.#.{t}" for t in theirs)
+        for ours, theirs in _LAYER.items()
+    },
+    "decoder.final_layernorm.weight": ("model.norm.weight",),
+    _OUTPUT: ("lm_head.weight",),
+}
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$")
+
+
+def megatron_to_hf(
+    num_heads: int,
+    num_kv_groups: int | None = None,
+    *,
+    vocab_size: int | None = None,
+    tie_word_embeddings: bool = False,
+) -> Converter:
+    """From the names and fused weights of Megatron-Core's ``GPTModel`` to Hugging Face's.
+
+    It knows the Llama, Qwen2 and Qwen3 families: attention with or without biases and query and key norms,
+    gated MLPs, norms fused into the linear layers (Transformer Engine) or not, and routed experts, grouped
+    (``experts.linear_fc1.weight3``) or local (``experts.local_experts.3.linear_fc1.weight``). Names are those
+    below the ``GPTModel``; wrappers such as ``module.`` are taken off with :func:`rename` before. Names that
+    it does not know pass unchanged. Weights are whole: see :func:`gather_tensor_parallel`.
+
+    Sources: ``megatron/core/models/gpt/gpt_model.py`` and ``megatron/core/transformer/``;
+    ``modeling_llama.py``, ``modeling_qwen2.py`` and ``modeling_qwen3_moe.py`` in transformers.
+
+    Args:
+        num_heads: query heads (``num_attention_heads``).
+        num_kv_groups: key and value heads (``num_query_groups``); None: as many as query heads.
+        vocab_size: rows of the embeddings that are tokens; Megatron pads beyond them. None: all.
+        tie_word_embeddings: give the embeddings as ``lm_head.weight`` too: the model has no output layer.
+
+    Raises:
+        ValueError: the heads do not divide into the groups.
+
+    The converter raises :class:`~weight_update.ConversionError` for a fused weight that does not divide.
+    """
+    groups = _checked_groups(num_heads, num_kv_groups)
+    return functools.partial(_to_hf, num_heads, groups, vocab_size, tie_word_embeddings)
+
+
+def hf_to_megatron(
+    num_heads: int,
+    num_kv_groups: int | None = None,
+    *,
+    padded_vocab_size: int | None = None,
+    tie_word_embeddings: bool = False,
+    moe: bool = False,
+) -> Converter:
+    """The inverse of :func:`megatron_to_hf`, to the names of the Transformer Engine layers.
+
+    The parts of a fused weight may come in any order; those that came are held until the last one did.
+
+    Args:
+        num_heads: as there.
+        num_kv_groups: as there.
+        padded_vocab_size: rows of the embeddings; those beyond the given ones are zero. None: as given.
+        tie_word_embeddings: leave ``lm_head.weight`` out.
+        moe: whether all layers have experts (grouped), and so a norm of its own before them.
+
+    Raises:
+        ValueError: the heads do not divide into the groups.
+
+    The converter raises :class:`~weight_update.ConversionError` for parts that do not fit together, and at
+    the end for those that are missing.
+    """
+    groups = _checked_groups(num_heads, num_kv_groups)
+    return functools.partial(_to_megatron, groups, padded_vocab_size, tie_word_embeddings, moe)
+
+
+def _checked_groups(num_heads: int, num_kv_groups: int | None) -> int:
+    groups = num_heads if num_kv_groups is None else num_kv_groups
+    if num_heads < 1 or groups < 1 or num_heads % groups:
+        raise ValueError(f"{num_heads} heads do not divide into {groups} groups")
+    return groups
+
+
+def _to_hf(
+    num_heads: int, groups: int, vocab_size: int | None, tied: bool, items: Iterator[Item]
+) -> Iterator[Item]:
+    def parts_of(tensor: torch.Tensor, count: int) -> Sequence[torch.Tensor]:
+        if count == 1:
+            return [tensor]
+        return split_gate_up(tensor) if count == 2 else split_qkv(tensor, num_heads, groups)
+
+    def rule(name: str, tensor: torch.Tensor) -> list[Item]:
+        generic, numbers = _generic(name)
+        names = _HF_NAMES.get(generic, (name,))
+        if name in (_EMBEDDING, _OUTPUT):
+            tensor = tensor[:vocab_size]
+        if name == _EMBEDDING and tied:
+            return [(names[0], tensor), ("lm_head.weight", tensor)]
+        try:
+            parts = parts_of(tensor, len(names))
+        except ValueError as error:
+            raise ConversionError(f"{name}: {error}") from None
+        return [(_filled(new, numbers), part) for new, part in zip(names, parts, strict=True)]
+
+    return stream(items, rule)
+
+
+def _to_megatron(
+    groups: int, padded: int | None, tied: bool, moe: bool, items: Iterator[Item]
+) -> Iterator[Item]:
+    whole_of = _wholes(moe)
+    waiting: dict[str, dict[str, torch.Tensor]] = {}
+
+    def rule(name: str, tensor: torch.Tensor) -> list[Item]:
+        generic, numbers = _generic(name)
+        if generic not in whole_of or (tied and name == "lm_head.weight"):
+            return [] if generic in whole_of else [(name, tensor)]
+        whole = _filled(whole_of[generic], numbers)
+        wanted = [_filled(part, numbers) for part in _HF_NAMES[whole_of[generic]]]
+        parts = waiting.setdefault(whole, {})
+        parts[name] = tensor
+        if len(parts) < len(wanted):
+            return []
+        del waiting[whole]
+        try:
+            return [(whole, _fused(whole, [parts[part] for part in wanted], groups, padded))]
+        except ValueError as error:
+            raise ConversionError(f"{whole}: {error}") from None
+
+    yield from stream(items, rule)
+    if waiting:
+        lines = (f"{whole} (there is only {', '.join(parts)})" for whole, parts in waiting.items())
+        raise ConversionError(f"parts are missing for {'; '.join(lines)}")
+
+
+def _fused(whole: str, parts: Sequence[torch.Tensor], groups: int, padded: int | None) -> torch.Tensor:
+    if len(parts) == 3:
+        return fuse_qkv(parts[0], parts[1], parts[2], groups)
+    if len(parts) == 2:
+        return fuse_gate_up(parts[0], parts[1])
+    tensor = parts[0]
+    if padded is None or whole not in (_EMBEDDING, _OUTPUT):
+        return tensor
+    if padded < tensor.shape[0]:
+        raise ValueError(f"{tensor.shape[0]} rows do not fit into padded_vocab_size={padded}")
+    return torch.cat([tensor, tensor.new_zeros(padded - tensor.shape[0], *tensor.shape[1:])])
+
+
+def _wholes(moe: bool) -> dict[str, str]:
+    """For each name of Hugging Face that of the whole weight; the first of several in the table."""
+    found: dict[str, str] = {}
+    for whole, parts in _HF_NAMES.items():
+        if not (moe and whole == _FUSED_MLP_NORM):
+            for part in parts:
+                found.setdefault(part, whole)
+    return found
+
+
+def _generic(name: str) -> tuple[str, list[str]]:
+    return _NUMBER.sub("#", name), _NUMBER.findall(name)
+
+
+def _filled(template: str, numbers: Sequence[str]) -> str:
+    for number in numbers:
+        template = template.replace("#", number, 1)
+    return template

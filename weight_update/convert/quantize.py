@@ -1,0 +1,154 @@
+"""Weights in eight bits, with their scales beside them."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.nn import functional
+
+from weight_update.convert.base import Choice, Converter, Item, Only, check_only, stream
+from weight_update.errors import ConversionError
+
+__all__ = ["dequantize", "quantize_fp8", "quantize_fp8_blocks", "quantize_int8"]
+
+_FP8 = torch.float8_e4m3fn
+_FP8_MAX = torch.finfo(_FP8).max
+_TINY = torch.finfo(torch.float32).tiny
+_KEPT = re.compile(r"embed|norm|lm_head|output_layer|router|mlp\.gate\.|(^|\.)wte\.|(^|\.)wpe\.")
+_Quantize = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def quantize_int8(only: Only | None = None) -> Converter:
+    """int8 with one scale for each output channel, symmetric: ``X.weight`` and ``X.weight_scale``.
+
+    The weight has the values -127 to 127, the scale is float32 of the shape ``(rows, 1)``. These are names
+    and shapes of vLLM's ``compressed_tensors_w8a8_int8.py``.
+
+    Args:
+        only: which weights: prefixes, a compiled pattern or a function of name and tensor. None: all
+            matrices named ``weight`` but those of embeddings, norms, routers and output layers, which engines
+            keep in 16 bits.
+
+    Raises:
+        ValueError: ``only`` is of a wrong type.
+
+    Rows of zeros get the scale 1. The converter raises :class:`~weight_update.ConversionError` for a weight
+    with a NaN or an infinity, for one that is no matrix or has no elements, and for one that has eight bits
+    already. Values are computed in float32.
+    """
+    return _converter(_int8, "_scale", only)
+
+
+def quantize_fp8(only: Only | None = None) -> Converter:
+    """fp8 (e4m3) with one scale for the whole weight: ``X.weight`` and ``X.weight_scale``.
+
+    The scale is float32 of the shape ``(1,)``. These are names and shapes of vLLM's
+    ``compressed_tensors_w8a8_fp8.py``. Arguments and errors are those of :func:`quantize_int8`.
+    """
+    return _converter(_fp8, "_scale", only)
+
+
+def quantize_fp8_blocks(block: tuple[int, int] = (128, 128), only: Only | None = None) -> Converter:
+    """fp8 (e4m3) with one scale for each block: ``X.weight`` and ``X.weight_scale_inv``.
+
+    The scale is float32 of the shape ``(ceil(rows / block[0]), ceil(columns / block[1]))``; blocks at the
+    edges may be smaller. As in DeepSeek-V3's checkpoints, weight times ``scale_inv`` is the value.
+    Source: ``README_WEIGHTS.md`` of DeepSeek-V3. Otherwise arguments and errors are those of
+    :func:`quantize_int8`; blocks of zeros get the scale 1.
+
+    Args:
+        block: rows and columns of a block.
+        only: as there.
+
+    Raises:
+        ValueError: ``block`` is not two positive numbers.
+    """
+    high, wide = block
+    if min(block) < 1:
+        raise ValueError(f"block= is rows and columns, each at least 1, not {block!r}")
+    return _converter(functools.partial(_fp8_blocks, (high, wide)), "_scale_inv", only)
+
+
+def dequantize(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    block: tuple[int, int] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Weight times scale: what the quantized weight stands for.
+
+    Args:
+        weight: what a quantizing converter gave, ``(rows, columns)``.
+        scale: what it gave beside it.
+        block: rows and columns of a block where scales are those of blocks.
+        dtype: of the result; the product is computed in float32.
+    """
+    if block is not None:
+        scale = scale.repeat_interleave(block[0], 0)[: weight.shape[0]]
+        scale = scale.repeat_interleave(block[1], 1)[:, : weight.shape[1]]
+    return (weight.float() * scale).to(dtype)
+
+
+def _converter(quantize: _Quantize, suffix: str, only: Only | None) -> Converter:
+    check_only(only)
+    return functools.partial(_quantized, quantize, suffix, _by_default if only is None else only)
+
+
+def _by_default(name: str, tensor: torch.Tensor) -> bool:
+    matrix = tensor.dim() == 2 and tensor.numel() > 0 and tensor.is_floating_point()
+    return matrix and name.rpartition(".")[2] == "weight" and not _KEPT.search(name)
+
+
+def _quantized(quantize: _Quantize, suffix: str, only: Only, items: Iterator[Item]) -> Iterator[Item]:
+    choice = Choice(only)
+
+    def rule(name: str, tensor: torch.Tensor) -> list[Item]:
+        if not choice.takes(name, tensor):
+            return [(name, tensor)]
+        if (
+            not tensor.is_floating_point()
+            or tensor.dtype.itemsize < 2
+            or tensor.dim() != 2
+            or not tensor.numel()
+        ):
+            raise ConversionError(
+                f"{name}: {tensor.dtype} of the shape {list(tensor.shape)} cannot be quantized, which "
+                "takes floating matrices of 16 or more bits; leave it out with only="
+            )
+        weight, scale = quantize(tensor.float())
+        if not bool(scale.isfinite().all()):
+            raise ConversionError(f"{name}: has a NaN or an infinity, which no scale fits")
+        return [(name, weight), (name + suffix, scale)]
+
+    return stream(items, rule, choice.finish)
+
+
+def _scale(largest: torch.Tensor, limit: float) -> torch.Tensor:
+    """What ``largest``, the largest magnitude (float32), is divided by to become ``limit``."""
+    scale = (largest / limit).clamp_min(_TINY)  # clamp_ keeps NaN
+    return torch.where(largest == 0, torch.ones_like(scale), scale)
+
+
+def _int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = _scale(weight.abs().amax(1, keepdim=True), 127)
+    return (weight / scale).round_().clamp_(-127, 127).to(torch.int8), scale
+
+
+def _fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = _scale(weight.abs().amax().view(1), _FP8_MAX)
+    return (weight / scale).clamp_(-_FP8_MAX, _FP8_MAX).to(_FP8), scale
+
+
+def _fp8_blocks(block: tuple[int, int], weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    (rows, columns), (high, wide) = weight.shape, block
+    padded = functional.pad(weight, (0, -columns % wide, 0, -rows % high))
+    tiles = torch.unflatten(
+        torch.unflatten(padded, 1, (-1, wide)), 0, (-1, high)
+    )  # (down, high, across, wide)
+    scale = _scale(tiles.abs().amax((1, 3)), _FP8_MAX)
+    quantized = (tiles / scale[:, None, :, None]).clamp_(-_FP8_MAX, _FP8_MAX).to(_FP8)
+    return quantized.flatten(2).flatten(0, 1)[:rows, :columns].contiguous(), scale

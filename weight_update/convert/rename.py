@@ -1,0 +1,70 @@
+"""Other names for the same tensors."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from weight_update.convert.base import Converter, Item, stream
+from weight_update.errors import ConversionError
+
+__all__ = ["rename"]
+
+_Patterns = Sequence[tuple[re.Pattern[str], str]]
+
+
+def rename(names: Mapping[str, str] | Sequence[tuple[str | re.Pattern[str], str]]) -> Converter:
+    """Give weights other names; those not mentioned keep theirs.
+
+    Args:
+        names: a table ``{old: new}`` of whole names, or a list of ``(pattern, replacement)``: the first
+            pattern that is found in a name is replaced as :func:`re.sub` does.
+
+    Raises:
+        re.error: a pattern is none.
+
+    The converter raises :class:`~weight_update.ConversionError` when two weights get one name, and at the
+    end when a name of the table was not there.
+    """
+    if isinstance(names, Mapping):
+        return functools.partial(_by_table, dict(names))
+    return functools.partial(_by_patterns, [(re.compile(pattern), new) for pattern, new in names])
+
+
+def _by_table(table: Mapping[str, str], items: Iterator[Item]) -> Iterator[Item]:
+    unused = dict(table)
+
+    def new_name(name: str) -> str:
+        unused.pop(name, None)
+        return table.get(name, name)
+
+    yield from _renamed(items, new_name)
+    if unused:
+        raise ConversionError(f"rename: no weight has the name {', '.join(map(repr, unused))}")
+
+
+def _by_patterns(patterns: _Patterns, items: Iterator[Item]) -> Iterator[Item]:
+    def new_name(name: str) -> str:
+        for pattern, replacement in patterns:
+            new, found = pattern.subn(replacement, name)
+            if found:
+                return new
+        return name
+
+    return _renamed(items, new_name)
+
+
+def _renamed(items: Iterator[Item], new_name: Callable[[str], str]) -> Iterator[Item]:
+    origins: dict[str, str] = {}
+
+    def rule(name: str, tensor: torch.Tensor) -> list[Item]:
+        new = new_name(name)
+        origin = origins.setdefault(new, name)
+        if origin != name:
+            raise ConversionError(f"rename: {origin!r} and {name!r} would both become {new!r}")
+        return [(new, tensor)]
+
+    return stream(items, rule)

@@ -1,0 +1,134 @@
+"""vLLM's ``LLM`` as a receiver."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+
+from weight_update.chunks import WeightSchema
+from weight_update.engines.exclusive import ExclusiveEngine, batches
+
+__all__ = ["VLLMEngine", "WorkerExtension"]
+
+
+class LLM(Protocol):
+    """What is used of ``vllm.LLM``. Source: ``vllm/entrypoints/llm.py``."""
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every worker."""
+
+    def reset_prefix_cache(self) -> bool | None:
+        """Forget cached prefixes; False if it could not."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate."""
+
+
+class VLLMEngine(ExclusiveEngine):
+    """Loads weights into a ``vllm.LLM`` of this process, under Hugging Face's names.
+
+    vLLM's workers load them by ``model.load_weights``, which picks each one's share of split weights::
+
+        llm = LLM(..., worker_extension_cls="weight_update.engines.vllm.WorkerExtension")
+        engine = VLLMEngine(llm)
+        scheme.init_on_receiver(model=engine, worker_idx=0)
+        scheme.connect()
+        outputs = engine.generate(prompts, sampling_params)
+
+    The workers are processes of this machine and user: weights reach them in shared memory, and only its
+    address by ``collective_rpc``. Generate through :meth:`generate`, so that generation and updates take
+    turns: the methods of an ``LLM`` are not for several threads at once.
+
+    Args:
+        llm: the ``vllm.LLM``.
+        batch_bytes: size of the shared memory, unless a single weight is larger.
+        loads_in_chunks: see :attr:`InferenceEngine.loads_in_chunks`.
+        timeout: see :class:`ExclusiveEngine`; also of each call of the workers.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        *,
+        batch_bytes: int = 256 << 20,
+        loads_in_chunks: bool = False,
+        timeout: float = 60.0,
+    ) -> None:
+        super().__init__(loads_in_chunks=loads_in_chunks, timeout=timeout)
+        self._llm, self._batch_bytes = llm, batch_bytes
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """``LLM.generate``, not during an update; raises as :meth:`generating`."""
+        with self.generating():
+            return self._llm.generate(*args, **kwargs)
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """See :meth:`InferenceEngine.load_weights`; raises what ``collective_rpc`` raises."""
+        fd = os.memfd_create("weight_update")
+        try:
+            for batch in batches(weights, self._batch_bytes):
+                named = dict(batch)
+                schema = WeightSchema.of(named)
+                os.ftruncate(fd, max(os.fstat(fd).st_size, schema.nbytes, 1))
+                views = schema.views(_mapped(fd, schema.nbytes))
+                for view, tensor in zip(views, named.values(), strict=True):
+                    view.copy_(tensor)
+                where = f"/proc/{os.getpid()}/fd/{fd}"
+                self._llm.collective_rpc(
+                    "load_shared_weights", timeout=self.timeout, args=(where, schema.to_header())
+                )
+        finally:
+            os.close(fd)
+
+    def finish_update(self, version: int) -> None:
+        """Forget cached prefixes, which were computed with other weights, and let generation go on.
+
+        Raises:
+            RuntimeError: vLLM did not forget them.
+        """
+        if self._llm.reset_prefix_cache() is False:
+            raise RuntimeError("vLLM did not reset its prefix cache; are requests running past generate()?")
+        super().finish_update(version)
+
+
+class WorkerExtension:
+    """What vLLM's workers need for :class:`VLLMEngine`; give its full name as ``worker_extension_cls``."""
+
+    model_runner: Any
+    device: torch.device
+
+    def load_shared_weights(self, where: str, header: dict[str, Any]) -> None:
+        """Load what :class:`VLLMEngine` put into shared memory.
+
+        Args:
+            where: path of the memory.
+            header: what lies there, as :meth:`WeightSchema.to_header` gives it.
+        """
+        schema = WeightSchema.from_header(header)
+        fd = os.open(where, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            views = schema.views(_mapped(fd, schema.nbytes))
+        finally:
+            os.close(fd)
+        # Copies: a loader may keep a tensor, and the memory is used again.
+        weights = (
+            (name, view.to(self.device, copy=True)) for name, view in zip(schema.names, views, strict=True)
+        )
+        self.model_runner.model.load_weights(weights=weights)
+
+
+def _mapped(fd: int, nbytes: int) -> torch.Tensor:
+    """The first bytes of a file, mapped for as long as the tensor is used."""
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)

@@ -1,0 +1,121 @@
+"""Versions that are never put together whole: converted, encoded and sent chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+from weight_update.buffers import Slot
+from weight_update.chunks import Kind, WeightChunk
+from weight_update.encodings import Encoder
+from weight_update.errors import SyncTimeoutError
+from weight_update.frames import Step
+from weight_update.lanes import Lanes
+from weight_update.named import NamedWeights
+from weight_update.peer import Peer
+from weight_update.pipeline import Pipeline
+from weight_update.report import SyncReport
+from weight_update.roll import Roll
+from weight_update.strategy import WeightStrategy
+
+__all__ = ["Streams"]
+
+
+class Streams:
+    """Sends versions through pipelines, one after the other.
+
+    Nothing of a version is kept: who joins later, or missed it, is sent the next one.
+
+    Args:
+        roll: the workers.
+        lanes: which of them are sent the same.
+        strategy: with ``max_in_flight``.
+        borrow: gives a slot of so many bytes, with one user; may wait.
+        send: sends frames to a worker, or loses it and is false; the caller holds ``peer.sending``.
+    """
+
+    def __init__(
+        self,
+        roll: Roll,
+        lanes: Lanes,
+        strategy: WeightStrategy,
+        borrow: Callable[[int], Slot],
+        send: Callable[[Peer, Iterable[WeightChunk]], bool],
+    ) -> None:
+        self._roll, self._lanes, self._strategy = roll, lanes, strategy
+        self._borrow, self._send = borrow, send
+        self._encoders: dict[str, Encoder] = {}
+
+    def send(self, weights: Mapping[int, NamedWeights], step: Step, timeout: float) -> SyncReport:
+        """Convert, encode and send a version.
+
+        Args:
+            weights: by worker; workers that share an object share its conversion.
+            step: which version; its extra state comes from ``weights``.
+            timeout: seconds a worker may take to become ready, and to take a chunk.
+
+        Raises:
+            SchemaMismatchError: the weights are not those of the schema; no worker applies them.
+        """
+        report = SyncReport(step.version, self._strategy.encoding.label)
+        for peers in self._lanes.kinds(weights, weights, apart=not step.commit):
+            named = weights[peers[0].idx]
+            extra = Step.of(step.version, named.extra).extra
+            self._send_to(peers, named, replace(step, extra=extra), timeout, report)
+        return report
+
+    def _send_to(
+        self, peers: list[Peer], named: NamedWeights, step: Step, timeout: float, report: SyncReport
+    ) -> None:
+        """Send a version to workers of one kind."""
+        lane, encoding, limit = peers[0].lane, self._strategy.encoding.whole, self._strategy.max_in_flight
+        assert lane is not None
+        assert limit is not None
+        sizes = encoding.payload_sizes(lane.schema)
+        encoder = self._encoders.setdefault(lane.schema.digest, encoding.encoder(lane.schema))
+        with self._roll.moved:
+            pipeline = Pipeline(
+                step,
+                self._ready(peers, step, timeout),
+                limit=limit,
+                timeout=timeout,
+                borrow=lambda: self._borrow(max(sizes)),
+                write=self._write,
+                moved=self._roll.moved,
+            )
+        items = named.items()
+        try:
+            tensors = pipeline.checked(peers[0].schema, items)
+            pipeline.run(encoder, lane.schema, encoding.name, len(sizes), tensors)
+        finally:
+            items.close()
+        for stage, seconds in pipeline.seconds.items():
+            report.seconds[stage] = report.seconds.get(stage, 0.0) + seconds
+        report.dense_bytes += lane.schema.dense_bytes
+        copies = 1 if peers[0].link.shares_memory else len(peers)
+        report.wire_bytes += pipeline.payload_bytes * copies
+
+    def _ready(self, peers: list[Peer], step: Step, timeout: float) -> list[Peer]:
+        """Those that can be sent a version now; waits for those that are busy with the one before."""
+
+        def busy(peer: Peer) -> bool:
+            writing = peer.former is not None and peer.former.busy(peer)
+            return peer.joined and (peer.inflight is not None or writing)
+
+        self._roll.moved.wait_for(lambda: not any(map(busy, peers)), timeout)
+        for peer in filter(busy, peers):
+            peer.failures[step.version] = SyncTimeoutError(
+                f"was busy with an earlier version for {timeout:g} s: it is stopped, or in hold() or a long "
+                "forward pass; it gets all weights with the next send() (or raise timeout=)"
+            )
+        return [peer for peer in peers if peer.joined and not busy(peer)]
+
+    def _write(self, peer: Peer, chunk: WeightChunk) -> None:
+        """Send a frame, if the worker is still to have the version that it belongs to."""
+        with peer.sending:
+            with self._roll.moved:
+                arriving = None if peer.pipeline is None else peer.pipeline.step.version
+                stale = chunk.kind is Kind.UPDATE and arriving != chunk.header["version"]
+                if stale or not peer.joined:
+                    return
+            self._send(peer, [chunk])
