@@ -292,6 +292,16 @@ def test_weights_that_were_lost_are_asked_for_again() -> None:
     assert made.may_fetch(0) == 5
 
 
+def test_weights_that_are_lost_when_the_trainer_has_stopped_are_not_waited_for() -> None:
+    made = machine(SyncMethod.MEMORY, SyncStyle.TRAINER_DRIVEN)
+    made.published(0, 0)
+    made.explorer_requires(0)
+    made.trainer_left()
+    assert made.may_fetch(0) == 0
+    made.lost_weights()
+    assert made.explorers[0].outcome == Outcome(None, "the trainer stopped")
+
+
 def test_a_trainer_that_could_not_publish_tries_again_at_the_next_occasion_only() -> None:
     made = machine(SyncMethod.CHECKPOINT, SyncStyle.TRAINER_DRIVEN, sync_interval=2)
     assert made.trainer_needs_sync()

@@ -175,6 +175,7 @@ class Machine(State):
     def lost_weights(self) -> None:
         """Nobody holds the newest version any more: its number stays, its weights must come anew."""
         self.lost = self.newest is not None
+        self._settle()
 
     # -- insides -----------------------------------------------------------------------------------
 
