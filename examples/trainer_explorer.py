@@ -36,6 +36,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "fully_async": {"sync_interval": 1, "max_staleness": 2},
 }
 EPISODES = 2
+EXPLORERS = 2
+ROOM = 3 * EXPLORERS  # an explorer may be ahead of the trainer by sync_interval + sync_offset steps
 PACE = {"explorer 0": 0.01, "explorer 1": 0.03}  # seconds that a step of the environment takes beside its own
 PASSES = 30
 
@@ -72,8 +74,11 @@ def make_policy() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
 
 
-def play(env: Any, policy: nn.Module, pace: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One episode: observations (n, 4) float32, actions (n,) int64, rewards to go (n,) float32."""
+def play(env: Any, policy: nn.Module, pace: float) -> tuple[Any, ...]:
+    """One episode: observations (n, 4) float32, actions (n,) int64, rewards to go (n,) float32.
+
+    As arrays: tensors would go through a queue as shared memory, which is much ado for so little.
+    """
     observation, _ = env.reset()
     seen, actions, over = [], [], False
     while not over:
@@ -83,7 +88,8 @@ def play(env: Any, policy: nn.Module, pace: float) -> tuple[torch.Tensor, torch.
         observation, _, ended, cut, _ = env.step(int(actions[-1]))
         over = ended or cut
     time.sleep(pace * EPISODES)
-    return torch.stack(seen), torch.stack(actions), torch.arange(len(seen), 0, -1, dtype=torch.float32)
+    to_go = torch.arange(len(seen), 0, -1, dtype=torch.float32)
+    return torch.stack(seen).numpy(), torch.stack(actions).numpy(), to_go.numpy()
 
 
 @dataclass
@@ -94,13 +100,6 @@ class Shared:
     diaries: Any
     over: Any
     start: float
-
-    def hand_over(self, episodes: Any) -> None:
-        """Give to the trainer; waits for room, but not for ever."""
-        while not self.over.is_set():
-            with suppress(queue.Full):
-                self.experience.put(episodes, timeout=0.1)
-                return
 
 
 def explore(where: tuple[str, str], idx: int, shared: Shared) -> None:
@@ -115,19 +114,27 @@ def explore(where: tuple[str, str], idx: int, shared: Shared) -> None:
             while not shared.over.is_set():
                 with diary.doing("computes", me.version), client.hold():
                     episodes = [play(env, policy, PACE[diary.who]) for _ in range(EPISODES)]
-                with diary.doing("waits for room"):
-                    shared.hand_over(episodes)
+                while not shared.over.is_set() and not handed_over(episodes, shared, diary):
+                    synchronize(me, diary)  # by SyncMethod.NCCL the trainer may be waiting for this side
                 me.step += 1
-                if me.need_sync():
-                    with diary.doing("synchronizes"):
-                        me.sync_weight()
+                synchronize(me, diary)
     shared.diaries.put(diary.spans)
     shared.experience.cancel_join_thread()  # nobody reads what is left in there
 
 
+def handed_over(episodes: Any, shared: Shared, diary: Diary) -> bool:
+    """Give to the trainer; whether there was room."""
+    with diary.doing("waits for room"), suppress(queue.Full):
+        shared.experience.put(episodes, timeout=0.1)
+        return True
+    return False
+
+
 def learn(policy: nn.Module, optimizer: torch.optim.Optimizer, episodes: Sequence[Any]) -> float:
     """One step of REINFORCE; gives the mean length of an episode."""
-    seen, actions, to_go = (torch.cat(parts) for parts in zip(*episodes, strict=True))
+    seen, actions, to_go = (
+        torch.cat([torch.as_tensor(part) for part in parts]) for parts in zip(*episodes, strict=True)
+    )
     gain = (to_go - to_go.mean()) / (to_go.std() + 1e-6)
     log_probs = torch.distributions.Categorical(logits=policy(seen)).log_prob(actions)
     optimizer.zero_grad()
@@ -148,14 +155,14 @@ def train(where: tuple[str, str], steps: int, shared: Shared) -> None:
     with TrainerClient(where[0], policy, token=where[1], timeout=5.0) as client:
         me = client.blocking
         synchronize(me, diary)
+        episodes: list[Any] = []
         while me.step < steps:
-            episodes = None
             with diary.doing("waits for experience"), suppress(queue.Empty):
-                episodes = shared.experience.get(timeout=0.02)
-            if episodes is not None:
+                episodes += shared.experience.get(timeout=0.02)
+            if len(episodes) == EXPLORERS * EPISODES:  # a step of each explorer: so both sides count alike
                 with diary.doing("computes", me.version):
                     lengths.append(learn(policy, optimizer, episodes))
-                me.step += 1
+                me.step, episodes = me.step + 1, []
             synchronize(me, diary)
         shared.over.set()
     shared.diaries.put(diary.spans)
@@ -173,11 +180,13 @@ def run(name: str, method: SyncMethod, steps: int, directory: str) -> tuple[list
     """One run; what everybody did, and the mean length of the last episodes."""
     style = SyncStyle(name.partition(",")[0])
     ctx = mp.get_context("spawn")
-    shared = Shared(ctx.Queue(maxsize=2), ctx.Queue(), ctx.Event(), time.monotonic())
+    shared = Shared(ctx.Queue(maxsize=ROOM), ctx.Queue(), ctx.Event(), time.monotonic())
     with Synchronizer(method, style, directory=directory, **PLANS[name]) as synchronizer:
         server = synchronizer.serve()
         where = server.address, server.token
-        people = [ctx.Process(target=explore, args=(where, idx, shared), daemon=True) for idx in range(2)]
+        people = [
+            ctx.Process(target=explore, args=(where, idx, shared), daemon=True) for idx in range(EXPLORERS)
+        ]
         people.append(ctx.Process(target=train, args=(where, steps, shared), daemon=True))
         for one in people:
             one.start()

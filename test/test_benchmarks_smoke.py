@@ -203,6 +203,21 @@ def test_the_tables_of_links(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_methods_and_styles_of_a_synchronizer(tmp_path):
+    file = tmp_path / "synchronizer.rst"
+    _run("benchmarks.synchronizer", "--quick", "--rst", str(file))
+    tables = _tables(file.read_text(), ["Methods", "Styles"])
+    rows = _cells(tables["Methods"], MB="1", explorers="1")
+    assert [row["method"] for row in rows] == ["NCCL", "NCCL, a host each", "MEMORY", "CHECKPOINT"]
+    assert all(_numbers(row["delivered"]) and _numbers(row["trainer"]) for row in rows)
+    assert [bool(_numbers(row["later"])) for row in rows] == [False, False, True, True]
+    styles = _cells(tables["Styles"])
+    assert len(styles) == 10
+    assert all(_numbers(row["steps/s"])[0] > 1 for row in styles)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("title", CLUSTER_TITLES[:2])
 def test_distributed_was_measured_beside_torchrl(cluster_tables, title):
     (row,) = _cells(cluster_tables[title], scheme="Distributed")

@@ -21,7 +21,13 @@ def snippets(page: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("page", "at_least"),
-    [("strategies.rst", 10), ("converters.rst", 8), ("pipeline.rst", 1), ("engines.rst", 1)],
+    [
+        ("strategies.rst", 10),
+        ("converters.rst", 8),
+        ("pipeline.rst", 1),
+        ("engines.rst", 1),
+        ("synchronizer.rst", 2),
+    ],
 )
 def test_the_snippets_of_the_page_run_one_after_the_other(page: str, at_least: int, tmp_path: Path) -> None:
     found = snippets(page)

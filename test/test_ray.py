@@ -14,12 +14,15 @@ import pytest
 import torch
 
 from weight_update import (
+    ExplorerClient,
     LinkClosedError,
     NotEnoughMemoryError,
     PatchEncoding,
     RayWeightSyncScheme,
     SyncFailedError,
+    Synchronizer,
     SyncTimeoutError,
+    TrainerClient,
     TransportError,
     WeightChunk,
     WeightStrategy,
@@ -404,3 +407,17 @@ def test_no_thread_waits_in_ray_at_the_end(troupe: Troupe) -> None:
     assert ours()
     scheme.shutdown()
     assert eventually(lambda: not ours())
+
+
+def test_a_synchronizer_in_an_actor() -> None:
+    source, model = mlp(1), mlp(2)
+    with Synchronizer("memory", "trainer_driven") as made:
+        host = made.as_ray_actor("synchronizer")
+        with TrainerClient(host, source) as trainer, ExplorerClient("ray:synchronizer", model) as explorer:
+            assert not explorer.blocking.need_sync()
+            assert trainer.blocking.sync_weight()["version"] == 0
+            assert explorer.blocking.need_sync()
+            assert explorer.blocking.sync_weight()["version"] == 0
+            assert fingerprint(model) == fingerprint(source)
+    with pytest.raises(LinkClosedError, match="no synchronizer in the actor"):
+        ExplorerClient("ray:synchronizer", model, timeout=0.1)

@@ -175,7 +175,8 @@ class WeightStrategy:
         """Write ``weights`` into ``destination``: all of them, or none and an error.
 
         Args:
-            destination: module, TensorDict or dict.
+            destination: module, TensorDict or dict. With ``select`` it may have more weights, which are left
+                alone.
             weights: anything that :meth:`extract_weights` takes.
             inplace: True copies values into the tensors that are there; False makes the destination hold
                 the given tensors' memory instead (no copy is made where device and dtype agree).
@@ -187,7 +188,7 @@ class WeightStrategy:
         named = self.named(weights)
         binding = self.bind(destination)
         schema = WeightSchema.of(named.tensors)
-        schema.require_same(binding.schema(), "the destination")
+        schema.require_same(binding.schema(), "the destination", more=self.partial)
         binding.check_extra(named.extra)
         values = [value.detach() for value in named.tensors.values()]
         undo = binding.exchange_extra(named.extra)

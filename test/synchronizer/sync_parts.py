@@ -53,6 +53,23 @@ def wait_until(true: Callable[[], Any], seconds: float = PATIENCE) -> None:
         time.sleep(0.005)
 
 
+class Waiting(threading.Thread):
+    """An explorer in ``sync_weight``."""
+
+    def __init__(self, client: ExplorerClient) -> None:
+        super().__init__(daemon=True)
+        self.client, self.said = client.blocking, {}
+        self.start()
+
+    def run(self) -> None:
+        self.said = self.client.sync_weight()
+
+    def result(self, seconds: float = 20.0) -> dict[str, Any]:
+        self.join(seconds)
+        assert not self.is_alive(), "it still waits"
+        return self.said
+
+
 @dataclass
 class Sync:
     """One ``sync_weight`` of an explorer."""

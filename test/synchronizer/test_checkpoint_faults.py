@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,14 @@ from weight_update import CorruptCheckpointError, NotEnoughSpaceError
 from weight_update.synchronizer import CheckpointStore
 
 SHORT = 0.2
+
+
+@pytest.fixture
+def quick_path() -> Iterator[Path]:
+    """A directory in memory where there is one: nothing waits for a disk."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as directory:
+        yield Path(directory)
 
 
 def check_versions(directory: Path, allowed: set[int]) -> int:
@@ -52,10 +61,10 @@ def killed_before(directory: Path, calls: int) -> int:
     return in_child(work)
 
 
-def test_a_writer_killed_at_every_step(tmp_path: Path) -> None:
+def test_a_writer_killed_at_every_step(quick_path: Path) -> None:
     outcomes = []
     for calls in range(100):
-        directory = tmp_path / str(calls)
+        directory = quick_path / str(calls)
         publish(directory, 0)
         status = killed_before(directory, calls)
         assert status in (0, -signal.SIGKILL)
@@ -66,7 +75,7 @@ def test_a_writer_killed_at_every_step(tmp_path: Path) -> None:
     assert len(outcomes) > 15
     assert outcomes == sorted(outcomes), "once it is there it stays"
     assert set(outcomes) == {0, 1}
-    _next_writers_clean_up([tmp_path / str(i) for i in range(len(outcomes))])
+    _next_writers_clean_up([quick_path / str(i) for i in range(len(outcomes))])
 
 
 def _next_writers_clean_up(directories: list[Path]) -> None:
@@ -102,10 +111,8 @@ def test_a_writer_killed_at_any_time(tmp_path: Path) -> None:
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_damaged_files_never_give_wrong_weights(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    directory = tmp_path_factory.mktemp("damaged")
+def test_damaged_files_never_give_wrong_weights(data: st.DataObject, quick_path: Path) -> None:
+    directory = Path(tempfile.mkdtemp(dir=quick_path))
     for version in range(3):
         CheckpointStore(directory, keep=3).publish(version, weights(version), step=version)
     spared = {path.name for path in directory.glob("000000000000*")}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from sync_parts import ExplorerThread, model_at, set_to, step_of, synchronizer, train, wait_until
+from sync_parts import ExplorerThread, Waiting, model_at, set_to, step_of, synchronizer, train, wait_until
 from torch import nn
 
 from weight_update import (
@@ -21,31 +21,16 @@ from weight_update import (
     LifecycleError,
     LinkClosedError,
     RunningStatus,
+    SchemaMismatchError,
     Synchronizer,
     SyncMethod,
     SyncStyle,
     TrainerClient,
+    WeightStrategy,
 )
 
 EVERY = list(SyncMethod)
 HELD = [SyncMethod.MEMORY, SyncMethod.CHECKPOINT]
-
-
-class Waiting(threading.Thread):
-    """An explorer in ``sync_weight``."""
-
-    def __init__(self, client: ExplorerClient) -> None:
-        super().__init__(daemon=True)
-        self.client, self.said = client.blocking, {}
-        self.start()
-
-    def run(self) -> None:
-        self.said = self.client.sync_weight()
-
-    def result(self, seconds: float = 20.0) -> dict[str, Any]:
-        self.join(seconds)
-        assert not self.is_alive(), "it still waits"
-        return self.said
 
 
 def waits(where: Synchronizer, *ids: int) -> bool:
@@ -86,7 +71,7 @@ def test_a_timeout_leaves_nothing_half_done_and_the_next_step_tries_again(
 @pytest.mark.parametrize("how", ["close", "notify"])
 @pytest.mark.parametrize("method", EVERY)
 def test_the_trainer_stopping_wakes_all_with_the_unchanged_version(
-    method: SyncMethod, how: str, tmp_path: Path
+    method: SyncMethod, how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with synchronizer(method, SyncStyle.FIXED, tmp_path, sync_interval=100) as where:
         trainer = TrainerClient(where, model_at(0))
@@ -103,7 +88,8 @@ def test_the_trainer_stopping_wakes_all_with_the_unchanged_version(
         for one in waiting:
             said = one.result(5.0)
             assert said["version"] == before
-            assert "the trainer stopped" in said["reason"]
+            assert said["reason"] == "the trainer stopped"
+        assert not [one for one in caplog.records if one.levelno >= logging.WARNING], "so a run ends"
         assert explorers[0].blocking.status()["trainer"] is RunningStatus.STOPPED
         for client in (*explorers, trainer):
             client.close()
@@ -134,6 +120,29 @@ def test_directly_a_version_that_reached_nobody_is_not_published(tmp_path: Path)
         newest = trainer.blocking.sync_weight()["version"]
         assert newest > 0
         assert again.result()["version"] == newest == trainer.blocking.latest_version()
+
+
+def test_directly_what_a_trainer_gave_before_it_died_gets_a_version_of_its_own(tmp_path: Path) -> None:
+    model = model_at(-1)
+    with (
+        synchronizer(SyncMethod.NCCL, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
+        TrainerClient(where, model_at(0)) as client,
+        ExplorerClient(where, model) as explorer,
+    ):
+        explorer.step = 1
+        waiting = Waiting(explorer)
+        wait_until(lambda: waits(where, 0))
+        trainer = client.blocking
+        ids = trainer._ask("meet", step=3, timeout=20.0)["ids"]
+        set_to(trainer._source, 3)
+        (shipment,) = trainer._send(ids)
+        assert not shipment.settle(ids)
+        client.close()  # it has not told what it sent
+        said = waiting.result()
+        assert (said["version"], "the trainer stopped" in said["reason"]) == (0, True)
+        assert step_of(model) == 3
+        assert not explorer.blocking.need_sync()
+        assert explorer.version == explorer.blocking.latest_version() == 1, "not that of other weights"
 
 
 def test_a_full_disk_publishes_nothing_and_training_goes_on(tmp_path: Path) -> None:
@@ -202,9 +211,8 @@ def test_a_model_that_is_not_the_trainers_is_an_error_and_the_others_go_on(
         def sync() -> None:
             try:
                 other.step = 1
-                said = other.blocking.sync_weight()
-                raised.append(ValueError(said.get("reason")))
-            except ValueError as error:
+                other.blocking.sync_weight()
+            except SchemaMismatchError as error:
                 raised.append(error)
 
         wrong = threading.Thread(target=sync, daemon=True)
@@ -216,6 +224,8 @@ def test_a_model_that_is_not_the_trainers_is_an_error_and_the_others_go_on(
         assert thread.seen.error is None
         assert step_of(thread.model) == 3
         assert "weight" in str(raised[0])
+        assert other.blocking.status()["explorers"][7] is RunningStatus.RUNNING, "it does not wait any more"
+        assert not other.blocking.need_sync(), "it would spin"
 
 
 @pytest.mark.parametrize("method", EVERY)
@@ -291,6 +301,27 @@ def test_who_has_another_token_is_refused_at_once() -> None:
         assert time.monotonic() - start < 5.0
 
 
+def test_backends_that_cannot_be_used_are_refused_and_the_trainer_does_not_stay(tmp_path: Path) -> None:
+    with synchronizer(SyncMethod.NCCL, SyncStyle.FIXED, tmp_path) as where:
+        with pytest.raises(ValueError, match="known: 'gloo', 'nccl'"):
+            TrainerClient(where, model_at(0), backend="pigeon")
+        assert where.coordinator.desk.status()["trainer"] == "stopped"
+    with (
+        synchronizer(SyncMethod.MEMORY, SyncStyle.FIXED, tmp_path) as where,
+        pytest.raises(ValueError, match=r"for SyncMethod\.NCCL"),
+    ):
+        TrainerClient(where, model_at(0), backend="nccl")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_cuda_gloo_stands_in_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with synchronizer(SyncMethod.NCCL, SyncStyle.FIXED, tmp_path) as where, caplog.at_level(logging.INFO):
+        TrainerClient(where, model_at(0)).close()
+        assert "by gloo (there is no CUDA)" in caplog.text
+        with pytest.raises(ValueError, match="backend='gloo'"):
+            TrainerClient(where, model_at(0), backend="nccl")
+
+
 def test_strangers_do_not_disturb(caplog: pytest.LogCaptureFixture) -> None:
     with Synchronizer(SyncMethod.MEMORY) as where, caplog.at_level(logging.ERROR):
         server = where.serve()
@@ -318,6 +349,67 @@ def test_a_second_trainer_takes_the_place_of_the_first() -> None:
         assert new.blocking.sync_weight()["version"] == 0
         with pytest.raises(LifecycleError, match="place"):
             old.blocking.need_sync()
+
+
+@pytest.mark.parametrize("role", ["trainer", "explorer"])
+def test_who_says_that_it_stopped_stays_so_until_it_asks_again(role: str) -> None:
+    with (
+        Synchronizer(SyncMethod.MEMORY, lease=1.0) as where,
+        TrainerClient(where.serve(), model_at(0)) as trainer,
+        ExplorerClient(where.serve(), model_at(-1)) as explorer,
+    ):
+        quiet, other = (trainer, explorer) if role == "trainer" else (explorer, trainer)
+        quiet.blocking.notify(RunningStatus.STOPPED)
+        time.sleep(0.6)  # two beats
+        status = other.blocking.status()
+        assert status["trainer" if role == "trainer" else "explorers"] in (RunningStatus.STOPPED, {})
+        quiet.blocking.need_sync()
+        status = other.blocking.status()
+        assert status["trainer"] is RunningStatus.RUNNING
+        assert status["explorers"] == {0: RunningStatus.RUNNING}
+
+
+class Counting(nn.Linear):
+    """A layer whose extra state is a number, beside a head."""
+
+    def __init__(self, seen: int) -> None:
+        super().__init__(2, 2)
+        self.seen, self.head = seen, nn.Linear(2, 2)
+        set_to(self, seen)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+def sync_once(where: Synchronizer, source: nn.Module, model: nn.Module, strategy: Any = "tensordict") -> None:
+    with (
+        TrainerClient(where, source, strategy=strategy) as trainer,
+        ExplorerClient(where, model, strategy=strategy) as explorer,
+    ):
+        explorer.step = 1
+        waiting = Waiting(explorer)
+        wait_until(trainer.blocking.need_sync)
+        assert trainer.blocking.sync_weight()["version"] == waiting.result()["version"]
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_extra_state_of_modules_travels(method: SyncMethod, tmp_path: Path) -> None:
+    model = Counting(-1)
+    with synchronizer(method, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where:
+        sync_once(where, Counting(5), model)
+    assert (model.seen, step_of(model)) == (5, 5)
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_a_part_of_the_weights_travels_and_the_rest_is_left_alone(method: SyncMethod, tmp_path: Path) -> None:
+    model, strategy = Counting(-1), WeightStrategy(select=["head"])
+    with synchronizer(method, SyncStyle.EXPLORER_DRIVEN, tmp_path, strategy=strategy) as where:
+        sync_once(where, Counting(5), model, strategy)
+    assert step_of(model.head) == 5
+    assert model.weight.tolist() == [[-1.0, -1.0]] * 2
 
 
 def test_tied_weights_stay_tied(tmp_path: Path) -> None:

@@ -292,6 +292,16 @@ def test_weights_that_were_lost_are_asked_for_again() -> None:
     assert made.may_fetch(0) == 5
 
 
+def test_weights_that_are_lost_when_the_trainer_has_stopped_are_not_waited_for() -> None:
+    made = machine(SyncMethod.MEMORY, SyncStyle.TRAINER_DRIVEN)
+    made.published(0, 0)
+    made.explorer_requires(0)
+    made.trainer_left()
+    assert made.may_fetch(0) == 0
+    made.lost_weights()
+    assert made.explorers[0].outcome == Outcome(None, "the trainer stopped")
+
+
 def test_a_trainer_that_could_not_publish_tries_again_at_the_next_occasion_only() -> None:
     made = machine(SyncMethod.CHECKPOINT, SyncStyle.TRAINER_DRIVEN, sync_interval=2)
     assert made.trainer_needs_sync()
@@ -301,6 +311,71 @@ def test_a_trainer_that_could_not_publish_tries_again_at_the_next_occasion_only(
     assert not made.trainer_needs_sync()
     made.trainer_at(2)
     assert made.trainer_needs_sync()
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_fixed_synchronizes_once_at_a_step(method: SyncMethod) -> None:
+    made = machine(method, SyncStyle.FIXED, sync_interval=2)
+    made.explorer_at(0, 2)
+    made.explorer_requires(0)
+    made.published(0, 2)
+    made.begin([0])
+    made.delivered(0, 0)
+    assert made.explorers[0].outcome == Outcome(0)
+    assert not made.explorer_needs_sync(0)
+    made.explorer_at(0, 4)
+    assert made.explorer_needs_sync(0)
+
+
+def test_fixed_directly_nobody_is_expected_before_the_first_synchronization() -> None:
+    made = machine(SyncMethod.NCCL, SyncStyle.FIXED, sync_interval=10)
+    assert made.expected() == ()
+    ahead = SyncPlan(SyncMethod.NCCL, SyncStyle.FIXED, 10, 5)
+    assert [ahead.next_wanted(step) for step in (0, 4, 5, 14, 15)] == [0, 0, 10, 10, 20]
+
+
+def test_fixed_directly_waits_for_who_is_about_to_ask() -> None:
+    made = machine(SyncMethod.NCCL, SyncStyle.FIXED, sync_interval=10)
+    made.explorer_at(0, 10)
+    made.trainer_at(10)
+    assert made.expected() == (0,)
+
+
+def test_who_waits_for_the_newest_is_not_content_with_what_is_newer_than_before() -> None:
+    made = machine(SyncMethod.MEMORY, SyncStyle.TRAINER_DRIVEN)
+    made.published(0, 0)
+    made.has(0, 0)
+    made.published(2, 2)
+    made.explorer_requires(0)
+    made.has(0, 1)
+    assert made.may_fetch(0) == 2
+    made.has(0, 2)
+    assert made.explorers[0].outcome == Outcome(2)
+
+
+@pytest.mark.parametrize("method", HELD)
+def test_the_trainer_is_not_asked_for_who_is_being_served(method: SyncMethod) -> None:
+    made = machine(method, SyncStyle.EXPLORER_DRIVEN)
+    made.explorer_requires(0)
+    made.published(0, 0)
+    made.begin([0])
+    made.trainer_at(1)
+    assert not made.trainer_needs_sync()
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_after_the_trainer_stopped_explorers_take_what_is_left_of_it(method: SyncMethod) -> None:
+    made = machine(method, SyncStyle.FIXED, explorers=2, sync_interval=10)
+    made.published(0, 0)
+    made.explorer_at(0, 10)
+    made.explorer_requires(0)
+    made.trainer_left()
+    if made.plan.direct:
+        assert made.explorers[0].outcome == Outcome(None, "the trainer stopped")
+        assert not made.explorer_needs_sync(1), "nobody has them"
+    else:
+        assert made.may_fetch(0) == 0, "older than it wanted, but better than none"
+        assert made.explorer_needs_sync(1)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from sync_programs import explore
 
 from weight_update import RunningStatus, SyncMethod, SyncStyle, TrainerClient
 
-SPAWN = multiprocessing.get_context("spawn")
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(["weight_update"])  # imports torch once for all of them
 COMING = 100.0
 
 
@@ -25,9 +26,9 @@ class ExplorerProcess:
     """An explorer, and what it tells."""
 
     def __init__(self, server: Any, id: int, steps: int, **options: Any) -> None:
-        self._told, theirs = SPAWN.Pipe(duplex=False)
+        self._told, theirs = FORKSERVER.Pipe(duplex=False)
         args = (server.address, server.token, id, steps, theirs, {"timeout": 30.0, **options})
-        self.process = SPAWN.Process(target=explore, args=args, daemon=True)
+        self.process = FORKSERVER.Process(target=explore, args=args, daemon=True)
         self.process.start()
         theirs.close()
         self.told: list[tuple[Any, Any, Any]] = []

@@ -1,4 +1,4 @@
-"""A synchronizer that is a Ray actor."""
+"""A synchronizer that is a Ray actor; test_ray.py, which has a Ray already, has a short test of one."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sync_parts import ExplorerThread, train
+from sync_parts import ExplorerThread, Waiting, model_at, set_to, step_of, train, wait_until
 
-from weight_update import Synchronizer, SyncMethod, SyncStyle
+from weight_update import ExplorerClient, Synchronizer, SyncMethod, SyncStyle, TrainerClient
 
 ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "weight-update[ray]"')
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="module")
@@ -23,14 +23,7 @@ def cluster() -> Iterator[None]:
         ray.shutdown()
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        SyncMethod.MEMORY,
-        pytest.param(SyncMethod.NCCL, marks=pytest.mark.slow),
-        pytest.param(SyncMethod.CHECKPOINT, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("method", list(SyncMethod))
 def test_an_actor_coordinates(method: SyncMethod, cluster: None, tmp_path: Path) -> None:
     made = Synchronizer(method, SyncStyle.FIXED, sync_interval=2, directory=tmp_path)
     host = made.as_ray_actor(f"sync-{method.value}")
@@ -42,4 +35,25 @@ def test_an_actor_coordinates(method: SyncMethod, cluster: None, tmp_path: Path)
         assert thread.seen.error is None
         assert [sync.step for sync in thread.seen.syncs] == [2, 4, 6, 8]
         assert all("reason" not in sync.metrics for sync in thread.seen.syncs)
+    made.close()
+
+
+def test_an_actor_that_dies_is_started_again_and_goes_on_from_the_last_version(
+    cluster: None, tmp_path: Path
+) -> None:
+    made = Synchronizer(SyncMethod.MEMORY, SyncStyle.EXPLORER_DRIVEN, directory=tmp_path)
+    host = made.as_ray_actor("sync-again", max_restarts=1)
+    source, model = model_at(0), model_at(-1)
+    versions = []
+    with TrainerClient(host, source) as trainer, ExplorerClient(host, model) as explorer:
+        for step in (1, 2):
+            set_to(source, step)
+            trainer.step = explorer.step = step
+            waiting = Waiting(explorer)
+            wait_until(trainer.blocking.need_sync)
+            assert "reason" not in trainer.blocking.sync_weight()
+            versions.append(waiting.result()["version"])
+            assert step_of(model) == step
+            ray.kill(ray.get_actor("sync-again"), no_restart=step == 2)
+    assert versions[1] > versions[0]
     made.close()

@@ -1,4 +1,8 @@
-"""The two loops of Trinity-RFT's documentation, as printed there, on our clients."""
+"""The two loops of Trinity-RFT's documentation, on our clients.
+
+The lines of ``Trainer.train`` and ``Explorer.explore`` are those of the seed, as printed there, because that
+they run is what is tested. All other lines stand for what is not ours: samples, training, files, logging.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ class Monitor:
 
 
 class Trainer(TrainerClient):
-    """The loop, and stand-ins for what is not ours: samples, training, checkpoints, logging."""
+    """The loop, and stand-ins."""
 
     def __init__(self, where: Any, samples: asyncio.Queue[int], total_steps: int) -> None:
         self.model = model_at(0)
@@ -88,7 +92,7 @@ class Trainer(TrainerClient):
 
 
 class Explorer(ExplorerClient):
-    """The loop, and stand-ins for what is not ours."""
+    """The loop, and stand-ins."""
 
     def __init__(self, where: Any, samples: asyncio.Queue[int], steps: int) -> None:
         self.model = model_at(-1)

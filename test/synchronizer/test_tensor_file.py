@@ -64,6 +64,28 @@ def test_tied_tensors_are_written_once_and_tied_again() -> None:
     assert torch.equal(found["b"], shared)
 
 
+def test_extra_state_comes_back() -> None:
+    extra = {
+        "norm._extra_state": {"seen": 3, "raw": b"\x00\xff", "sizes": (2, None)},
+        "_extra_state": "a name",
+    }
+    data = packed({"w": torch.arange(4.0), **extra, "block.norm._extra_state": torch.tensor([1.5])})
+    found = unpacked(data)
+    assert found.pop("block.norm._extra_state").tolist() == [1.5]
+    assert found.pop("w").tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert found == extra
+
+
+def test_extra_state_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedSourceError, match="holds a set"):
+        pack({"_extra_state": {1, 2}})
+    monkeypatch.setattr("weight_update.synchronizer.tensor_file._MAX_HEADER_BYTES", 1_000_000)
+    with pytest.raises(UnsupportedSourceError, match=r"2 MB .* keep large tensors in parameters"):
+        pack({"_extra_state": "x" * 2_000_000})
+    with pytest.raises(UnsupportedSourceError, match="'w' is a int"):
+        pack({"w": 3})
+
+
 def test_the_file_is_as_the_description_says() -> None:
     tensors = {"b": torch.tensor([1, 2], dtype=torch.int16), "d": torch.tensor(0.5, dtype=torch.float64)}
     data = packed(tensors)
@@ -112,6 +134,9 @@ def row(**changes: object) -> dict[str, object]:
         file_of(b'{"x": 1, "x": 2}', b""),
         file_of(b"[" * 100_000, b""),
         file_of({**row(), "__metadata__": {"weight_update.tied": '{"y": "z"}'}}, b"1234"),
+        file_of({"__metadata__": {"weight_update.extra": '{"y": {"$tensor": 3}}'}}, b""),
+        file_of({"__metadata__": {"weight_update.extra": '{"y": [{}]}'}}, b""),
+        file_of({"__metadata__": {"weight_update.extra": "[1]"}}, b""),
     ],
 )
 def test_what_is_no_such_file_is_refused(data: bytes) -> None:
@@ -141,7 +166,7 @@ def test_what_cannot_be_written_is_refused() -> None:
 def test_the_library_of_the_format_reads_ours_and_we_read_its_files(tmp_path: Path) -> None:
     library = pytest.importorskip("safetensors.torch", reason="the package safetensors is not installed")
     known = {name: t for name, t in every_dtype().items() if not name.startswith(("complex32", "complex128"))}
-    (tmp_path / "ours").write_bytes(packed(known))
+    (tmp_path / "ours").write_bytes(packed({**known, "norm._extra_state": {"seen": 3}}))
     assert same_bits(library.load_file(tmp_path / "ours"), known)
     library.save_file(known, tmp_path / "theirs")
     assert same_bits(unpacked((tmp_path / "theirs").read_bytes()), known)

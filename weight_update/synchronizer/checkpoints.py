@@ -10,6 +10,7 @@ import uuid
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE, _GROWTH = 0.05, 1.0, 1.5
 
 
 class CheckpointStore:
-    """Numbered versions of named tensors in a directory; one writes, any number read.
+    """Numbered versions of named weights in a directory; one writes, any number read.
 
     Files are in the safetensors format. A version is there when its manifest is, which is written last;
     whatever is killed when, only complete versions can be seen. Versions are removed when ``keep`` newer ones
@@ -57,14 +58,15 @@ class CheckpointStore:
         self._catalogue = Catalogue(self.directory)
         self._sweeper = Sweeper(self._catalogue, Leases(self.directory, lease_seconds), keep)
 
-    def publish(self, version: int, tensors: Mapping[str, torch.Tensor], *, step: int) -> Path:
+    def publish(self, version: int, weights: Mapping[str, Any], *, step: int) -> Path:
         """Write a version, and remove old ones. It is on the disk when this returns.
 
         Args:
             version: not below the newest; a version that is there already is replaced, as a trainer that
                 starts again may have to do.
-            tensors: by name, of any device and dtype. They are not to change meanwhile. Those on a device
-                are copied to memory first.
+            weights: as a state dict: tensors by name, of any device and dtype, and extra state of modules
+                under names that end in ``_extra_state``. They are not to change meanwhile. Tensors on a
+                device are copied to memory first.
             step: of the trainer.
 
         Returns:
@@ -74,12 +76,14 @@ class CheckpointStore:
             NotEnoughSpaceError: the disk is full. As after every error, the version is not there, its bytes
                 are free again and older versions stay.
             OSError: it could not be written.
-            UnsupportedSourceError: a tensor is sparse, quantized or of an unknown dtype.
+            UnsupportedSourceError: a tensor is sparse, quantized or of an unknown dtype; or extra state is of
+                other types than None, bool, int, float, str, bytes, list, tuple, dict with string keys, and
+                tensors.
             ValueError: the number is below the newest or negative.
         """
         self._check(version)
         self._sweeper.sweep()  # before: what a dead writer left may be in the way
-        schema, parts = pack(tensors)
+        schema, parts = pack(weights)
         stem = f"{self._catalogue.path(version).stem}-{uuid.uuid4().hex}"
         described = {m.name: f"{dtype_name(m.dtype)}{list(m.shape)}" for m in schema.tensors}
         with naming_free_space(self.directory, sum(map(len, parts))):
@@ -153,22 +157,22 @@ class CheckpointStore:
         return next((manifest for manifest in found if manifest is not None), None)
 
     @contextlib.contextmanager
-    def reading(self, version: int) -> Iterator[dict[str, torch.Tensor]]:
-        """The tensors of a version, by name, on the CPU; names that were one tensor are one tensor again.
+    def reading(self, version: int) -> Iterator[dict[str, Any]]:
+        """What was published as a version: tensors on the CPU and extra state, by name.
 
-        They are the file, mapped: the processes of a machine share its memory. They may be kept and written
-        to, which changes neither the file nor what others see. The version is not removed inside the ``with``
-        block, nor while one of the tensors is kept.
+        Names that were one tensor are one tensor again. The tensors are the file, mapped: the processes of a
+        machine share its memory. They may be kept and written to, which changes neither the file nor what
+        others see. The version is not removed inside the ``with`` block, nor while one of them is kept.
 
         Raises:
             FileNotFoundError: there is no such version (any more).
             CorruptCheckpointError: the file or its manifest is broken; :meth:`latest` will skip it.
             OSError: the file cannot be read, or the directory not be written.
         """
-        tensors = self._read(version)
-        yield tensors
+        weights = self._read(version)
+        yield weights
 
-    def _read(self, version: int) -> dict[str, torch.Tensor]:
+    def _read(self, version: int) -> dict[str, Any]:
         try:
             manifest = self._catalogue.load(version)
             lease = Lease(self.directory, manifest.stem, self._lease_seconds)
@@ -185,7 +189,7 @@ class CheckpointStore:
         lease.end()
         return self._read(version)
 
-    def _map(self, manifest: Manifest, lease: Lease) -> dict[str, torch.Tensor]:
+    def _map(self, manifest: Manifest, lease: Lease) -> dict[str, Any]:
         fd = os.open(self.directory / manifest.file, os.O_RDONLY | os.O_CLOEXEC)
         try:
             if digest(fd, manifest.nbytes) != manifest.digest:
@@ -193,6 +197,6 @@ class CheckpointStore:
             mapping = mmap.mmap(fd, manifest.nbytes, access=mmap.ACCESS_COPY)
         finally:
             os.close(fd)
-        tensors = unpack(torch.frombuffer(mapping, dtype=torch.uint8))
+        weights = unpack(torch.frombuffer(mapping, dtype=torch.uint8))
         weakref.finalize(mapping, lease.end)  # tensors keep the mapping
-        return tensors
+        return weights

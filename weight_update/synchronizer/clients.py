@@ -112,6 +112,8 @@ class TrainerClient(_Client[BlockingTrainer]):
         model: module, TensorDict, dict or callable that weights are read from.
         token: of the server; None takes the environment's ``WEIGHT_UPDATE_TOKEN``.
         address: of the interface on which explorers or the synchronizer reach this process; None finds out.
+        backend: NCCL: what weights go through to explorers on other hosts: ``"gloo"``, or ``"nccl"``, for
+            which each process needs a CUDA device of its own. On one host they share memory.
         strategy: how weights leave the model and travel; see :class:`~weight_update.WeightSyncScheme`.
         timeout: seconds that ``sync_weight`` waits for explorers, and any call for a synchronizer that is
             away.
@@ -121,6 +123,7 @@ class TrainerClient(_Client[BlockingTrainer]):
     Raises:
         LinkClosedError: there is no synchronizer.
         JoinRefusedError: it has another token.
+        ValueError: the backend is unknown, or cannot be used here or with this method.
     """
 
     def __init__(
@@ -130,6 +133,7 @@ class TrainerClient(_Client[BlockingTrainer]):
         *,
         token: str | None = None,
         address: str | None = None,
+        backend: str = "gloo",
         strategy: str | WeightStrategy = "tensordict",
         timeout: float = 60.0,
         transfer_timeout: float = 60.0,
@@ -137,7 +141,8 @@ class TrainerClient(_Client[BlockingTrainer]):
     ) -> None:
         options: dict[str, Any] = {"timeout": timeout, "transfer_timeout": transfer_timeout, "step": step}
         channel = _channel_to(where, token)
-        super().__init__(BlockingTrainer(channel, model, address=address, strategy=strategy, **options))
+        options |= {"address": address, "backend": backend, "strategy": strategy}
+        super().__init__(BlockingTrainer(channel, model, **options))
 
     def __enter__(self) -> TrainerClient:
         """The client itself; it is closed at the end."""

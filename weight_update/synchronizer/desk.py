@@ -12,7 +12,7 @@ from weight_update.synchronizer.machine import Machine
 from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncPlan
 from weight_update.synchronizer.register import Client, Register
 from weight_update.synchronizer.roads import Ticket, key_of
-from weight_update.synchronizer.state import Explorer, Trainer
+from weight_update.synchronizer.state import TRAINER_STOPPED, Explorer, Trainer
 
 __all__ = ["CHECKPOINT", "Desk", "Reply"]
 
@@ -163,7 +163,7 @@ class Desk:
             party, machine, suffix = client.party, self.machine, "" if how is None else f": {how}"
             if isinstance(party, Trainer) and machine.trainer is party:
                 self.trainer_ticket = None
-                machine.trainer_left(f"the trainer stopped{suffix}")
+                machine.trainer_left(TRAINER_STOPPED + suffix)
             elif isinstance(party, Explorer) and machine.explorers.get(party.id) is party:
                 machine.left(party.id, f"the explorer stopped{suffix}")
             self.moved.notify_all()
@@ -196,10 +196,18 @@ class Desk:
     def _version_of(self, held: list[Any]) -> tuple[int, int] | None:
         """Version and trainer step of an update that an explorer has."""
         key, number = held
-        if key != CHECKPOINT:
-            return self._versions.get((key, number))
-        newest = self.machine.newest
-        return None if newest is None or number > newest else (number, self.machine.newest_step)
+        if key == CHECKPOINT:
+            newest = self.machine.newest
+            return None if newest is None or number > newest else (number, self.machine.newest_step)
+        trainer = self.machine.trainer
+        if trainer is not None and trainer.status is RunningStatus.STOPPED and self._is_untold(key, number):
+            self._versions[key, number] = self.next_version(), trainer.step
+        return self._versions.get((key, number))
+
+    def _is_untold(self, key: str, number: int) -> bool:
+        """NCCL: whether an explorer has an update that the trainer did not live to tell of."""
+        told = [other for outlet, other in self._versions if outlet == key]
+        return self.plan.direct and bool(told) and number > max(told)
 
     def learn(self, ticket: Ticket, number: int, version: int, step: int) -> None:
         """The update ``number`` of an outlet is ``version``."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from weight_update.errors import TransportError, WeightSyncError
+from weight_update.errors import CorruptCheckpointError, TransportError, WeightSyncError
 from weight_update.gate import Gate
 from weight_update.strategy import WeightStrategy
 from weight_update.synchronizer.channels import Channel
@@ -19,6 +19,7 @@ from weight_update.synchronizer.files import Files
 from weight_update.synchronizer.party import Metrics, Party
 from weight_update.synchronizer.plan import SyncMethod, SyncStyle
 from weight_update.synchronizer.roads import Inlet, Ticket
+from weight_update.synchronizer.state import TRAINER_STOPPED
 from weight_update.transports.stream import deadline_of
 
 __all__ = ["BlockingExplorer"]
@@ -64,7 +65,11 @@ class BlockingExplorer(Party):
         self._file_step = 0
         reply = self._introduce()
         if self.plan.method is SyncMethod.CHECKPOINT:
-            self._open_files(reply["directory"])
+            try:
+                self._open_files(reply["directory"])
+            except BaseException:
+                self.close()
+                raise
 
     def _open_files(self, directory: str) -> None:
         self._files = Files(directory, self.strategy)
@@ -109,7 +114,8 @@ class BlockingExplorer(Party):
             metrics["version"] = self.version
             if reply["reason"] is not None:
                 metrics["reason"] = reply["reason"]
-                _log.warning("explorer %s keeps version %s: %s", self.id, self.version, reply["reason"])
+                level = logging.INFO if reply["reason"] == TRAINER_STOPPED else logging.WARNING
+                _log.log(level, "explorer %s keeps version %s: %s", self.id, self.version, reply["reason"])
                 self._look_at_link()
             else:
                 self._synced_at = step
@@ -140,7 +146,12 @@ class BlockingExplorer(Party):
         start, deadline = time.perf_counter(), deadline_of(self.timeout)
         reply = self._ask("explorer_syncs", deadline, wait=True, step=step, held=self._held(), again=False)
         while "join" in reply:
-            if (reason := self._join(reply["join"])) is not None:
+            try:
+                reason = self._join(reply["join"])
+            except WeightSyncError as error:  # another model than the trainer's
+                self._ask("explorer_gives_up", reason=str(error))
+                raise
+            if reason is not None:
                 return self._ask("explorer_gives_up", reason=reason)
             reply = self._ask("explorer_syncs", deadline, wait=True, step=step, held=self._held(), again=True)
         metrics["waited"] = time.perf_counter() - start
@@ -195,7 +206,7 @@ class BlockingExplorer(Party):
                 found = self._files.apply(
                     version, self.version, self._model, self._gate, self.transfer_timeout
                 )
-            except (OSError, WeightSyncError) as error:
+            except (OSError, CorruptCheckpointError) as error:
                 return None, str(error)
             if found is None:
                 return None, f"version {version} cannot be read, and there is no other that is newer"
@@ -206,10 +217,16 @@ class BlockingExplorer(Party):
     def _follow(self) -> None:
         """Thread, FULLY_ASYNC: read new versions as they come."""
         assert self._files is not None
+        useless = -1
         while not self._closed.is_set():
-            newest = self._files.wait_newer(-1 if self.version is None else self.version, _LOOK_SECONDS)
-            if newest is not None:
+            have = -1 if self.version is None else self.version
+            newest = self._files.wait_newer(max(have, useless), _LOOK_SECONDS)
+            if newest is None:
+                continue
+            try:
                 found, reason = self._read(newest)
-                if found is None:
-                    _log.warning("explorer %s keeps version %s: %s", self.id, self.version, reason)
-                    self._closed.wait(_LOOK_SECONDS)  # what is broken now is still broken at once
+            except WeightSyncError as error:  # not for this model; sync_weight() will raise it
+                found, reason, useless = None, str(error), newest
+            if found is None:
+                _log.warning("explorer %s keeps version %s: %s", self.id, self.version, reason)
+                self._closed.wait(_LOOK_SECONDS)  # what is broken now is still broken at once

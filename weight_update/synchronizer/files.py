@@ -12,6 +12,7 @@ import torch
 from weight_update.chunks import memory_identity
 from weight_update.errors import CorruptCheckpointError
 from weight_update.gate import Gate
+from weight_update.named import from_items
 from weight_update.strategy import WeightStrategy
 from weight_update.synchronizer.checkpoints import CheckpointStore
 
@@ -47,9 +48,10 @@ class Files:
         Raises:
             OSError: the disk is full, or cannot be written; nothing is visible.
         """
-        named = self._strategy.outgoing(source)
+        chosen = self._strategy.chosen(source) if self._strategy.partial else None
+        named = self._strategy.outgoing(source, chosen)
         tensors = {name: value.detach() for name, value in named.tensors.items()}
-        self._store.publish(version, tensors, step=step)
+        self._store.publish(version, {**tensors, **named.extra}, step=step)
         return sum(value.numel() * value.element_size() for value in tensors.values())
 
     def apply(
@@ -86,8 +88,9 @@ class Files:
         return None
 
     def _apply(self, version: int, model: Any, gate: Gate, timeout: float) -> None:
-        with self._store.reading(version) as tensors:
-            weights = _tied_as_in(self._strategy.named(model).tensors, tensors)
+        with self._store.reading(version) as found:
+            weights = from_items(iter(found.items()))
+            weights.tensors = _tied_as_in(self._strategy.named(model).tensors, weights.tensors)
             gate.run(lambda: self._strategy.apply_weights(model, weights), timeout)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from weight_update.synchronizer.plan import RunningStatus, SyncStyle
-from weight_update.synchronizer.state import Explorer, Outcome, State, Trainer, resolve
+from weight_update.synchronizer.state import TRAINER_STOPPED, Explorer, Outcome, State, Trainer, resolve
 
 __all__ = ["Machine"]
 
@@ -31,7 +31,7 @@ class Machine(State):
         self._settle()
         return self.trainer
 
-    def trainer_left(self, reason: str = "the trainer stopped") -> None:
+    def trainer_left(self, reason: str = TRAINER_STOPPED) -> None:
         """It stopped or died: whoever waits for it is woken."""
         if self.trainer is None:
             return
@@ -175,10 +175,11 @@ class Machine(State):
     def lost_weights(self) -> None:
         """Nobody holds the newest version any more: its number stays, its weights must come anew."""
         self.lost = self.newest is not None
+        self._settle()
 
     # -- insides -----------------------------------------------------------------------------------
 
-    def _settle(self, reason: str = "the trainer stopped") -> None:
+    def _settle(self, reason: str = TRAINER_STOPPED) -> None:
         """Wake everybody who need not, or cannot, wait any longer."""
         for explorer in self.explorers.values():
             if explorer.status is not REQUIRE_SYNC or explorer.busy:

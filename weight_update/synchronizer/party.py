@@ -61,6 +61,7 @@ class Party:
         self._synced_at: int | None = None
         self._syncing = threading.Lock()
         self._closed = threading.Event()
+        self._stopped = False
         self._pid = os.getpid()
 
     # -- for users ---------------------------------------------------------------------------------
@@ -69,7 +70,7 @@ class Party:
         """Tell the synchronizer what this side is doing.
 
         REQUIRE_SYNC announces that it wants to synchronize, without waiting; RUNNING takes that back; STOPPED
-        wakes whoever waits for it, and any later call but :meth:`close` lets it come back.
+        wakes whoever waits for it, and the next ``need_sync`` or ``sync_weight`` lets it come back.
         """
         self._ask("notify", step=self.step, status=RunningStatus(status).value)
 
@@ -137,9 +138,11 @@ class Party:
     def _beat(self, lease: float) -> None:
         """Thread: be heard of while the program computes."""
         while not self._closed.wait(lease / 4):
+            if self._stopped:
+                continue
             try:
                 reply = self._channel.call("beat", {"session": self._session}, lease)
-                if reply.get("refused") == "unknown":
+                if reply.get("refused") == "unknown" and not self._stopped:
                     self._say_hello()
             except TransportError:
                 continue  # the next call says so
@@ -161,6 +164,7 @@ class Party:
             LifecycleError: it refused the call, or this side is closed.
             TransportError: it failed there.
         """
+        self._stopped = args.get("status") == RunningStatus.STOPPED.value
         limit = deadline_of(self.timeout) if deadline is None else deadline
         return self._retry(name, {"session": self._session, **args}, limit, wait)
 

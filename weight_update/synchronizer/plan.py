@@ -13,7 +13,8 @@ class SyncMethod(enum.Enum):
     """By which road weights travel from the trainer to the explorers."""
 
     NCCL = "nccl"
-    """Directly, after both sides have said that they are ready. Gloo carries them."""
+    """Directly, after both sides have said that they are ready. Between hosts gloo carries them, or NCCL
+    where the trainer says ``backend="nccl"``."""
 
     MEMORY = "memory"
     """The synchronizer holds the newest weights; explorers fetch them there. The trainer never waits."""
@@ -118,9 +119,7 @@ class SyncPlan:
 
     def next_wanted(self, step: int) -> int:
         """FIXED: the same for its first synchronization after ``step``."""
-        wanted = self.wanted(step) if step >= self.sync_offset else -self.sync_interval
-        wanted += self.sync_interval
-        return wanted if wanted + self.sync_offset > 0 else self.sync_interval
+        return self.wanted(step) + self.sync_interval if step >= self.sync_offset else 0
 
 
 def _member(kind: Any, value: Any) -> Any:

@@ -77,14 +77,21 @@ class Outlet:
             memory.
         strategy: see :class:`~weight_update.WeightSyncScheme`.
         timeout: seconds an explorer may take to apply what it is sent.
+        backend: what weights go through to other hosts; see
+            :class:`~weight_update.DistributedWeightSyncScheme`.
     """
 
     def __init__(
-        self, source: Any, address: str | None, strategy: str | WeightStrategy, timeout: float
+        self,
+        source: Any,
+        address: str | None,
+        strategy: str | WeightStrategy,
+        timeout: float,
+        backend: str = "gloo",
     ) -> None:
         token = secrets.token_hex(16)
         self.ticket: Ticket = {"token": token, "address": address, "port": 0, "shared": address is None}
-        self._scheme = _scheme(self.ticket, strategy, timeout)
+        self._scheme = _scheme(self.ticket, strategy, timeout, backend)
         self._sending = threading.Lock()
         self._last: Shipment | None = None
         origin = {"model": source} if isinstance(source, nn.Module) else {"weights": source}
@@ -200,13 +207,14 @@ def key_of(ticket: Ticket) -> str:
 
 
 def _scheme(
-    ticket: Ticket, strategy: str | WeightStrategy, timeout: float
+    ticket: Ticket, strategy: str | WeightStrategy, timeout: float, backend: str = "gloo"
 ) -> SharedMemWeightSyncScheme | DistributedWeightSyncScheme:
     if ticket["shared"]:
         return SharedMemWeightSyncScheme(
             strategy, address=ticket["address"], token=ticket["token"], timeout=timeout
         )
     return DistributedWeightSyncScheme(
+        backend,
         strategy=strategy,
         address=ticket["address"],
         port=ticket["port"],

@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan, SyncStyle
 
-__all__ = ["Explorer", "Outcome", "State", "Trainer", "resolve"]
+__all__ = ["TRAINER_STOPPED", "Explorer", "Outcome", "State", "Trainer", "resolve"]
+
+TRAINER_STOPPED = "the trainer stopped"
+"""The reason where it said goodbye, which is how a run ends; where it died, more is said."""
 
 RUNNING, REQUIRE_SYNC, STOPPED = RunningStatus.RUNNING, RunningStatus.REQUIRE_SYNC, RunningStatus.STOPPED
 

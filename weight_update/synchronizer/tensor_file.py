@@ -9,9 +9,10 @@ our files and we read its files. Nothing is pickled::
     8 + N         data, each tensor row by row; offsets count from here; no holes
 
 All integers are little endian. What the format lacks stands in its ``"__metadata__"``, as JSON:
-``"weight_update.tied"`` maps the other names of a tensor to the name that has its data, and
+``"weight_update.tied"`` maps the other names of a tensor to the name that has its data,
 ``"weight_update.dtypes"`` gives the dtypes that the format does not know (complex32, complex128), which are
-written as bytes, with a last dimension for those of one element.
+written as bytes, with a last dimension for those of one element, and ``"weight_update.extra"`` has the extra
+state of modules by name, as :mod:`weight_update.extra_state` writes it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from typing import Any
 import torch
 
 from weight_update.chunks import DTYPES, TensorMeta, WeightSchema, byte_view, dtype_name
-from weight_update.errors import CorruptCheckpointError
+from weight_update.errors import CorruptCheckpointError, FormatError, UnsupportedSourceError
+from weight_update.extra_state import decode_extra, encode_extra
+from weight_update.named import from_items
 
 __all__ = ["pack", "unpack"]
 
@@ -50,30 +53,36 @@ _CODES = {
     "float8_e8m0fnu": "F8_E8M0",
 }
 _DTYPES = {code: DTYPES[name] for name, code in _CODES.items() if name in DTYPES}
-_METADATA, _TIED, _OTHERS = "__metadata__", "weight_update.tied", "weight_update.dtypes"
+_METADATA = "__metadata__"
+_TIED, _OTHERS, _EXTRA = "weight_update.tied", "weight_update.dtypes", "weight_update.extra"
 _ALIGNMENT = 64
 _MAX_HEADER_BYTES = 100_000_000  # as the library of the format has it
 
 
-def pack(tensors: Mapping[str, torch.Tensor]) -> tuple[WeightSchema, list[memoryview]]:
-    """What to write for ``tensors``: a description, and the contents of the file in order.
+def pack(weights: Mapping[str, Any]) -> tuple[WeightSchema, list[memoryview]]:
+    """What to write for ``weights``: a description of the tensors, and the contents of the file in order.
 
     Contiguous CPU tensors are not copied, all others are.
 
+    Args:
+        weights: tensors by name, and extra state under names that end in ``_extra_state``.
+
     Raises:
-        UnsupportedSourceError: a tensor is sparse, quantized or of an unknown dtype.
+        UnsupportedSourceError: a tensor is sparse, quantized or of an unknown dtype; or extra state holds
+            what cannot be written, or too much of it.
         ValueError: a tensor has the name that the format keeps for itself.
     """
-    if _METADATA in tensors:
+    if _METADATA in weights:
         raise ValueError(f"no tensor can be called {_METADATA!r} in a safetensors file")
-    schema = WeightSchema.of(tensors)
+    named = from_items(iter(weights.items()))
+    tensors, schema = named.tensors, WeightSchema.of(named.tensors)
     # The widest first: without holes, each then begins at a multiple of its element size.
     stored = sorted((schema.tensors[i] for i in schema.distinct), key=lambda meta: -meta.dtype.itemsize)
-    header = _header(schema, stored)
+    header = _header(schema, stored, {name: encode_extra(value) for name, value in named.extra.items()})
     return schema, [memoryview(header), *(_bytes_of(tensors[meta.name]) for meta in stored)]
 
 
-def _header(schema: WeightSchema, stored: list[TensorMeta]) -> bytes:
+def _header(schema: WeightSchema, stored: list[TensorMeta], extra: dict[str, Any]) -> bytes:
     names, rows, end = schema.names, dict[str, Any](), 0
     for meta in stored:
         name = dtype_name(meta.dtype)
@@ -87,9 +96,15 @@ def _header(schema: WeightSchema, stored: list[TensorMeta]) -> bytes:
     others = {meta.name: dtype_name(meta.dtype) for meta in stored if dtype_name(meta.dtype) not in _CODES}
     tied = {names[other]: names[first] for first, other in schema.ties}
     metadata = {"format": "pt"}
-    metadata.update({key: json.dumps(value) for key, value in ((_TIED, tied), (_OTHERS, others)) if value})
+    ours = {_TIED: tied, _OTHERS: others, _EXTRA: extra}
+    metadata.update({key: json.dumps(value) for key, value in ours.items() if value})
     text = json.dumps({_METADATA: metadata, **rows}, separators=(",", ":")).encode()
     padded = text + b" " * (-(8 + len(text)) % _ALIGNMENT)
+    if len(padded) > _MAX_HEADER_BYTES:
+        raise UnsupportedSourceError(
+            f"{len(padded) / 1e6:.0f} MB of names and extra state do not fit into the header of a file "
+            f"({_MAX_HEADER_BYTES / 1e6:.0f} MB); keep large tensors in parameters or buffers instead"
+        )
     return len(padded).to_bytes(8, "little") + padded
 
 
@@ -99,8 +114,8 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return byte_view(flat.view(torch.uint8))
 
 
-def unpack(flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors in a file, by name; views of ``flat`` where the alignment allows it.
+def unpack(flat: torch.Tensor) -> dict[str, Any]:
+    """The tensors in a file, views of ``flat`` where the alignment allows it, and extra state, by name.
 
     Args:
         flat: the file, 1-D uint8 on the CPU, beginning at a multiple of 64 bytes in memory.
@@ -110,22 +125,23 @@ def unpack(flat: torch.Tensor) -> dict[str, torch.Tensor]:
     """
     try:
         return _unpack(flat)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, FormatError) as error:
         raise CorruptCheckpointError(f"not a safetensors file: {type(error).__name__}: {error}") from None
 
 
-def _unpack(flat: torch.Tensor) -> dict[str, torch.Tensor]:
+def _unpack(flat: torch.Tensor) -> dict[str, Any]:
     size = int.from_bytes(byte_view(flat[:8]), "little")
     if not 2 <= size <= min(flat.numel() - 8, _MAX_HEADER_BYTES):
         raise ValueError(f"a header of {size} bytes in a file of {flat.numel()}")
     rows = json.loads(bytes(byte_view(flat[8 : 8 + size])), object_pairs_hook=_once)
     metadata = rows.pop(_METADATA, {})
-    others, tied = (json.loads(metadata.get(key, "{}")) for key in (_OTHERS, _TIED))
+    others, tied, extra = (json.loads(metadata.get(key, "{}")) for key in (_OTHERS, _TIED, _EXTRA))
     data = flat[8 + size :]
     _check_no_holes([row["data_offsets"] for row in rows.values()], data.numel())
-    tensors = {name: _tensor(data, row, others.get(name)) for name, row in rows.items()}
-    tensors.update({name: tensors[first] for name, first in tied.items()})
-    return tensors
+    weights: dict[str, Any] = {name: _tensor(data, row, others.get(name)) for name, row in rows.items()}
+    weights.update({name: weights[first] for name, first in tied.items()})
+    weights.update({name: decode_extra(value) for name, value in extra.items()})
+    return weights
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

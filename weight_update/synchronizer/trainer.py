@@ -13,7 +13,7 @@ from weight_update.strategy import WeightStrategy
 from weight_update.synchronizer.channels import Channel, is_loopback
 from weight_update.synchronizer.files import Files
 from weight_update.synchronizer.party import Metrics, Party
-from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncStyle
+from weight_update.synchronizer.plan import RunningStatus, SyncStyle
 from weight_update.synchronizer.roads import Outlet, Shipment, Ticket
 from weight_update.transports.stream import deadline_of
 
@@ -33,6 +33,7 @@ class BlockingTrainer(Party):
         source: module, TensorDict, dict or callable that weights are read from.
         address: of the interface on which explorers (NCCL) or the synchronizer (MEMORY) reach this process;
             None: the one that leads to the synchronizer.
+        backend: see :class:`~weight_update.TrainerClient`.
         strategy: see :class:`Party`.
         timeout: see :class:`Party`.
         transfer_timeout: see :class:`Party`.
@@ -47,22 +48,31 @@ class BlockingTrainer(Party):
         source: Any,
         *,
         address: str | None = None,
+        backend: str = "gloo",
         strategy: str | WeightStrategy = "tensordict",
         timeout: float = 60.0,
         transfer_timeout: float = 60.0,
         step: int = 0,
     ) -> None:
         super().__init__(channel, strategy, timeout, transfer_timeout, step)
-        self._source, self._given_address = source, address
+        self._source, self._given_address, self._backend = source, address, backend
         self._outlet: Outlet | None = None
         self._files: Files | None = None
         reply = self._introduce()
         self.version = reply["version"]
-        method = self.plan.method
-        if method is SyncMethod.CHECKPOINT:
-            self._files = Files(reply["directory"], self.strategy)
+        try:
+            self._open(reply["directory"])
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, directory: str | None) -> None:
+        if self._backend != "gloo" and not self.plan.direct:
+            raise ValueError(f"backend={self._backend!r} is for SyncMethod.NCCL, not for {self.plan.method}")
+        if directory is not None:
+            self._files = Files(directory, self.strategy)
         else:
-            self._open_outlet(direct=method is SyncMethod.NCCL)
+            self._open_outlet(self.plan.direct)
 
     def _open_outlet(self, direct: bool) -> None:
         address = self._given_address or self._channel.address
@@ -70,9 +80,12 @@ class BlockingTrainer(Party):
             address = None
         if direct:
             address = address or "127.0.0.1"
-            found = "CUDA is there, but" if torch.cuda.is_available() else "there is no CUDA:"
-            _log.info("SyncMethod.NCCL: %s weights travel by gloo, through the memory of the host", found)
-        self._outlet = Outlet(self._source, address, self.strategy, self.transfer_timeout)
+            if self._backend == "gloo":
+                cure = (
+                    "backend='nccl' would go over CUDA" if torch.cuda.is_available() else "there is no CUDA"
+                )
+                _log.info("SyncMethod.NCCL: weights go to other hosts by gloo (%s)", cure)
+        self._outlet = Outlet(self._source, address, self.strategy, self.transfer_timeout, self._backend)
         if direct:
             self._say_hello()  # now with the ticket
 
