@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.network import why_not
 from benchmarks.pipeline_sides import PLACES, Place, Side, connected
-from benchmarks.pipeline_work import WORKS, Work, balance, make_weights
+from benchmarks.pipeline_work import WORKS, Work, balance, both_cores, make_weights
 from benchmarks.report import Figure, Table, machine, ratio, show_ratio, to_rst, to_text
 
 __all__ = ["main"]
@@ -35,6 +35,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     torch.set_num_threads(1)
     facts = machine(("torch", "tensordict"))
+    computing, copying = both_cores()
+    facts.append(
+        f"Two processes at once, of one after the other: {computing:.2f} where one computes and one copies, "
+        f"{copying:.2f} where both copy. A pipeline within this machine cannot do better"
+    )
     print("\n".join(facts) + "\n", flush=True)
     reason = why_not()
     tables, ratios, memory = [], dict[tuple[str, str], Mapping[str, float | None]](), list[list[str]]()

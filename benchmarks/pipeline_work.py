@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import statistics
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 import torch
+import torch.multiprocessing as mp
 
 if TYPE_CHECKING:
     from benchmarks.pipeline_sides import Side
 
-__all__ = ["WORKS", "Conversion", "Work", "balance", "make_weights"]
+__all__ = ["WORKS", "Conversion", "Work", "balance", "both_cores", "make_weights"]
 
 WORKS = {"transfer-bound": 0.0, "balanced": 1.0, "conversion-bound": 3.0}
 """How long converting and encoding takes, in times of the transfer; at least as long as encoding alone."""
@@ -85,3 +90,70 @@ def _seconds_of_a_sine() -> float:
             scratch.sin_()
         best = min(best, (time.perf_counter() - start) / 100)
     return best
+
+
+def both_cores() -> tuple[float, float]:
+    """How long this process and another take at once, of one after the other; the other one copies.
+
+    No pipeline of the two can do better on this machine than that, where both need a core all the time.
+
+    Returns:
+        while this one computes, and while it copies too.
+    """
+    ctx = mp.get_context("spawn")
+    pipe, theirs = ctx.Pipe()
+    other = ctx.Process(target=_copy_when_told, args=(theirs,), daemon=True)
+    other.start()
+    copy = _Copy()
+    _seconds(functools.partial(_copy_in, pipe, copy))  # it has started, and all memory was touched
+    compute = functools.partial(_compute, round(_seconds(copy) / _seconds_of_a_sine()))
+    ratios = []
+    for mine in (compute, copy):
+        turns = [_at_once(pipe, mine) for _ in range(5)]
+        ratios.append(statistics.median(turns))
+    pipe.close()
+    other.join(10.0)
+    return ratios[0], ratios[1]
+
+
+def _at_once(pipe: Connection, mine: Callable[[], None]) -> float:
+    alone = _seconds(mine) + _seconds(functools.partial(_copy_in, pipe))
+    return _seconds(functools.partial(_copy_in, pipe, mine)) / alone
+
+
+def _copy_when_told(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    copy = _Copy()
+    with contextlib.suppress(EOFError):
+        while pipe.recv():
+            copy()
+            pipe.send(True)
+
+
+class _Copy:
+    """Copies 480 MB."""
+
+    def __init__(self) -> None:
+        self._source, self._target = torch.ones(2, 20_000_000, dtype=torch.uint8)
+
+    def __call__(self) -> None:
+        for _ in range(24):
+            self._target.copy_(self._source)
+
+
+def _copy_in(pipe: Connection, meanwhile: Callable[[], None] = lambda: None) -> None:
+    pipe.send(True)
+    meanwhile()
+    pipe.recv()
+
+
+def _compute(sines: int) -> None:
+    scratch = torch.zeros(_CACHED)
+    for _ in range(sines):
+        scratch.sin_()
+
+
+def _seconds(action: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
