@@ -17,7 +17,9 @@ def pair_of(backend: str) -> type[Pair]:
         ValueError: an unknown backend.
     """
     if backend not in _PAIRS:
-        raise ValueError(f"unknown backend {backend!r} (known: {', '.join(map(repr, _PAIRS))})")
+        known = ", ".join(map(repr, _PAIRS))
+        hint = "" if isinstance(backend, str) else "; a strategy is given as strategy="
+        raise ValueError(f"unknown backend {backend!r:.60} (known: {known}{hint})")
     return _PAIRS[backend]
 
 
