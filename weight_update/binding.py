@@ -212,7 +212,7 @@ class Binding:
         else:
             raise UnsupportedSourceError(
                 f"cannot write weights into a {type(destination).__name__}; give an nn.Module, "
-                "a TensorDict or a dict of tensors"
+                "a TensorDict, a dict of tensors or an InferenceEngine"
             )
 
     def _module_places(self, module: nn.Module) -> Iterator[tuple[str, tuple[Any, str]]]:

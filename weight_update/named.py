@@ -11,7 +11,7 @@ from tensordict import NonTensorData, TensorDictBase
 from torch import nn
 
 from weight_update.chunks import WeightSchema, memory_identity
-from weight_update.errors import UnsupportedSourceError
+from weight_update.errors import ConversionError, UnsupportedSourceError
 
 __all__ = ["Convert", "Gather", "NamedWeights"]
 
@@ -47,6 +47,7 @@ class NamedWeights:
 
         Raises:
             UnsupportedSourceError: ``convert`` gives a name twice, or what is not a tensor.
+            ConversionError: ``convert`` wrote to the tensors that it was given.
         """
         if self.gather is None:
             return self._converted(item for item in self.tensors.items())
@@ -54,10 +55,24 @@ class NamedWeights:
 
     @torch.no_grad()
     def _converted(self, source: Generator[tuple[str, torch.Tensor]]) -> Generator[tuple[str, torch.Tensor]]:
+        if self.convert is None:
+            try:
+                yield from source
+            finally:
+                source.close()
+            return
+        before = _writes(self.tensors)
         try:
-            yield from source if self.convert is None else _checked(iter(self.convert(source)))
+            yield from _checked(_started(self.convert, source))
         finally:
             source.close()
+        after = _writes(self.tensors)
+        written = [name for name, count in after.items() if count != before[name]]
+        if written:
+            raise ConversionError(
+                f"while weights were converted, {written[0]!r} was written to ({len(written)} of "
+                f"{len(before)} were): convert must make new tensors and leave the trainer's alone"
+            )
 
     def converted(self) -> NamedWeights:
         """The same with all conversion done."""
@@ -81,6 +96,21 @@ class NamedWeights:
                 last, hollow = tensor, tensor.to("meta")
             found[name] = hollow
         return WeightSchema.of(found)
+
+
+def _writes(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """How often each was written to, as far as PyTorch counts."""
+    return {name: value._version for name, value in tensors.items() if not value.is_inference()}
+
+
+def _started(convert: Convert, source: Iterator[tuple[str, torch.Tensor]]) -> Iterator[Any]:
+    made = convert(source)
+    if not isinstance(made, Iterable):
+        raise ConversionError(
+            f"convert gave a {type(made).__name__}, not an iterable of names and tensors; is it a function "
+            "that makes a converter, and has to be called first?"
+        )
+    return iter(made)
 
 
 def matching(prefixes: Sequence[str], names: Iterable[str]) -> set[str]:
@@ -117,13 +147,21 @@ def frozen_or_transient(source: Any, tensors: Mapping[str, torch.Tensor]) -> set
 
 def _checked(items: Iterator[tuple[str, Any]]) -> Generator[tuple[str, torch.Tensor]]:
     seen: set[str] = set()
-    for name, value in items:
+    for item in items:
+        if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str):
+            raise UnsupportedSourceError(
+                f"convert gives {item!r:.60} ({type(item).__name__}), where pairs of a name and a tensor are "
+                "wanted"
+            )
+        name, value = item
         if name in seen:
             raise UnsupportedSourceError(f"convert gives {name!r} twice")
         if not isinstance(value, torch.Tensor):
             raise UnsupportedSourceError(f"convert gives a {type(value).__name__} as {name!r}, not a tensor")
         seen.add(name)
+        del item
         yield name, value
+        del value
 
 
 def from_items(items: Iterator[tuple[str, Any]]) -> NamedWeights:

@@ -70,7 +70,7 @@ class Pipeline:
         self._lent: Slot | None = None
         self._under_way: list[_Chunk] = []
         slow = [peer for peer in peers if not peer.link.quick]
-        self._feeders = {peer.idx: _Feeder(peer, write) for peer in slow}
+        self._feeders = {peer.idx: _Feeder(peer, write, moved) for peer in slow}
         content = Content(step.version)
         for peer in peers:
             peer.pipeline, peer.since = self, time.monotonic()
@@ -235,7 +235,7 @@ class Pipeline:
     def busy(self, peer: Peer) -> bool:
         """Whether a thread still writes to a worker that left."""
         feeder = self._feeders.get(peer.idx)
-        return feeder is not None and feeder.is_alive()
+        return feeder is not None and not feeder.done
 
     def _free(self) -> None:
         for chunk in [chunk for chunk in self._under_way if not chunk.readers]:
@@ -251,19 +251,27 @@ class Pipeline:
 
 
 class _Feeder(threading.Thread):
-    """Writes frames to one worker, in order, until it is given None."""
+    """Writes frames to one worker, in order, until it is given None; then it is ``done``, which is told."""
 
-    def __init__(self, peer: Peer, write: Callable[[Peer, WeightChunk], None]) -> None:
+    def __init__(
+        self, peer: Peer, write: Callable[[Peer, WeightChunk], None], moved: threading.Condition
+    ) -> None:
         super().__init__(name=f"weight_update-pipeline-{peer.idx}", daemon=True)
-        self._peer, self._write = peer, write
+        self.done = False
+        self._peer, self._write, self._moved = peer, write, moved
         self._frames: queue.SimpleQueue[WeightChunk | None] = queue.SimpleQueue()
         self.put = self._frames.put
         self.start()
 
     def run(self) -> None:
         """See :class:`threading.Thread`."""
-        while (chunk := self._frames.get()) is not None:
-            self._write(self._peer, chunk)
+        try:
+            while (chunk := self._frames.get()) is not None:
+                self._write(self._peer, chunk)
+        finally:
+            with self._moved:
+                self.done = True
+                self._moved.notify_all()
 
 
 def _mismatch(problem: str) -> SchemaMismatchError:

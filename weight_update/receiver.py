@@ -413,7 +413,10 @@ class Receiver:
             elif chunk.kind is Kind.COMMIT:
                 self._commit(version)
             elif chunk.kind is Kind.ABORT:
+                loading = self._loading
                 self._forget(version)
+                if loading is not None and self._loading is None:  # an engine has a part of it
+                    self.link.send_chunk(WeightChunk(Kind.BEHIND, {"version": version}), self._timeout)
             elif chunk.kind is Kind.WELCOME:  # the answer to an earlier attempt came late; this one follows
                 self._begin_with(chunk)
             else:

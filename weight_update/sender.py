@@ -574,7 +574,8 @@ class Sender:
         elif chunk.kind is Kind.BEHIND:
             with self.roll.moved:
                 peer.has = None  # whole weights, then
-                peer.hold("inflight", None)
+                if peer.inflight is not None and peer.inflight.version == header["version"]:
+                    peer.hold("inflight", None)
             self._bring_up(peer)
         elif chunk.kind is Kind.GOODBYE:
             self._lose(peer, LinkClosedError("it left"))

@@ -85,6 +85,11 @@ class WeightStrategy:
             )
         self.extract_as: ExtractAs = extract_as
         self.encoding = resolve_encoding(encoding)
+        if convert is not None and not callable(convert):
+            raise ValueError(
+                f"convert= takes a function of an iterator, not a {type(convert).__name__}; several "
+                "converters become one with weight_update.convert.chain()"
+            )
         if max_in_flight is not None:
             _require_chunks(max_in_flight, self.encoding)
         self.select, self.convert = select, convert

@@ -58,7 +58,11 @@ def check_only(only: Only | None) -> None:
     Raises:
         ValueError: it is a string, or of another wrong type.
     """
-    sequence = isinstance(only, Sequence) and not isinstance(only, str)
+    sequence = (
+        isinstance(only, Sequence)
+        and not isinstance(only, str)
+        and all(isinstance(prefix, str) for prefix in only)
+    )
     if not (only is None or sequence or isinstance(only, re.Pattern) or callable(only)):
         raise ValueError(f"only= takes a list of prefixes, a compiled pattern or a function, not {only!r}")
 

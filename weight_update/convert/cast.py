@@ -15,6 +15,9 @@ __all__ = ["cast"]
 def cast(dtype: torch.dtype, only: Only | None = None) -> Converter:
     """Convert floating-point weights to ``dtype`` as ``Tensor.to`` does; all others pass.
 
+    Quantized weights and their scales (``*_scale``, ``*_scale_inv``) pass as well, unless ``only`` chooses
+    them. What is computed is no longer tied: give ``only`` if workers have tied weights.
+
     Workers get weights in their own dtypes without this. It is for weights that are to pass through a
     narrower dtype on the way, or for converters after it.
 
@@ -25,6 +28,8 @@ def cast(dtype: torch.dtype, only: Only | None = None) -> Converter:
     Raises:
         ValueError: ``dtype`` is not floating, or ``only`` of a wrong type.
     """
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"cast takes a dtype such as torch.bfloat16, not {dtype!r}")
     if not dtype.is_floating_point:
         raise ValueError(f"cast takes a floating dtype, not {dtype}; quantize_int8() makes integers")
     check_only(only)
@@ -36,6 +41,8 @@ def _cast(dtype: torch.dtype, only: Only | None, items: Iterator[Item]) -> Itera
 
     def rule(name: str, tensor: torch.Tensor) -> list[Item]:
         chosen = choice.takes(name, tensor) and tensor.is_floating_point()
+        if only is None and (tensor.dtype.itemsize == 1 or name.endswith(("_scale", "_scale_inv"))):
+            chosen = False
         return [(name, tensor.to(dtype) if chosen else tensor)]
 
     return stream(items, rule, choice.finish)

@@ -42,6 +42,8 @@ def merge_lora(
     for an adapter in ``scaling`` that no weight has, for shapes that do not fit, and for what it cannot
     merge: DoRA, biases of ``lora_B``, convolutions.
     """
+    if not isinstance(scaling, (int, float, Mapping)):
+        raise ValueError(f"scaling= is alpha / r, or a dict of that by adapter, not {scaling!r}")
     return functools.partial(_merge, scaling, fan_in_fan_out, prefix)
 
 

@@ -66,9 +66,9 @@ def quantize_fp8_blocks(block: tuple[int, int] = (128, 128), only: Only | None =
     Raises:
         ValueError: ``block`` is not two positive numbers.
     """
+    if not isinstance(block, tuple) or len(block) != 2 or min(block) < 1:
+        raise ValueError(f"block= is rows and columns, each at least 1, such as (128, 128), not {block!r}")
     high, wide = block
-    if min(block) < 1:
-        raise ValueError(f"block= is rows and columns, each at least 1, not {block!r}")
     return _converter(functools.partial(_fp8_blocks, (high, wide)), "_scale_inv", only)
 
 
@@ -86,7 +86,16 @@ def dequantize(
         scale: what it gave beside it.
         block: rows and columns of a block where scales are those of blocks.
         dtype: of the result; the product is computed in float32.
+
+    Raises:
+        ConversionError: there are not as many scales as blocks.
     """
+    expected = None if block is None else (-(-weight.shape[0] // block[0]), -(-weight.shape[1] // block[1]))
+    if expected is not None and tuple(scale.shape) != expected:
+        raise ConversionError(
+            f"a weight of {list(weight.shape)} in blocks of {block} has {list(expected)} scales, not "
+            f"{list(scale.shape)}; give the block= that it was quantized with"
+        )
     if block is not None:
         scale = scale.repeat_interleave(block[0], 0)[: weight.shape[0]]
         scale = scale.repeat_interleave(block[1], 1)[:, : weight.shape[1]]
