@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weight_update import ConversionError
-from weight_update.convert import Converter, dequantize, quantize_fp8, quantize_fp8_blocks, quantize_int8
+from weight_update.convert import (
+    Converter,
+    cast,
+    chain,
+    dequantize,
+    quantize_fp8,
+    quantize_fp8_blocks,
+    quantize_int8,
+)
 
 NAME = "layers.0.up_proj.weight"
 KINDS: dict[str, tuple[Converter, torch.dtype, str]] = {
@@ -170,3 +178,20 @@ def test_what_cannot_be_quantized(make: object, value: torch.Tensor) -> None:
 def test_blocks_have_a_size() -> None:
     with pytest.raises(ValueError, match=r"block= .* not \(0, 128\)"):
         quantize_fp8_blocks((0, 128))
+
+
+@pytest.mark.parametrize("quantize", [quantize_int8(), quantize_fp8(), quantize_fp8_blocks()])
+def test_a_cast_afterwards_leaves_it_alone(quantize: Converter) -> None:
+    weights = {"model.layers.0.mlp.down_proj.weight": torch.randn(8, 8), "norm.weight": torch.randn(8)}
+    plain = dict(quantize(iter(weights.items())))
+    cast_too = dict(chain(quantize, cast(torch.bfloat16))(iter(weights.items())))
+    assert {name: value.dtype for name, value in cast_too.items()} == {
+        name: torch.bfloat16 if name == "norm.weight" else value.dtype for name, value in plain.items()
+    }
+
+
+def test_scales_of_other_blocks_are_refused() -> None:
+    weight, scale = torch.zeros(256, 128), torch.ones(2, 1)
+    assert dequantize(weight, scale, block=(128, 128)).shape == (256, 128)
+    with pytest.raises(ConversionError, match=r"\[4, 2\] scales, not \[2, 1\]"):
+        dequantize(weight, scale, block=(64, 64))

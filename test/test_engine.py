@@ -375,6 +375,10 @@ def test_a_conversion_that_fails_midway(hire: Any, in_chunks: bool) -> None:
     else:
         assert noted == []
     assert crew.ask("version") == [None if in_chunks else 0]
+    until = time.monotonic() + 10.0
+    while crew.scheme.worker_versions != {0: None if in_chunks else 0} and time.monotonic() < until:
+        time.sleep(0.01)
+    assert crew.scheme.worker_versions == {0: None if in_chunks else 0}
     broken.clear()
     scramble(source, 3, finite=True)
     crew.scheme.send()

@@ -16,12 +16,14 @@ from torch import nn
 
 from weight_update import (
     BucketEncoding,
+    ConversionError,
     DistributedWeightSyncScheme,
     MemoryWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     SchemaMismatchError,
     SharedMemWeightSyncScheme,
     SyncFailedError,
+    UnsupportedSourceError,
     WeightStrategy,
     WeightSyncScheme,
 )
@@ -185,6 +187,60 @@ def test_what_a_conversion_raises_stops_both_ends(hire: Any, kind: str, fails_at
     report = crew.scheme.send()
     assert crew.ask("fingerprint") == [doubled(source)]
     assert crew.scheme.worker_versions == {0: report.version}
+
+
+@pytest.mark.parametrize("kind", ["memory", "distributed, several hosts"])
+def test_a_send_right_after_a_failed_one_does_not_wait(hire: Any, kind: str) -> None:
+    convert, source = Doubled(), layers()
+    crew = hire(kind, source, layers(5), strategy=strategy(convert=convert))
+    start = time.monotonic()
+    for turn in range(20):
+        convert.fails_at = turn % LAYERS
+        with pytest.raises(ZeroDivisionError):
+            crew.scheme.send()
+        convert.fails_at = None
+        crew.scheme.send()
+    assert time.monotonic() - start < 15.0  # one wait that nobody ends takes 20
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+def test_a_conversion_that_writes_into_the_trainer_is_refused(hire: Any, limit: int | None) -> None:
+    writes = False
+
+    def convert(items: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in items:
+            yield name, tensor.mul_(0.5) if writes and name.startswith("3.") else tensor
+
+    source = layers()
+    made = WeightStrategy(
+        "state_dict", encoding=BucketEncoding(bucket_size=CHUNK), convert=convert, max_in_flight=limit
+    )
+    crew = hire("shared_mem", source, layers(5), strategy=made)
+    before = fingerprint(source)
+    writes = True
+    with pytest.raises(ConversionError, match=r"'3.weight' was written to"):
+        crew.scheme.send()
+    assert crew.ask("fingerprint") == [before]
+
+
+@pytest.mark.parametrize(
+    ("convert", "said"),
+    [
+        (dict, "pairs of a name and a tensor"),
+        (lambda items: ((name, tensor, 1) for name, tensor in items), "pairs of a name and a tensor"),
+        (lambda items: None, "called first"),
+        (lambda items: ((name, 1.0) for name, _ in items), "not a tensor"),
+    ],
+)
+def test_what_is_no_conversion_is_named(convert: Any, said: str) -> None:
+    scheme = MemoryWeightSyncScheme(strategy=strategy(convert=convert))
+    with pytest.raises((ConversionError, UnsupportedSourceError), match=said):
+        scheme.init_on_sender(model=layers(), num_workers=1)
+
+
+def test_a_list_of_conversions_is_to_be_chained() -> None:
+    with pytest.raises(ValueError, match=r"chain\(\)"):
+        strategy(convert=[Doubled(), Doubled()])
 
 
 @pytest.mark.parametrize("change", ["name", "shape", "fewer", "more", "dtype"])
