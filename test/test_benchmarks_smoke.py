@@ -136,6 +136,7 @@ def _cells(table, **wanted):
     return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_policy_in_training_changes_a_little_in_bfloat16_and_all_over_in_float32(patch_tables):
     rows = _cells(patch_tables["Bytes: policies in training"], layout="flat")

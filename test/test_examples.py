@@ -127,7 +127,8 @@ def ray_lines(name: str, *args: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("data", [pytest.param("torch", marks=pytest.mark.slow), "object_store"])
+@pytest.mark.slow
+@pytest.mark.parametrize("data", ["torch", "object_store"])
 def test_ray_rollout(data: str) -> None:
     lines = ray_lines("ray_rollout.py", "--updates", "6", "--kill-at", "3", "--episodes", "1", "--data", data)
     update = re.compile(r"update +(\d+): players \[(.*)\], versions \[(.*)\], return +(\S+), (.*)")
@@ -148,6 +149,7 @@ def test_ray_module_transform() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_multiple_models() -> None:
     def state(step: int, version: str = "") -> list[str]:
         return [f"  worker {idx}: actor of step {step}, critic of step {step}{version}" for idx in range(2)]
@@ -173,13 +175,14 @@ def test_custom_scheme() -> None:
     assert lines[3:] == [f"worker {index}: version 3, the trainer's weights" for index in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "args",
     [
         ("patch", "--values", "relative", "--compression", "zstd"),
-        pytest.param(("patch",), marks=pytest.mark.slow),
-        pytest.param(("bucket",), marks=pytest.mark.slow),
-        pytest.param(("dense",), marks=pytest.mark.slow),
+        ("patch",),
+        ("bucket",),
+        ("dense",),
     ],
     ids=" ".join,
 )

@@ -105,6 +105,7 @@ class TestRayTransport(TransportContract):
         self.listener.close()
 
 
+@pytest.mark.slow
 class TestObjectStoreEnds(LifecycleTests):
     method = "ray"
 

@@ -25,6 +25,7 @@ class TestSharedMem(SchemeContract):
         return SharedMemWeightSyncScheme(**options)
 
 
+@pytest.mark.slow  # the link of SharedMem, signalled in another way; test_matrix has it too
 class TestMultiProcess(SchemeContract):
     def make_scheme(self, **options: Any) -> WeightSyncScheme:
         return MultiProcessWeightSyncScheme(**options)

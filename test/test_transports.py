@@ -81,6 +81,7 @@ def nobody_else(worker_idx: int) -> NoReturn:
     raise JoinRefusedError(f"unknown worker index {worker_idx}")
 
 
+@pytest.mark.slow  # the link of Distributed
 class TestRPCTransport(TestDistributedTransport):
     """Without an object to call; ``test_rpc`` has those."""
 

@@ -136,9 +136,8 @@ FORGETFUL = """
 """
 
 
-@pytest.mark.parametrize(
-    "end", [pytest.param("pass", marks=pytest.mark.slow), "raise KeyError('on purpose')"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["pass", "raise KeyError('on purpose')"])
 def test_an_interpreter_exits_without_shutdown(end, tmp_path):
     """With workers started the usual way, by spawn."""
     program = tmp_path / "forgetful.py"

@@ -185,6 +185,7 @@ def with_score(spec: Any) -> Any:
     return spec
 
 
+@pytest.mark.slow
 def test_module_of_a_transform_through_a_collector() -> None:
     scheme = RayModuleTransformScheme()
     with pytest.raises(LifecycleError, match="has no transform"):

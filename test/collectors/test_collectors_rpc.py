@@ -1,5 +1,6 @@
 """RPCCollector, and TorchRL's with our scheme: programs, for a process can be in one RPC world only."""
 
+import pytest
 from test_collectors_programs import PROGRAMS, run
 
 
@@ -7,9 +8,11 @@ def test_every_call_and_refusal():
     assert run(PROGRAMS / "rpc_in_step.py") == ["a second one: True"]
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_told_and_the_program_ends():
     assert run(PROGRAMS / "rpc_killed.py") == ["failed: 1 of 2", "told"]
 
 
+@pytest.mark.slow
 def test_the_collector_of_torchrl():
     assert run(PROGRAMS / "rpc_torchrl.py") == ["[[1.0], [2.0], [3.0], [3.0, 4.0]] {0: 2, 1: 3}"]

@@ -70,9 +70,7 @@ OFTEN = {
     (SharedMemWeightSyncScheme, "not shut down"),
     (SharedMemWeightSyncScheme, "made only"),
     (SharedMemWeightSyncScheme, "an exception"),
-    (DistributedWeightSyncScheme, "not shut down"),
     (DistributedWeightSyncScheme, "unwaited sends"),
-    (DistributedWeightSyncScheme, "worker never shut down"),
 }
 PROMPT = 5.0
 
