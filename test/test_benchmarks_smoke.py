@@ -145,6 +145,7 @@ def test_a_policy_in_training_changes_a_little_in_bfloat16_and_all_over_in_float
     assert all(share > 90 for name, share in changed.items() if name.startswith("CartPole"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_bytes_of_a_patch_beside_those_of_rlinf(patch_tables):
     table = patch_tables["Bytes: changes of 1..4 ulp"]
@@ -157,6 +158,7 @@ def test_bytes_of_a_patch_beside_those_of_rlinf(patch_tables):
     assert float(theirs["none"]) > float(ours["none"])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_patches_are_timed_beside_a_copy_and_the_obvious_way(patch_tables):
     rows = _cells(patch_tables["Building and applying"])
@@ -168,6 +170,7 @@ def test_patches_are_timed_beside_a_copy_and_the_obvious_way(patch_tables):
     assert all(row["met"] in ("yes", "no") for row in _cells(patch_tables["Targets"]))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_patch_is_smaller_over_every_scheme(patch_tables):
     table = patch_tables["send() until applied"]

@@ -4,6 +4,8 @@ import multiprocessing
 import os
 from typing import NoReturn
 
+import pytest
+
 from weight_update.chunks import Kind, WeightChunk
 from weight_update.errors import JoinRefusedError
 from weight_update.testing.transports import Ends, TransportContract
