@@ -1,6 +1,6 @@
 """Tests that want an interpreter of their own.
 
-Their workers are forked from it, and count what they hold: what other tests left in this one would be counted too.
+Their workers are forked from it, and count what they hold: what other tests left here would be counted too.
 """
 
 import os
