@@ -26,6 +26,7 @@ from weight_update import (
     SyncMethod,
     SyncStyle,
     TrainerClient,
+    UnsupportedSourceError,
     WeightStrategy,
 )
 
@@ -338,6 +339,34 @@ def test_a_call_with_nonsense_is_answered_with_an_error() -> None:
     with Synchronizer(SyncMethod.MEMORY) as where:
         assert "unknown call" in where.coordinator.call("explode", {})["refused"]
         assert where.coordinator.call("trainer_needs", {"session": "x", "step": 0}) == {"refused": "unknown"}
+
+
+@pytest.mark.parametrize("bad", [{"source": "no model"}, {"backend": "pigeons"}])
+def test_a_trainer_that_cannot_send_takes_nobodys_place(bad: dict[str, Any]) -> None:
+    with Synchronizer(SyncMethod.MEMORY) as where, TrainerClient(where, model_at(0)) as trainer:
+        with pytest.raises((ValueError, UnsupportedSourceError)):
+            TrainerClient(where, bad.get("source", model_at(1)), backend=bad.get("backend", "gloo"))
+        assert trainer.blocking.sync_weight()["version"] == 0
+
+
+@pytest.mark.parametrize("method", HELD)
+def test_clients_made_at_the_same_time_meet(method: SyncMethod, tmp_path: Path) -> None:
+    for turn in range(10):
+        with Synchronizer(method, directory=tmp_path / str(turn)) as synchronizer:
+            found: list[Any] = []
+            start = threading.Barrier(8)
+
+            def ask(synchronizer: Synchronizer = synchronizer, start: threading.Barrier = start) -> None:
+                start.wait()
+                found.append(synchronizer.coordinator)
+
+            threads = [threading.Thread(target=ask) for _ in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(10.0)
+            assert len(found) == 8
+            assert len(set(map(id, found))) == 1
 
 
 def test_a_second_trainer_takes_the_place_of_the_first() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 from typing import Any
 
 from weight_update.errors import LifecycleError
@@ -17,6 +19,8 @@ from weight_update.synchronizer.ray_host import RayHost
 from weight_update.synchronizer.server import Server
 
 __all__ = ["Synchronizer"]
+
+_log = logging.getLogger(__name__)
 
 
 class Synchronizer:
@@ -77,27 +81,39 @@ class Synchronizer:
         self._memory: Memory | None = None
         self._servers: list[Server | RayHost] = []
         self._closed = False
+        self._making = threading.Lock()
 
     @property
     def coordinator(self) -> Coordinator:
         """Answers calls; made when it is first needed."""
-        if self._closed:
-            raise LifecycleError("this synchronizer is closed; make a new one")
-        if self._coordinator is None:
-            strategy, timeout = self._options["strategy"], self._options["transfer_timeout"]
-            if self.plan.method is SyncMethod.MEMORY:
-                self._memory = Memory(None, strategy, timeout)
-            files = self.plan.method is SyncMethod.CHECKPOINT
-            self._coordinator = Coordinator(
-                self.plan,
-                journal=None if self._directory is None else Journal(self._directory),
-                memory=self._memory,
-                lease=self._options["lease"],
-                timeout=timeout,
-                newest=Files(str(self._directory), strategy).newest() if files else None,
-                directory=self._directory if files else None,
+        with self._making:  # clients may be made by several threads at once
+            if self._closed:
+                raise LifecycleError("this synchronizer is closed; make a new one")
+            if self._coordinator is None:
+                self._coordinator = self._make_coordinator()
+            return self._coordinator
+
+    def _make_coordinator(self) -> Coordinator:
+        strategy, timeout = self._options["strategy"], self._options["transfer_timeout"]
+        if self.plan.method is SyncMethod.MEMORY:
+            self._memory = Memory(None, strategy, timeout)
+        files = self.plan.method is SyncMethod.CHECKPOINT
+        newest = Files(str(self._directory), strategy).newest() if files else None
+        if newest is not None:
+            _log.info(
+                "going on after version %d (step %d) that %s holds; a new run wants a new directory",
+                *newest,
+                self._directory,
             )
-        return self._coordinator
+        return Coordinator(
+            self.plan,
+            journal=None if self._directory is None else Journal(self._directory),
+            memory=self._memory,
+            lease=self._options["lease"],
+            timeout=timeout,
+            newest=newest,
+            directory=self._directory if files else None,
+        )
 
     def serve(self, address: str = "127.0.0.1", port: int = 0, token: str | None = None) -> Server:
         """Let in clients from other processes, of this machine or others.
@@ -148,7 +164,8 @@ class Synchronizer:
 
     def close(self) -> None:
         """Wake everybody who waits, and end; calling it twice is fine."""
-        self._closed = True
+        with self._making:
+            self._closed = True
         if self._coordinator is not None:
             self._coordinator.close()
         for server in self._servers:

@@ -84,7 +84,10 @@ class Register:
         if self.closed:
             raise Refused("the synchronizer was closed")
         if session in self._replaced:
-            raise Refused("another client has taken this one's place")
+            raise Refused(
+                "another client has taken this one's place: of several trainers, or explorers of one id, "
+                "the newest counts"
+            )
 
     def remove(self, session: str) -> Client | None:
         """A client has left; None if it was not here."""
