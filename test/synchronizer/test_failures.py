@@ -352,21 +352,26 @@ def test_a_trainer_that_cannot_send_takes_nobodys_place(bad: dict[str, Any]) -> 
 @pytest.mark.parametrize("method", HELD)
 def test_clients_made_at_the_same_time_meet(method: SyncMethod, tmp_path: Path) -> None:
     for turn in range(10):
-        with Synchronizer(method, directory=tmp_path / str(turn)) as synchronizer:
-            found: list[Any] = []
-            start = threading.Barrier(8)
+        with Synchronizer(method, directory=tmp_path / str(turn)) as where:
+            assert len(set(map(id, asked_by(8, where)))) == 1
 
-            def ask(synchronizer: Synchronizer = synchronizer, start: threading.Barrier = start) -> None:
-                start.wait()
-                found.append(synchronizer.coordinator)
 
-            threads = [threading.Thread(target=ask) for _ in range(8)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(10.0)
-            assert len(found) == 8
-            assert len(set(map(id, found))) == 1
+def asked_by(count: int, where: Synchronizer) -> list[Any]:
+    """What threads find that ask for the coordinator at the same time."""
+    found: list[Any] = []
+    start = threading.Barrier(count)
+
+    def ask() -> None:
+        start.wait(10.0)
+        found.append(where.coordinator)
+
+    threads = [threading.Thread(target=ask) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10.0)
+    assert len(found) == count
+    return found
 
 
 def test_a_second_trainer_takes_the_place_of_the_first() -> None:
