@@ -174,6 +174,34 @@ def test_fully_async_needs_to_wait_only_when_too_far_behind() -> None:
     assert made.explorers[0].outcome == Outcome(2)
 
 
+def test_fully_async_directly_counts_from_what_was_given_away() -> None:
+    made = machine(SyncMethod.NCCL, SyncStyle.FULLY_ASYNC, max_staleness=1)
+    made.published(0, 0)
+    made.has(0, 0)
+    for version, needed in ((1, False), (2, True)):
+        made.trainer_at(version)
+        made.offered(version, version)
+        assert made.explorer_needs_sync(0) is needed
+    assert made.newest == 0, "nobody is known to have more"
+    made.explorer_requires(0)
+    assert made.ready() == (0,)
+    made.published(1, 1)
+    made.has(0, 1)  # it came in the background
+    assert made.explorers[0].outcome == Outcome(1)
+
+
+def test_fully_async_directly_what_a_trainer_gave_is_forgotten_with_it() -> None:
+    made = machine(SyncMethod.NCCL, SyncStyle.FULLY_ASYNC, max_staleness=0)
+    made.published(0, 0)
+    made.has(0, 0)
+    made.offered(0, 1)
+    assert made.explorer_needs_sync(0)
+    made.trainer_left("it died")
+    assert not made.explorer_needs_sync(0)
+    made.trainer_joined(0)
+    assert not made.explorer_needs_sync(0)
+
+
 def test_fixed_directly_in_lockstep_and_no_transfer_before_anybody_wants_one() -> None:
     made = machine(SyncMethod.NCCL, SyncStyle.FIXED, explorers=2, sync_interval=10)
     assert not made.trainer_needs_sync(), "explorers first synchronize at step 10"

@@ -96,7 +96,8 @@ class Interleavings(RuleBasedStateMachine):
         machine = self.machine
         assert machine.trainer is not None
         if machine.plan.direct and machine.plan.style is SyncStyle.FULLY_ASYNC:
-            machine.offered(machine.trainer.step)
+            newest = -1 if machine.newest is None else machine.newest
+            machine.offered(machine.trainer.step, None if fails else newest + 1)
             if machine.ready():
                 machine.begin(machine.ready())
         elif machine.plan.direct:

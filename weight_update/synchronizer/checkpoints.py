@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import threading
 import time
 import uuid
 import weakref
@@ -135,7 +136,9 @@ class CheckpointStore:
         """That of a version; None if there is no complete one."""
         return self._catalogue.good(version)
 
-    def wait_newer(self, version: int, timeout: float) -> Manifest | None:
+    def wait_newer(
+        self, version: int, timeout: float, ended: threading.Event | None = None
+    ) -> Manifest | None:
         """Wait for a version above ``version``: the newest complete one, or None if none came in time.
 
         Looks at the names in the directory every 50 ms at first, every second in the end.
@@ -143,13 +146,17 @@ class CheckpointStore:
         Args:
             version: a number, -1 for any version.
             timeout: seconds.
+            ended: when it is set, the wait ends as if the time were over; None: only time ends it.
+
+        Raises:
+            OSError: the directory cannot be read.
         """
+        ended = threading.Event() if ended is None else ended
         deadline, pause = time.monotonic() + timeout, _FIRST_PAUSE
         while True:
             found, left = self._newest(above=version), deadline - time.monotonic()
-            if found is not None or left <= 0:
+            if found is not None or left <= 0 or ended.wait(min(pause, left)):
                 return found
-            time.sleep(min(pause, left))
             pause = min(pause * _GROWTH, _LONGEST_PAUSE)
 
     def _newest(self, above: int) -> Manifest | None:

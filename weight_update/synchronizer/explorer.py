@@ -26,7 +26,7 @@ __all__ = ["BlockingExplorer"]
 
 _log = logging.getLogger(__name__)
 _LOOK_SECONDS = 1.0
-"""How long a background reader of files waits before it looks whether it should end."""
+"""How long a background reader of files waits for one, or after one that cannot be read."""
 
 
 class BlockingExplorer(Party):
@@ -62,6 +62,8 @@ class BlockingExplorer(Party):
         self._inlet: Inlet | None = None
         self._files: Files | None = None
         self._reading = threading.Lock()
+        self._follower: threading.Thread | None = None
+        self._useless = -1
         self._file_step = 0
         reply = self._introduce()
         if self.plan.method is SyncMethod.CHECKPOINT:
@@ -77,7 +79,8 @@ class BlockingExplorer(Party):
         if isinstance(self._model, nn.Module):
             self._gate.guard(self._model)
         if self.plan.style is SyncStyle.FULLY_ASYNC:
-            threading.Thread(target=self._follow, name="weight_update-files", daemon=True).start()
+            self._follower = threading.Thread(target=self._follow, name="weight_update-files", daemon=True)
+            self._follower.start()
 
     # -- for users ---------------------------------------------------------------------------------
 
@@ -135,10 +138,15 @@ class BlockingExplorer(Party):
         self._ask("explorer_gives_up", reason="it was cancelled")
 
     def close(self) -> None:
-        """See :meth:`Party.close`."""
+        """Leave; whoever waits for this side is woken. The model keeps its weights, also those of now.
+
+        With files this waits for one that is just being read, up to ``transfer_timeout`` seconds.
+        """
         super().close()
         if self._inlet is not None:
             self._inlet.close()
+        if self._files is not None:
+            self._end_reading()
 
     # -- insides -----------------------------------------------------------------------------------
 
@@ -187,6 +195,16 @@ class BlockingExplorer(Party):
 
     # -- CHECKPOINT --------------------------------------------------------------------------------
 
+    def _end_reading(self) -> None:
+        """Once it is closed: nothing is put into the model any more, and the thread has ended."""
+        self._gate.look_again()
+        if self._reading.acquire(timeout=self.transfer_timeout):
+            self._reading.release()
+        if self._follower is not None:
+            self._follower.join(self.transfer_timeout)
+            if self._follower.is_alive():
+                _log.warning("explorer %s was closed, but still reads a file", self.id)
+
     def _fetch(self, version: int) -> Reply:
         found, reason = None, "it could not be read"
         try:
@@ -200,11 +218,13 @@ class BlockingExplorer(Party):
         """Read a version, or the newest that can be read; which one and its step, or None and why."""
         assert self._files is not None
         with self._reading:
+            if self._closed.is_set():
+                return None, "this explorer is closed"
             if self.version is not None and self.version >= version:  # the background was faster
                 return (self.version, self._file_step), ""
             try:
                 found = self._files.apply(
-                    version, self.version, self._model, self._gate, self.transfer_timeout
+                    version, self.version, self._model, self._gate, self.transfer_timeout, self._closed
                 )
             except (OSError, CorruptCheckpointError) as error:
                 return None, str(error)
@@ -216,17 +236,28 @@ class BlockingExplorer(Party):
 
     def _follow(self) -> None:
         """Thread, FULLY_ASYNC: read new versions as they come."""
-        assert self._files is not None
-        useless = -1
+        warned = False
         while not self._closed.is_set():
-            have = -1 if self.version is None else self.version
-            newest = self._files.wait_newer(max(have, useless), _LOOK_SECONDS)
-            if newest is None:
-                continue
-            try:
-                found, reason = self._read(newest)
-            except WeightSyncError as error:  # not for this model; sync_weight() will raise it
-                found, reason, useless = None, str(error), newest
-            if found is None:
-                _log.warning("explorer %s keeps version %s: %s", self.id, self.version, reason)
+            reason = self._follow_once()
+            if reason is not None and not self._closed.is_set():
+                if not warned:
+                    _log.warning("explorer %s keeps version %s: %s", self.id, self.version, reason)
                 self._closed.wait(_LOOK_SECONDS)  # what is broken now is still broken at once
+            warned = reason is not None
+
+    def _follow_once(self) -> str | None:
+        """Wait a while for a newer version and read it; None, or why that cannot be done."""
+        assert self._files is not None
+        have = -1 if self.version is None else self.version
+        try:
+            newest = self._files.wait_newer(max(have, self._useless), _LOOK_SECONDS, self._closed)
+        except OSError as error:  # a directory that is away for a while
+            return str(error)
+        if newest is None:
+            return None
+        try:
+            found, reason = self._read(newest)
+        except WeightSyncError as error:  # not for this model; sync_weight() will raise it
+            self._useless = newest
+            return str(error)
+        return reason if found is None else None

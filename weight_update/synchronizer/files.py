@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,9 +38,13 @@ class Files:
         manifest = self._store.latest()
         return None if manifest is None else (manifest.version, manifest.step)
 
-    def wait_newer(self, version: int, timeout: float) -> int | None:
-        """Wait for a version above ``version``; None if none came in time."""
-        manifest = self._store.wait_newer(version, timeout)
+    def wait_newer(self, version: int, timeout: float, ended: threading.Event) -> int | None:
+        """Wait for a version above ``version``; None if none came in time, or before it ended.
+
+        Raises:
+            OSError: the directory cannot be read.
+        """
+        manifest = self._store.wait_newer(version, timeout, ended)
         return None if manifest is None else manifest.version
 
     def publish(self, version: int, source: Any, step: int) -> int:
@@ -55,7 +60,13 @@ class Files:
         return sum(value.numel() * value.element_size() for value in tensors.values())
 
     def apply(
-        self, version: int, have: int | None, model: Any, gate: Gate, timeout: float
+        self,
+        version: int,
+        have: int | None,
+        model: Any,
+        gate: Gate,
+        timeout: float,
+        ended: threading.Event,
     ) -> tuple[int, int] | None:
         """Put ``version`` into a model, between forward passes; or the newest that can be read.
 
@@ -65,6 +76,7 @@ class Files:
             model: module, TensorDict or dict.
             gate: of the model.
             timeout: seconds to wait for a forward pass to end.
+            ended: ends that wait, after :meth:`Gate.look_again`.
 
         Returns:
             version and trainer step of what is in force now; None if nothing newer could be read.
@@ -72,6 +84,7 @@ class Files:
         Raises:
             SchemaMismatchError: the file holds the weights of another model.
             SyncTimeoutError: a forward pass took too long.
+            LinkClosedError: it ended before the forward pass did.
         """
         if have is not None and have >= version:
             return None
@@ -80,18 +93,18 @@ class Files:
             if candidate >= 0 and (have is None or candidate > have):
                 manifest = self._store.manifest(candidate)
                 try:
-                    self._apply(candidate, model, gate, timeout)
+                    self._apply(candidate, model, gate, timeout, ended)
                 except (CorruptCheckpointError, FileNotFoundError) as error:
                     _log.warning("checkpoint %d is not used: %s", candidate, error)
                     continue
                 return candidate, 0 if manifest is None else manifest.step
         return None
 
-    def _apply(self, version: int, model: Any, gate: Gate, timeout: float) -> None:
+    def _apply(self, version: int, model: Any, gate: Gate, timeout: float, ended: threading.Event) -> None:
         with self._store.reading(version) as found:
             weights = from_items(iter(found.items()))
             weights.tensors = _tied_as_in(self._strategy.named(model).tensors, weights.tensors)
-            gate.run(lambda: self._strategy.apply_weights(model, weights), timeout)
+            gate.run(lambda: self._strategy.apply_weights(model, weights), timeout, ended.is_set)
 
 
 def _tied_as_in(

@@ -129,8 +129,13 @@ class Machine(State):
                 del self._steps[min(self._steps)]
         self.offered(step)
 
-    def offered(self, step: int) -> None:
-        """The trainer gave away what it had at ``step``; who takes it shows later."""
+    def offered(self, step: int, version: int | None = None) -> None:
+        """The trainer gave away what it had at ``step``; who takes it shows later.
+
+        ``version``: NCCL, FULLY_ASYNC: what it will be; explorers that do not have it are behind from now on.
+        """
+        if self.trainer is not None and version is not None:
+            self.trainer.given = max(self.trainer.given, version)
         if self.trainer is not None and self.trainer.step == step:
             self.trainer.synced_at, self.trainer.failed_at = step, None
         self._settle()

@@ -62,7 +62,8 @@ class SyncPlan:
         style: a :class:`SyncStyle` or its value, such as ``"fixed"``.
         sync_interval: steps between synchronizations; of the explorer in EXPLORER_DRIVEN, else of the trainer
         sync_offset: FIXED: how many steps the explorer runs before its first synchronization.
-        max_staleness: FULLY_ASYNC: how many published versions an explorer may be behind without waiting.
+        max_staleness: FULLY_ASYNC: how many published versions an explorer may be behind without waiting;
+            NCCL: how many that were sent off, even if nobody is known to have them yet.
 
     Raises:
         ValueError: an unknown method or style, a number out of range, or one that this style does not use.

@@ -29,12 +29,17 @@ class Outcome:
 
 @dataclass(eq=False)
 class Trainer:
-    """What is known of the trainer."""
+    """What is known of the trainer.
+
+    Attributes:
+        given: NCCL, FULLY_ASYNC: the newest version it sent off, whether or not somebody is known to have it.
+    """
 
     status: RunningStatus = RUNNING
     step: int = 0
     synced_at: int | None = None
     failed_at: int | None = None
+    given: int = -1
     outcome: Outcome | None = None
 
 
@@ -193,6 +198,8 @@ class State:
 
     def _behind(self, explorer: Explorer) -> int:
         newest = -1 if self.newest is None else self.newest
+        if self.trainer is not None:
+            newest = max(newest, self.trainer.given)
         return newest - (-1 if explorer.version is None else explorer.version)
 
     def _has_nothing(self, explorer: Explorer) -> bool:

@@ -113,8 +113,8 @@ class TrainerCalls:
                 self.desk.learn(ticket, number, version, step)
             if set(ids) - {int(id) for id in failures}:
                 self.desk.publish(version, step)
-            elif self.plan.style is SyncStyle.FULLY_ASYNC:
-                machine.offered(step)
+            if self.plan.style is SyncStyle.FULLY_ASYNC:
+                machine.offered(step, version if numbers else None)
             self.desk.settle(ids, version, {int(id): why for id, why in failures.items()})
             machine.transferred()
             self._moved.notify_all()

@@ -1,0 +1,141 @@
+"""FULLY_ASYNC: what comes in the background, how far behind it may be, and how it ends."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from sync_parts import Waiting, model_at, set_to, step_of, synchronizer, wait_until
+from torch import nn
+
+from weight_update import ExplorerClient, LifecycleError, Synchronizer, SyncMethod, SyncStyle, TrainerClient
+
+ASYNC = SyncStyle.FULLY_ASYNC
+
+
+@contextmanager
+def background(directory: Path) -> Iterator[tuple[TrainerClient, nn.Module, ExplorerClient, nn.Module]]:
+    """Trainer and explorer with files; version 0 is in force in both."""
+    source, model = model_at(0), model_at(-1)
+    with (
+        Synchronizer(SyncMethod.CHECKPOINT, ASYNC, directory=directory, max_staleness=50) as where,
+        TrainerClient(where, source) as trainer,
+        ExplorerClient(where, model) as explorer,
+    ):
+        trainer.blocking.sync_weight()
+        explorer.blocking.sync_weight()
+        yield trainer, source, explorer, model
+
+
+def publish(trainer: TrainerClient, source: nn.Module) -> None:
+    trainer.step += 1
+    set_to(source, trainer.step)
+    assert "reason" not in trainer.blocking.sync_weight()
+
+
+def followers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "weight_update-files"]
+
+
+def test_after_close_the_model_stays_and_nothing_is_read(tmp_path: Path) -> None:
+    for k in range(10):
+        with background(tmp_path / str(k)) as (trainer, source, explorer, model):
+            time.sleep(0.01 * (k % 5))
+            publish(trainer, source)
+            explorer.close()
+            assert not followers()
+            before = step_of(model)
+            publish(trainer, source)
+            time.sleep(0.1)
+            assert step_of(model) == before
+            assert not list((tmp_path / str(k)).rglob("*.lease"))
+
+
+def test_close_takes_no_longer_than_a_look(tmp_path: Path) -> None:
+    with background(tmp_path) as (_, _, explorer, _):
+        time.sleep(0.5)  # by now it looks seldom
+        began = time.monotonic()
+        explorer.close()
+        assert time.monotonic() - began < 0.3
+
+
+def test_closed_inside_hold_an_update_that_waits_is_dropped(tmp_path: Path) -> None:
+    with background(tmp_path) as (trainer, source, explorer, model):
+        gate = explorer.blocking._gate
+        with explorer.hold():
+            publish(trainer, source)
+            wait_until(lambda: gate._jobs)
+            began = time.monotonic()
+            explorer.close()
+            assert time.monotonic() - began < 5
+        assert not followers()
+        assert step_of(model) == 0
+
+
+def test_closed_while_another_thread_synchronizes_the_model_stays(tmp_path: Path) -> None:
+    with background(tmp_path) as (trainer, source, explorer, model):
+        client, failures = explorer.blocking, []
+
+        def fetch() -> None:
+            try:
+                client._fetch(1)
+            except LifecycleError as error:
+                failures.append(error)
+
+        with explorer.hold():
+            publish(trainer, source)
+            wait_until(lambda: client._gate._jobs)
+            fetching = threading.Thread(target=fetch)
+            fetching.start()
+            explorer.close()
+        fetching.join(20)
+        assert len(failures) == 1
+        assert step_of(model) == 0
+
+
+def test_a_directory_that_is_away_for_a_while_is_warned_about_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warnings() -> list[logging.LogRecord]:
+        return [one for one in caplog.records if one.name.endswith("synchronizer.explorer")]
+
+    here, away = tmp_path / "here", tmp_path / "away"
+    with background(here) as (trainer, source, _, model), caplog.at_level(logging.WARNING):
+        for episode in (1, 2):
+            here.rename(away)
+            wait_until(lambda n=episode: len(warnings()) == n)
+            time.sleep(1.3)  # it looks again meanwhile
+            away.rename(here)
+            assert len(warnings()) == episode
+            publish(trainer, source)
+            wait_until(lambda: step_of(model) == trainer.step)
+        assert "keeps version" in warnings()[0].getMessage()
+        assert len(followers()) == 1
+
+
+def test_directly_who_holds_falls_behind_what_was_sent_off(tmp_path: Path) -> None:
+    source, model = model_at(0), model_at(-1)
+    with (
+        synchronizer(SyncMethod.NCCL, ASYNC, tmp_path, max_staleness=2) as where,
+        TrainerClient(where, source) as trainer,
+        ExplorerClient(where, model) as explorer,
+    ):
+        waiting = Waiting(explorer)
+        wait_until(trainer.blocking.need_sync)
+        trainer.blocking.sync_weight()
+        assert "reason" not in waiting.result()
+        with explorer.hold():
+            needs = []
+            for _ in range(4):
+                publish(trainer, source)
+                needs.append(explorer.blocking.need_sync())
+            assert needs == [False, False, True, True]
+            assert step_of(model) == 0
+        wait_until(lambda: step_of(model) == 4)
+        assert not explorer.blocking.need_sync()
+        assert explorer.version == trainer.version
