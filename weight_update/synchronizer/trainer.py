@@ -16,7 +16,7 @@ from weight_update.synchronizer.files import Files
 from weight_update.synchronizer.party import Metrics, Party
 from weight_update.synchronizer.plan import RunningStatus, SyncStyle
 from weight_update.synchronizer.roads import Outlet, Shipment, Ticket
-from weight_update.transports.pairs import require_backend
+from weight_update.transports.pairs import pair_of
 from weight_update.transports.stream import deadline_of
 
 __all__ = ["BlockingTrainer"]
@@ -60,7 +60,7 @@ class BlockingTrainer(Party):
         self._source, self._given_address, self._backend = source, address, backend
         self._outlet: Outlet | None = None
         self._files: Files | None = None
-        require_backend(backend)
+        pair_of(backend)  # refuses unknown ones
         if not callable(source) or isinstance(source, nn.Module):
             self.strategy.named(source)  # a client that cannot send takes nobody's place
         reply = self._introduce()
