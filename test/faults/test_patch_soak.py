@@ -326,5 +326,6 @@ def test_a_thousand_updates(kind: type[WeightSyncScheme], crew: Crew) -> None:
 
 
 def test_some_updates(kind: type[WeightSyncScheme], crew: Crew) -> None:
-    soak = run(kind, crew, 200, 4.0)
-    assert soak.updates > 20
+    soak = run(kind, crew, 200, 6.0)
+    assert soak.updates > 3  # a stopped worker costs seconds; how many more there are is for the slow one
+    assert soak.checks > 0
