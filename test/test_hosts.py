@@ -162,6 +162,21 @@ def test_send_async_does_not_wait_for_a_host_that_does_not_read(hire: Hire) -> N
     assert [value_of(worker) for worker in crew.workers] == [1.0] * 2
 
 
+def test_whatever_goes_wrong_in_a_thread_that_sends_is_told(
+    hire: Hire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crew = hire(Apart, 2)
+
+    def broken(*_: Any) -> None:
+        raise ArithmeticError("nobody thought of this")
+
+    monkeypatch.setattr(crew.scheme._sender.roll[0].link, "send_chunk", broken)
+    with pytest.raises(SyncFailedError, match="nobody thought of this") as caught:
+        crew.scheme.send(Large(1.0))
+    assert set(caught.value.failures) == {0}
+    assert value_of(crew.workers[1]) == 1.0
+
+
 class ApartInThrees(Apart):
     per_host = 3
 

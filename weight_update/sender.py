@@ -423,12 +423,18 @@ class Sender:
 
     def _transmit(self, peer: Peer, shipment: Shipment) -> None:
         """In a thread of its own: send what is in flight, unless the worker was lost meanwhile."""
-        with peer.sending:
-            if peer.inflight is shipment:
-                self._send_or_lose(peer, shipment.chunks)
-        with self.roll.moved:
-            peer.writing = False
-            self.roll.moved.notify_all()
+        try:
+            with peer.sending:
+                if peer.inflight is shipment:
+                    self._send_or_lose(peer, shipment.chunks)
+        except Exception as error:  # noqa: BLE001 - whatever it is, whoever waits must hear of it
+            _log.exception("sending to worker %d ended", peer.idx)
+            self._lose(peer, error)
+            peer.link.disconnect()
+        finally:
+            with self.roll.moved:
+                peer.writing = False
+                self.roll.moved.notify_all()
 
     def _announce(self, loads: list[tuple[Peer, Shipment]]) -> None:
         """Tell the links which payloads several of them are about to be sent."""

@@ -72,7 +72,9 @@ class Streams:
         assert lane is not None
         assert limit is not None
         sizes = encoding.payload_sizes(lane.schema)
-        encoder = self._encoders.setdefault(lane.schema.digest, encoding.encoder(lane.schema))
+        digest = lane.schema.digest
+        if digest not in self._encoders:
+            self._encoders[digest] = encoding.encoder(lane.schema)
         with self._roll.moved:
             pipeline = Pipeline(
                 step,
@@ -86,7 +88,7 @@ class Streams:
         items = named.items()
         try:
             tensors = pipeline.checked(peers[0].schema, items)
-            pipeline.run(encoder, lane.schema, encoding.name, len(sizes), tensors)
+            pipeline.run(self._encoders[digest], lane.schema, encoding.name, len(sizes), tensors)
         finally:
             items.close()
         for stage, seconds in pipeline.seconds.items():
