@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tensors", type=numbers, metavar="N,N", help="default: 16,1000,5000")
     parser.add_argument("--workers", type=numbers, metavar="N,N", help="default: 1,2,4")
     parser.add_argument("--scheme", action="append", choices=CLUSTER, help="default: all")
-    parser.add_argument("--repeats", type=int, help="default: 5; ten times that up to 10 MB")
+    parser.add_argument("--repeats", type=int, help="default: 6; ten times that up to 10 MB")
     parser.add_argument("--quick", action="store_true", help="Distributed, 1 MB, one worker, 2 repeats")
     parser.add_argument("--only", action="append", choices=PARTS, help="may be given several times")
     parser.add_argument("--rst", type=Path, metavar="FILE", help="write the tables there as well")
@@ -110,13 +110,14 @@ def _plan(options: argparse.Namespace) -> Plan:
     chosen: dict[str, Any] = {
         "schemes": tuple(CLUSTER),
         "workers": (1, 2, 4),
-        "repeats": 5,
+        "repeats": 6,
+        "rounds": 3,
         "budget": 20.0,
         "start_timeout": 60.0,
     }
     if options.quick:
         chosen |= {"schemes": ("distributed",), "sizes": (1.0,), "tensors": (16,), "workers": (1,)}
-        chosen |= {"tensors_workers": 1, "repeats": 2}
+        chosen |= {"tensors_workers": 1, "repeats": 2, "rounds": 1}
     names = ("sizes", "tensors", "workers", "repeats")
     chosen |= {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if options.scheme:

@@ -30,7 +30,10 @@ def tensors_cases(plan: Plan) -> list[tuple[float, int, int]]:
 
 
 def measure_cluster(plan: Plan, cases: Iterable[tuple[float, int, int]], ray: str | None) -> Found:
-    """Each scheme in turns with its rival and a copy; one after the other, so that all fit into memory.
+    """Each scheme in turns with its rival and a copy: A B C A B C ..., each time by new processes.
+
+    Only the processes of one side live at a time: TorchRL's idle workers look for news without pause, and
+    would take the cores from ours.
 
     Args:
         plan: its schemes are names of :data:`CLUSTER`.
@@ -38,17 +41,19 @@ def measure_cluster(plan: Plan, cases: Iterable[tuple[float, int, int]], ray: st
         ray: address of the running Ray; None if no scheme needs it.
     """
     found: Found = {}
+    round_plan = plan.for_one_round()
     for case in cases:
         for scheme in plan.schemes:
             megabytes, tensors, workers = case
             plan.say(f"{CLUSTER[scheme]}: {megabytes:g} MB in {tensors} tensors to {workers} workers")
             # What a variant of a scheme is compared with was measured with the scheme itself.
             sides = (scheme,) if "-" in scheme else (scheme, rival(scheme), COPY)
-            started = [(side, Case(*case, start="forkserver", ray=_ray_of(side, ray))) for side in sides]
-            with groups(started, plan.start_timeout) as live:
-                for group, figure in zip(live, figures_of(live, plan), strict=True):
-                    name = f"{COPY}-{scheme}" if group.side == COPY else group.side
-                    found[(name, *case)] = figure
+            for side in plan.rounds * sides:
+                started = [(side, Case(*case, start="forkserver", ray=_ray_of(side, ray)))]
+                with groups(started, plan.start_timeout) as live:
+                    figure = figures_of(live, round_plan)[0]
+                name = f"{COPY}-{scheme}" if side == COPY else side
+                found[(name, *case)] = found.get((name, *case), Figure(())).with_more(figure)
     return found
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["Plan", "numbers", "sizes"]
 
@@ -23,6 +24,7 @@ class Plan:
         budget: seconds after which a slow side gets no further turns.
         tensors_megabytes: size of the model in the many-tensors case.
         tensors_workers: workers in the many-tensors case.
+        rounds: how often the processes of a side are started, where sides do not live at the same time.
         many: beyond this number of tensors, TorchRL is also measured without a limit on open files.
     """
 
@@ -37,6 +39,11 @@ class Plan:
     tensors_megabytes: float = 5.0
     tensors_workers: int = 2
     many: int = 200
+    rounds: int = 1
+
+    def for_one_round(self) -> Plan:
+        """This plan with the part of the turns that falls to one of its rounds."""
+        return replace(self, repeats=math.ceil(self.repeats / self.rounds), budget=self.budget / self.rounds)
 
     def repeats_for(self, megabytes: float) -> int:
         """Turns of each side at this size."""

@@ -41,6 +41,10 @@ class Figure:
         )
         return f"{mid} ({low} .. {high})"
 
+    def with_more(self, other: Figure) -> Figure:
+        """The measurements of both."""
+        return Figure(self.values + other.values, self.failure or other.failure)
+
     def times(self, factor: float) -> Figure:
         """All values multiplied."""
         return Figure(tuple(factor * value for value in self.values), self.failure)

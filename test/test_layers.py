@@ -23,7 +23,7 @@ LAYERS: list[set[str]] = [
     {"engine"},
     {"engines"},
     {"binding"},
-    {"own_weights"},
+    {"arena", "own_weights"},
     {"shards"},
     {"strategy"},
     {"frames"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from weight_update.named import EXTRA, NamedWeights, extra_owners, key_name
 __all__ = ["Binding"]
 
 _CPU = torch.device("cpu")
+_DTYPE, _IS_CPU, _IS_META = map(operator.attrgetter, ("dtype", "is_cpu", "is_meta"))
 
 
 class Binding:
@@ -36,6 +38,7 @@ class Binding:
         self._read = read
         self.destination = destination
         self._places: dict[str, tuple[Any, str]] = dict(self._find())
+        self._asked: tuple[tuple[str, ...], list[tuple[Callable[[str], Any], str]]] = (), []
         self._find_devices()
         self.extra_owners: dict[str, nn.Module] = {}
         if isinstance(destination, nn.Module):
@@ -92,6 +95,12 @@ class Binding:
     def prepare(self, names: tuple[str, ...], values: list[torch.Tensor]) -> list[torch.Tensor]:
         """``values`` converted to the dtype and device of the destination where they differ."""
         targets = self._targets(names)
+        if (
+            all(map(_IS_CPU, targets))
+            and all(map(_IS_CPU, values))
+            and all(map(operator.is_, map(_DTYPE, targets), map(_DTYPE, values)))
+        ):
+            return list(values)
         return [
             value
             if target.dtype is value.dtype and target.device == value.device
@@ -106,8 +115,13 @@ class Binding:
             names: as in :meth:`point`.
             ready: what :meth:`prepare` returned.
         """
+        targets = self._targets(names)
+        if not any(map(_IS_META, targets)):  # forward passes may be waiting: no further question for each
+            for target, value in zip(targets, ready, strict=True):
+                target.data = value
+            return
         unreal = {}
-        for target, value in zip(self._targets(names), ready, strict=True):
+        for target, value in zip(targets, ready, strict=True):
             if target.is_meta:
                 unreal[id(target)] = value
             else:
@@ -176,8 +190,9 @@ class Binding:
 
     def _targets(self, names: tuple[str, ...]) -> list[torch.Tensor]:
         """The tensors as they are now; forward passes may be waiting, so few steps for each."""
-        places = self._places
-        targets = [owner.get(key) for owner, key in map(places.__getitem__, names)]
+        if names is not self._asked[0]:
+            self._asked = names, [(owner.get, key) for owner, key in map(self._places.__getitem__, names)]
+        targets = [get(key) for get, key in self._asked[1]]
         if all(issubclass(kind, torch.Tensor) for kind in set(map(type, targets))):
             return targets
         return [self._get(name) for name in names]  # raises, with the name

@@ -176,6 +176,16 @@ class WeightSchema:
         return tuple(meta.name for meta in self.tensors)
 
     @functools.cached_property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """All shapes, in order."""
+        return tuple(meta.shape for meta in self.tensors)
+
+    @functools.cached_property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """All dtypes, in order."""
+        return tuple(meta.dtype for meta in self.tensors)
+
+    @functools.cached_property
     def distinct(self) -> tuple[int, ...]:
         """Positions of the entries that own their bytes: the first name of each offset."""
         seen: set[tuple[int, bool]] = set()

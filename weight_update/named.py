@@ -165,20 +165,46 @@ def _checked(items: Iterator[tuple[str, Any]]) -> Generator[tuple[str, torch.Ten
 
 
 def from_items(items: Iterator[tuple[str, Any]]) -> NamedWeights:
-    named = NamedWeights({})
+    tensors: dict[str, torch.Tensor] = {}
+    extra: dict[str, Any] = {}
     for name, value in items:
-        if name in named.tensors or name in named.extra:
+        if name in tensors or name in extra:
             raise UnsupportedSourceError(f"{name!r} stands for two different entries")
-        if name.rpartition(".")[2] == EXTRA:
-            named.extra[name] = value
+        if name.endswith(EXTRA) and name.rpartition(".")[2] == EXTRA:
+            extra[name] = value
         elif isinstance(value, torch.Tensor):
-            named.tensors[name] = value
+            tensors[name] = value
         else:
             raise UnsupportedSourceError(
                 f"{name!r} is a {type(value).__name__}, not a tensor; weights are tensors, other state "
                 f"goes under a name that ends in {EXTRA!r}"
             )
-    return named
+    return NamedWeights(tensors, extra)
+
+
+def from_tensordict(source: TensorDictBase) -> NamedWeights:
+    """As :func:`from_items`, in few steps for each tensor: there may be thousands at each update."""
+    tensors: dict[str, torch.Tensor] = {}
+    if _only_tensors(source, "", tensors) == len(tensors):
+        return NamedWeights(tensors)
+    return from_items(walk_tensordict(source))
+
+
+def _only_tensors(source: TensorDictBase, prefix: str, found: dict[str, torch.Tensor]) -> int:
+    """Enter all tensors of ``source``; how many there are, or -1 if there is anything else."""
+    count = 0
+    for key, value in source.items():
+        if isinstance(value, torch.Tensor) and not key.endswith(EXTRA):
+            found[f"{prefix}{key}"] = value
+            count += 1
+        elif isinstance(value, TensorDictBase):
+            inner = _only_tensors(value, f"{prefix}{key}.", found)
+            if inner < 0:
+                return -1
+            count += inner
+        else:
+            return -1
+    return count
 
 
 def walk_mapping(source: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

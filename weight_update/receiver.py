@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import operator
 import os
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from weight_update.arena import Arena
 from weight_update.binding import Binding
 from weight_update.chunks import Kind, WeightChunk, WeightSchema, memory_identity
 from weight_update.encodings import Decoder, Delta, decoder_for, read_delta
@@ -64,6 +66,7 @@ class _Staged:
     base: int | None = None
     deltas: list[Delta] = field(default_factory=list)
     used_up: list[torch.Tensor] = field(default_factory=list)  # payloads that are free once it is applied
+    flat: torch.Tensor | None = None  # the payload that goes into the arena
 
 
 class Receiver:
@@ -83,8 +86,8 @@ class Receiver:
         stable_addresses: copy into the model's tensors instead of pointing them at received memory.
         timeout: seconds that an update waits for the running forward pass to end.
         on_switched: called with the version at the moment it becomes visible, inside the gate.
-        on_applied: called with version and weights after that, outside the gate, before the sender hears
-            of it.
+        on_applied: called with version and what gives the weights, after that and outside the gate, before
+            the sender hears of it.
 
     Attributes:
         version: the one in force; None before the first, and after an engine failed to load one.
@@ -103,7 +106,7 @@ class Receiver:
         stable_addresses: bool,
         timeout: float,
         on_switched: Callable[[int], None],
-        on_applied: Callable[[int, NamedWeights], None],
+        on_applied: Callable[[int, Callable[[], NamedWeights]], None],
     ) -> None:
         self.link, self.gate, self.worker = link, gate, worker
         self.version: int | None = None
@@ -113,6 +116,7 @@ class Receiver:
         self._on_switched, self._on_applied = on_switched, on_applied
         self._schema: WeightSchema | None = None
         self._store: OwnWeights | None = None
+        self._arena: Arena | None = None
         self._decoders: dict[str, Decoder] = {}
         self._memory: list[torch.Tensor] = []
         self._parts: list[WeightChunk] = []
@@ -148,6 +152,7 @@ class Receiver:
         if self._unguard is not None:
             self._unguard()
             self._unguard = None
+        self._arena = None
         if isinstance(model, InferenceEngine):
             self._binding = EngineBinding(model)
         else:
@@ -445,7 +450,7 @@ class Receiver:
         self._schema = WeightSchema.from_header(header["schema"])
         self._forget()
         self._decoders.clear()
-        self._store = None
+        self._store = self._arena = None
         if header["keep"]:
             self._store = OwnWeights(self._schema, self._bound)
             if header["digests"] is not None:
@@ -517,11 +522,14 @@ class Receiver:
     def _stage(self, parts: list[WeightChunk]) -> _Staged:
         header = parts[0].header
         payloads = payloads_of(parts)
-        values = self._decoder(header["encoding"]).decode(payloads)
+        decoder = self._decoder(header["encoding"])
+        values = decoder.decode(payloads)
         for value in values[:1]:
             await_stream(value)  # other threads read on other streams
         staged = _Staged(header["version"], header["group"], payloads, values, extra_of(parts))
-        if self._store is not None:
+        if self._store is None:
+            staged.flat = payloads[0] if decoder.is_flat and payloads[0].is_cpu else None
+        else:
             mine = [one for one in payloads if any(one is memory for memory in self._memory)]
             staged.values, kept = self._store.take(values, mine)
             staged.payloads = [memory for memory in payloads if memory is kept]
@@ -557,7 +565,15 @@ class Receiver:
         binding, schema = self._binding, self._schema
         if binding is not None and schema is not None:
             binding.check_extra(staged.extra)
-            staged.values = binding.prepare(schema.names, staged.values)
+            if staged.flat is not None and self._bound is not None and not self._stable:
+                if self._arena is None and Arena.suits(schema, self._bound):
+                    self._arena = Arena(schema, self._bound)
+                if self._arena is not None and self._arena.look():
+                    return staged
+            ready = binding.prepare(schema.names, staged.values)
+            if self._arena is None or not all(map(operator.is_, ready, staged.values)):
+                staged.flat = None
+            staged.values = ready
         return staged
 
     def _commit(self, version: int) -> None:
@@ -618,6 +634,10 @@ class Receiver:
         assert self._schema is not None
         if isinstance(self._binding, EngineBinding):
             self._load(self._binding, staged)
+        elif staged.flat is not None and self._arena is not None:
+            self._arena.write(staged.flat)
+            staged.used_up, staged.payloads, staged.values = staged.payloads, [], self._arena.values
+            staged.flat = None
         elif self._binding is not None:
             self._binding.write(self._schema.names, staged.values, stay=self._stable)
 
@@ -625,9 +645,7 @@ class Receiver:
         with self._news:
             self._news.notify_all()
         assert self._schema is not None
-        weights = zip(self._schema.names, staged.values, strict=bool(staged.values))
-        named = NamedWeights(dict(weights), staged.extra)
-        self._on_applied(staged.version, named)
+        self._on_applied(staged.version, functools.partial(_named, self._schema, staged))
         applied = {
             "version": staged.version,
             "apply_seconds": time.perf_counter() - staged.arrived,
@@ -702,6 +720,11 @@ class Receiver:
         fresh = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._memory = [memory for memory in self._memory if id(memory) in taken] + [fresh]
         return fresh
+
+
+def _named(schema: WeightSchema, staged: _Staged) -> NamedWeights:
+    weights = zip(schema.names, staged.values, strict=bool(staged.values))
+    return NamedWeights(dict(weights), staged.extra)
 
 
 def _copies(values: list[torch.Tensor]) -> list[torch.Tensor]:

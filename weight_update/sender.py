@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import threading
 import time
@@ -46,6 +47,9 @@ _MAX_UPDATES = 4
 _LOOK_SECONDS = 0.2
 _WRITERS = 256  # threads that may wait for workers of other hosts at once
 _PARTING_SECONDS = 5.0
+# asked of thousands of tensors at each update, so without a step of the interpreter for each
+_SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
+_LAYOUT, _IS_META = operator.attrgetter("layout"), operator.attrgetter("is_meta")
 
 
 class Sender:
@@ -276,8 +280,7 @@ class Sender:
     ) -> SyncReport:
         """Encode a new version for ``workers`` and, unless it waits for COMMIT, settle it."""
         start = time.perf_counter()
-        for idx, named in weights.items():
-            self._require(self.roll[idx], named)
+        self._require_all(weights)
         self._numbers += 1
         report = SyncReport(self._numbers, self._strategy.encoding.label)
         kinds = self._lanes.kinds(
@@ -307,6 +310,19 @@ class Sender:
                 self._pool.trim(max(self._update_bytes(lane.schema) for lane in lanes))
         report.seconds["encode"] = time.perf_counter() - start
         return report
+
+    def _require_all(self, weights: Mapping[int, NamedWeights]) -> None:
+        """Check weights to be sent, once for workers that are alike.
+
+        Raises:
+            SchemaMismatchError: they are not those agreed on.
+        """
+        alike: dict[tuple[int | bool, ...], int] = {}
+        for idx, named in weights.items():
+            peer = self.roll[idx]
+            alike.setdefault((id(named), id(peer.schema), id(peer.tracked), peer.lane is None), idx)
+        for idx in alike.values():
+            self._require(self.roll[idx], weights[idx])
 
     def _require(self, peer: Peer, named: NamedWeights) -> None:
         """Check weights to be sent; those that updates do not carry are needed the first time only."""
@@ -670,19 +686,18 @@ def _enter(report: SyncReport, lanes: list[Lane], staged: list[Staged]) -> None:
 
 
 def _require_schema(schema: WeightSchema, named: NamedWeights, *, more: bool) -> None:
-    hollow = [name for name, tensor in named.tensors.items() if tensor.is_meta]
-    if hollow:
+    if any(map(_IS_META, named.tensors.values())):
+        hollow = [name for name, tensor in named.tensors.items() if tensor.is_meta]
         raise UnsupportedSourceError(f"on the meta device, without values to send: {', '.join(hollow[:10])}")
-    values = [named.tensors.get(name) for name in schema.names]
+    values = list(named.tensors.values())
+    if tuple(named.tensors) != schema.names:
+        values = [named.tensors[name] for name in schema.names if name in named.tensors]
     if (
-        (more or len(values) == len(named.tensors))
-        and all(
-            tensor is not None
-            and tensor.shape == meta.shape
-            and tensor.dtype == meta.dtype
-            and tensor.layout is torch.strided
-            for tensor, meta in zip(values, schema.tensors, strict=True)
-        )
+        len(values) == len(schema.names)
+        and (more or len(values) == len(named.tensors))
+        and all(map(operator.eq, map(_SHAPE, values), schema.shapes))
+        and all(map(operator.is_, map(_DTYPE, values), schema.dtypes))
+        and set(map(_LAYOUT, values)) <= {torch.strided}
         and all(_same_memory(values[a], values[b]) for a, b in schema.ties)
     ):
         return
@@ -695,5 +710,5 @@ def _require_schema(schema: WeightSchema, named: NamedWeights, *, more: bool) ->
         )
 
 
-def _same_memory(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    return a is b or (a is not None and b is not None and memory_identity(a) == memory_identity(b))
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a is b or memory_identity(a) == memory_identity(b)

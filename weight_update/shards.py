@@ -119,7 +119,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def sharded(tensors: Mapping[str, torch.Tensor]) -> bool:
     """Whether there are some of which other processes hold parts."""
-    return any(isinstance(tensor, DTensor) for tensor in tensors.values())
+    return any(issubclass(kind, DTensor) for kind in set(map(type, tensors.values())))
 
 
 def reshard(source: Any) -> None:

@@ -18,10 +18,10 @@ from weight_update.named import (
     NamedWeights,
     extra_of,
     from_items,
+    from_tensordict,
     frozen_or_transient,
     matching,
     walk_mapping,
-    walk_tensordict,
 )
 from weight_update.shards import GatherShards
 
@@ -220,7 +220,7 @@ class WeightStrategy:
         if isinstance(source, NamedWeights):
             return source
         if isinstance(source, TensorDictBase):
-            return from_items(walk_tensordict(source))
+            return from_tensordict(source)
         if isinstance(source, nn.Module):
             return self._from_module(source)
         if isinstance(source, Mapping):

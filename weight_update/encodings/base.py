@@ -60,6 +60,9 @@ class Decoder(ABC):
     in_chunks: ClassVar[bool] = False
     """Whether :meth:`stream` may be used in place of :meth:`feed` and :meth:`decode`."""
 
+    is_flat: ClassVar[bool] = False
+    """Whether the one payload is the flat buffer that the schema describes."""
+
     def feed(self, index: int, payload: torch.Tensor, allocate: Lend) -> torch.Tensor:
         """Called for each payload when it arrives, in order; what it returns is later given to ``decode``.
 

@@ -395,7 +395,7 @@ class WeightSyncScheme(ABC):
             stable_addresses=self.stable_addresses,
             timeout=self.timeout,
             on_switched=lambda version: _on_switched(myself),
-            on_applied=lambda version, named: _on_applied(myself, named),
+            on_applied=lambda version, weights: _on_applied(myself, weights),
         )
         try:
             receiver.connect(limit)
@@ -713,8 +713,8 @@ def _on_switched(scheme: weakref.ref[WeightSyncScheme]) -> None:
         count_update(context)
 
 
-def _on_applied(scheme: weakref.ref[WeightSyncScheme], named: NamedWeights) -> None:
+def _on_applied(scheme: weakref.ref[WeightSyncScheme], weights: Callable[[], NamedWeights]) -> None:
     me = scheme()
     context = None if me is None else me.context
     if me is not None and context is not None:
-        cascade(context, me.model_id or "policy", lambda: me.strategy.export(named))
+        cascade(context, me.model_id or "policy", lambda: me.strategy.export(weights()))

@@ -1,0 +1,201 @@
+"""A model of many small tensors stays in one buffer, which versions are copied into."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from weight_update import MemoryWeightSyncScheme, SharedMemWeightSyncScheme, WeightSyncScheme, arena
+from weight_update.testing import Body, Crew, SchemeContract, fingerprint, scramble
+from weight_update.testing.workers import context_of
+
+COUNT = 300
+PLACES = [("fork", SharedMemWeightSyncScheme), ("thread", MemoryWeightSyncScheme)]
+
+Hire = Callable[..., Crew]
+
+
+def many() -> nn.Module:
+    """Tensors of odd sizes, a tie, a buffer of integers and an empty one."""
+    model = nn.Module()
+    model.rest = nn.ParameterList(nn.Parameter(torch.randn(5, 1 + i % 7)) for i in range(COUNT))
+    model.tied = model.rest[3]
+    model.register_buffer("steps", torch.tensor(7))
+    model.register_buffer("empty", torch.zeros(0, 4))
+    return model
+
+
+@pytest.fixture(params=PLACES, ids=[method for method, _ in PLACES])
+def hire(request: pytest.FixtureRequest) -> Iterator[Hire]:
+    method, scheme_class = request.param
+    crews: list[Crew] = []
+
+    def build(source: nn.Module, target: nn.Module | None = None, workers: int = 1) -> Crew:
+        scheme: WeightSyncScheme = scheme_class(timeout=20.0, connect_timeout=30.0)
+        scheme.init_on_sender(model=source, num_workers=workers, ctx=context_of(method))
+        crews.append(Crew(scheme, method))
+        for index in range(workers):
+            crews[-1].hire(index, copy.deepcopy(target or many()))
+        crews[-1].connect()
+        return crews[-1]
+
+    yield build
+    for crew in crews:
+        crew.__exit__()
+
+
+def expected(source: nn.Module, crew: Crew) -> dict[str, str]:
+    return fingerprint(source, crew.scheme.strategy)
+
+
+_seeds = itertools.count(1)
+
+
+def update(source: nn.Module, crew: Crew) -> None:
+    scramble(source, next(_seeds))
+    crew.scheme.send()
+
+
+def ask(crew: Crew, what: str, *arguments: Any, worker: int = 0) -> Any:
+    return crew.workers[worker].call(what, *arguments)
+
+
+def test_it_stays_where_it_is(hire: Hire) -> None:
+    source = many()
+    crew = hire(source)
+    before = ask(crew, "pointers")
+    for _ in range(4):
+        update(source, crew)
+        assert ask(crew, "fingerprint") == expected(source, crew)
+    assert ask(crew, "pointers") == before
+    assert before["tied"] == before["rest.3"]
+
+
+def test_few_tensors_are_pointed_at_what_came(hire: Hire) -> None:
+    source = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    crew = hire(source, source)
+    before = ask(crew, "pointers")
+    update(source, crew)
+    assert ask(crew, "pointers") != before
+
+
+def replace_two(body: Body) -> None:
+    body.model.rest[5] = nn.Parameter(torch.zeros_like(body.model.rest[5]))
+    body.model.rest[6].data = torch.zeros_like(body.model.rest[6])
+
+
+def test_replaced_tensors_are_found_again(hire: Hire) -> None:
+    source = many()
+    crew = hire(source)
+    before = ask(crew, "pointers")
+    ask(crew, "run", replace_two)
+    update(source, crew)
+    assert ask(crew, "fingerprint") == expected(source, crew)
+    assert ask(crew, "pointers") == before
+
+
+def test_replaced_while_an_update_waits(hire: Hire) -> None:
+    source = many()
+    crew = hire(source)
+    ask(crew, "hold")
+    scramble(source, next(_seeds))
+    handle = crew.scheme.send_async()
+    ask(crew, "run", replace_when_it_waits)
+    ask(crew, "release")
+    handle.wait()
+    assert ask(crew, "fingerprint") == expected(source, crew)
+
+
+def replace_when_it_waits(body: Body) -> None:
+    deadline = time.monotonic() + 10.0
+    while not body.scheme._receiver.gate._jobs:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    replace_two(body)
+
+
+def to_double(body: Body) -> None:
+    body.model.double()
+
+
+def test_a_model_that_was_cast(hire: Hire) -> None:
+    source = many()
+    crew = hire(source)
+    ask(crew, "run", to_double)
+    for _ in range(2):
+        update(source, crew)
+        assert ask(crew, "fingerprint") == expected(copy.deepcopy(source).double(), crew)
+
+
+def test_a_model_that_has_other_dtypes(hire: Hire) -> None:
+    source = many()
+    target = many()
+    target.rest[0] = nn.Parameter(target.rest[0].detach().double())
+    crew = hire(source, target)
+    wanted = copy.deepcopy(source)
+    for _ in range(2):
+        update(source, crew)
+        wanted.load_state_dict(source.state_dict())
+        wanted.rest[0] = nn.Parameter(source.rest[0].detach().double())
+        assert ask(crew, "fingerprint") == expected(wanted, crew)
+
+
+def test_on_the_meta_device(hire: Hire) -> None:
+    source = many()
+    with torch.device("meta"):
+        target = many()
+    crew = hire(source, target)
+    assert ask(crew, "fingerprint") == expected(source, crew)
+    update(source, crew)
+    assert ask(crew, "fingerprint") == expected(source, crew)
+
+
+def test_what_a_worker_writes_stays_with_it(hire: Hire) -> None:
+    source = many()
+    crew = hire(source, workers=2)
+    update(source, crew)
+    ask(crew, "fill", 3.0)
+    assert ask(crew, "fingerprint", worker=1) == expected(source, crew) != ask(crew, "fingerprint")
+    update(source, crew)
+    assert ask(crew, "fingerprint") == ask(crew, "fingerprint", worker=1) == expected(source, crew)
+
+
+def other_model(body: Body) -> None:
+    body.former = body.model
+    body.replace_model(many())
+
+
+def former(body: Body) -> dict[str, str]:
+    return fingerprint(body.former, body.scheme.strategy)
+
+
+def test_a_former_model_keeps_its_version(hire: Hire) -> None:
+    source = many()
+    crew = hire(source)
+    update(source, crew)
+    kept = expected(source, crew)
+    ask(crew, "run", other_model)
+    assert ask(crew, "fingerprint") == kept
+    for _ in range(3):
+        update(source, crew)
+        assert ask(crew, "fingerprint") == expected(source, crew)
+    assert ask(crew, "run", former) == kept
+
+
+@pytest.mark.slow
+class TestContract(SchemeContract):
+    """Even small models lie in an arena."""
+
+    @pytest.fixture(autouse=True)
+    def always(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(arena, "_MANY", 1)
+
+    def make_scheme(self, **options: Any) -> WeightSyncScheme:
+        return SharedMemWeightSyncScheme(**options)
