@@ -95,7 +95,14 @@ class TestRayTransport(TransportContract):
         self.listener = RayListener(self.board, "token", {0: sender}, lambda worker: sender)
         self.listener.start()
         receiver = RayTransport(lambda: find_board("test of transports", None, 10.0))
-        hello = {"token": "token", "worker": 0, "pid": os.getpid(), "version": None, "schema": None}
+        hello = {
+            "token": "token",
+            "worker": 0,
+            "pid": os.getpid(),
+            "version": None,
+            "schema": None,
+            "error": None,
+        }
         receiver.restart()
         receiver.send_chunk(WeightChunk(Kind.HELLO, hello))
         assert sender.recv_chunk(10.0).kind is Kind.HELLO

@@ -38,7 +38,7 @@ class TestSharedMemTransport(TransportContract):
         self.listener = SharedMemListener("token", {0: sender}, nobody_else)
         self.listener.start()
         receiver = SharedMemTransport(self.listener.address)
-        hello = {"token": "token", "worker": 0, "pid": 0, "version": None, "schema": None}
+        hello = {"token": "token", "worker": 0, "pid": 0, "version": None, "schema": None, "error": None}
         receiver.send_chunk(WeightChunk(Kind.HELLO, hello))
         assert sender.recv_chunk(10.0).kind is Kind.HELLO
         return sender, receiver
@@ -63,7 +63,14 @@ class TestDistributedTransport(TransportContract):
             token="token",
             host=self.hosts[1],
         )
-        hello = {"token": "token", "worker": 0, "pid": os.getpid(), "version": None, "schema": None}
+        hello = {
+            "token": "token",
+            "worker": 0,
+            "pid": os.getpid(),
+            "version": None,
+            "schema": None,
+            "error": None,
+        }
         receiver.restart()
         receiver.send_chunk(WeightChunk(Kind.HELLO, hello))
         assert sender.recv_chunk(10.0).kind is Kind.HELLO

@@ -318,7 +318,7 @@ class WeightSchema:
 class Kind(enum.IntEnum):
     """What a frame is for. R = receiver, S = sender."""
 
-    HELLO = 1  # R -> S: who I am, my token, my schema
+    HELLO = 1  # R -> S: who I am, my token, my schema, or why I cannot join
     WELCOME = 2  # S -> R: you are in; the schema that counts and its layout
     REFUSED = 3  # S -> R: you are not in, and why
     UPDATE = 4  # S -> R: weights
@@ -341,6 +341,7 @@ _REQUIRED: dict[Kind, dict[str, type | tuple[type, ...]]] = {
         "pid": int,
         "version": (int, type(None)),
         "schema": (dict, type(None)),
+        "error": (str, type(None)),
     },
     Kind.WELCOME: {
         "schema": dict,

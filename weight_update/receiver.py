@@ -135,7 +135,7 @@ class Receiver:
         self._unguard: Callable[[], None] | None = None
         self._guarded_outside = False
         self._binding: Binding | EngineBinding | None = None
-        self.bind(model)
+        self._model = model  # until it is bound
 
     # -- joining -----------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class Receiver:
         if self._unguard is not None:
             self._unguard()
             self._unguard = None
-        self._arena = None
+        self._model = self._arena = None
         if isinstance(model, InferenceEngine):
             self._binding = EngineBinding(model)
         else:
@@ -191,6 +191,7 @@ class Receiver:
             again: this receiver has weights, and keeps them if the sender has none to give now.
 
         Raises:
+            UnsupportedSourceError: the model has weights that cannot be synchronized.
             SchemaMismatchError: the model's weights are not the sender's; both sides stay usable.
             JoinRefusedError: the sender does not let this worker in.
             SyncTimeoutError: it did not answer within ``timeout`` seconds.
@@ -204,16 +205,26 @@ class Receiver:
 
     def _join(self, timeout: float, again: bool) -> None:
         deadline = time.monotonic() + timeout
-        mine = None if self._binding is None else self._binding.schema()
+        problem: Exception | None = None
+        mine: WeightSchema | None = None
+        try:
+            if self._model is not None:
+                self.bind(self._model)
+            mine = None if self._binding is None else self._binding.schema()
+        except Exception as reason:  # noqa: BLE001 - whatever it is, the sender must hear of it
+            problem = reason
         hello = {
             "token": self._token,
             "worker": self.worker,
             "pid": os.getpid(),
             "version": self.version,
             "schema": None if mine is None else mine.to_header(),
+            "error": None if problem is None else "\n\n".join(_told(problem)),
         }
         self.link.restart(timeout)
         self.link.send_chunk(WeightChunk(Kind.HELLO, hello), timeout)
+        if problem is not None:
+            raise problem
         reply = self._expect(deadline)
         while reply.kind in (Kind.UPDATE, Kind.COMMIT, Kind.ABORT):  # meant for the worker before this one
             reply = self._expect(deadline)
@@ -436,10 +447,10 @@ class Receiver:
         return None
 
     def _tell_failed(self, version: int, error: Exception) -> None:
-        text = "".join(traceback.format_exception(error))
+        summary, text = _told(error)
         failed = {
             "version": version,
-            "error": f"{type(error).__name__}: {error}",
+            "error": summary,
             "traceback": text,
             "kept": self.version is not None,
         }
@@ -734,6 +745,11 @@ def _copies(values: list[torch.Tensor]) -> list[torch.Tensor]:
     for clone in clones.values():
         await_stream(clone)
     return [clones[memory_identity(value) or id(value)] for value in values]
+
+
+def _told(error: Exception) -> tuple[str, str]:
+    """What the sender hears of an error: in short, and where it came from."""
+    return f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
 
 
 def _refusal(reply: WeightChunk) -> Exception:

@@ -187,6 +187,11 @@ class Sender:
         theirs = peer.schema
         if not hello.shows(self._token):
             error = JoinRefusedError("wrong token")
+        elif header["error"] is not None:
+            with self.roll.moved:
+                peer.joined, peer.lost = False, WorkerError(header["error"])
+                self.roll.moved.notify_all()
+            return
         elif header["schema"] is not None:
             try:
                 theirs = WeightSchema.from_header(header["schema"])

@@ -126,7 +126,7 @@ def knock(info: object, hello: bytes = b"") -> bytes:
 
 
 def hello(token: str, worker: int) -> bytes:
-    header = {"token": token, "worker": worker, "pid": 1, "version": None, "schema": None}
+    header = {"token": token, "worker": worker, "pid": 1, "version": None, "schema": None, "error": None}
     return WeightChunk(Kind.HELLO, header).encode()
 
 

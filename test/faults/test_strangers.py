@@ -30,7 +30,15 @@ WORKERS = 2
 
 
 def hello(token: str, worker: int, **other) -> bytes:
-    header = {"token": token, "worker": worker, "pid": 1, "version": None, "schema": None, **other}
+    header = {
+        "token": token,
+        "worker": worker,
+        "pid": 1,
+        "version": None,
+        "schema": None,
+        "error": None,
+        **other,
+    }
     return WeightChunk(Kind.HELLO, header).encode()
 
 

@@ -15,8 +15,10 @@ from weight_update.errors import (
     LifecycleError,
     NothingToSendError,
     SchemaMismatchError,
+    SyncFailedError,
     SyncTimeoutError,
     TransportError,
+    UnsupportedSourceError,
 )
 from weight_update.report import SyncReport
 from weight_update.testing.cases import Assemble, SchemeCase, assert_equal
@@ -171,6 +173,23 @@ class JoiningTests(SchemeCase):
         assert_equal(crew, mlp(1))
         crew.scheme.send(mlp(4))
         assert_equal(crew, mlp(4))
+
+    def test_a_model_that_cannot_take_weights(self, assemble: Assemble) -> None:
+        """What a worker finds wrong with its own model reaches the sender at once; both may try again."""
+        bad = mlp(2)
+        bad.register_buffer("odd", torch.eye(3).to_sparse())
+        crew = assemble(mlp(1), [mlp(2), bad], connect=False)
+        errors = crew.try_connect()
+        assert isinstance(errors[1], UnsupportedSourceError), errors
+        assert isinstance(errors[None], SyncFailedError), errors
+        assert list(errors[None].failures) == [1]
+        assert "'odd' is a torch.sparse_coo tensor" in str(errors[None])
+        assert errors[0] is None
+        crew.workers[1].call("replace_model", mlp(3))
+        crew.workers[1].post("connect")
+        crew.scheme.connect()
+        crew.workers[1].answer()
+        assert_equal(crew, mlp(1))
 
     def test_nobody_comes(self, assemble: Assemble) -> None:
         """A sender that waits in vain names those who did not come; a receiver fails too."""
