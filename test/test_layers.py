@@ -38,6 +38,7 @@ LAYERS: list[set[str]] = [
     {"roll"},
     {"lanes"},
     {"streams"},
+    {"destination"},
     {"receiver", "sender"},
     {"sharded"},
     {"handle"},

@@ -181,9 +181,10 @@ class JoiningTests(SchemeCase):
         crew = assemble(mlp(1), [mlp(2), bad], connect=False)
         errors = crew.try_connect()
         assert isinstance(errors[1], UnsupportedSourceError), errors
-        assert isinstance(errors[None], SyncFailedError), errors
-        assert list(errors[None].failures) == [1]
-        assert "'odd' is a torch.sparse_coo tensor" in str(errors[None])
+        told = errors[None]
+        assert isinstance(told, SyncFailedError), errors
+        assert list(told.failures) == [1]
+        assert "'odd' is a torch.sparse_coo tensor" in str(told)
         assert errors[0] is None
         crew.workers[1].call("replace_model", mlp(3))
         crew.workers[1].post("connect")
