@@ -17,7 +17,7 @@ OTHERS = {"torchrl", "ray", "collectors", "gymnasium", "vllm", "sglang"}
 LAYERS: list[set[str]] = [
     {"errors", "report", "chunks", "kernels"},
     {"convert"},
-    {"extra_state", "gate"},
+    {"agreed", "extra_state", "gate"},
     {"compression"},
     {"encodings", "named"},
     {"engine"},
@@ -36,7 +36,7 @@ LAYERS: list[set[str]] = [
     {"peer"},
     {"pipeline"},
     {"roll"},
-    {"lanes"},
+    {"delivery", "lanes"},
     {"streams"},
     {"destination"},
     {"receiver", "sender"},

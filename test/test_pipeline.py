@@ -123,6 +123,11 @@ def test_converted_weights_in_a_dtype_of_the_receivers(hire: Any, kind: str) -> 
     assert crew.ask("fingerprint") == [fingerprint(expected)]
 
 
+def set_timeout(crew: Crew, seconds: float) -> None:
+    sender = crew.scheme._sender
+    sender.timeout = sender._delivery.timeout = seconds
+
+
 def stop(crew: Crew, index: int = 0) -> int:
     pid = crew.workers[index].runner.pid
     freeze(pid)
@@ -294,7 +299,7 @@ def test_a_worker_killed_in_the_middle_is_named_and_the_others_go_on(hire: Any, 
 def test_a_stopped_worker_is_named_in_time_and_current_with_the_next_send(hire: Any, kind: str) -> None:
     source = layers()
     crew = hire(kind, source, layers(5), workers=2, strategy=strategy(), timeout=5.0)
-    crew.scheme._sender.timeout = 1.0
+    set_timeout(crew, 1.0)
     pid = stop(crew)
     scramble(source, 3, finite=True)
     start = time.monotonic()
@@ -304,7 +309,7 @@ def test_a_stopped_worker_is_named_in_time_and_current_with_the_next_send(hire: 
     assert set(caught.value.failures) == {0}
     assert crew.workers[1].call("fingerprint") == fingerprint(source)
     os.kill(pid, signal.SIGCONT)
-    crew.scheme._sender.timeout = 20.0
+    set_timeout(crew, 20.0)
     scramble(source, 4, finite=True)
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:

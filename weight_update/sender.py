@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-import operator
 import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from weight_update.buffers import MIXED, BufferPool, Shipment, Slot
-from weight_update.chunks import Kind, WeightChunk, WeightSchema, differences, memory_identity, untied
+from weight_update.agreed import require_agreed
+from weight_update.buffers import MIXED, BufferPool, Slot
+from weight_update.chunks import Kind, WeightChunk, WeightSchema
+from weight_update.delivery import Delivery
 from weight_update.encodings import DeltaEncoding, Lend
 from weight_update.errors import (
     FormatError,
@@ -23,9 +23,7 @@ from weight_update.errors import (
     NotEnoughMemoryError,
     SchemaMismatchError,
     TransportError,
-    UnsupportedSourceError,
     WorkerError,
-    without_frames,
 )
 from weight_update.frames import Step
 from weight_update.lane import Lane, Staged
@@ -45,11 +43,7 @@ Outcome = tuple[bool, dict[int, Exception]]
 _log = logging.getLogger(__name__)
 _MAX_UPDATES = 4
 _LOOK_SECONDS = 0.2
-_WRITERS = 256  # threads that may wait for workers of other hosts at once
 _PARTING_SECONDS = 5.0
-# asked of thousands of tensors at each update, so without a step of the interpreter for each
-_SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
-_LAYOUT, _IS_META = operator.attrgetter("layout"), operator.attrgetter("is_meta")
 
 
 class Sender:
@@ -82,7 +76,8 @@ class Sender:
         self._strategy, self._token = strategy, token
         self.roll = Roll(Peer(idx, link, schemas[idx], tracked[idx]) for idx, link in links.items())
         self._lanes = Lanes(self.roll, strategy.encoding, self._borrow)
-        self._streams = Streams(self.roll, self._lanes, strategy, self._free_slot, self._send_or_lose)
+        self._delivery = Delivery(self.roll.moved, timeout)
+        self._streams = Streams(self.roll, self._lanes, strategy, self._free_slot, self._delivery)
         self._numbers = -1
         self._publishing = threading.Lock()
         self._joining: Mapping[int, NamedWeights] = {}  # weights for whom joins while connect() waits
@@ -103,7 +98,6 @@ class Sender:
             raise
         self._closed = False
         self._pid = os.getpid()
-        self._helpers: ThreadPoolExecutor | None = None
 
     @property
     def serving(self) -> bool:
@@ -156,7 +150,7 @@ class Sender:
                 report = self._stage(weights, weights)
                 self._joining = weights
             for peer in self.roll:
-                self._bring_up(peer)
+                self._delivery.bring_up(peer)
                 self._listen_to(peer)
         try:
             self.roll.await_none(lambda: self.roll.unsettled, deadline, alive)
@@ -202,7 +196,7 @@ class Sender:
             problems = error.problems if isinstance(error, SchemaMismatchError) else ()
             reason = str(error).partition("\n")[0]
             refused = {"reason": reason, "problems": list(problems)}
-            self._say(peer, WeightChunk(Kind.REFUSED, refused))
+            self._delivery.say(peer, WeightChunk(Kind.REFUSED, refused))
             with self.roll.moved:
                 peer.joined, peer.lost = False, error
                 self.roll.moved.notify_all()
@@ -217,7 +211,7 @@ class Sender:
             with self.roll.moved:
                 peer.joined, peer.lost, peer.pid = True, None, header["pid"]
                 peer.failures.clear()  # it is another process, or has begun anew
-        self._bring_up(peer)
+        self._delivery.bring_up(peer)
 
     def _lane_to_join(self, peer: Peer, wire: WeightSchema) -> Lane:
         """The lane for a joining worker whose weights best travel as ``wire``."""
@@ -268,7 +262,7 @@ class Sender:
                 return self._streams.send(weights, step, self.timeout)
             report = self._stage(weights, weights, commit=commit, group=group)
             start = time.perf_counter()
-            sent = self._bring_up_all([self.roll[idx] for idx in weights])
+            sent = self._delivery.bring_up_all([self.roll[idx] for idx in weights])
             report.seconds["send"] = time.perf_counter() - start
             chunks = [chunk for shipment in sent for chunk in shipment.chunks]
             if self._shared:
@@ -337,7 +331,7 @@ class Sender:
                 meta for meta in schema.tensors if meta.name in peer.tracked or meta.name in named.tensors
             ]
             schema = WeightSchema(tuple(known), schema.nbytes)
-        _require_schema(schema, named, more=more)
+        require_agreed(schema, named.tensors, more=more)
 
     def _borrow(self, slots: list[Slot]) -> Lend:
         def lend(nbytes: int) -> torch.Tensor:
@@ -383,95 +377,6 @@ class Sender:
         now = time.monotonic()
         peers = self.roll
         return sum(peer.inflight is not None and now - peer.since > self.timeout for peer in peers)
-
-    def _bring_up(self, peer: Peer) -> Shipment | None:
-        """Send ``peer`` what it lacks, unless it is busy; called whenever that may have changed."""
-        with self.roll.moved:
-            if not peer.joined or peer.inflight is not None or peer.lacks is None:
-                return None
-        with peer.sending:
-            shipment = self._load_or_lose(peer)
-            sent = shipment is None or self._send_or_lose(peer, shipment.chunks)
-            return shipment if sent else None
-
-    def _send_or_lose(self, peer: Peer, chunks: Iterable[WeightChunk]) -> bool:
-        """Send frames; cuts a worker off where that fails. The caller holds ``peer.sending``."""
-        try:
-            for chunk in chunks:
-                peer.link.send_chunk(chunk, self.timeout)
-        except (TransportError, TimeoutError, NotEnoughMemoryError) as error:
-            self._lose(peer, error)
-            if not isinstance(error, TransportError):
-                peer.link.disconnect()
-            return False
-        return True
-
-    def _load_or_lose(self, peer: Peer) -> Shipment | None:
-        """As :meth:`_load`; a worker that there is no memory for is cut off."""
-        try:
-            return self._load(peer)
-        except NotEnoughMemoryError as error:
-            self._lose(peer, error)
-            peer.link.disconnect()
-            return None
-
-    def _load(self, peer: Peer) -> Shipment | None:
-        """Make what ``peer`` lacks the shipment in flight to it."""
-        while True:
-            with self.roll.moved:
-                lane = peer.lane
-                if not peer.joined or peer.inflight is not None or lane is None or peer.lacks is None:
-                    return None
-                shipment = lane.ready(peer.has)
-                if shipment is not None:
-                    peer.hold("inflight", shipment)
-                    peer.since = time.monotonic()
-                    return shipment
-            lane.prepare()
-
-    def _bring_up_all(self, peers: list[Peer]) -> list[Shipment]:
-        """As :meth:`_bring_up`, but where a link waits for its worker a thread does, and not the caller."""
-        slow = [(peer, self._load_or_lose(peer)) for peer in peers if not peer.link.quick]
-        loads = [(peer, shipment) for peer, shipment in slow if shipment is not None]
-        self._announce(loads)
-        for peer, shipment in loads:
-            with self.roll.moved:
-                peer.writing = True
-            self._helpers = self._helpers or ThreadPoolExecutor(_WRITERS, "weight_update-send")
-            self._helpers.submit(self._transmit, peer, shipment)
-        sent = [self._bring_up(peer) for peer in peers if peer.link.quick]
-        return [one for one in (*sent, *(shipment for _, shipment in loads)) if one is not None]
-
-    def _transmit(self, peer: Peer, shipment: Shipment) -> None:
-        """In a thread of its own: send what is in flight, unless the worker was lost meanwhile."""
-        try:
-            with peer.sending:
-                if peer.inflight is shipment:
-                    self._send_or_lose(peer, shipment.chunks)
-        except Exception as error:  # noqa: BLE001 - whatever it is, whoever waits must hear of it
-            _log.exception("sending to worker %d ended", peer.idx)
-            self._lose(peer, error)
-            peer.link.disconnect()
-        finally:
-            with self.roll.moved:
-                peer.writing = False
-                self.roll.moved.notify_all()
-
-    def _announce(self, loads: list[tuple[Peer, Shipment]]) -> None:
-        """Tell the links which payloads several of them are about to be sent."""
-        wanted: dict[int, tuple[torch.Tensor, list[TransportBackend]]] = {}
-        for peer, shipment in loads:
-            for chunk in shipment.chunks:
-                if chunk.payload is not None:
-                    wanted.setdefault(id(chunk.payload), (chunk.payload, []))[1].append(peer.link)
-        for payload, links in wanted.values():
-            if len(links) > 1:
-                links[0].expect(payload, links)
-
-    def _say(self, peer: Peer, *chunks: WeightChunk) -> None:
-        with peer.sending:
-            for chunk in chunks:
-                peer.link.send_chunk(chunk, self.timeout)
 
     # -- waiting -----------------------------------------------------------------------------------
 
@@ -529,37 +434,24 @@ class Sender:
                     lane.settle()
         peers = [self.roll[idx] for idx in workers]
         with self.roll.moved:
-            told = [p.idx for p in peers if p.inflight is not None and p.inflight.version == version]
-        self._tell(told, WeightChunk(Kind.COMMIT, {"version": version}))
-        self._bring_up_all([peer for peer in peers if peer.idx not in told])
+            told = [p for p in peers if p.inflight is not None and p.inflight.version == version]
+        self._delivery.tell(told, WeightChunk(Kind.COMMIT, {"version": version}))
+        self._delivery.bring_up_all([peer for peer in peers if peer not in told])
 
     def abort(self, version: int, workers: Iterable[int]) -> None:
         """Let workers forget what they staged, and go back to the version before."""
-        workers = list(workers)
+        peers = [self.roll[idx] for idx in workers]
         with self._publishing:
             for lane in self._lanes.all():
                 if lane.pending == version:
                     lane.drop()
         with self.roll.moved:
-            for idx in workers:
-                peer = self.roll[idx]
+            for peer in peers:
                 peer.staged = None
                 if peer.inflight is not None and peer.inflight.version == version:
                     peer.hold("inflight", None)  # first: what is not sent yet is then not sent at all
             self.roll.moved.notify_all()
-        self._tell(workers, WeightChunk(Kind.ABORT, {"version": version}))
-
-    def _tell(self, workers: Iterable[int], chunk: WeightChunk) -> None:
-        for idx in workers:
-            peer = self.roll[idx]
-            if not peer.joined:
-                continue
-            try:
-                self._say(peer, chunk)
-            except (TransportError, TimeoutError) as error:
-                self._lose(peer, error)
-                if isinstance(error, TimeoutError):
-                    peer.link.disconnect()
+        self._delivery.tell(peers, WeightChunk(Kind.ABORT, {"version": version}))
 
     # -- answers -----------------------------------------------------------------------------------
 
@@ -571,15 +463,12 @@ class Sender:
                 if chunk is not None:
                     self._answer(peer, chunk)
             except (TransportError, FormatError, TimeoutError, NotEnoughMemoryError) as error:
-                self._lose(peer, error)
-                if not isinstance(error, TransportError):
-                    peer.link.disconnect()
+                self._delivery.lose(peer, error)
                 if self._closed or not peer.link.rejoins:
                     return
             except Exception as error:  # noqa: BLE001 - whatever it is, whoever waits must hear of it
                 _log.exception("the link to worker %d ended", peer.idx)
-                self._lose(peer, error)
-                peer.link.disconnect()
+                self._delivery.lose(peer, error)
                 return
 
     def _answer(self, peer: Peer, chunk: WeightChunk) -> None:
@@ -597,15 +486,15 @@ class Sender:
                     peer.pipeline.taken(peer, header["index"])
         elif chunk.kind in (Kind.APPLIED, Kind.FAILED):
             self._settle(peer, chunk)
-            self._bring_up(peer)
+            self._delivery.bring_up(peer)
         elif chunk.kind is Kind.BEHIND:
             with self.roll.moved:
                 peer.has = None  # whole weights, then
                 if peer.inflight is not None and peer.inflight.version == header["version"]:
                     peer.hold("inflight", None)
-            self._bring_up(peer)
+            self._delivery.bring_up(peer)
         elif chunk.kind is Kind.GOODBYE:
-            self._lose(peer, LinkClosedError("it left"))
+            self._delivery.lose(peer, LinkClosedError("it left"))
         else:
             raise FormatError(f"unexpected {chunk.kind.name} frame")
 
@@ -637,29 +526,19 @@ class Sender:
             peer.hold("inflight", None)
             self.roll.moved.notify_all()
 
-    def _lose(self, peer: Peer, error: Exception) -> None:
-        with self.roll.moved:
-            if peer.joined or peer.lost is None:
-                peer.lost = without_frames(error)
-            peer.let_go()
-            self.roll.moved.notify_all()
-
     def close(self) -> None:
         """Say goodbye, end all threads, free all memory."""
         if self._closed or os.getpid() != self._pid:
             return
         self._recall()
         self._closed = True
-        for peer in self.roll:
-            if peer.joined:
-                self._tell([peer.idx], WeightChunk(Kind.GOODBYE, {}))
+        self._delivery.tell(self.roll, WeightChunk(Kind.GOODBYE, {}))
         for peer in self.roll:
             peer.link.close()
         for peer in self.roll:
             if peer.thread is not None and peer.thread is not threading.current_thread():
                 peer.thread.join(5.0)
-        if self._helpers is not None:
-            self._helpers.shutdown(wait=False, cancel_futures=True)
+        self._delivery.close()
         with self.roll.moved:
             for lane in self._lanes.all():
                 lane.close()
@@ -674,8 +553,7 @@ class Sender:
     def _recall(self) -> None:
         """Let workers take their weights out of memory that ends with this process."""
         borrowers = [peer for peer in self.roll if peer.joined and peer.link.lends]
-        for peer in borrowers:
-            self._tell([peer.idx], WeightChunk(Kind.GOODBYE, {}))
+        self._delivery.tell(borrowers, WeightChunk(Kind.GOODBYE, {}))
         with self.roll.moved:
             self.roll.moved.wait_for(lambda: not any(peer.joined for peer in borrowers), _PARTING_SECONDS)
 
@@ -688,32 +566,3 @@ def _enter(report: SyncReport, lanes: list[Lane], staged: list[Staged]) -> None:
     report.encoding = "+".join(sorted({one.label for one in staged}))
     total = sum(one.total for one in staged)
     report.changed_fraction = sum(one.changed for one in staged) / total if total else 0.0
-
-
-def _require_schema(schema: WeightSchema, named: NamedWeights, *, more: bool) -> None:
-    if any(map(_IS_META, named.tensors.values())):
-        hollow = [name for name, tensor in named.tensors.items() if tensor.is_meta]
-        raise UnsupportedSourceError(f"on the meta device, without values to send: {', '.join(hollow[:10])}")
-    values = list(named.tensors.values())
-    if tuple(named.tensors) != schema.names:
-        values = [named.tensors[name] for name in schema.names if name in named.tensors]
-    if (
-        len(values) == len(schema.names)
-        and (more or len(values) == len(named.tensors))
-        and all(map(operator.eq, map(_SHAPE, values), schema.shapes))
-        and all(map(operator.is_, map(_DTYPE, values), schema.dtypes))
-        and set(map(_LAYOUT, values)) <= {torch.strided}
-        and all(_same_memory(values[a], values[b]) for a, b in schema.ties)
-    ):
-        return
-    given = WeightSchema.of(named.tensors)
-    problems = [*differences(schema, given, "the weights given", more=more), *untied(schema, given)]
-    if problems:
-        raise SchemaMismatchError(
-            f"the weights given are not those agreed on in connect() ({len(problems)} differences):",
-            tuple(problems),
-        )
-
-
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a is b or memory_identity(a) == memory_identity(b)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from weight_update.buffers import Slot
 from weight_update.chunks import Kind, WeightChunk
+from weight_update.delivery import Delivery
 from weight_update.encodings import Encoder
 from weight_update.errors import SyncTimeoutError
 from weight_update.frames import Step
@@ -31,7 +32,7 @@ class Streams:
         lanes: which of them are sent the same.
         strategy: with ``max_in_flight``.
         borrow: gives a slot of so many bytes, with one user; may wait.
-        send: sends frames to a worker, or loses it and is false; the caller holds ``peer.sending``.
+        delivery: sends frames to a worker, or loses it.
     """
 
     def __init__(
@@ -40,10 +41,10 @@ class Streams:
         lanes: Lanes,
         strategy: WeightStrategy,
         borrow: Callable[[int], Slot],
-        send: Callable[[Peer, Iterable[WeightChunk]], bool],
+        delivery: Delivery,
     ) -> None:
         self._roll, self._lanes, self._strategy = roll, lanes, strategy
-        self._borrow, self._send = borrow, send
+        self._borrow, self._delivery = borrow, delivery
         self._encoders: dict[str, Encoder] = {}
 
     def send(self, weights: Mapping[int, NamedWeights], step: Step, timeout: float) -> SyncReport:
@@ -120,4 +121,4 @@ class Streams:
                 stale = chunk.kind is Kind.UPDATE and arriving != chunk.header["version"]
                 if stale or not peer.joined:
                     return
-            self._send(peer, [chunk])
+            self._delivery.send(peer, [chunk])
