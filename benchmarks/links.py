@@ -37,7 +37,7 @@ ENCODINGS = {
     "patch, relative": PatchEncoding(values="relative"),
     "patch, relative, zstd": PatchEncoding(values="relative", compression="zstd"),
 }
-_HOSTS = ("one", "two", "three")
+_HOSTS = ("one", "two", "three", "four")
 _FRACTION = 0.01
 _WARM = 1
 _TARGET = 15.0
