@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import select
 import socket
 import struct
 from collections.abc import Iterator
@@ -10,6 +13,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from weight_update.errors import LinkClosedError, TransportError
+from weight_update.transports import mailbox
 from weight_update.transports.c10d import Store
 from weight_update.transports.mailbox import Mailbox, UnsignedError, open_store
 
@@ -108,3 +112,29 @@ def test_strangers_on_the_port_do_not_stop_it(server: Store) -> None:
     there.put(b"still here")
     assert here.take(5.0) == b"still here"
     here.close()
+
+
+def test_a_child_keeps_nothing_open_that_got_the_number_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of descriptors come back: what was a store's may be the end of a pipe by now."""
+    reading, writing = os.pipe()
+    monkeypatch.setitem(mailbox._listening, writing, 1)
+    ours, theirs = socket.socketpair()
+    child = multiprocessing.get_context("fork").Process(target=close_and_wait, args=(writing, theirs))
+    child.start()
+    os.close(writing)
+    try:
+        assert ours.recv(1) == b"!"
+        assert select.select([reading], [], [], 5.0)[0]
+        assert os.read(reading, 1) == b""  # nobody can write any more
+    finally:
+        ours.send(b".")
+        child.join(10.0)
+        os.close(reading)
+        ours.close()
+        theirs.close()
+
+
+def close_and_wait(writing: int, theirs: socket.socket) -> None:
+    os.close(writing)
+    theirs.send(b"!")
+    theirs.recv(1)

@@ -8,6 +8,7 @@ import hmac
 import os
 import queue
 import socket
+import stat
 import struct
 import threading
 import time
@@ -98,8 +99,9 @@ def _close_inherited() -> None:
     """In a forked child: nobody may knock there when the sender is gone."""
     for fd, port in _listening.items():
         with contextlib.suppress(OSError):
-            sock = socket.socket(fileno=os.dup(fd))  # raises unless it is a socket, still or again
-            with sock:
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                continue  # that store is gone, and its number was given to something else
+            with socket.socket(fileno=os.dup(fd)) as sock:
                 listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                 if listens and sock.getsockname()[1] == port:
                     os.close(fd)
