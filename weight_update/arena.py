@@ -12,6 +12,7 @@ from weight_update.encodings.scan import SERIAL
 
 __all__ = ["Arena"]
 
+_WORD = torch.int64
 _MANY = 256
 _SMALL = 4096  # bytes; to point a tensor at other memory takes as long as to copy a few thousand
 
@@ -39,8 +40,8 @@ class Arena:
     @staticmethod
     def suits(schema: WeightSchema, binding: Binding) -> bool:
         """Whether it pays."""
-        count = len(schema.names)
-        return binding.points and count >= _MANY and 0 < schema.nbytes <= _SMALL * count
+        count, words = len(schema.names), schema.nbytes % _WORD.itemsize == 0
+        return binding.points and words and count >= _MANY and 0 < schema.nbytes <= _SMALL * count
 
     def look(self) -> bool:
         """Find out whether the model lies here; to be asked before each :meth:`write`, outside the gate."""
@@ -56,7 +57,7 @@ class Arena:
             flat: 1-D uint8 CPU tensor, the buffer of the schema.
         """
         # In parts for which torch starts no threads: those hang in forked processes.
-        to, of = (torch.split(one.view(torch.int64), SERIAL) for one in (self._flat, flat))
+        to, of = (torch.split(one.view(_WORD), SERIAL) for one in (self._flat, flat))
         torch._foreach_copy_(to, of)
         targets = self._binding.tensors(self._names)  # in the meantime the worker may have replaced some
         if self._inside is None or not all(map(operator.is_, targets, self._inside)):
