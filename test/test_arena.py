@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from weight_update import MemoryWeightSyncScheme, SharedMemWeightSyncScheme, WeightSyncScheme, arena
+from weight_update import (
+    MemoryWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    SyncFailedError,
+    WeightSyncScheme,
+    arena,
+)
 from weight_update.testing import Body, Crew, SchemeContract, fingerprint, scramble
 from weight_update.testing.workers import context_of
 
@@ -101,24 +108,128 @@ def test_replaced_tensors_are_found_again(hire: Hire) -> None:
     assert ask(crew, "pointers") == before
 
 
-def test_replaced_while_an_update_waits(hire: Hire) -> None:
+def wait_until_it_waits(body: Body) -> None:
+    deadline = time.monotonic() + 10.0
+    while not body.scheme._receiver.gate._jobs:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def replace_when_it_waits(body: Body) -> None:
+    wait_until_it_waits(body)
+    replace_two(body)
+
+
+def move_when_it_waits(body: Body) -> None:
+    """As parameter noise does: the same tensor objects, in other memory."""
+    wait_until_it_waits(body)
+    vector = nn.utils.parameters_to_vector(body.model.rest)
+    nn.utils.vector_to_parameters(torch.zeros_like(vector), body.model.rest)
+
+
+def cast_when_it_waits(body: Body) -> None:
+    wait_until_it_waits(body)
+    body.model.double().float()
+
+
+def lose_one_when_it_waits(body: Body) -> None:
+    wait_until_it_waits(body)
+    del body.model.steps
+
+
+@pytest.mark.parametrize("disturb", [replace_when_it_waits, move_when_it_waits, cast_when_it_waits])
+def test_moved_while_an_update_waits(hire: Hire, disturb: Callable[[Body], None]) -> None:
+    source = many()
+    crew = hire(source)
+    for _ in range(2):
+        ask(crew, "hold")
+        scramble(source, next(_seeds))
+        handle = crew.scheme.send_async()
+        ask(crew, "run", disturb)
+        ask(crew, "release")
+        handle.wait()
+        assert ask(crew, "fingerprint") == expected(source, crew)
+
+
+def rest_of(body: Body) -> dict[str, str]:
+    return fingerprint(body.model.rest, body.scheme.strategy)
+
+
+def test_what_fails_inside_the_gate_changes_nothing(hire: Hire) -> None:
+    source = many()
+    crew = hire(source)
+    before = ask(crew, "run", rest_of)
+    ask(crew, "hold")
+    scramble(source, next(_seeds))
+    handle = crew.scheme.send_async()
+    ask(crew, "run", lose_one_when_it_waits)
+    ask(crew, "release")
+    with pytest.raises(SyncFailedError, match="'steps' is no longer in the destination"):
+        handle.wait()
+    assert ask(crew, "run", rest_of) == before
+
+
+def test_the_model_is_exchanged_while_an_update_is_staged(hire: Hire) -> None:
     source = many()
     crew = hire(source)
     ask(crew, "hold")
     scramble(source, next(_seeds))
     handle = crew.scheme.send_async()
-    ask(crew, "run", replace_when_it_waits)
+    ask(crew, "run", exchange_binding_when_it_waits)
     ask(crew, "release")
     handle.wait()
+    assert ask(crew, "fingerprint") == expected(copy.deepcopy(source).double(), crew)
+
+
+def exchange_binding_when_it_waits(body: Body) -> None:
+    """What ``scheme.model = ...`` has done when an update that was staged before gets its turn."""
+    wait_until_it_waits(body)
+    destination = body.scheme._receiver._to
+    body.model = many().double()
+    destination._binding = body.scheme.strategy.bind(body.model)
+
+
+def in_shared_memory(body: Body) -> list[bool]:
+    body.model.share_memory()
+    return [parameter.is_shared() for parameter in body.model.parameters()]
+
+
+def lies_there(body: Body) -> bool:
+    _, arena_of_model = body.scheme._receiver._to._home
+    return bool(arena_of_model.holds_model())
+
+
+def test_a_model_in_shared_memory_stays_there(hire: Hire) -> None:
+    source = many()
+    crew = hire(source)
+    assert all(ask(crew, "run", in_shared_memory))
+    update(source, crew)
+    assert ask(crew, "run", lies_there)
+    before = ask(crew, "pointers")
+    update(source, crew)
+    assert ask(crew, "pointers") == before
     assert ask(crew, "fingerprint") == expected(source, crew)
 
 
-def replace_when_it_waits(body: Body) -> None:
-    deadline = time.monotonic() + 10.0
-    while not body.scheme._receiver.gate._jobs:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    replace_two(body)
+def test_the_modes_of_who_connects() -> None:
+    """The first version is applied by the thread that connects, whatever it computes just then."""
+    source = many()
+    scheme = MemoryWeightSyncScheme(timeout=20.0)
+    scheme.init_on_sender(model=source, num_workers=1)
+    model = many()
+    there = copy.copy(scheme)
+    there.init_on_receiver(model=model, worker_idx=0)
+    sending = threading.Thread(target=scheme.connect)
+    sending.start()
+    with torch.inference_mode(), torch.device("meta"):
+        there.connect()
+    sending.join(10.0)
+    assert not model.rest[0].is_inference()
+    assert model.rest[0].is_cpu
+    (model.rest[0] ** 2).sum().backward()
+    assert torch.equal(model.rest[0], source.rest[0])
+    scheme.shutdown()
+    there.shutdown()
 
 
 def to_double(body: Body) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-
 import torch
 
 from weight_update.binding import Binding
@@ -23,32 +21,36 @@ class Arena:
     To point 5,000 tensors of 1 KB at other memory takes over 5 ms, to copy their 5 MB less than one.
 
     Args:
-        schema: what lies in the buffer; it must be one that :meth:`suits`.
-        binding: the model.
+        schema: what lies in the buffer.
+        binding: the model; :meth:`suits` tells whether it pays.
 
     Attributes:
+        binding: the same.
         values: one view for each schema entry.
     """
 
     def __init__(self, schema: WeightSchema, binding: Binding) -> None:
-        self._names, self._binding = schema.names, binding
-        self._flat = torch.empty(schema.nbytes, dtype=torch.uint8)
-        self.values = schema.views(self._flat)
-        self._places = list(map(torch.Tensor.data_ptr, self.values))
-        self._inside: list[torch.Tensor] | None = None  # the model's tensors, if they were found to lie here
+        self.binding, self._names = binding, schema.names
+        with torch.inference_mode(False):  # whoever computes with the model may want gradients
+            self._flat = torch.empty(schema.nbytes, dtype=torch.uint8, device="cpu")
+            self.values = schema.views(self._flat)
+        self._places = _places_of(self.values)
 
     @staticmethod
     def suits(schema: WeightSchema, binding: Binding) -> bool:
-        """Whether it pays."""
-        count, words = len(schema.names), schema.nbytes % _WORD.itemsize == 0
-        return binding.points and words and count >= _MANY and 0 < schema.nbytes <= _SMALL * count
+        """Whether a model is of such a kind, on the CPU (or nowhere yet), and in the dtypes of ``schema``."""
+        count = len(schema.names)
+        if not binding.points or count < _MANY or not 0 < schema.nbytes <= _SMALL * count:
+            return False
+        targets = binding.tensors(schema.names)
+        return schema.nbytes % _WORD.itemsize == 0 and all(
+            (target.is_cpu or target.is_meta) and target.dtype == dtype
+            for target, dtype in zip(targets, schema.dtypes, strict=True)
+        )
 
-    def look(self) -> bool:
-        """Find out whether the model lies here; to be asked before each :meth:`write`, outside the gate."""
-        targets = self._binding.tensors(self._names)
-        lies_here = list(map(torch.Tensor.data_ptr, targets)) == self._places
-        self._inside = targets if lies_here else None
-        return lies_here
+    def holds_model(self) -> bool:
+        """Whether the model lies here now."""
+        return _places_of(self.binding.tensors(self._names)) == self._places
 
     def write(self, flat: torch.Tensor) -> None:
         """Make the model have the weights in ``flat``, and lie here; nobody may compute with it meanwhile.
@@ -56,9 +58,14 @@ class Arena:
         Args:
             flat: 1-D uint8 CPU tensor, the buffer of the schema.
         """
+        holds_model = self.holds_model()  # first: it fails if a tensor is gone
         # In parts for which torch starts no threads: those hang in forked processes.
         to, of = (torch.split(one.view(_WORD), SERIAL) for one in (self._flat, flat))
         torch._foreach_copy_(to, of)
-        targets = self._binding.tensors(self._names)  # in the meantime the worker may have replaced some
-        if self._inside is None or not all(map(operator.is_, targets, self._inside)):
-            self._binding.switch(self._names, self.values)
+        if not holds_model:
+            self.binding.switch(self._names, self.values)
+            self._places = _places_of(self.values)  # the buffer moves with the model, as into shared memory
+
+
+def _places_of(tensors: list[torch.Tensor]) -> list[int]:
+    return list(map(torch.Tensor.data_ptr, tensors))

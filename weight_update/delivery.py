@@ -12,7 +12,7 @@ import torch
 
 from weight_update.buffers import Shipment
 from weight_update.chunks import WeightChunk
-from weight_update.errors import NotEnoughMemoryError, TransportError, without_frames
+from weight_update.errors import LinkClosedError, NotEnoughMemoryError, TransportError, without_frames
 from weight_update.peer import Peer
 from weight_update.transports.base import TransportBackend
 
@@ -63,7 +63,12 @@ class Delivery:
         for peer, shipment in loads:
             with self._moved:
                 peer.writing = True
-            self._writers.submit(self._transmit, peer, shipment)
+            try:
+                self._writers.submit(self._transmit, peer, shipment)
+            except RuntimeError:  # close() came in between
+                with self._moved:
+                    peer.writing = False
+                self.lose(peer, LinkClosedError("the sender was shut down"))
         sent = [self.bring_up(peer) for peer in peers if peer.link.quick]
         return [one for one in (*sent, *(shipment for _, shipment in loads)) if one is not None]
 

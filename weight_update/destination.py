@@ -40,7 +40,8 @@ class Staged:
         undo: takes back what :meth:`Destination.begin` did.
         base: the version that ``deltas`` change; None for whole weights.
         used_up: payloads that are free once it is applied.
-        flat: the payload that goes into the arena.
+        flat: the payload, where it is the flat buffer of the schema and goes into the arena.
+        arena: where to.
         seconds: for how long it kept forward passes out, where an engine took it chunk by chunk.
     """
 
@@ -55,6 +56,7 @@ class Staged:
     deltas: list[Delta] = field(default_factory=list)
     used_up: list[torch.Tensor] = field(default_factory=list)
     flat: torch.Tensor | None = None
+    arena: Arena | None = None
     seconds: float = 0.0
 
 
@@ -92,7 +94,7 @@ class Destination:
         self._schema: WeightSchema | None = None
         self._binding: Binding | EngineBinding | None = None
         self._store: OwnWeights | None = None
-        self._arena: Arena | None = None
+        self._home: tuple[Binding, Arena | None] | None = None  # of a model, once it was asked for
         self._loading: Loading | None = None  # what an engine has begun and not finished
         self._decoders: dict[str, Decoder] = {}
         self._memory: list[torch.Tensor] = []
@@ -119,7 +121,6 @@ class Destination:
                 "an engine cannot be exchanged while connected; make a receiver of the new one"
             )
         self.unguard()
-        self._arena = None
         if isinstance(model, InferenceEngine):
             self._binding = EngineBinding(model)
         else:
@@ -193,7 +194,7 @@ class Destination:
         self._schema = WeightSchema.from_header(welcome["schema"])
         self.forget()
         self._decoders.clear()
-        self._store = self._arena = None
+        self._store = self._home = None
         if welcome["keep"]:
             self._store = OwnWeights(self._schema, self._bound)
             if welcome["digests"] is not None:
@@ -313,16 +314,21 @@ class Destination:
         binding, schema = self._binding, self._schema
         if binding is not None and schema is not None:
             binding.check_extra(staged.extra)
-            if staged.flat is not None and self._bound is not None and not self._stable:
-                if self._arena is None and Arena.suits(schema, self._bound):
-                    self._arena = Arena(schema, self._bound)
-                if self._arena is not None and self._arena.look():
+            if staged.flat is not None and isinstance(binding, Binding) and not self._stable:
+                staged.arena = self._arena_of(binding, schema)
+                if staged.arena is not None and staged.arena.holds_model():
                     return staged
             ready = binding.prepare(schema.names, staged.values)
-            if self._arena is None or not all(map(operator.is_, ready, staged.values)):
-                staged.flat = None
+            if not all(map(operator.is_, ready, staged.values)):
+                staged.arena = None
             staged.values = ready
         return staged
+
+    def _arena_of(self, binding: Binding, schema: WeightSchema) -> Arena | None:
+        """Where the model is to lie; None if it is to point at payloads. Found out once for each model."""
+        if self._home is None or self._home[0] is not binding:
+            self._home = binding, Arena(schema, binding) if Arena.suits(schema, binding) else None
+        return self._home[1]
 
     # -- inside the gate ---------------------------------------------------------------------------
 
@@ -344,17 +350,22 @@ class Destination:
             self._write(staged)
             if self._store is not None:
                 self._store.switched(staged.version)
+        staged.flat = staged.arena = None
         self.current, self.version = staged, staged.version
 
     def _write(self, staged: Staged) -> None:
         assert self._schema is not None
         if isinstance(self._binding, EngineBinding):
             self._load(self._binding, staged, self._schema)
-        elif staged.flat is not None and self._arena is not None:
-            self._arena.write(staged.flat)
-            staged.used_up, staged.payloads, staged.values = staged.payloads, [], self._arena.values
-            staged.flat = None
-        elif self._binding is not None:
+        elif self._binding is None:
+            return
+        elif staged.arena is None:
+            self._binding.write(self._schema.names, staged.values, stay=self._stable)
+        elif staged.arena.binding is self._binding and staged.flat is not None:
+            staged.arena.write(staged.flat)
+            staged.used_up, staged.payloads, staged.values = staged.payloads, [], staged.arena.values
+        else:  # the model was exchanged since this was staged
+            staged.values = self._binding.prepare(self._schema.names, staged.values)
             self._binding.write(self._schema.names, staged.values, stay=self._stable)
 
     def named(self, staged: Staged) -> NamedWeights:

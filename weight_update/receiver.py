@@ -41,6 +41,7 @@ _REJOIN_SECONDS = 10.0
 _GOODBYE_SECONDS = 1.0
 _IDLE_SECONDS = 0.05
 _PARTING_SECONDS = 3.0
+_LONGEST = 64 << 10  # characters of an error that a HELLO tells
 
 
 class Receiver:
@@ -134,26 +135,15 @@ class Receiver:
 
     def _join(self, timeout: float, again: bool) -> None:
         deadline = time.monotonic() + timeout
-        problem: Exception | None = None
-        mine: WeightSchema | None = None
         try:
             if self._model is not None:
                 self.bind(self._model)
-            mine = self._to.wanted()
-        except Exception as reason:  # noqa: BLE001 - whatever it is, the sender must hear of it
-            problem = reason
-        hello = {
-            "token": self._token,
-            "worker": self.worker,
-            "pid": os.getpid(),
-            "version": self.version,
-            "schema": None if mine is None else mine.to_header(),
-            "error": None if problem is None else "\n\n".join(_told(problem)),
-        }
-        self.link.restart(timeout)
-        self.link.send_chunk(WeightChunk(Kind.HELLO, hello), timeout)
-        if problem is not None:
-            raise problem
+            wanted = self._to.wanted()
+        except Exception as reason:
+            with contextlib.suppress(TransportError, TimeoutError):
+                self._greet(timeout, None, reason)
+            raise
+        self._greet(timeout, wanted, None)
         reply = self._expect(deadline)
         while reply.kind in (Kind.UPDATE, Kind.COMMIT, Kind.ABORT):  # meant for the worker before this one
             reply = self._expect(deadline)
@@ -169,6 +159,19 @@ class Receiver:
             error = self._handle(self._expect(deadline))
         if error is not None:
             raise error
+
+    def _greet(self, timeout: float, wanted: WeightSchema | None, error: Exception | None) -> None:
+        """Say hello: with what the model wants, or why it cannot join."""
+        hello = {
+            "token": self._token,
+            "worker": self.worker,
+            "pid": os.getpid(),
+            "version": self.version,
+            "schema": None if wanted is None else wanted.to_header(),
+            "error": None if error is None else "\n\n".join(_told(error))[:_LONGEST],
+        }
+        self.link.restart(timeout)
+        self.link.send_chunk(WeightChunk(Kind.HELLO, hello), timeout)
 
     def start(self) -> None:
         """Apply updates in a background thread from now on."""

@@ -192,6 +192,15 @@ class JoiningTests(SchemeCase):
         crew.workers[1].answer()
         assert_equal(crew, mlp(1))
 
+    def test_the_own_error_comes_first(self, assemble: Assemble) -> None:
+        """A worker that cannot join says why, also where it cannot tell the sender."""
+        bad = mlp(2)
+        bad.register_buffer("odd", torch.eye(3).to_sparse())
+        crew = assemble(mlp(1), [bad], connect=False)
+        crew.scheme.shutdown()
+        with pytest.raises(UnsupportedSourceError, match="odd"):
+            crew.workers[0].call("connect", timeout=2.0)
+
     def test_nobody_comes(self, assemble: Assemble) -> None:
         """A sender that waits in vain names those who did not come; a receiver fails too."""
         crew = assemble(mlp(1), connect=False)
