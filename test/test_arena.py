@@ -15,6 +15,7 @@ from torch import nn
 
 from weight_update import (
     MemoryWeightSyncScheme,
+    SendHandle,
     SharedMemWeightSyncScheme,
     SyncFailedError,
     WeightSyncScheme,
@@ -63,6 +64,16 @@ def expected(source: nn.Module, crew: Crew) -> dict[str, str]:
 
 
 _seeds = itertools.count(1)
+
+
+def send_while_held(source: nn.Module, crew: Crew, disturb: Callable[[Body], None]) -> SendHandle:
+    """Send an update to a worker that is inside ``hold()``, and do something there before it leaves."""
+    ask(crew, "hold")
+    scramble(source, next(_seeds))
+    handle = crew.scheme.send_async()
+    ask(crew, "run", disturb)
+    ask(crew, "release")
+    return handle
 
 
 def update(source: nn.Module, crew: Crew) -> None:
@@ -142,11 +153,7 @@ def test_moved_while_an_update_waits(hire: Hire, disturb: Callable[[Body], None]
     source = many()
     crew = hire(source)
     for _ in range(2):
-        ask(crew, "hold")
-        scramble(source, next(_seeds))
-        handle = crew.scheme.send_async()
-        ask(crew, "run", disturb)
-        ask(crew, "release")
+        handle = send_while_held(source, crew, disturb)
         handle.wait()
         assert ask(crew, "fingerprint") == expected(source, crew)
 
@@ -159,11 +166,7 @@ def test_what_fails_inside_the_gate_changes_nothing(hire: Hire) -> None:
     source = many()
     crew = hire(source)
     before = ask(crew, "run", rest_of)
-    ask(crew, "hold")
-    scramble(source, next(_seeds))
-    handle = crew.scheme.send_async()
-    ask(crew, "run", lose_one_when_it_waits)
-    ask(crew, "release")
+    handle = send_while_held(source, crew, lose_one_when_it_waits)
     with pytest.raises(SyncFailedError, match="'steps' is no longer in the destination"):
         handle.wait()
     assert ask(crew, "run", rest_of) == before
@@ -172,11 +175,7 @@ def test_what_fails_inside_the_gate_changes_nothing(hire: Hire) -> None:
 def test_the_model_is_exchanged_while_an_update_is_staged(hire: Hire) -> None:
     source = many()
     crew = hire(source)
-    ask(crew, "hold")
-    scramble(source, next(_seeds))
-    handle = crew.scheme.send_async()
-    ask(crew, "run", exchange_binding_when_it_waits)
-    ask(crew, "release")
+    handle = send_while_held(source, crew, exchange_binding_when_it_waits)
     handle.wait()
     assert ask(crew, "fingerprint") == expected(copy.deepcopy(source).double(), crew)
 
