@@ -34,6 +34,7 @@ from weight_update.testing import (
     SchemeContract,
     TransportContract,
     fingerprint,
+    greet,
     mlp,
     scramble,
 )
@@ -95,17 +96,7 @@ class TestRayTransport(TransportContract):
         self.listener = RayListener(self.board, "token", {0: sender}, lambda worker: sender)
         self.listener.start()
         receiver = RayTransport(lambda: find_board("test of transports", None, 10.0))
-        hello = {
-            "token": "token",
-            "worker": 0,
-            "pid": os.getpid(),
-            "version": None,
-            "schema": None,
-            "error": None,
-        }
-        receiver.restart()
-        receiver.send_chunk(WeightChunk(Kind.HELLO, hello))
-        assert sender.recv_chunk(10.0).kind is Kind.HELLO
+        greet(sender, receiver)
         return sender, receiver
 
     def teardown_method(self) -> None:

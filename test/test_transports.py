@@ -1,14 +1,13 @@
 """The transports keep their contract, and what is special about each."""
 
 import multiprocessing
-import os
 from typing import NoReturn
 
 import pytest
 
-from weight_update.chunks import Kind, WeightChunk
 from weight_update.errors import JoinRefusedError
-from weight_update.testing.transports import Ends, TransportContract
+from weight_update.testing import TransportContract, greet
+from weight_update.testing.transports import Ends
 from weight_update.transports import (
     DistributedTransport,
     MemoryTransport,
@@ -38,9 +37,7 @@ class TestSharedMemTransport(TransportContract):
         self.listener = SharedMemListener("token", {0: sender}, nobody_else)
         self.listener.start()
         receiver = SharedMemTransport(self.listener.address)
-        hello = {"token": "token", "worker": 0, "pid": 0, "version": None, "schema": None, "error": None}
-        receiver.send_chunk(WeightChunk(Kind.HELLO, hello))
-        assert sender.recv_chunk(10.0).kind is Kind.HELLO
+        greet(sender, receiver)
         return sender, receiver
 
     def teardown_method(self) -> None:
@@ -63,17 +60,7 @@ class TestDistributedTransport(TransportContract):
             token="token",
             host=self.hosts[1],
         )
-        hello = {
-            "token": "token",
-            "worker": 0,
-            "pid": os.getpid(),
-            "version": None,
-            "schema": None,
-            "error": None,
-        }
-        receiver.restart()
-        receiver.send_chunk(WeightChunk(Kind.HELLO, hello))
-        assert sender.recv_chunk(10.0).kind is Kind.HELLO
+        greet(sender, receiver)
         return sender, receiver
 
     def teardown_method(self) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from weight_update.chunks import WeightSchema
 from weight_update.errors import SchemaMismatchError, UnsupportedSourceError
-from weight_update.named import EXTRA, NamedWeights, extra_owners, key_name
+from weight_update.named import EXTRA, NamedWeights, extra_owners, key_name, named_parts
 
 __all__ = ["Binding"]
 
@@ -42,7 +42,7 @@ class Binding:
         self._find_devices()
         self.extra_owners: dict[str, nn.Module] = {}
         if isinstance(destination, nn.Module):
-            self.extra_owners = dict(extra_owners(destination))
+            self.extra_owners = extra_owners(destination)
 
     def _find_devices(self) -> None:
         self._devices = {self._get(name).device for name in self._places}
@@ -232,11 +232,11 @@ class Binding:
 
     def _module_places(self, module: nn.Module) -> Iterator[tuple[str, tuple[Any, str]]]:
         places = {}
-        for path, part in module.named_modules(remove_duplicate=False):
+        for prefix, part in named_parts(module):
             for owner in (part._parameters, part._buffers):
                 for key, value in owner.items():
                     if value is not None:
-                        places[f"{path}.{key}" if path else key] = (owner, key)
+                        places[prefix + key] = (owner, key)
         for name in self._read(module).tensors:
             if name not in places:
                 raise UnsupportedSourceError(

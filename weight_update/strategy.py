@@ -16,8 +16,8 @@ from weight_update.errors import UnsupportedSourceError
 from weight_update.named import (
     Convert,
     NamedWeights,
-    extra_of,
     from_items,
+    from_module,
     from_tensordict,
     frozen_or_transient,
     matching,
@@ -222,7 +222,9 @@ class WeightStrategy:
         if isinstance(source, TensorDictBase):
             return from_tensordict(source)
         if isinstance(source, nn.Module):
-            return self._from_module(source)
+            if self.extract_as == "state_dict":
+                return from_items(iter(source.state_dict(keep_vars=True).items()))
+            return from_module(source)
         if isinstance(source, Mapping):
             return from_items(walk_mapping(source))
         if callable(source):
@@ -247,13 +249,6 @@ class WeightStrategy:
             else:
                 node.set(leaf, value)
         return out
-
-    def _from_module(self, module: nn.Module) -> NamedWeights:
-        if self.extract_as == "state_dict":
-            return from_items(iter(module.state_dict(keep_vars=True).items()))
-        tensors: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-        tensors.update(module.named_buffers(remove_duplicate=False))
-        return NamedWeights(tensors, extra_of(module))
 
 
 def _require_chunks(max_in_flight: int, encoding: Encoding) -> None:

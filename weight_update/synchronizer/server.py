@@ -8,11 +8,11 @@ import os
 import secrets
 import socket
 import threading
-import weakref
 
 from weight_update.errors import FormatError, TransportError
 from weight_update.synchronizer.coordinator import Coordinator
 from weight_update.synchronizer.wire import Wire
+from weight_update.transports.stream import close_in_children
 
 __all__ = ["TOKEN", "Server"]
 
@@ -20,7 +20,6 @@ TOKEN = "WEIGHT_UPDATE_TOKEN"
 _log = logging.getLogger(__name__)
 _GREETING_SECONDS = 30.0
 _BACKLOG = 128
-_open: weakref.WeakSet[Server] = weakref.WeakSet()
 
 
 class Server:
@@ -51,7 +50,7 @@ class Server:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._sock = socket.create_server((address, port), family=family, backlog=_BACKLOG)
         self.address = f"{address}:{self._sock.getsockname()[1]}"
-        _open.add(self)
+        close_in_children(self._sock)
         threading.Thread(target=self._run, name="weight_update-synchronizer", daemon=True).start()
 
     def close(self) -> None:
@@ -63,16 +62,13 @@ class Server:
         for wire in list(self._wires):
             wire.close()
 
-    def abandon(self) -> None:
-        """In a forked child: give up the socket that came along."""
-        self._sock.close()
-
     def _run(self) -> None:
         while True:
             try:
                 sock, peer = self._sock.accept()
             except OSError:
                 return
+            close_in_children(sock)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             name = f"weight_update-client-{peer[1]}"
             threading.Thread(target=self._serve, args=(sock,), name=name, daemon=True).start()
@@ -114,12 +110,3 @@ def _session_of(request: dict[str, object]) -> str | None:
     _, args = _call_of(request)
     session = args.get("session")
     return session if isinstance(session, str) else None
-
-
-def _abandon_all() -> None:
-    for server in list(_open):
-        server.abandon()
-    _open.clear()
-
-
-os.register_at_fork(after_in_child=_abandon_all)

@@ -22,7 +22,7 @@ from weight_update.testing.models import Zoo, fingerprint, mlp, random_bits, scr
 from weight_update.testing.newcomers import NewcomerContract
 from weight_update.testing.schemes import SchemeContract
 from weight_update.testing.strategies import StrategyContract
-from weight_update.testing.transports import TransportContract
+from weight_update.testing.transports import TransportContract, greet
 from weight_update.testing.workers import Body, Crew, Worker, WorkerDiedError
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "WorkerDiedError",
     "Zoo",
     "fingerprint",
+    "greet",
     "mlp",
     "random_bits",
     "scramble",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from weight_update.strategy import WeightStrategy
 from weight_update.testing.models import Zoo, fingerprint, mlp, random_bits, scramble
 from weight_update.transports import TransportBackend
 
-__all__ = ["TransportContract"]
+__all__ = ["TransportContract", "greet"]
 
 Ends = tuple[TransportBackend, TransportBackend]
 SIZES = (0, 1, 63, 64, 65, (1 << 20) + 3)
@@ -27,7 +28,10 @@ class TransportContract:
     """Tests of one transport; subclass it and write :meth:`make_ends`."""
 
     def make_ends(self) -> Ends:
-        """A new link, both ends in this process: the sender's end and the receiver's."""
+        """A new link, both ends in this process: the sender's end and the receiver's.
+
+        Ends that meet by a HELLO call :func:`greet` here.
+        """
         raise NotImplementedError
 
     @pytest.fixture
@@ -194,6 +198,17 @@ class TransportContract:
         sender.setup_connection_and_weights_on_sender(weights=source)
         receiver.setup_connection_and_weights_on_receiver(worker_idx=0, model=destination, timeout=LONG)
         assert fingerprint(destination) == fingerprint(source)
+
+
+def greet(sender: TransportBackend, receiver: TransportBackend) -> None:
+    """Begin as a scheme does: the receiver says hello, and the sender answers."""
+    who = {"token": "token", "worker": 0, "pid": os.getpid()}
+    receiver.restart(LONG)
+    receiver.send_chunk(
+        WeightChunk(Kind.HELLO, {**who, "version": None, "schema": None, "error": None}), LONG
+    )
+    assert must_receive(sender).kind is Kind.HELLO
+    assert exchange(sender, receiver, number(0)).header == {"version": 0}
 
 
 def update_of(end: TransportBackend, size: int, seed: int = 0) -> WeightChunk:

@@ -31,7 +31,7 @@ from weight_update.transports.mailbox import Mailbox, UnsignedError
 from weight_update.transports.pair import address_towards
 from weight_update.transports.route import Route
 from weight_update.transports.slots import SharedBuffer, SlotTable, open_slot
-from weight_update.transports.stream import deadline_of
+from weight_update.transports.stream import deadline_of, seconds_left
 
 __all__ = ["DistributedListener", "DistributedTransport", "this_host"]
 
@@ -81,7 +81,7 @@ class DistributedTransport(TransportBackend):
         self._find_store, self._token, self._address = find_store, token, address
         self._host, self._directory = host or this_host(), directory
         self._changed = threading.Condition()
-        self._line: Line | None = None
+        self._line: Line | LocalLine | None = None
         self._first: WeightChunk | None = None
         self._closed = False
         self._fresh = False  # nothing was sent on this line yet
@@ -109,7 +109,7 @@ class DistributedTransport(TransportBackend):
         address = self._address or address_towards(self._store.host, self._store.port)
         with self._changed:
             name = uuid.uuid4().hex
-            self._line = WorkerLine(self._store, name, self._token, address, self._directory)
+            self._line = WorkerLine(self._store, name, self._token, address, self._directory, self._slots)
             self._fresh = True
 
     @property
@@ -144,7 +144,7 @@ class DistributedTransport(TransportBackend):
         if self._first is not None:
             first, self._first = self._first, None
             return first
-        left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        left = seconds_left(deadline)
         try:
             return line.recv(left, allocate, self._map)
         except (LinkClosedError, FormatError, TimeoutError):
@@ -159,20 +159,25 @@ class DistributedTransport(TransportBackend):
             Route.of(remotes[0].store).expect(payload, remotes)
 
     def attach(self, store: Store, link: str, host: str, hello: WeightChunk) -> None:
-        """Sender's end: take over a worker that knocked."""
+        """Sender's end: take over a worker that knocked.
+
+        Raises:
+            JoinRefusedError: it is said to be on this host, and cannot be reached there.
+        """
+        line = self._line_to(store, link, host, hello.header["pid"])
         with self._changed:
-            if self._closed:
-                return
-            old, self._first = self._line, hello
-            address, pid = self._address or store.host, hello.header["pid"]
-            if host == self._host:
-                self._line = LocalLine(store, link, self._token, pid)
-            else:
-                self._line = RemoteLine(store, link, self._token, pid, host, address, self._backend)
-                self._near = False
-            self._changed.notify_all()
-        if old is not None:
-            old.close()
+            ended = line if self._closed else self._line
+            if not self._closed:
+                self._line, self._first = line, hello
+                self._changed.notify_all()
+        if ended is not None:
+            ended.close()
+
+    def _line_to(self, store: Store, link: str, host: str, pid: int) -> LocalLine | RemoteLine:
+        if host == self._host:
+            return LocalLine(store, link, self._token)
+        self._near = False
+        return RemoteLine(store, link, self._token, pid, host, self._address or store.host, self._backend)
 
     def release(self, payload: torch.Tensor) -> None:
         """See :meth:`TransportBackend.release`."""
@@ -196,7 +201,7 @@ class DistributedTransport(TransportBackend):
         """The sender's slot."""
         return self._slots.payload(key, nbytes, lambda: open_slot(pid, fd, key, self._directory))
 
-    def _drop(self, line: Line | None = None) -> None:
+    def _drop(self, line: Line | LocalLine | None = None) -> None:
         with self._changed:
             line = line or self._line
             if line is not None and line is self._line:
@@ -204,7 +209,7 @@ class DistributedTransport(TransportBackend):
         if line is not None:
             line.close()
 
-    def _await_line(self, deadline: float | None) -> Line | None:
+    def _await_line(self, deadline: float | None) -> Line | LocalLine | None:
         with self._changed:
             while self._line is None:
                 if self._closed or self._find_store is not None:
@@ -291,11 +296,11 @@ class DistributedListener:
         worker = hello.header["worker"]
         try:
             end = self._links.get(worker) or self._newcomers(worker)
+            end.attach(self._store, link, host, hello)
         except JoinRefusedError as error:
             refused = Line(self._store, link, self._token)
             refused.send(WeightChunk(Kind.REFUSED, {"reason": str(error), "problems": []}), None)
             raise
-        end.attach(self._store, link, host, hello)
 
 
 def _text(path: str) -> str:

@@ -5,26 +5,25 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import struct
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from weight_update.chunks import PRELUDE_BYTES, Kind, Prelude, WeightChunk, byte_view
-from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError
+from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, SyncTimeoutError
 from weight_update.transports.base import Allocate
 from weight_update.transports.c10d import Store
 from weight_update.transports.carrier import Carrier
 from weight_update.transports.mailbox import Mailbox, UnsignedError
+from weight_update.transports.meeting import Ear, call
 from weight_update.transports.mirror import Keeper
-from weight_update.transports.process_watch import ProcessWatch
 from weight_update.transports.route import Route
-from weight_update.transports.slots import slot_of
-from weight_update.transports.stream import deadline_of
+from weight_update.transports.slot_stream import SlotStream
+from weight_update.transports.slots import SlotTable
+from weight_update.transports.stream import deadline_of, seconds_left
 
 __all__ = ["DOOR", "INLINE", "Line", "LocalLine", "MapSlot", "RemoteLine", "WorkerLine", "read_knock"]
 
@@ -32,7 +31,9 @@ _log = logging.getLogger(__name__)
 DOOR = "door"
 """Name of the queue that workers knock at."""
 
-_CUT, _FRAME, _PAIR = 0, 1, 2  # the end; a frame; the worker is on another host and makes a pair
+_CUT, _FRAME = 0, 1  # the end; a frame
+_PAIR = 2  # the worker is on another host and makes a pair
+_STAY, _MEET = 3, 4  # to a knock: frames come here; the worker was called where it listens, they come there
 _FRONT = struct.Struct("<BII")  # kind of message, bytes of the frame's head, and of where its payload lies
 INLINE = 64 << 10
 """Bytes of a payload that travels with the signal: a further message would cost more than it."""
@@ -64,6 +65,8 @@ class Line:
         self._closing = threading.Lock()
         self._closed = False
         self._greeted = False
+        if rank == 0:
+            self.outbox.put(_FRONT.pack(_STAY, 0, 0))
 
     def place(self, chunk: WeightChunk, timeout: float | None) -> bytes:
         """Make the payload available to the other end and say where; nothing if it goes with the frame."""
@@ -128,7 +131,7 @@ class Line:
 
     def _take(self, deadline: float | None) -> bytes | None:
         while True:
-            left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            left = seconds_left(deadline)
             try:
                 message = self.inbox.take(left)
             except UnsignedError as error:
@@ -140,22 +143,38 @@ class Line:
             return message
 
 
-class LocalLine(Line):
-    """The sender's end to a worker on its own host, which maps the sender's slots."""
+class LocalLine:
+    """The sender's end to a worker on its own host: a Unix socket, by which slots are handed over.
 
-    def __init__(self, store: Store, name: str, token: str, pid: int) -> None:
-        super().__init__(store, name, token)
-        self._watch = ProcessWatch(pid, self.inbox.end)
+    The store has told of the worker, and tells it that it was called; nothing else goes through it.
 
-    def place(self, chunk: WeightChunk, timeout: float | None) -> bytes:
-        """See :meth:`Line.place`."""
-        assert chunk.payload is not None
-        slot = slot_of(chunk.payload)
-        return json.dumps([os.getpid(), slot.fd, slot.key]).encode()
+    Args:
+        store: see :class:`Line`.
+        name: see :class:`Line`.
+        token: see :class:`Line`.
 
-    def release(self) -> None:
-        """See :meth:`Line.release`."""
-        self._watch.close()
+    Raises:
+        JoinRefusedError: the worker does not listen where a process of this host would.
+    """
+
+    local = True
+
+    def __init__(self, store: Store, name: str, token: str) -> None:
+        self._stream = SlotStream(call(name, token), SlotTable())
+        Mailbox(store, f"{name}/down", token).put(_FRONT.pack(_MEET, 0, 0), last=True)
+
+    def send(self, chunk: WeightChunk, timeout: float | None) -> None:
+        """See :meth:`TransportBackend.send_chunk`."""
+        self._stream.send(chunk, deadline_of(timeout))
+
+    def recv(self, timeout: float | None, allocate: Allocate | None, map_slot: MapSlot) -> WeightChunk | None:
+        """See :meth:`TransportBackend.recv_chunk`."""
+        del allocate, map_slot
+        return self._stream.recv(timeout)
+
+    def close(self) -> None:
+        """End it; the other end hears of that after what was sent before."""
+        self._stream.close()
 
 
 class RemoteLine(Line):
@@ -234,12 +253,18 @@ class WorkerLine(Line):
         token: see :class:`Line`.
         address: of this machine's interface for payloads.
         directory: where mirrors of the sender's slots lie, if it is on another host.
+        slots: those that were opened here.
     """
 
-    def __init__(self, store: Store, name: str, token: str, address: str, directory: str | None) -> None:
+    def __init__(
+        self, store: Store, name: str, token: str, address: str, directory: str | None, slots: SlotTable
+    ) -> None:
         super().__init__(store, name, token, 1)
-        self._address, self._directory = address, directory
+        self._address, self._directory, self._slots = address, directory, slots
         self._keeper: Keeper | None = None
+        self._ear: Ear | None = Ear(name, token)
+        self._stream: SlotStream | None = None
+        self._answered = False
 
     def knock(self, hello: WeightChunk, host: str) -> None:
         """Ask to be let in. The signature shows that this end knows the token, which does not go along."""
@@ -249,6 +274,50 @@ class WorkerLine(Line):
         door = Mailbox(self.store, DOOR, self.token, ordered=False)
         door.put(message)
         door.flush()
+
+    def send(self, chunk: WeightChunk, timeout: float | None) -> None:
+        """See :meth:`Line.send`; a further HELLO waits until the knock is answered.
+
+        Raises:
+            SyncTimeoutError: it is not in time.
+        """
+        deadline = deadline_of(timeout)
+        if not self._answered and chunk.kind is not Kind.HELLO:
+            raise LinkClosedError("the sender has not answered yet")
+        if not self._hear_answer(deadline):
+            raise SyncTimeoutError("the sender has not answered")
+        if self._stream is None:
+            super().send(chunk, seconds_left(deadline))
+        else:
+            self._stream.send(chunk, deadline)
+
+    def recv(self, timeout: float | None, allocate: Allocate | None, map_slot: MapSlot) -> WeightChunk | None:
+        """See :meth:`Line.recv`."""
+        deadline = deadline_of(timeout)
+        if not self._hear_answer(deadline):
+            return None
+        if self._stream is None:
+            return super().recv(seconds_left(deadline), allocate, map_slot)
+        return self._stream.recv(seconds_left(deadline))
+
+    def _hear_answer(self, deadline: float | None) -> bool:
+        """Whether the knock is answered, by a message that tells which way frames go."""
+        if self._answered:
+            return True
+        message = self._take(deadline)
+        if message is None:
+            return False
+        kind, _, _ = _FRONT.unpack(message)
+        with self._closing:
+            if self._ear is None:
+                raise LinkClosedError("this end was closed")
+            if kind == _MEET:
+                self._stream = SlotStream(self._ear.answer(), self._slots)
+            elif kind != _STAY:
+                raise FormatError(f"a knock is not answered with {kind}")
+            self._answered = True
+            self._deafen()
+        return True
 
     def on_pair(self, backend: str) -> None:
         """See :meth:`Line.on_pair`."""
@@ -263,8 +332,16 @@ class WorkerLine(Line):
 
     def release(self) -> None:
         """See :meth:`Line.release`."""
-        if self._keeper is not None:
-            self._keeper.close()
+        with self._closing:
+            self._deafen()
+        for one in (self._keeper, self._stream):
+            if one is not None:
+                one.close()
+
+    def _deafen(self) -> None:
+        if self._ear is not None:
+            self._ear.close()
+        self._ear = None
 
 
 def read_knock(message: bytes) -> tuple[str, str, WeightChunk]:

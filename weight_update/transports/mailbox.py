@@ -16,7 +16,7 @@ from datetime import timedelta
 
 from weight_update.errors import FormatError, LinkClosedError, TransportError
 from weight_update.transports.c10d import DistError, Store, TCPStore, disown, keep_alive, leave_in_order, own
-from weight_update.transports.stream import deadline_of
+from weight_update.transports.stream import deadline_of, seconds_left
 
 __all__ = ["Mailbox", "UnsignedError", "find_store", "open_store"]
 
@@ -178,7 +178,7 @@ class Mailbox:
         deadline = deadline_of(timeout)
         while True:
             try:
-                left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+                left = seconds_left(deadline)
                 raw = self._arrived.get(timeout=left)
             except queue.Empty:
                 return None

@@ -7,7 +7,6 @@ import os
 import queue
 import select
 import threading
-import time
 from typing import Any, Literal
 
 import torch
@@ -16,7 +15,7 @@ from weight_update.chunks import PRELUDE_BYTES, Kind, Prelude, WeightChunk
 from weight_update.errors import FormatError, LinkClosedError, TransportError
 from weight_update.transports.base import Allocate, Buffer, TransportBackend
 from weight_update.transports.slots import SharedBuffer, SlotTable, open_slot, slot_of
-from weight_update.transports.stream import deadline_of
+from weight_update.transports.stream import deadline_of, seconds_left
 
 __all__ = ["MPTransport"]
 
@@ -95,7 +94,7 @@ class MPTransport(TransportBackend):
         """See :meth:`TransportBackend.recv_chunk`."""
         deadline = deadline_of(self._timeout if timeout is None else timeout)
         while True:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            left = seconds_left(deadline)
             item = self._get(_LOOK_SECONDS if left is None else min(left, _LOOK_SECONDS))
             if item is not None:
                 return self._read(item)

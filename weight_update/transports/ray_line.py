@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 import threading
-import time
 from collections import deque
 from concurrent.futures import Future
 from typing import Any
@@ -17,6 +16,7 @@ from weight_update.errors import FormatError, LinkClosedError
 from weight_update.transports.base import Allocate
 from weight_update.transports.ray_board import POLL_SECONDS, ask, running_ray, with_ray
 from weight_update.transports.ray_shelf import Shelf
+from weight_update.transports.stream import seconds_left
 
 __all__ = ["Line"]
 
@@ -130,7 +130,7 @@ class Line:
                 raise LinkClosedError("this end was closed")
             if self._call is None:
                 self._call = self._board.take.remote(self.name, self._end, self._taken, POLL_SECONDS)
-            left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            left = seconds_left(deadline)
             done, _ = ray.wait([self._call], timeout=left)
             if not done:
                 return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import traceback
 from contextvars import ContextVar
 from typing import Any
@@ -14,7 +13,7 @@ from weight_update.chunks import Kind, WeightChunk
 from weight_update.errors import LinkClosedError
 from weight_update.transports.base import Allocate
 from weight_update.transports.distributed import DistributedTransport
-from weight_update.transports.stream import deadline_of
+from weight_update.transports.stream import deadline_of, seconds_left
 
 __all__ = ["RPCTransport", "called_for"]
 
@@ -60,7 +59,7 @@ class RPCTransport(DistributedTransport):
             self._call = _Call(self._rref, self._model_id, chunk, self._timeout)
             if self._closed:  # meanwhile: close() may not have seen the call
                 self._call.give_up()
-        outcome = self._call.outcome(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+        outcome = self._call.outcome(seconds_left(deadline))
         if outcome is not None:
             self._call = None
         return outcome

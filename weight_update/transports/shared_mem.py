@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import threading
 import time
 import uuid
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
 import torch
@@ -21,13 +18,12 @@ from weight_update.errors import (
     JoinRefusedError,
     LinkClosedError,
     TransportError,
-    UnreachableMemoryError,
 )
 from weight_update.transports.base import Allocate, Buffer, TransportBackend
 from weight_update.transports.cuda_slots import CudaBuffer
-from weight_update.transports.slot_records import SlotRecord, slot_record
-from weight_update.transports.slots import SLOTS_REMEMBERED, SharedBuffer, SlotTable, slot_of
-from weight_update.transports.stream import Stream, deadline_of
+from weight_update.transports.slot_stream import SlotStream
+from weight_update.transports.slots import SharedBuffer, SlotTable
+from weight_update.transports.stream import Stream, close_in_children, deadline_of, seconds_left
 
 __all__ = ["SharedMemListener", "SharedMemTransport"]
 
@@ -36,14 +32,8 @@ _JOIN_SECONDS = 30.0
 _RETRY_SECONDS = 0.02
 
 
-_open_in_this_process: weakref.WeakSet[SharedMemTransport | SharedMemListener] = weakref.WeakSet()
-
-
 class SharedMemTransport(TransportBackend):
-    """A Unix socket for signals; payloads stay in shared slots.
-
-    A frame with a payload is followed by 33 bytes, the slot's key and a flag, instead of the payload;
-    the first time a slot is named its file descriptor travels along, and if it is on a GPU its handle.
+    """A Unix socket for signals; payloads stay in shared slots. See :class:`SlotStream` for the format.
 
     Args:
         address: where the sender listens (receiver's end); None makes a sender's end, which is given its
@@ -66,12 +56,10 @@ class SharedMemTransport(TransportBackend):
         self._directory, self._device = directory, device
         self._lends = device is not None
         self._changed = threading.Condition()
-        self._stream: Stream | None = None
+        self._stream: SlotStream | None = None
         self._first: WeightChunk | None = None
         self._closed = False
-        self._known: OrderedDict[str, None] = OrderedDict()  # slots handed over on this connection
         self._slots = SlotTable()
-        _open_in_this_process.add(self)
 
     @property
     def lends(self) -> bool:
@@ -87,35 +75,12 @@ class SharedMemTransport(TransportBackend):
     def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
         """See :meth:`TransportBackend.send_chunk`."""
         deadline = deadline_of(timeout)
-        with self._changed:
-            stream, known = self._stream, self._known
-        if stream is None:
-            stream = self._connect(deadline)
+        stream = self._stream or self._connect(deadline)
         try:
-            self._write(stream, known, chunk, deadline)
+            stream.send(chunk, deadline)
         except (LinkClosedError, TimeoutError):
             self._drop(stream)
             raise
-
-    def _write(
-        self, stream: Stream, known: OrderedDict[str, None], chunk: WeightChunk, deadline: float | None
-    ) -> None:
-        head = chunk.encode_head(checksum=False)
-        if chunk.payload is None or chunk.payload_bytes == 0:
-            stream.send(head, deadline)
-            return
-        slot = slot_of(chunk.payload)
-        fresh = slot.key not in known
-        known[slot.key] = None
-        known.move_to_end(slot.key)
-        if len(known) > SLOTS_REMEMBERED:
-            known.popitem(last=False)
-        record = slot_record(slot, fresh=fresh)
-        if fresh:
-            stream.send(head, deadline)
-            stream.send_with_fd(record, slot.fd, deadline)
-        else:
-            stream.send(head + record, deadline)  # at once: a wake-up costs more than all else here
 
     def recv_chunk(
         self, timeout: float | None = None, allocate: Allocate | None = None
@@ -129,13 +94,12 @@ class SharedMemTransport(TransportBackend):
             first, self._first = self._first, None
             return first
         try:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not stream.wait_readable(left):
-                return None
-            return self._read(stream)
+            return stream.recv(seconds_left(deadline))
         except (LinkClosedError, FormatError):
             self._drop(stream)
             raise
+        finally:
+            self._lends = self._lends or stream.lends
 
     def release(self, payload: torch.Tensor) -> None:
         """See :meth:`TransportBackend.release`."""
@@ -146,15 +110,14 @@ class SharedMemTransport(TransportBackend):
         with self._changed:
             if self._stream is not None:
                 self._stream.close()
-            self._stream, self._first = stream, first
-            self._known = OrderedDict()
+            self._stream, self._first = SlotStream(stream, self._slots), first
             self._changed.notify_all()
 
     def disconnect(self) -> None:
         """See :meth:`TransportBackend.disconnect`."""
         self._drop()
 
-    def _drop(self, stream: Stream | None = None) -> None:
+    def _drop(self, stream: SlotStream | None = None) -> None:
         """End the connection, only if it is still ``stream`` when that is given."""
         with self._changed:
             if self._stream is not None and stream in (None, self._stream):
@@ -169,12 +132,7 @@ class SharedMemTransport(TransportBackend):
         self._drop()
         self._slots.clear()
 
-    def abandon(self) -> None:
-        """In a forked child: close what was inherited, so that the parent's end is noticed as its end."""
-        if self._stream is not None:
-            self._stream.sock.close()
-
-    def _connect(self, deadline: float | None) -> Stream:
+    def _connect(self, deadline: float | None) -> SlotStream:
         if self._closed:
             raise LinkClosedError("this end was closed")
         if self._address is None:
@@ -191,11 +149,12 @@ class SharedMemTransport(TransportBackend):
                 if gone or late or self._closed:
                     raise LinkClosedError(f"the sender cannot be reached ({error})") from None
                 time.sleep(_RETRY_SECONDS)  # its backlog is full
+        close_in_children(sock)
         with self._changed:
-            self._stream = Stream(sock)
+            self._stream = SlotStream(Stream(sock), self._slots)
             return self._stream
 
-    def _await_stream(self, deadline: float | None) -> Stream | None:
+    def _await_stream(self, deadline: float | None) -> SlotStream | None:
         with self._changed:
             if self._address is not None and self._stream is None:
                 raise LinkClosedError("not connected to the sender")
@@ -207,22 +166,6 @@ class SharedMemTransport(TransportBackend):
                     return None
                 self._changed.wait(left)
             return self._stream
-
-    def _read(self, stream: Stream) -> WeightChunk:
-        prelude, header = stream.recv_head()
-        payload = None
-        if prelude.payload_bytes:
-            slot = SlotRecord.receive(stream)
-            self._lends |= slot.handle is not None
-            try:
-                payload = self._slots.payload(slot.key, prelude.payload_bytes, slot.copy_fd, slot.open)
-            except UnreachableMemoryError as error:
-                error.version = prelude.assemble(header, None).header["version"]
-                raise
-            finally:
-                if slot.fd is not None:
-                    os.close(slot.fd)
-        return prelude.assemble(header, payload)
 
 
 class SharedMemListener:
@@ -249,12 +192,12 @@ class SharedMemListener:
         self.address = f"\0weight_update-{uuid.uuid4().hex}"
         self._token, self._links, self._newcomers = token, links, newcomers
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        close_in_children(self._sock)
         self._sock.bind(self.address)
         self._sock.listen(128)
         self._thread = threading.Thread(target=self._run, name="weight_update-door", daemon=True)
         self._knocking: set[Stream] = set()
         self._closed = False
-        _open_in_this_process.add(self)
 
     def start(self) -> None:
         """Begin to accept."""
@@ -272,16 +215,13 @@ class SharedMemListener:
             self._thread.join(5.0)
         self._sock.close()
 
-    def abandon(self) -> None:
-        """In a forked child: close what was inherited, without ending it for the parent."""
-        self._sock.close()
-
     def _run(self) -> None:
         while True:
             try:
                 sock, _ = self._sock.accept()
             except OSError:
                 return
+            close_in_children(sock)
             threading.Thread(
                 target=self._admit, args=(Stream(sock),), name="weight_update-join", daemon=True
             ).start()
@@ -316,12 +256,3 @@ class SharedMemListener:
             raise JoinRefusedError("wrong token: the scheme was not made by this sender")
         worker: int = hello.header["worker"]
         return self._links.get(worker) or self._newcomers(worker)
-
-
-def _abandon_all() -> None:
-    for opened in list(_open_in_this_process):
-        opened.abandon()
-    _open_in_this_process.clear()
-
-
-os.register_at_fork(after_in_child=_abandon_all)

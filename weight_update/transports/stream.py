@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import time
+import weakref
 
 from weight_update.chunks import PRELUDE_BYTES, Prelude
 from weight_update.errors import LinkClosedError, SyncTimeoutError
 
-__all__ = ["Stream", "deadline_of"]
+__all__ = ["Stream", "close_in_children", "deadline_of", "seconds_left"]
 
 _STALLED = 60.0
 """Seconds without progress in the middle of a frame after which the other end counts as gone."""
@@ -19,6 +21,28 @@ _STALLED = 60.0
 def deadline_of(timeout: float | None) -> float | None:
     """The moment, on the monotonic clock, at which ``timeout`` seconds will have passed."""
     return None if timeout is None else time.monotonic() + timeout
+
+
+def seconds_left(deadline: float | None) -> float | None:
+    """Seconds until then, at least 0; None if there is none."""
+    return None if deadline is None else max(deadline - time.monotonic(), 0.0)
+
+
+def close_in_children(sock: socket.socket) -> None:
+    """Have forked children close ``sock``: while one had it open the other end would not notice our end."""
+    _ours.add(sock)
+
+
+_ours: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_inherited() -> None:
+    for sock in list(_ours):
+        sock.close()
+    _ours.clear()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
 
 
 class Stream:
@@ -123,5 +147,5 @@ class Stream:
             poller.register(self.sock, event)
         except (ValueError, OSError):
             raise LinkClosedError("this end was closed") from None
-        remaining = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1e3
-        return bool(poller.poll(remaining))
+        seconds = seconds_left(deadline)
+        return bool(poller.poll(None if seconds is None else seconds * 1e3))

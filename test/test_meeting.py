@@ -1,0 +1,74 @@
+"""Two processes of one host find each other, and nobody else gets in between."""
+
+import multiprocessing
+import socket
+import uuid
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from weight_update.errors import JoinRefusedError, LinkClosedError
+from weight_update.transports.meeting import Ear, call
+
+
+@pytest.fixture
+def name() -> str:
+    return uuid.uuid4().hex
+
+
+@pytest.fixture
+def ear(name: str) -> Iterator[Ear]:
+    with closing(Ear(name, "token")) as ear:
+        yield ear
+
+
+def test_they_meet(name: str, ear: Ear) -> None:
+    with closing(call(name, "token")) as caller, closing(ear.answer()) as answered:
+        caller.send(b"hello", None)
+        got = bytearray(5)
+        answered.recv_into(memoryview(got))
+    assert got == b"hello"
+
+
+def test_strangers_who_call_first_are_sent_away(name: str, ear: Ear) -> None:
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as silent:
+        silent.connect(f"\0weight_update-{name}")
+        with closing(call(name, "another token")) as other, closing(call(name, "token")) as right:
+            with closing(ear.answer()) as answered:
+                answered.send(b"you", None)
+                assert right.wait_readable(5.0)
+            for stranger in (silent, other.sock):
+                assert hears_the_end(stranger)
+
+
+def test_nobody_who_may_has_called(name: str, ear: Ear) -> None:
+    with closing(call(name, "another token")), pytest.raises(LinkClosedError, match="gone"):
+        ear.answer()
+
+
+def test_nobody_listens(name: str, ear: Ear) -> None:
+    ear.close()
+    with pytest.raises(JoinRefusedError, match="different host="):
+        call(name, "token")
+
+
+def test_a_child_forked_meanwhile_keeps_no_end_open(name: str, ear: Ear) -> None:
+    pipe, theirs = multiprocessing.Pipe()
+    with closing(call(name, "token")) as caller, closing(ear.answer()) as answered:
+        child = multiprocessing.get_context("fork").Process(target=theirs.recv)
+        child.start()
+        caller.close()
+        assert answered.wait_readable(5.0)
+        assert hears_the_end(answered.sock)
+    pipe.send(None)
+    child.join()
+    pipe.close()
+    theirs.close()
+
+
+def hears_the_end(sock: socket.socket) -> bool:
+    try:
+        return sock.recv(1) == b""
+    except ConnectionResetError:  # what it had said was not read
+        return True

@@ -1,0 +1,66 @@
+"""A module's weights have the names that torch gives them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictParams
+from torch import nn
+
+from weight_update.named import from_module
+
+
+class Renamed(nn.Module):
+    """Names its parameters itself, as wrappers of modules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.BatchNorm1d(3)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, value in super().named_parameters(*args, **kwargs):
+            yield name.replace("inner.", "outer."), value
+
+
+class Flat(nn.Module):
+    """Shows no modules but itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.own = nn.Linear(2, 2), nn.Parameter(torch.ones(1))
+
+    def named_modules(
+        self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        yield prefix, self
+
+
+def awkward() -> dict[str, nn.Module]:
+    shared, linear = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
+    twice = nn.Sequential(shared, nn.Sequential(shared, linear), nn.BatchNorm1d(2))
+    twice.register_parameter("none", None)
+    twice.register_buffer("no_buffer", None)
+    twice.register_module("no_module", None)
+    twice[1][1].weight = shared.weight
+    params = TensorDictParams(TensorDict({"a": torch.ones(2), "b": {"c": torch.ones(1)}}))
+    return {
+        "twice": twice,
+        "tensordict": params,
+        "with a tensordict": nn.ModuleDict({"one": params, "two": nn.Linear(1, 1)}),
+        "renamed": Renamed(),
+        "renamed below": nn.Sequential(Renamed()),
+        "flat": Flat(),
+        "flat below": nn.Sequential(nn.Linear(1, 1), Flat()),
+    }
+
+
+@pytest.mark.parametrize("kind", awkward())
+def test_a_module_has_the_names_that_torch_gives(kind: str) -> None:
+    module = awkward()[kind]
+    expected = dict(module.named_parameters(remove_duplicate=False))
+    expected.update(module.named_buffers(remove_duplicate=False))
+    found = from_module(module).tensors
+    assert list(found) == list(expected)
+    assert all(found[name] is expected[name] for name in found)

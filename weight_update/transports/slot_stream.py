@@ -1,0 +1,82 @@
+"""Frames over a Unix socket; their payloads stay in shared slots."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+
+from weight_update.chunks import WeightChunk
+from weight_update.errors import UnreachableMemoryError
+from weight_update.transports.slot_records import SlotRecord, slot_record
+from weight_update.transports.slots import SLOTS_REMEMBERED, SlotTable, slot_of
+from weight_update.transports.stream import Stream
+
+__all__ = ["SlotStream"]
+
+
+class SlotStream:
+    """One connection between two processes of a machine.
+
+    A frame with a payload is followed by 33 bytes, the slot's key and a flag, instead of the payload;
+    the first time a slot is named its file descriptor travels along, and if it is on a GPU its handle.
+
+    Args:
+        stream: connected Unix sockets.
+        slots: those that were opened here, on earlier connections too.
+
+    Attributes:
+        lends: whether a slot came that ends with the sender's process.
+    """
+
+    def __init__(self, stream: Stream, slots: SlotTable) -> None:
+        self.lends = False
+        self._stream, self._slots = stream, slots
+        self._handed_over: OrderedDict[str, None] = OrderedDict()
+
+    def send(self, chunk: WeightChunk, deadline: float | None) -> None:
+        """Send a frame; raises as :meth:`Stream.send`, and the connection is then of no more use."""
+        head = chunk.encode_head(checksum=False)
+        if chunk.payload is None or chunk.payload_bytes == 0:
+            self._stream.send(head, deadline)
+            return
+        slot = slot_of(chunk.payload)
+        fresh = slot.key not in self._handed_over
+        self._handed_over[slot.key] = None
+        self._handed_over.move_to_end(slot.key)
+        if len(self._handed_over) > SLOTS_REMEMBERED:
+            self._handed_over.popitem(last=False)
+        record = slot_record(slot, fresh=fresh)
+        if fresh:
+            self._stream.send(head, deadline)
+            self._stream.send_with_fd(record, slot.fd, deadline)
+        else:
+            self._stream.send(head + record, deadline)  # at once: a wake-up costs more than all else here
+
+    def recv(self, timeout: float | None) -> WeightChunk | None:
+        """The next frame, or None when none came within ``timeout`` seconds (None: wait for ever).
+
+        Raises:
+            LinkClosedError: the connection ends.
+            FormatError: what came is no frame.
+            UnreachableMemoryError: its payload cannot be opened here.
+        """
+        if not self._stream.wait_readable(timeout):
+            return None
+        prelude, header = self._stream.recv_head()
+        payload = None
+        if prelude.payload_bytes:
+            slot = SlotRecord.receive(self._stream)
+            self.lends |= slot.handle is not None
+            try:
+                payload = self._slots.payload(slot.key, prelude.payload_bytes, slot.copy_fd, slot.open)
+            except UnreachableMemoryError as error:
+                error.version = prelude.assemble(header, None).header["version"]
+                raise
+            finally:
+                if slot.fd is not None:
+                    os.close(slot.fd)
+        return prelude.assemble(header, payload)
+
+    def close(self) -> None:
+        """End the connection and wake whoever waits on it."""
+        self._stream.close()
