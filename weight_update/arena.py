@@ -52,17 +52,17 @@ class Arena:
         """Whether the model lies here now."""
         return _places_of(self.binding.tensors(self._names)) == self._places
 
-    def write(self, flat: torch.Tensor) -> None:
+    def write(self, flat: torch.Tensor, *, point: bool) -> None:
         """Make the model have the weights in ``flat``, and lie here; nobody may compute with it meanwhile.
 
         Args:
             flat: 1-D uint8 CPU tensor, the buffer of the schema.
+            point: the model does not lie here yet.
         """
-        holds_model = self.holds_model()  # first: it fails if a tensor is gone
         # In parts for which torch starts no threads: those hang in forked processes.
         to, of = (torch.split(one.view(_WORD), SERIAL) for one in (self._flat, flat))
         torch._foreach_copy_(to, of)
-        if not holds_model:
+        if point:
             self.binding.switch(self._names, self.values)
             self._places = _places_of(self.values)  # the buffer moves with the model, as into shared memory
 

@@ -42,6 +42,7 @@ class Staged:
         used_up: payloads that are free once it is applied.
         flat: the payload, where it is the flat buffer of the schema and goes into the arena.
         arena: where to.
+        lies_there: whether the model has its tensors in the arena.
         seconds: for how long it kept forward passes out, where an engine took it chunk by chunk.
     """
 
@@ -57,6 +58,7 @@ class Staged:
     used_up: list[torch.Tensor] = field(default_factory=list)
     flat: torch.Tensor | None = None
     arena: Arena | None = None
+    lies_there: bool = False
     seconds: float = 0.0
 
 
@@ -316,12 +318,8 @@ class Destination:
             binding.check_extra(staged.extra)
             if staged.flat is not None and isinstance(binding, Binding) and not self._stable:
                 staged.arena = self._arena_of(binding, schema)
-                if staged.arena is not None and staged.arena.holds_model():
-                    return staged
-            ready = binding.prepare(schema.names, staged.values)
-            if not all(map(operator.is_, ready, staged.values)):
-                staged.arena = None
-            staged.values = ready
+            if staged.arena is None:
+                staged.values = binding.prepare(schema.names, staged.values)
         return staged
 
     def _arena_of(self, binding: Binding, schema: WeightSchema) -> Arena | None:
@@ -336,8 +334,21 @@ class Destination:
         """First half of applying it, which may fail and can be undone."""
         if staged.base is not None and self._store is not None:
             self._store.require(staged.base)  # again: while it waited, the worker may have written
+        if staged.arena is not None:
+            self._look_into(staged.arena, staged)
         if self._binding is not None:
             staged.undo = self._binding.exchange_extra(staged.extra)
+
+    def _look_into(self, arena: Arena, staged: Staged) -> None:
+        """See how the model can come to have ``staged``; until now its tensors may have been moved."""
+        binding, schema = self._binding, self._schema
+        same = arena.binding is binding
+        staged.lies_there = same and arena.holds_model()
+        if staged.lies_there or not isinstance(binding, Binding) or schema is None:
+            return
+        ready = binding.prepare(schema.names, staged.values)
+        if not same or not all(map(operator.is_, ready, staged.values)):
+            staged.arena, staged.values = None, ready
 
     def switch(self, staged: Staged) -> None:
         """Second half: it is in force from now on."""
@@ -359,14 +370,11 @@ class Destination:
             self._load(self._binding, staged, self._schema)
         elif self._binding is None:
             return
-        elif staged.arena is None:
+        elif staged.arena is None or staged.flat is None:
             self._binding.write(self._schema.names, staged.values, stay=self._stable)
-        elif staged.arena.binding is self._binding and staged.flat is not None:
-            staged.arena.write(staged.flat)
+        else:
+            staged.arena.write(staged.flat, point=not staged.lies_there)
             staged.used_up, staged.payloads, staged.values = staged.payloads, [], staged.arena.values
-        else:  # the model was exchanged since this was staged
-            staged.values = self._binding.prepare(self._schema.names, staged.values)
-            self._binding.write(self._schema.names, staged.values, stay=self._stable)
 
     def named(self, staged: Staged) -> NamedWeights:
         """The weights of a version that is in force."""

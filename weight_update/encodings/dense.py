@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
-from weight_update.chunks import WeightSchema
+from weight_update.chunks import TensorMeta, WeightSchema
 from weight_update.encodings.base import Decoder, Encoder, Lend, WholeEncoding, register_encoding
+from weight_update.encodings.scan import SERIAL
 from weight_update.encodings.views import ViewCache
 from weight_update.errors import FormatError
 from weight_update.kernels import await_stream
 
 __all__ = ["DenseEncoding"]
+
+_RUN = 8  # tensors from which on one call for all pays
 
 
 @register_encoding
@@ -44,16 +47,71 @@ class _DenseEncoder(Encoder):
         self._schema = schema
         self._own = [i for i in schema.distinct if schema.tensors[i].nbytes]
         self._some = len(self._own) < len(schema.tensors)
-        self._cache = ViewCache(schema, self._own)
+        metas = [schema.tensors[i] for i in self._own]
+        runs = list(_runs(metas))
+        self._together = [run for run in runs if run[1] - run[0] > 1]
+        self._alone = [start for start, stop in runs if stop - start == 1]
+        # the views into a buffer: one for each run, then those of the others
+        order = [*self._together, *((start, start + 1) for start in self._alone)]
+        self._cache = ViewCache(WeightSchema(tuple(_joined(metas[a:b]) for a, b in order), schema.nbytes))
 
     def encode(self, tensors: Sequence[torch.Tensor], lend: Lend) -> list[torch.Tensor]:
         flat = lend(self._schema.nbytes)
         if self._own:
+            own = [tensors[i] for i in self._own] if self._some else list(tensors)
             views = self._cache.views(flat)
             with torch.inference_mode():  # for many small tensors quicker than without gradients
-                torch._foreach_copy_(views, [tensors[i] for i in self._own] if self._some else list(tensors))
+                for view, (start, stop) in zip(views, self._together, strict=False):
+                    _join_into(view, own[start:stop])
+                if self._alone:
+                    rest = [own[i] for i in self._alone] if self._together else own
+                    torch._foreach_copy_(views[len(self._together) :], rest)
             await_stream(flat)
         return [flat]
+
+
+def _runs(metas: Sequence[TensorMeta]) -> Iterator[tuple[int, int]]:
+    """Cut entries into runs, each from a position to before another, that ``torch.cat`` can copy.
+
+    That takes a third of the time that a copy of each takes. The tensors of a run follow each other without
+    gaps, of one dtype and equal but for the first dimension. It ends where torch would start threads for it.
+    """
+    start = nbytes = 0
+    for stop, last in enumerate(metas, 1):
+        nbytes += last.nbytes
+        joins = stop < len(metas) and _follows(last, metas[stop])
+        if joins and nbytes + metas[stop].nbytes < SERIAL * last.dtype.itemsize:
+            continue
+        if stop - start >= _RUN:
+            yield start, stop
+        else:
+            yield from ((one, one + 1) for one in range(start, stop))
+        start, nbytes = stop, 0
+
+
+def _follows(last: TensorMeta, one: TensorMeta) -> bool:
+    return (
+        last.offset + last.nbytes == one.offset
+        and last.dtype is one.dtype
+        and len(one.shape) == len(last.shape) > 0
+        and last.shape[1:] == one.shape[1:]
+    )
+
+
+def _joined(metas: Sequence[TensorMeta]) -> TensorMeta:
+    """One entry in the place of those of a run."""
+    shape = metas[0].shape
+    if len(metas) > 1:
+        shape = (sum(meta.shape[0] for meta in metas), *shape[1:])
+    return replace(metas[0], shape=shape)
+
+
+def _join_into(target: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+    try:
+        torch.cat(tensors, out=target)
+    except RuntimeError:  # on several devices, or to be converted in a way that copies do and this does not
+        parts = torch.split(target, [tensor.shape[0] for tensor in tensors])
+        torch._foreach_copy_(list(parts), tensors)
 
 
 class _DenseDecoder(Decoder):

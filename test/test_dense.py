@@ -1,0 +1,95 @@
+"""Many small tensors are copied together, and arrive bit for bit as if they were copied one by one."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from weight_update import DenseEncoding
+from weight_update.chunks import WeightSchema
+from weight_update.testing import random_bits
+
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.complex64,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+)
+
+
+def some(dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+    return [random_bits(shape, dtype, number) for number, shape in enumerate(shapes)]
+
+
+def shipped(tensors: Sequence[torch.Tensor], schema: WeightSchema) -> list[torch.Tensor]:
+    """What the other end reads."""
+    (payload,) = DenseEncoding().encoder(schema).encode(tensors, lambda n: torch.empty(n, dtype=torch.uint8))
+    return DenseEncoding.decoder(schema).decode([payload])
+
+
+def schema_of(tensors: Sequence[torch.Tensor]) -> WeightSchema:
+    return WeightSchema.of({str(number): tensor for number, tensor in enumerate(tensors)})
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(64,)] * 100,
+        [(64,)] * 7,
+        [(64,)] * 9 + [(3,)] * 9 + [()] * 9 + [(0,)] + [(64,)] * 9,
+        [(8, 8)] * 20 + [(16, 8)] * 20 + [(8, 16)] * 20 + [(2, 4, 8)] * 20,
+        [(64, 64)] * 40,
+        [(128, 512)] * 3 + [(64,)] * 10,
+        [(8, 8), (64,)] * 20,
+    ],
+    ids=["many", "few", "gaps", "shapes", "more than one call takes", "large and small", "in turns"],
+)
+def test_all_bits_arrive(dtype: torch.dtype, shapes: list[tuple[int, ...]]) -> None:
+    tensors = some(dtype, shapes)
+    assert list(map(bits, shipped(tensors, schema_of(tensors)))) == list(map(bits, tensors))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensor: torch.nn.Parameter(tensor),
+        lambda tensor: tensor.t(),
+        lambda tensor: tensor.repeat(2, 2)[::2, ::2],
+        lambda tensor: tensor[:1].expand(8, 8),
+        lambda tensor: tensor.to(torch.float64),
+        lambda tensor: tensor.to(torch.bfloat16),
+        lambda tensor: tensor.to(torch.float8_e4m3fn),
+        lambda tensor: (100 * tensor).to(torch.int32),
+    ],
+    ids=["parameter", "transposed", "strided", "expanded", "wider", "narrower", "float8", "integers"],
+)
+def test_sources_of_any_kind(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    sent = [change(torch.randn(8, 8)) for _ in range(30)]
+    schema = schema_of([torch.empty(8, 8) for _ in range(30)])
+    expected = [torch.empty(8, 8).copy_(tensor.detach()) for tensor in sent]
+    assert list(map(bits, shipped(sent, schema))) == list(map(bits, expected))
+
+
+def test_tied_tensors_travel_once() -> None:
+    tensors = some(torch.float32, [(64,)] * 40)
+    tensors[20] = tensors[3]
+    assert list(map(bits, shipped(tensors, schema_of(tensors)))) == list(map(bits, tensors))
+
+
+def test_a_buffer_that_comes_back() -> None:
+    tensors = some(torch.float32, [(64,)] * 40)
+    schema = schema_of(tensors)
+    encoder, buffer = DenseEncoding().encoder(schema), torch.empty(schema.nbytes, dtype=torch.uint8)
+    for _ in range(3):
+        (payload,) = encoder.encode(tensors, lambda nbytes: buffer)
+        assert list(map(bits, DenseEncoding.decoder(schema).decode([payload]))) == list(map(bits, tensors))
+        tensors = [tensor + 1 for tensor in tensors]
