@@ -19,6 +19,7 @@ from weight_update.transports.base import TransportBackend
 __all__ = ["Delivery"]
 
 _log = logging.getLogger(__name__)
+_LAST_WORD_SECONDS = 1.0
 _WRITERS = 256  # threads that may wait for workers of other hosts at once
 
 
@@ -81,7 +82,7 @@ class Delivery:
             for chunk in chunks:
                 peer.link.send_chunk(chunk, self.timeout)
         except (TransportError, TimeoutError, NotEnoughMemoryError) as error:
-            self.lose(peer, error)
+            self._lose_unless_it_left(peer, error)
             return False
         return True
 
@@ -102,7 +103,7 @@ class Delivery:
             try:
                 self.say(peer, chunk)
             except (TransportError, TimeoutError) as error:
-                self.lose(peer, error)
+                self._lose_unless_it_left(peer, error)
 
     def lose(self, peer: Peer, error: Exception) -> None:
         """Stop counting on a worker, and cut it off unless its link failed by itself."""
@@ -113,6 +114,13 @@ class Delivery:
             self._moved.notify_all()
         if not isinstance(error, TransportError):
             peer.link.disconnect()
+
+    def _lose_unless_it_left(self, peer: Peer, error: Exception) -> None:
+        """A worker that left before it was sent something has said so, and that will be read in a moment."""
+        if isinstance(error, LinkClosedError) and threading.current_thread() is not peer.thread:
+            with self._moved:
+                self._moved.wait_for(lambda: not peer.joined, _LAST_WORD_SECONDS)
+        self.lose(peer, error)
 
     def close(self) -> None:
         """Begin nothing more; does not wait for what is being sent."""

@@ -47,6 +47,7 @@ class Peer:
         reached: the newest version it ever applied; not forgotten when it leaves.
         failures: why it did not apply a version, for the last few.
         guest: whether it came beyond the first number of workers; nobody waits for it when it has gone.
+        left: whether it said goodbye.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Peer:
         guest: bool = False,
     ) -> None:
         self.idx, self.link, self.schema, self.tracked = idx, link, schema, tracked
-        self.guest = guest
+        self.guest, self.left = guest, False
         self.lane: Lane | None = None
         self.joined = False
         self.pid = 0
@@ -78,6 +79,11 @@ class Peer:
         self.stall_seconds = 0.0
         self.sending = threading.Lock()
         self.thread: threading.Thread | None = None
+
+    @property
+    def missed(self) -> bool:
+        """Whether it is an error that it does not have an update; guests may leave whenever they like."""
+        return self.joined or not (self.guest and self.left)
 
     def trouble(self) -> Exception | None:
         """What keeps it from having the weights: its own error, else how it was lost."""

@@ -142,7 +142,8 @@ class Roll:
                 if time.monotonic() >= deadline:
                     break
                 self.moved.wait(deadline - time.monotonic())
-            return {peer.idx: _reason(peer, version, timeout) for peer in peers if not good(peer)}
+            bad = [peer for peer in peers if not good(peer) and peer.missed]
+            return {peer.idx: _reason(peer, version, timeout) for peer in bad}
 
     def failures(self, version: int, workers: Iterable[int]) -> dict[int, Exception]:
         """The errors known by now of workers that will not apply ``version``; does not wait."""
@@ -152,7 +153,7 @@ class Roll:
                 peer = self[idx]
                 if version in peer.failures:
                     found[idx] = peer.failures[version]
-                elif not peer.joined and peer.reached < version:
+                elif not peer.joined and peer.reached < version and peer.missed:
                     found[idx] = peer.lost or LinkClosedError("it is not connected")
             return found
 

@@ -209,7 +209,7 @@ class Sender:
         with peer.sending:  # an update that is just being sent goes to the old link, or not at all
             peer.link.send_chunk(WeightChunk(Kind.WELCOME, {**welcome, **lane.welcome()}), self.timeout)
             with self.roll.moved:
-                peer.joined, peer.lost, peer.pid = True, None, header["pid"]
+                peer.joined, peer.left, peer.lost, peer.pid = True, False, None, header["pid"]
                 peer.failures.clear()  # it is another process, or has begun anew
         self._delivery.bring_up(peer)
 
@@ -494,6 +494,7 @@ class Sender:
                     peer.hold("inflight", None)
             self._delivery.bring_up(peer)
         elif chunk.kind is Kind.GOODBYE:
+            peer.left = True
             self._delivery.lose(peer, LinkClosedError("it left"))
         else:
             raise FormatError(f"unexpected {chunk.kind.name} frame")

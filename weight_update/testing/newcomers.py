@@ -63,16 +63,25 @@ class NewcomerContract(SchemeCase):
         crew = assemble(source)
         join(crew, 2)
         crew.workers.pop().call("shutdown")
-        gone(crew, 2)
         scramble(source, 2)
         crew.scheme.send()
         assert_equal(crew, source)
+        gone(crew, 2)
         assert crew.scheme.worker_versions == {0: 1, 1: 1}
         if self.returns:
             join(crew, 2)
             scramble(source, 3)
             crew.scheme.send()
             assert_equal(crew, source)
+
+    def test_it_leaves_while_an_update_waits_for_it(self, assemble: Assemble) -> None:
+        """That is no error: the update is for those who are here."""
+        crew = assemble(mlp(1))
+        join(crew, 2).call("hold")
+        handle = crew.scheme.send_async(mlp(2))
+        crew.workers.pop().call("shutdown")
+        assert 2 not in handle.wait(20.0).apply_seconds
+        assert_equal(crew, mlp(2))
 
     def test_it_must_fit(self, assemble: Assemble) -> None:
         """A newcomer with another model is refused; nobody else is disturbed."""

@@ -129,8 +129,9 @@ class DistributedTransport(TransportBackend):
                 line.knock(chunk, self._host)
             else:
                 line.send(chunk, timeout)
-        except (LinkClosedError, TimeoutError):
-            self._drop(line)
+        except (LinkClosedError, TimeoutError) as error:
+            if not isinstance(line, LocalLine) or isinstance(error, TimeoutError):
+                self._drop(line)  # else there may be a last word to be read
             raise
 
     def recv_chunk(

@@ -307,7 +307,7 @@ class WorkerLine(Line):
         message = self._take(deadline)
         if message is None:
             return False
-        kind, _, _ = _FRONT.unpack(message)
+        kind, _, _ = _FRONT.unpack(message[: _FRONT.size])
         with self._closing:
             if self._ear is None:
                 raise LinkClosedError("this end was closed")

@@ -78,8 +78,9 @@ class SharedMemTransport(TransportBackend):
         stream = self._stream or self._connect(deadline)
         try:
             stream.send(chunk, deadline)
-        except (LinkClosedError, TimeoutError):
-            self._drop(stream)
+        except (LinkClosedError, TimeoutError) as error:
+            if self._address is not None or isinstance(error, TimeoutError):
+                self._drop(stream)  # else there may be a last word to be read
             raise
 
     def recv_chunk(
