@@ -79,6 +79,13 @@ def test_sources_of_any_kind(change: Callable[[torch.Tensor], torch.Tensor]) -> 
     assert list(map(bits, shipped(sent, schema))) == list(map(bits, expected))
 
 
+def test_what_cannot_be_joined_is_copied() -> None:
+    sent = [torch.randn(64) for _ in range(20)]
+    sent[7] = torch.arange(64)
+    schema = schema_of([torch.empty(64) for _ in range(20)])
+    assert list(map(bits, shipped(sent, schema))) == [bits(tensor.float()) for tensor in sent]
+
+
 def test_tied_tensors_travel_once() -> None:
     tensors = some(torch.float32, [(64,)] * 40)
     tensors[20] = tensors[3]

@@ -4,7 +4,7 @@ import multiprocessing
 import socket
 import uuid
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 
 import pytest
 
@@ -51,6 +51,16 @@ def test_nobody_listens(name: str, ear: Ear) -> None:
     ear.close()
     with pytest.raises(JoinRefusedError, match="different host="):
         call(name, "token")
+
+
+def test_there_is_no_room(name: str, ear: Ear) -> None:
+    with ExitStack() as strangers:
+        for _ in range(100):
+            stranger = strangers.enter_context(closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)))
+            stranger.setblocking(False)
+            with suppress(BlockingIOError):
+                stranger.connect(f"\0weight_update-{name}")
+        assert call(name, "token") is None
 
 
 def test_a_child_forked_meanwhile_keeps_no_end_open(name: str, ear: Ear) -> None:

@@ -37,6 +37,24 @@ class Flat(nn.Module):
         yield prefix, self
 
 
+class ByPosition(nn.Module):
+    """Takes the arguments of ``named_modules`` in order, as torch gives them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(1, 1)
+
+    def named_modules(self, memo: Any, prefix: str, duplicates: bool) -> Iterator[tuple[str, nn.Module]]:
+        yield prefix, self
+        yield f"{prefix}.other" if prefix else "other", self.inner
+
+
+def patched() -> nn.Module:
+    module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    module.named_parameters = nn.Linear(3, 3).named_parameters
+    return module
+
+
 def awkward() -> dict[str, nn.Module]:
     shared, linear = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
     twice = nn.Sequential(shared, nn.Sequential(shared, linear), nn.BatchNorm1d(2))
@@ -51,6 +69,8 @@ def awkward() -> dict[str, nn.Module]:
         "with a tensordict": nn.ModuleDict({"one": params, "two": nn.Linear(1, 1)}),
         "renamed": Renamed(),
         "renamed below": nn.Sequential(Renamed()),
+        "by position": nn.Sequential(ByPosition()),
+        "patched": patched(),
         "flat": Flat(),
         "flat below": nn.Sequential(nn.Linear(1, 1), Flat()),
     }

@@ -1,22 +1,34 @@
 """The transports keep their contract, and what is special about each."""
 
+import contextlib
 import multiprocessing
+from collections.abc import Iterator
 from typing import NoReturn
 
 import pytest
 
+from weight_update.chunks import Kind, WeightChunk
 from weight_update.errors import JoinRefusedError
 from weight_update.testing import TransportContract, greet
-from weight_update.testing.transports import Ends
+from weight_update.testing.transports import (
+    Ends,
+    assert_same,
+    exchange,
+    hello,
+    in_background,
+    must_receive,
+    update_of,
+)
 from weight_update.transports import (
     DistributedTransport,
     MemoryTransport,
     MPTransport,
     RPCTransport,
     SharedMemTransport,
+    distributed,
 )
 from weight_update.transports.distributed import DistributedListener
-from weight_update.transports.mailbox import find_store, open_store
+from weight_update.transports.mailbox import Mailbox, find_store, open_store
 from weight_update.transports.shared_mem import SharedMemListener
 
 
@@ -49,18 +61,19 @@ class TestDistributedTransport(TransportContract):
 
     hosts = ("here", "here")
     sender_class = DistributedTransport
+    token = "token"
 
     def make_ends(self) -> Ends:
         store = open_store("127.0.0.1")
-        sender = self.sender_class(token="token", address="127.0.0.1", host=self.hosts[0])
-        self.listener = DistributedListener(store, "token", {0: sender}, nobody_else)
+        sender = self.sender_class(token=self.token, address="127.0.0.1", host=self.hosts[0])
+        self.listener = DistributedListener(store, self.token, {0: sender}, nobody_else)
         self.listener.start()
         receiver = DistributedTransport(
             lambda timeout: find_store("127.0.0.1", store.port, timeout),
-            token="token",
+            token=self.token,
             host=self.hosts[1],
         )
-        greet(sender, receiver)
+        greet(sender, receiver, self.token)
         return sender, receiver
 
     def teardown_method(self) -> None:
@@ -82,3 +95,55 @@ class TestRPCTransport(TestDistributedTransport):
     """Without an object to call; ``test_rpc`` has those."""
 
     sender_class = RPCTransport
+
+
+@contextlib.contextmanager
+def opened(case: TransportContract) -> Iterator[Ends]:
+    sender, receiver = case.make_ends()
+    yield sender, receiver
+    receiver.close()
+    sender.close()
+    case.teardown_method()
+
+
+@pytest.mark.parametrize("case", [TestSharedMemTransport(), TestDistributedTransport()])
+def test_a_long_hello_meets_a_long_answer(case: TransportContract) -> None:
+    """Each is longer than a socket holds; who says it once more must not wait for who answers."""
+    long = "x" * (2 << 20)
+    mine = hello(schema={"x": long})
+    answer = WeightChunk(Kind.REFUSED, {"reason": long, "problems": []})
+    with opened(case) as (sender, receiver):
+        asking = in_background(receiver.send_chunk, mine, 10.0)
+        assert must_receive(sender).header == mine.header
+        asking.join()
+        answering = in_background(sender.send_chunk, answer, 10.0)
+        receiver.send_chunk(mine, 1.0)
+        assert must_receive(receiver).header == answer.header
+        answering.join()
+
+
+def test_the_token_does_not_cross_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = TestDistributedTransportAcrossHosts()
+    case.token = "confidential"
+    sent: list[bytes] = []
+    put = Mailbox.put
+
+    def overheard(self: Mailbox, message: bytes, *, last: bool = False) -> None:
+        sent.append(message)
+        put(self, message, last=last)
+
+    monkeypatch.setattr(Mailbox, "put", overheard)
+    with opened(case) as (sender, receiver):
+        again = hello("confidential", version=7)
+        receiver.send_chunk(again, 10.0)
+        assert must_receive(sender).header == again.header
+    assert any(b'"version": 7' in message or b'"version":7' in message for message in sent)
+    assert not any(b"confidential" in message for message in sent)
+
+
+def test_a_worker_that_is_not_heard_for_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They fill the place where it listens: frames then go through the store."""
+    monkeypatch.setattr(distributed, "call", lambda name, token: None)
+    with opened(TestDistributedTransport()) as (sender, receiver):
+        sent = update_of(sender, 1 << 20)
+        assert_same(exchange(sender, receiver, sent), sent)

@@ -349,6 +349,7 @@ class Destination:
         ready = binding.prepare(schema.names, staged.values)
         if not same or not all(map(operator.is_, ready, staged.values)):
             staged.arena, staged.values = None, ready
+            self._home = binding, None  # from now on converted before anybody has to wait
 
     def switch(self, staged: Staged) -> None:
         """Second half: it is in force from now on."""

@@ -248,7 +248,7 @@ def from_module(module: nn.Module) -> NamedWeights:
     parts = named_parts(module)
     tensors: dict[str, torch.Tensor] = {}
     for method, members in (("named_parameters", "_parameters"), ("named_buffers", "_buffers")):
-        if getattr(type(module), method) is getattr(nn.Module, method):
+        if _as_in_torch(module, method) and _as_in_torch(module, "_named_members"):
             for prefix, part in parts:
                 for name, value in getattr(part, members).items():
                     if value is not None:
@@ -271,11 +271,16 @@ def _with_extra(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, n
 
 def named_parts(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
     """A module and all below it, as often as they have names, which end with a dot."""
-    if type(module).named_modules is not nn.Module.named_modules:
-        named = module.named_modules(remove_duplicate=False)
-        return [(f"{prefix}{name}." if name else prefix, part) for name, part in named]
+    if not _as_in_torch(module, "named_modules"):
+        named = module.named_modules(set(), prefix.removesuffix("."), False)  # as torch calls it
+        return [(f"{name}." if name else "", part) for name, part in named]
     parts = [(prefix, module)]
     for name, part in module._modules.items():
         if part is not None:
             parts += named_parts(part, f"{prefix}{name}.")
     return parts
+
+
+def _as_in_torch(module: nn.Module, method: str) -> bool:
+    """Whether neither a class nor the module itself brings another method of that name."""
+    return getattr(type(module), method) is getattr(nn.Module, method) and method not in vars(module)

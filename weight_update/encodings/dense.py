@@ -53,28 +53,42 @@ class _DenseEncoder(Encoder):
         self._alone = [start for start, stop in runs if stop - start == 1]
         # the views into a buffer: one for each run, then those of the others
         order = [*self._together, *((start, start + 1) for start in self._alone)]
-        self._cache = ViewCache(WeightSchema(tuple(_joined(metas[a:b]) for a, b in order), schema.nbytes))
+        self._joined = ViewCache(WeightSchema(tuple(_joined(metas[a:b]) for a, b in order), schema.nbytes))
+        self._single = ViewCache(WeightSchema(tuple(metas), schema.nbytes))
 
     def encode(self, tensors: Sequence[torch.Tensor], lend: Lend) -> list[torch.Tensor]:
         flat = lend(self._schema.nbytes)
         if self._own:
             own = [tensors[i] for i in self._own] if self._some else list(tensors)
-            views = self._cache.views(flat)
             with torch.inference_mode():  # for many small tensors quicker than without gradients
-                for view, (start, stop) in zip(views, self._together, strict=False):
-                    _join_into(view, own[start:stop])
-                if self._alone:
-                    rest = [own[i] for i in self._alone] if self._together else own
-                    torch._foreach_copy_(views[len(self._together) :], rest)
+                if not self._join(flat, own):
+                    torch._foreach_copy_(self._single.views(flat), own)
             await_stream(flat)
         return [flat]
+
+    def _join(self, flat: torch.Tensor, own: list[torch.Tensor]) -> bool:
+        """Copy all, each run by one call; whether that was possible, and quicker than one by one."""
+        if not self._together:
+            return False
+        views = self._joined.views(flat)
+        for view, (start, stop) in zip(views, self._together, strict=False):
+            if own[start].dtype is not view.dtype:
+                return False
+            try:
+                torch.cat(own[start:stop], out=view)
+            except (RuntimeError, TypeError):  # on several devices, or of types that only copies convert
+                return False
+        if self._alone:
+            torch._foreach_copy_(views[len(self._together) :], [own[i] for i in self._alone])
+        return True
 
 
 def _runs(metas: Sequence[TensorMeta]) -> Iterator[tuple[int, int]]:
     """Cut entries into runs, each from a position to before another, that ``torch.cat`` can copy.
 
-    That takes a third of the time that a copy of each takes. The tensors of a run follow each other without
-    gaps, of one dtype and equal but for the first dimension. It ends where torch would start threads for it.
+    That takes a third of the time that a copy of each takes, unless it has to convert. The tensors of a run
+    follow each other without gaps, of one dtype and equal but for the first dimension. It ends where torch
+    would start threads for it.
     """
     start = nbytes = 0
     for stop, last in enumerate(metas, 1):
@@ -104,14 +118,6 @@ def _joined(metas: Sequence[TensorMeta]) -> TensorMeta:
     if len(metas) > 1:
         shape = (sum(meta.shape[0] for meta in metas), *shape[1:])
     return replace(metas[0], shape=shape)
-
-
-def _join_into(target: torch.Tensor, tensors: list[torch.Tensor]) -> None:
-    try:
-        torch.cat(tensors, out=target)
-    except RuntimeError:  # on several devices, or to be converted in a way that copies do and this does not
-        parts = torch.split(target, [tensor.shape[0] for tensor in tensors])
-        torch._foreach_copy_(list(parts), tensors)
 
 
 class _DenseDecoder(Decoder):

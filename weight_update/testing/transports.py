@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -200,14 +201,17 @@ class TransportContract:
         assert fingerprint(destination) == fingerprint(source)
 
 
-def greet(sender: TransportBackend, receiver: TransportBackend) -> None:
+def hello(token: str = "token", **header: Any) -> WeightChunk:
+    """What worker 0 says first."""
+    who = {"token": token, "worker": 0, "pid": os.getpid()}
+    return WeightChunk(Kind.HELLO, {**who, "version": None, "schema": None, "error": None, **header})
+
+
+def greet(sender: TransportBackend, receiver: TransportBackend, token: str = "token") -> None:
     """Begin as a scheme does: the receiver says hello, and the sender answers."""
-    who = {"token": "token", "worker": 0, "pid": os.getpid()}
     receiver.restart(LONG)
-    receiver.send_chunk(
-        WeightChunk(Kind.HELLO, {**who, "version": None, "schema": None, "error": None}), LONG
-    )
-    assert must_receive(sender).kind is Kind.HELLO
+    receiver.send_chunk(hello(token), LONG)
+    assert must_receive(sender).header == hello(token).header
     assert exchange(sender, receiver, number(0)).header == {"version": 0}
 
 

@@ -1,4 +1,4 @@
-"""Links through torch.distributed: a TCPStore carries signals, a process group of two the payloads."""
+"""Links through torch.distributed: workers come to a TCPStore; what happens then depends on their host."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from weight_update.transports.line import (
     read_knock,
 )
 from weight_update.transports.mailbox import Mailbox, UnsignedError
+from weight_update.transports.meeting import call
 from weight_update.transports.pair import address_towards
 from weight_update.transports.route import Route
 from weight_update.transports.slots import SharedBuffer, SlotTable, open_slot
@@ -42,17 +43,17 @@ _REMEMBERED = 10_000
 
 
 def this_host() -> str:
-    """Equal in two processes exactly when they are on one network and can share memory by ``/proc``."""
+    """Equal in two processes exactly when they see each other's Unix sockets and processes."""
     spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")]
-    return "/".join([_text("/proc/sys/kernel/random/boot_id"), *spaces, str(os.getuid())])
+    return "/".join([_text("/proc/sys/kernel/random/boot_id"), *spaces, str(os.geteuid())])
 
 
 class DistributedTransport(TransportBackend):
     """One end of a link through torch.distributed.
 
-    Frames go through queues of the store, signed with the token. A worker on the sender's host maps the
-    sender's slot. To other hosts a payload is sent once, through a process group of two with one worker
-    there; the others map what that one keeps.
+    A worker comes to the store. On the sender's host the two go on over a Unix socket, by which slots are
+    handed over. To other hosts frames go through queues of the store, signed with the token, and a payload is
+    sent once, through a process group of two with one worker there; the others map what that one keeps.
 
     Args:
         find_store: gives a client of the store within so many seconds; called when the link is first used.
@@ -175,8 +176,9 @@ class DistributedTransport(TransportBackend):
             ended.close()
 
     def _line_to(self, store: Store, link: str, host: str, pid: int) -> LocalLine | RemoteLine:
-        if host == self._host:
-            return LocalLine(store, link, self._token)
+        stream = call(link, self._token) if host == self._host else None
+        if stream is not None:
+            return LocalLine(stream, store, link, self._token)
         self._near = False
         return RemoteLine(store, link, self._token, pid, host, self._address or store.host, self._backend)
 
@@ -199,7 +201,7 @@ class DistributedTransport(TransportBackend):
             self._store.close()
 
     def _map(self, pid: int, fd: int, key: str, nbytes: int) -> torch.Tensor:
-        """The sender's slot."""
+        """What the keeper of this host keeps of the sender's slot."""
         return self._slots.payload(key, nbytes, lambda: open_slot(pid, fd, key, self._directory))
 
     def _drop(self, line: Line | LocalLine | None = None) -> None:

@@ -1,4 +1,4 @@
-"""One connection between a sender and a worker: frames go through queues of the store."""
+"""One connection between a sender and a worker, of one host or of two."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import json
 import logging
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -18,12 +19,12 @@ from weight_update.transports.base import Allocate
 from weight_update.transports.c10d import Store
 from weight_update.transports.carrier import Carrier
 from weight_update.transports.mailbox import Mailbox, UnsignedError
-from weight_update.transports.meeting import Ear, call
+from weight_update.transports.meeting import Ear
 from weight_update.transports.mirror import Keeper
 from weight_update.transports.route import Route
 from weight_update.transports.slot_stream import SlotStream
 from weight_update.transports.slots import SlotTable
-from weight_update.transports.stream import deadline_of, seconds_left
+from weight_update.transports.stream import Stream, deadline_of, seconds_left
 
 __all__ = ["DOOR", "INLINE", "Line", "LocalLine", "MapSlot", "RemoteLine", "WorkerLine", "read_knock"]
 
@@ -47,6 +48,8 @@ MapSlot = Callable[[int, int, str, int], torch.Tensor]
 
 class Line:
     """One connection of a link: from a worker's knock until either end drops it.
+
+    Frames go through queues of the store.
 
     Args:
         store: client of the store.
@@ -77,6 +80,8 @@ class Line:
         """See :meth:`TransportBackend.send_chunk`."""
         if self.inbox.ended:
             raise LinkClosedError("the other end has ended this connection")
+        if chunk.kind is Kind.HELLO:
+            chunk = _with_token(chunk, "")  # the signature shows that this end knows it
         where = self.place(chunk, timeout) if chunk.payload_bytes else b""
         head = chunk.encode_head(checksum=not where)
         inline = bytes(byte_view(chunk.payload)) if chunk.payload is not None and not where else b""
@@ -89,7 +94,7 @@ class Line:
             message = self._take(deadline)
             if message is None:
                 return None
-            kind, size, where_size = _FRONT.unpack(message[: _FRONT.size])
+            kind, size, where_size = _front_of(message)
             if kind == _CUT:
                 raise LinkClosedError("the other end has ended this connection")
             if kind == _FRAME:
@@ -107,7 +112,8 @@ class Line:
                 raise FormatError(f"{len(inline)} bytes came with a frame of {prelude.payload_bytes}")
             payload = (allocate or _fresh)(prelude.payload_bytes)
             byte_view(payload)[:] = inline
-        return prelude.assemble(head[PRELUDE_BYTES:], payload)
+        chunk = prelude.assemble(head[PRELUDE_BYTES:], payload)
+        return _with_token(chunk, self.token) if chunk.kind is Kind.HELLO else chunk
 
     def on_pair(self, backend: str) -> None:
         """The other end wants a pair for payloads."""
@@ -146,22 +152,22 @@ class Line:
 class LocalLine:
     """The sender's end to a worker on its own host: a Unix socket, by which slots are handed over.
 
-    The store has told of the worker, and tells it that it was called; nothing else goes through it.
-
     Args:
-        store: see :class:`Line`.
+        stream: the connection.
+        store: tells the worker that it was called.
         name: see :class:`Line`.
         token: see :class:`Line`.
-
-    Raises:
-        JoinRefusedError: the worker does not listen where a process of this host would.
     """
 
     local = True
 
-    def __init__(self, store: Store, name: str, token: str) -> None:
-        self._stream = SlotStream(call(name, token), SlotTable())
-        Mailbox(store, f"{name}/down", token).put(_FRONT.pack(_MEET, 0, 0), last=True)
+    def __init__(self, stream: Stream, store: Store, name: str, token: str) -> None:
+        self._stream = SlotStream(stream, SlotTable())
+        try:
+            Mailbox(store, f"{name}/down", token).put(_FRONT.pack(_MEET, 0, 0), last=True)
+        except BaseException:
+            stream.close()
+            raise
 
     def send(self, chunk: WeightChunk, timeout: float | None) -> None:
         """See :meth:`TransportBackend.send_chunk`."""
@@ -265,10 +271,12 @@ class WorkerLine(Line):
         self._ear: Ear | None = Ear(name, token)
         self._stream: SlotStream | None = None
         self._answered = False
+        self._asked: Mapping[str, Any] | None = None  # the HELLO of the knock, while it has no answer
 
     def knock(self, hello: WeightChunk, host: str) -> None:
-        """Ask to be let in. The signature shows that this end knows the token, which does not go along."""
-        hello = replace(hello, header={**hello.header, "token": ""})
+        """Ask to be let in."""
+        self._asked = hello.header
+        hello = _with_token(hello, "")
         info = json.dumps({"link": self.name, "host": host}).encode()
         message = struct.pack("<I", len(info)) + info + hello.encode()
         door = Mailbox(self.store, DOOR, self.token, ordered=False)
@@ -276,16 +284,19 @@ class WorkerLine(Line):
         door.flush()
 
     def send(self, chunk: WeightChunk, timeout: float | None) -> None:
-        """See :meth:`Line.send`; a further HELLO waits until the knock is answered.
+        """See :meth:`Line.send`; a HELLO other than that of the knock waits until the knock is answered.
 
         Raises:
             SyncTimeoutError: it is not in time.
         """
         deadline = deadline_of(timeout)
-        if not self._answered and chunk.kind is not Kind.HELLO:
-            raise LinkClosedError("the sender has not answered yet")
+        if not self._answered:
+            if chunk.kind is Kind.HELLO and chunk.header == self._asked:
+                return
+            if chunk.kind is not Kind.HELLO or chunk.header["error"] is not None:
+                raise LinkClosedError("the sender has not answered yet")
         if not self._hear_answer(deadline):
-            raise SyncTimeoutError("the sender has not answered")
+            raise SyncTimeoutError("the sender did not answer in time; has it called connect()?")
         if self._stream is None:
             super().send(chunk, seconds_left(deadline))
         else:
@@ -307,15 +318,15 @@ class WorkerLine(Line):
         message = self._take(deadline)
         if message is None:
             return False
-        kind, _, _ = _FRONT.unpack(message[: _FRONT.size])
+        kind, _, _ = _front_of(message)
         with self._closing:
             if self._ear is None:
                 raise LinkClosedError("this end was closed")
             if kind == _MEET:
-                self._stream = SlotStream(self._ear.answer(), self._slots)
+                self._stream = SlotStream(self._ear.answer(), self._slots, self._asked)
             elif kind != _STAY:
                 raise FormatError(f"a knock is not answered with {kind}")
-            self._answered = True
+            self._answered, self._asked = True, None
             self._deafen()
         return True
 
@@ -342,6 +353,17 @@ class WorkerLine(Line):
         if self._ear is not None:
             self._ear.close()
         self._ear = None
+
+
+def _front_of(message: bytes) -> tuple[int, int, int]:
+    if len(message) < _FRONT.size:
+        raise FormatError(f"a message of {len(message)} bytes")
+    kind, size, where = _FRONT.unpack(message[: _FRONT.size])
+    return kind, size, where
+
+
+def _with_token(hello: WeightChunk, token: str) -> WeightChunk:
+    return replace(hello, header={**hello.header, "token": token})
 
 
 def read_knock(message: bytes) -> tuple[str, str, WeightChunk]:

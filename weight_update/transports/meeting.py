@@ -57,23 +57,28 @@ class Ear:
         self._sock.close()
 
 
-def call(name: str, token: str) -> Stream:
+def call(name: str, token: str) -> Stream | None:
     """Connect to the :class:`Ear` of that name; does not wait for it to answer.
 
+    Returns:
+        the connection; None if so many others called that there is no room.
+
     Raises:
-        JoinRefusedError: there is none of this user in this network namespace.
+        JoinRefusedError: there is no such ear of this user in this network namespace.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     close_in_children(sock)
     sock.setblocking(False)
     try:
         sock.connect(_address(name))
-        user = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[
-            1
-        ]
-        if user != os.getuid():
+        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _, user, _ = _CREDENTIALS.unpack(raw)
+        if user != os.geteuid():
             raise PermissionError(f"user {user} listens there")
         sock.send(_proof(name, token))
+    except BlockingIOError:
+        sock.close()
+        return None
     except OSError as error:
         sock.close()
         raise JoinRefusedError(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
 
-from weight_update.chunks import WeightChunk
+from weight_update.chunks import Kind, WeightChunk
 from weight_update.errors import UnreachableMemoryError
 from weight_update.transports.slot_records import SlotRecord, slot_record
 from weight_update.transports.slots import SLOTS_REMEMBERED, SlotTable, slot_of
@@ -20,21 +22,30 @@ class SlotStream:
     A frame with a payload is followed by 33 bytes, the slot's key and a flag, instead of the payload;
     the first time a slot is named its file descriptor travels along, and if it is on a GPU its handle.
 
+    A HELLO that waits for its answer is not sent again: the answer may be on its way, and longer than what
+    fits into a socket, so that both ends would wait for the other to read.
+
     Args:
         stream: connected Unix sockets.
         slots: those that were opened here, on earlier connections too.
+        asked: header of a HELLO that was sent in another way.
 
     Attributes:
         lends: whether a slot came that ends with the sender's process.
     """
 
-    def __init__(self, stream: Stream, slots: SlotTable) -> None:
+    def __init__(self, stream: Stream, slots: SlotTable, asked: Mapping[str, Any] | None = None) -> None:
         self.lends = False
+        self._asked = asked
         self._stream, self._slots = stream, slots
         self._handed_over: OrderedDict[str, None] = OrderedDict()
 
     def send(self, chunk: WeightChunk, deadline: float | None) -> None:
         """Send a frame; raises as :meth:`Stream.send`, and the connection is then of no more use."""
+        if chunk.kind is Kind.HELLO:
+            if chunk.header == self._asked:
+                return
+            self._asked = chunk.header if chunk.header["error"] is None else None  # an error needs no answer
         head = chunk.encode_head(checksum=False)
         if chunk.payload is None or chunk.payload_bytes == 0:
             self._stream.send(head, deadline)
@@ -63,6 +74,7 @@ class SlotStream:
         if not self._stream.wait_readable(timeout):
             return None
         prelude, header = self._stream.recv_head()
+        self._asked = None
         payload = None
         if prelude.payload_bytes:
             slot = SlotRecord.receive(self._stream)
