@@ -2,13 +2,14 @@
 
 import contextlib
 import multiprocessing
+import time
 from collections.abc import Iterator
 from typing import NoReturn
 
 import pytest
 
 from weight_update.chunks import Kind, WeightChunk
-from weight_update.errors import JoinRefusedError
+from weight_update.errors import JoinRefusedError, LinkClosedError
 from weight_update.testing import TransportContract, greet
 from weight_update.testing.transports import (
     Ends,
@@ -17,6 +18,7 @@ from weight_update.testing.transports import (
     hello,
     in_background,
     must_receive,
+    number,
     update_of,
 )
 from weight_update.transports import (
@@ -41,6 +43,26 @@ class TestMPTransport(TransportContract):
     def make_ends(self) -> Ends:
         queues = multiprocessing.Queue(), multiprocessing.Queue()
         return MPTransport(*queues), MPTransport(*queues, end="receiver")
+
+    def test_a_last_word_can_be_read(self) -> None:
+        """In one process both ends have the same queues, which end with the first."""
+        queues = multiprocessing.Queue(), multiprocessing.Queue()
+        sender = MPTransport(*queues)
+        child = multiprocessing.get_context("fork").Process(target=speak_and_end, args=queues)
+        child.start()
+        sender.watch(child.pid)
+        child.join()
+        with pytest.raises(LinkClosedError):
+            sender.send_chunk(number(1))
+        assert must_receive(sender).header == {"version": 7}
+        with pytest.raises(LinkClosedError):
+            sender.recv_chunk(10.0)
+        sender.close()
+
+
+def speak_and_end(*queues: multiprocessing.Queue) -> None:
+    MPTransport(*queues, end="receiver").send_chunk(number(7))
+    time.sleep(0.3)  # a queue writes in a thread of its own
 
 
 class TestSharedMemTransport(TransportContract):

@@ -117,7 +117,9 @@ class Delivery:
 
     def _lose_unless_it_left(self, peer: Peer, error: Exception) -> None:
         """A worker that left before it was sent something has said so, and that will be read in a moment."""
-        if isinstance(error, LinkClosedError) and threading.current_thread() is not peer.thread:
+        if isinstance(error, LinkClosedError):
+            if threading.current_thread() is peer.thread:
+                return  # it reads on, and finds the end
             with self._moved:
                 self._moved.wait_for(lambda: not peer.joined, _LAST_WORD_SECONDS)
         self.lose(peer, error)

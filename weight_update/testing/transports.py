@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -131,6 +132,18 @@ class TransportContract:
         assert got[0] - sent_at < 1.0
 
     # -- the end -------------------------------------------------------------------------------------
+
+    def test_a_last_word_can_be_read(self, ends: Ends) -> None:
+        """Also after something could not be sent any more."""
+        sender, receiver = ends
+        receiver.send_chunk(number(7), LONG)
+        receiver.close()
+        with contextlib.suppress(LinkClosedError):  # links through a queue learn of the end when they read
+            for _ in range(3):
+                sender.send_chunk(number(1), LONG)
+        assert must_receive(sender).header == {"version": 7}
+        with pytest.raises(LinkClosedError):
+            drain(sender)
 
     @pytest.mark.parametrize("closing", [0, 1], ids=["sender", "receiver"])
     def test_both_ends_learn_of_close(self, ends: Ends, closing: int) -> None:

@@ -83,7 +83,8 @@ class TransportBackend(ABC):
             timeout: seconds; None waits as long as the other end lives.
 
         Raises:
-            LinkClosedError: the other end is gone.
+            LinkClosedError: the other end is gone. ``recv_chunk`` of a sender's end still gives what that had
+                said, and then raises too.
             SyncTimeoutError: ``timeout`` ran out; the link is not usable afterwards.
         """
 

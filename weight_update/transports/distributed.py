@@ -131,7 +131,7 @@ class DistributedTransport(TransportBackend):
             else:
                 line.send(chunk, timeout)
         except (LinkClosedError, TimeoutError) as error:
-            if not isinstance(line, LocalLine) or isinstance(error, TimeoutError):
+            if self._find_store is not None or isinstance(error, TimeoutError):
                 self._drop(line)  # else there may be a last word to be read
             raise
 

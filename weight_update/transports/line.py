@@ -247,6 +247,7 @@ class RemoteLine(Line):
         self.carrier.close()
 
     def _gone(self) -> None:
+        self.inbox.await_last(_LAST_WORDS)
         self.lose(LinkClosedError("the other end is gone"))
 
 
@@ -339,7 +340,8 @@ class WorkerLine(Line):
                 )
 
     def _gone(self) -> None:
-        self.inbox.end_soon(_LAST_WORDS)
+        self.inbox.await_last(_LAST_WORDS)
+        self.inbox.end()
 
     def release(self) -> None:
         """See :meth:`Line.release`."""

@@ -234,11 +234,10 @@ class Mailbox:
         """The other end is gone: whoever takes gets what came before, then ``error``."""
         self._arrived.put(error or LinkClosedError("the other end is gone"))
 
-    def end_soon(self, seconds: float) -> None:
-        """As :meth:`end`, but wait so long for its last message, which may still be on its way."""
+    def await_last(self, seconds: float) -> None:
+        """Wait so long for the last message of who is gone; it may still be on its way."""
         if self._reading:
             self._read_all.wait(seconds)
-        self.end()
 
     def close(self) -> None:
         """Wake whoever takes; no more messages are taken."""

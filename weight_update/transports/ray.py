@@ -67,7 +67,10 @@ class RayTransport(TransportBackend):
             else:
                 line.send(chunk)
         except LinkClosedError:
-            self._drop(line)
+            if self._find_board is None:
+                line.close()  # recv_chunk() finds that out
+            else:
+                self._drop(line)
             raise
 
     def recv_chunk(
