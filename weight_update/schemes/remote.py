@@ -38,9 +38,10 @@ class Whereabouts:
 
 
 class RemoteWeightSyncScheme(WeightSyncScheme):
-    """A TCPStore carries signals, process groups of two the weights; no process group is needed.
+    """Workers come to a TCPStore; process groups of two carry weights. No process group of yours is needed.
 
-    Workers on the sender's host map its memory, and no weights cross a socket to them.
+    Workers on the sender's host map its memory, and no weights cross a socket to them. To other hosts the
+    store carries the signals.
 
     Workers find the sender by what the scheme carries when it is pickled to them after ``init_on_sender``,
     or by the same ``address``, ``port`` and ``token`` given on both sides. Where neither is so they ask:
