@@ -276,10 +276,14 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
     def _end_world(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         with contextlib.suppress(queue.Empty):
-            while self._pending and self._all_alive():
+            while any(map(self._nodes.alive, self._pending)):
                 idx, _ = self._arrived.get(timeout=max(deadline - time.monotonic(), 0.0))
                 self._pending.discard(idx)
-        ends = [rref.rpc_async(timeout=_END_SECONDS).shutdown() for rref in self.collector_rrefs]
+        ends = [
+            rref.rpc_async(timeout=_END_SECONDS).shutdown()
+            for idx, rref in enumerate(self.collector_rrefs)
+            if self._nodes.alive(idx) and idx not in self._pending
+        ]
         well = not any(map(_error_of, ends)) and not self._pending
         for info in self.collector_infos if well else ():
             rpc.rpc_async(info, leave)
