@@ -74,7 +74,7 @@ class Delivery:
         return [one for one in (*sent, *(shipment for _, shipment in loads)) if one is not None]
 
     def send(self, peer: Peer, chunks: Iterable[WeightChunk]) -> bool:
-        """Send frames; where that fails the worker is lost, and this is false.
+        """Send frames; where that fails this is false, and the worker has left, is lost, or soon will be.
 
         The caller holds ``peer.sending``.
         """

@@ -72,7 +72,7 @@ class _DenseEncoder(Encoder):
             return False
         views = self._joined.views(flat)
         for view, (start, stop) in zip(views, self._together, strict=False):
-            if own[start].dtype is not view.dtype:
+            if own[start].dtype is not view.dtype or own[start].device != view.device:
                 return False
             try:
                 torch.cat(own[start:stop], out=view)

@@ -7,11 +7,9 @@ import logging
 import os
 import struct
 import threading
-import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -146,9 +144,8 @@ class DistributedTransport(TransportBackend):
         if self._first is not None:
             first, self._first = self._first, None
             return first
-        left = seconds_left(deadline)
         try:
-            return line.recv(left, allocate, self._map)
+            return line.recv(seconds_left(deadline), allocate, self._map)
         except (LinkClosedError, FormatError, TimeoutError):
             self._drop(line)
             raise
@@ -217,8 +214,8 @@ class DistributedTransport(TransportBackend):
             while self._line is None:
                 if self._closed or self._find_store is not None:
                     raise LinkClosedError("not connected to the sender")
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
+                left = seconds_left(deadline)
+                if left == 0:
                     return None
                 self._changed.wait(left)
             return self._line
@@ -284,15 +281,14 @@ class DistributedListener:
         """Whoever has another token cannot read our answer, but learns from that."""
         nonsense = (ValueError, KeyError, TypeError, RecursionError, struct.error)
         with contextlib.suppress(TransportError, *nonsense):
-            link, _, _ = read_knock(message)
+            link, _, _ = read_knock(message, "")
             if link not in self._known:
                 Mailbox(self._store, f"{link}/down", self._token).put(b"")
 
     def _admit(self, message: bytes) -> None:
-        link, host, hello = read_knock(message)
+        link, host, hello = read_knock(message, self._token)
         if hello.kind is not Kind.HELLO or link in self._known:
             raise FormatError("did not say hello, or says it again")
-        hello = replace(hello, header={**hello.header, "token": self._token})  # it has signed with that
         self._known[link] = None
         if len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)

@@ -368,11 +368,11 @@ def _with_token(hello: WeightChunk, token: str) -> WeightChunk:
     return replace(hello, header={**hello.header, "token": token})
 
 
-def read_knock(message: bytes) -> tuple[str, str, WeightChunk]:
-    """Name of the connection, the worker's host, and its HELLO."""
+def read_knock(message: bytes, token: str) -> tuple[str, str, WeightChunk]:
+    """Name of the connection, the worker's host, and its HELLO, with the token that signed the message."""
     (size,) = struct.unpack("<I", message[:4])
     info = json.loads(message[4 : 4 + size])
-    return str(info["link"]), str(info["host"]), WeightChunk.decode(message[4 + size :])
+    return str(info["link"]), str(info["host"]), _with_token(WeightChunk.decode(message[4 + size :]), token)
 
 
 def _fresh(nbytes: int) -> torch.Tensor:

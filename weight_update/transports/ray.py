@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ from weight_update.errors import FormatError, LinkClosedError
 from weight_update.transports.base import Allocate, TransportBackend
 from weight_update.transports.ray_line import Line
 from weight_update.transports.ray_shelf import Shelf
-from weight_update.transports.stream import deadline_of
+from weight_update.transports.stream import deadline_of, seconds_left
 
 __all__ = ["RayTransport"]
 
@@ -129,8 +128,8 @@ class RayTransport(TransportBackend):
             while self._line is None:
                 if self._closed or self._find_board is not None:
                     raise LinkClosedError("not connected to the sender")
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
+                left = seconds_left(deadline)
+                if left == 0:
                     return None
                 self._changed.wait(left)
             return self._line

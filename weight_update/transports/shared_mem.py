@@ -162,8 +162,8 @@ class SharedMemTransport(TransportBackend):
             while self._stream is None:
                 if self._closed:
                     raise LinkClosedError("this end was closed")
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
+                left = seconds_left(deadline)
+                if left == 0:
                     return None
                 self._changed.wait(left)
             return self._stream
