@@ -242,6 +242,12 @@ def test_a_model_that_was_cast(hire: Hire) -> None:
     for _ in range(2):
         update(source, crew)
         assert ask(crew, "fingerprint") == expected(copy.deepcopy(source).double(), crew)
+    assert ask(crew, "run", has_no_arena)  # else converted inside the gate
+
+
+def has_no_arena(body: Body) -> bool:
+    _, arena_of_model = body.scheme._receiver._to._home
+    return arena_of_model is None
 
 
 def test_a_model_that_has_other_dtypes(hire: Hire) -> None:
