@@ -33,11 +33,10 @@ RAY = ["ray>=2.40"]
 LZ4 = ["lz4>=4.0"]
 ZSTD = ["zstandard>=0.19"]
 NVCOMP = ["nvidia-nvcomp-cu12>=5.2"]
-EXAMPLES = ["matplotlib>=3.8", "tqdm>=4.66"]
-BENCH = union(COLLECTORS, EXAMPLES, RAY, ["psutil>=5.9"])
+EXAMPLES = union(COLLECTORS, ["matplotlib>=3.8", "tqdm>=4.66"])
+BENCH = union(EXAMPLES, RAY, ["psutil>=5.9"])
 DOCS = ["sphinx>=8.0", "furo>=2024.8.6"]
 TEST = union(
-    COLLECTORS,
     EXAMPLES,
     [
         "hypothesis>=6.100",
@@ -68,6 +67,7 @@ setup(
         "nvcomp": NVCOMP,
         "lz4": LZ4,
         "zstd": ZSTD,
+        "examples": EXAMPLES,
         "bench": BENCH,
         "docs": DOCS,
         "test": TEST,

@@ -163,3 +163,15 @@ def test_the_documented_example() -> None:
     assert part.values.tolist() == [1, -2, 256]
     (run,) = patch.changes.runs
     assert (run.start, run.data.tolist()) == (1024, [0, 0, 128, 63])
+
+
+@pytest.mark.parametrize("delta", [True, False])
+def test_coordinates_of_a_tensor_with_more_columns_than_32_bits_count(delta: bool) -> None:
+    rows = [["wide", [1, (1 << 32) + 8], "uint8", 0]]
+    schema = WeightSchema.from_header({"nbytes": (1 << 32) + 64, "tensors": rows})
+    positions = torch.tensor([3, 70_000])
+    changes = Changes((Sparse.of(1, positions, torch.tensor([1, 2], dtype=torch.uint8)),))
+    chosen = dataclasses.replace(options("coo"), delta=delta, values="raw")
+    payload = encode_patch(changes, torch.zeros(0, dtype=torch.uint8), schema, 0, 1, chosen, lend)
+    (part,) = decode_patch(payload, schema).changes.sparse
+    assert torch.equal(part.positions, positions)

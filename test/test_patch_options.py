@@ -362,6 +362,26 @@ def test_a_configuration_of_rlinf(one_yard: Yard, config: dict[str, Any]) -> Non
     assert crew.ask("fingerprint") == [fingerprint(source, strategy)]
 
 
+@pytest.mark.parametrize("config", [PATCH, BUCKET], ids=["patch", "bucket"])
+def test_options_of_collective_groups_are_accepted_and_change_nothing(config: dict[str, Any]) -> None:
+    shared = {"use_ring_sync": True, "nccl_max_ctas": 16, "nccl_min_ctas": 1}
+    with pytest.warns(
+        UserWarning, match="use_ring_sync, nccl_max_ctas, nccl_min_ctas .* change nothing here"
+    ):
+        strategy = WeightStrategy.from_config({**config, **shared})
+    assert strategy.encoding == WeightStrategy.from_config(config).encoding
+
+
+@pytest.mark.parametrize(
+    ("short", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
+)
+def test_short_names_of_dtypes(short: str, dtype: torch.dtype) -> None:
+    encoding = WeightStrategy.from_config({"type": "bucket", "bucket": {"bucket_dtype": short}}).encoding
+    assert isinstance(encoding, BucketEncoding)
+    assert encoding.dtype == dtype
+    assert encoding == BucketEncoding(bucket_dtype=str(dtype).removeprefix("torch."))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

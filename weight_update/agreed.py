@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from weight_update.chunks import WeightSchema, differences, memory_identity, untied
+from weight_update.chunks import WeightSchema, differences, memory_identity, untied, wrapper_hint
 from weight_update.errors import SchemaMismatchError, UnsupportedSourceError
 
 __all__ = ["require_agreed"]
@@ -37,8 +37,9 @@ def require_agreed(schema: WeightSchema, tensors: Mapping[str, torch.Tensor], *,
     given = WeightSchema.of(tensors)
     problems = [*differences(schema, given, "the weights given", more=more), *untied(schema, given)]
     if problems:
+        hint = wrapper_hint({"the weights given": given.names, "the weights agreed on": schema.names})
         raise SchemaMismatchError(
-            f"the weights given are not those agreed on in connect() ({len(problems)} differences):",
+            f"the weights given are not those agreed on in connect() ({len(problems)} differences{hint}):",
             tuple(problems),
         )
 

@@ -102,7 +102,7 @@ class ChangeLane(Lane):
             payload, slots = None, []
         self._put(_Next(Content(step.version), step, difference, payload, slots))
         told = self._encoding.whole if payload is None else self._encoding
-        return Staged(told.label, difference.changed, difference.total)
+        return Staged(told.label, difference.changed, difference.total, told.compressed_with)
 
     def _whole_of(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> Shipment:
         """All weights as they are in ``tensors``, and as remembered where they are not there."""

@@ -29,6 +29,7 @@ import hashlib
 import hmac
 import json
 import math
+import re
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,6 +49,7 @@ MAX_HEADER_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 1 << 42
 _MAX_DIMENSIONS = 64  # of a tensor that torch can compute with
 _MAX_NUMBER = 1 << 63
+_WRAPPERS = re.compile(r"(?:(?<=\.)|^)(_orig_mod|module)\.")
 
 _PRELUDE = struct.Struct("<4sBBHIQII")
 PRELUDE_BYTES = _PRELUDE.size
@@ -282,8 +284,9 @@ class WeightSchema:
         """
         problems = [*differences(self, other, who, more=more), *untied(other, self, who)]
         if problems:
+            hint = wrapper_hint({"the sender": self.names, who: other.names})
             raise SchemaMismatchError(
-                f"{who} does not have the same weights as the sender ({len(problems)} differences):",
+                f"{who} does not have the same weights as the sender ({len(problems)} differences{hint}):",
                 tuple(problems),
             )
 
@@ -589,6 +592,32 @@ def differences(ours: WeightSchema, theirs: WeightSchema, who: str, *, more: boo
     for name, meta in right.items():
         if name not in left and not more:
             yield f"{meta}: unexpected, only in {who}"
+
+
+def wrapper_hint(names: Mapping[str, Sequence[str]]) -> str:
+    """Return the cure, if two sets of names differ only by what a wrapper module puts into them.
+
+    Args:
+        names: those of each of the two sides, by how the message calls the side.
+
+    Returns:
+        the text to add to a message; empty if the names differ otherwise.
+    """
+    plain = {side: sorted(_WRAPPERS.sub("", name) for name in given) for side, given in names.items()}
+    if len({tuple(given) for given in plain.values()}) > 1:
+        return ""
+    found = {
+        side: {one for name in given for one in _WRAPPERS.findall(name)} for side, given in names.items()
+    }
+    for side, wrappers in found.items():
+        extra = wrappers.difference(*(others for other, others in found.items() if other != side))
+        if extra:
+            added = " and ".join(f"{one}." for one in sorted(extra))
+            return (
+                f"; the names of {side} contain {added}, which torch.compile (_orig_mod) and "
+                "DistributedDataParallel (module) add: give the scheme the module that was wrapped"
+            )
+    return ""
 
 
 def untied(tied: WeightSchema, other: WeightSchema, where: str = "the workers") -> Iterable[str]:

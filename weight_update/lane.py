@@ -30,11 +30,13 @@ class Staged:
         label: how it will travel, as shown in reports.
         changed: elements that will be sent.
         total: elements there are.
+        compression: what the payload is compressed with, as shown in reports; empty for nothing.
     """
 
     label: str
     changed: int
     total: int
+    compression: str = ""
 
 
 class Lane(ABC):

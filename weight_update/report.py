@@ -18,6 +18,7 @@ class SyncReport:
         wire_bytes: bytes handed to the transport, for all workers together. A shared buffer that all
             workers read counts once.
         changed_fraction: share of the elements that were sent (1.0 when sent whole).
+        compression: label of the compression of a patch, e.g. ``"zstd"``; empty when nothing was compressed.
         seconds: time of each stage in seconds: ``extract``, ``convert``, ``encode``, ``send``, ``ack``.
         apply_seconds: by worker, from the arrival of the update to its being visible.
         stall_seconds: by worker, how long forward passes were kept waiting by it.
@@ -28,6 +29,7 @@ class SyncReport:
     dense_bytes: int = 0
     wire_bytes: int = 0
     changed_fraction: float = 1.0
+    compression: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
     apply_seconds: dict[int, float] = field(default_factory=dict)
     stall_seconds: dict[int, float] = field(default_factory=dict)
@@ -38,11 +40,24 @@ class SyncReport:
         return sum(self.seconds.values())
 
     def __str__(self) -> str:
-        stages = ", ".join(f"{name} {1e3 * value:.2f}" for name, value in self.seconds.items())
         count = len(self.apply_seconds)
-        workers = f", applied by {count} worker{'s' * (count != 1)}" if count else ""
-        took = f" in {1e3 * self.total_seconds:.2f} ms ({stages})" if stages else ""
-        return f"version {self.version}: {self.encoding}, {_size(self.wire_bytes)}{workers}{took}"
+        parts = [f"version {self.version}: {self._how()}, {self._bytes()}"]
+        if count:
+            parts.append(f"applied by {count} worker{'s' * (count != 1)}")
+        if self.stall_seconds:
+            parts.append(f"longest stall {1e3 * max(self.stall_seconds.values()):.2f} ms")
+        took = ", ".join(f"{name} {1e3 * value:.2f}" for name, value in self.seconds.items())
+        return ", ".join(parts) + (f" in {1e3 * self.total_seconds:.2f} ms ({took})" if took else "")
+
+    def _how(self) -> str:
+        """Return the encoding, with the compression where there is one."""
+        return f"{self.encoding} ({self.compression})" if self.compression else self.encoding
+
+    def _bytes(self) -> str:
+        """Return the bytes sent; for an update that carries a part of the weights, of how many."""
+        if self.changed_fraction == 1.0:
+            return _size(self.wire_bytes)
+        return f"{_size(self.wire_bytes)} of {_size(self.dense_bytes)} ({self.changed_fraction:.2%} changed)"
 
 
 def _size(nbytes: int) -> str:

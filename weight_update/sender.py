@@ -565,5 +565,6 @@ def _enter(report: SyncReport, lanes: list[Lane], staged: list[Staged]) -> None:
         return
     report.dense_bytes = sum(lane.schema.dense_bytes for lane in lanes)
     report.encoding = "+".join(sorted({one.label for one in staged}))
+    report.compression = "+".join(sorted({one.compression for one in staged} - {""}))
     total = sum(one.total for one in staged)
     report.changed_fraction = sum(one.changed for one in staged) / total if total else 0.0

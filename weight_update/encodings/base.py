@@ -122,6 +122,11 @@ class Encoding(ABC):
         return False
 
     @property
+    def compressed_with(self) -> str:
+        """Label of the compression of payloads, as shown in reports; empty for none."""
+        return ""
+
+    @property
     @abstractmethod
     def whole(self) -> WholeEncoding:
         """The encoding of updates that carry all weights."""

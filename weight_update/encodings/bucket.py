@@ -24,6 +24,7 @@ from weight_update.kernels import await_stream
 __all__ = ["BucketEncoding", "require_bool", "require_size"]
 
 BucketDtype = Literal["bfloat16", "float16", "float32"]
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # as RLinf's configurations say
 _HEAD = struct.Struct("<4sB3x16sQQQ")
 _HEAD_BYTES = 64
 _MAGIC = b"WUBK"
@@ -51,8 +52,8 @@ class BucketEncoding(WholeEncoding):
     Args:
         bucket_size: largest number of bytes in a bucket, at least 64. A tensor that is larger is split.
         bucket_dtype: floating tensors travel in this dtype, a ``torch.dtype`` or its name (``"bfloat16"``,
-            ``"float16"``, ``"float32"``), and are converted back on arrival; all others are left alone. None
-            keeps every dtype.
+            ``"float16"``, ``"float32"``; short ``"bf16"``, ``"fp16"``, ``"fp32"``), and are converted back
+            on arrival; all others are left alone. None keeps every dtype.
         bucket_device: where a bucket is put together before it goes to the transport, e.g. ``"cuda"`` to
             convert on the GPU and copy off it once; None writes into the transport's memory at once,
             wherever that is.
@@ -67,14 +68,17 @@ class BucketEncoding(WholeEncoding):
     name: ClassVar[str] = "bucket/1"
     on_gpu: ClassVar[bool] = True
     bucket_size: int = 512 << 20
-    bucket_dtype: torch.dtype | BucketDtype | None = None
+    bucket_dtype: torch.dtype | BucketDtype | Literal["bf16", "fp16", "fp32"] | None = None
     bucket_device: str | None = None
     load_instant: bool = True
 
     def __post_init__(self) -> None:
         require_size("bucket_size", self.bucket_size)
         require_bool("load_instant", self.load_instant)
-        dtype = self.bucket_dtype
+        dtype: object = self.bucket_dtype
+        if isinstance(dtype, str) and dtype in _SHORT_DTYPES:
+            dtype = _SHORT_DTYPES[dtype]
+            object.__setattr__(self, "bucket_dtype", dtype)
         label = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
         if label is not None and label not in get_args(BucketDtype):
             known = ", ".join(get_args(BucketDtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,17 +19,27 @@ _INIT_SYNC = {
 }
 _PATCH = ["snapshot_device", "transport_device", "delta_encoding", "compression", "layout", "values"]
 _BUCKET = ["bucket_size", "bucket_dtype", "bucket_device", "load_instant"]
+_COLLECTIVES = ["use_ring_sync", "nccl_max_ctas", "nccl_min_ctas"]
+"""Options of RLinf's collective groups, which both of its syncers share; there is no collective here."""
 
 
 def encoding_from_config(config: Mapping[str, Any]) -> tuple[Encoding, bool]:
     """The encoding that ``{"type": ..., "patch" | "bucket": {...}}`` describes, and its ``is_agent``.
+
+    RLinf's options of collective groups are accepted, with a warning that they change nothing.
 
     Raises:
         ValueError: a key or value is unknown; the message lists the known ones.
     """
     if isinstance(config, Mapping) and set(config) == {"weight_syncer"}:
         config = config["weight_syncer"]
-    config = _tree(config, ["type", "patch", "bucket"], "weight_syncer")
+    config = _tree(config, ["type", "patch", "bucket", *_COLLECTIVES], "weight_syncer")
+    if unused := [key for key in _COLLECTIVES if key in config]:
+        warnings.warn(
+            f"weight_syncer: {', '.join(unused)} tune RLinf's NCCL broadcasts and change nothing here; the "
+            "backend and network of a scheme are options of the scheme",
+            stacklevel=3,
+        )
     kind = config.get("type")
     if kind not in ("patch", "bucket"):
         raise ValueError(f"unknown type {kind!r} of weight_syncer (known: patch, bucket)")

@@ -76,7 +76,8 @@ def encode_coo(out: ArrayWriter, positions: Array, grid: Grid, delta: bool) -> N
 
 
 def _coordinates(positions: Array, first: Array, grid: Grid) -> tuple[Array, Array]:
-    columns = positions.astype(np.uint32 if int(positions[-1]) < 1 << 32 else np.uint64)
+    largest = max(int(positions[-1]), int(grid.columns.max()))  # numpy divides by no number beyond the type
+    columns = positions.astype(np.uint32 if largest < 1 << 32 else np.uint64)
     rows = np.empty_like(columns)
     # Tensor by tensor: dividing by one number is many times faster than by an array of them.
     for (begin, end), start, _, width in _stretches(first, positions.size, grid):

@@ -108,6 +108,12 @@ class PatchEncoding(DeltaEncoding):
             object.__setattr__(self, "values", "raw" if chosen.label == "none" else "relative")
 
     @property
+    def compressed_with(self) -> str:
+        """See :attr:`Encoding.compressed_with`."""
+        label = resolve_compression(self.compression).label
+        return "" if label == "none" else label
+
+    @property
     def whole(self) -> WholeEncoding:
         """See :attr:`Encoding.whole`."""
         return BucketEncoding(bucket_size=self.init_sync_bucket_size)

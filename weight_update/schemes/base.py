@@ -96,9 +96,8 @@ class WeightSyncScheme(ABC):
         connect_timeout: float = 120.0,
         stable_addresses: bool = False,
     ) -> None:
-        for name, seconds in (("timeout", timeout), ("connect_timeout", connect_timeout)):
-            if not seconds > 0:
-                raise ValueError(f"{name} is a positive number of seconds, got {seconds!r}")
+        _require_seconds("timeout", timeout)
+        _require_seconds("connect_timeout", connect_timeout)
         self.strategy = resolve_strategy(strategy)
         self.sync = sync
         self.timeout, self.connect_timeout = timeout, connect_timeout
@@ -698,6 +697,16 @@ class WeightSyncScheme(ABC):
                 "this is not a connected receiver; call init_on_receiver() and connect() first"
             )
         return self._receiver
+
+
+def _require_seconds(option: str, given: Any) -> None:
+    """Raise TypeError or ValueError unless ``given`` is a length of time that the system can wait."""
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        raise TypeError(f"{option} is a number of seconds, got {given!r}; give a large number to wait long")
+    if not 0 < given <= threading.TIMEOUT_MAX:
+        raise ValueError(
+            f"{option} is a positive number of seconds, at most {threading.TIMEOUT_MAX:.0f}, got {given!r}"
+        )
 
 
 def _close_all(*parts: Sender | Follower | TransportBackend | Door | Alone | Ranks | None) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from datetime import timedelta
-from typing import Any
+from typing import Any, get_args
 
+import torch
 import torch.distributed as dist
 
 from weight_update.errors import LifecycleError, SyncTimeoutError
 from weight_update.schemes.context import first_worker_of
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
-from weight_update.strategy import WeightStrategy
+from weight_update.schemes.sources import DeviceMap
+from weight_update.strategy import ExtractAs, WeightStrategy
 
 __all__ = ["DistributedWeightSyncScheme"]
 
@@ -29,7 +32,14 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme):
         backend: see :class:`RemoteWeightSyncScheme`.
         sync: see :class:`WeightSyncScheme`.
         strategy: see :class:`WeightSyncScheme`.
-        options: the other options of :class:`RemoteWeightSyncScheme`: address, port, token, host, directory.
+        address: see :class:`RemoteWeightSyncScheme`.
+        port: see :class:`RemoteWeightSyncScheme`.
+        token: see :class:`RemoteWeightSyncScheme`.
+        host: see :class:`RemoteWeightSyncScheme`.
+        directory: see :class:`SharedMemWeightSyncScheme`.
+        timeout: see :class:`WeightSyncScheme`.
+        connect_timeout: see :class:`WeightSyncScheme`.
+        stable_addresses: see :class:`WeightSyncScheme`.
     """
 
     def __init__(
@@ -37,23 +47,81 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme):
         backend: str = "gloo",
         sync: bool = True,
         strategy: str | WeightStrategy = "tensordict",
-        **options: Any,
+        *,
+        address: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        host: str | None = None,
+        directory: str | None = None,
+        timeout: float = 60.0,
+        connect_timeout: float = 120.0,
+        stable_addresses: bool = False,
     ) -> None:
-        super().__init__(strategy, backend, sync, **options)
+        if backend in get_args(ExtractAs) or isinstance(backend, WeightStrategy):
+            raise ValueError(
+                "the first argument is the backend, as in TorchRL; give the strategy by name: "
+                f"strategy={backend!r}"
+            )
+        super().__init__(
+            strategy,
+            backend,
+            sync,
+            address=address,
+            port=port,
+            token=token,
+            host=host,
+            directory=directory,
+            timeout=timeout,
+            connect_timeout=connect_timeout,
+            stable_addresses=stable_addresses,
+        )
         self._first_worker = 0
 
-    def init_on_sender(self, *, context: Any = None, **options: Any) -> None:
+    def init_on_sender(
+        self,
+        *,
+        model_id: str | None = None,
+        context: Any = None,
+        model: Any = None,
+        weights: Any = None,
+        params_map: Mapping[int, Any] | None = None,
+        devices: Sequence[torch.device | str | None] | None = None,
+        device_map_fn: DeviceMap | None = None,
+        num_workers: int | None = None,
+        ctx: Any = None,
+    ) -> None:
         """See :meth:`WeightSyncScheme.init_on_sender`. Workers have indices from 0, whatever their ranks."""
         self._first_worker = first_worker_of(context)
-        super().init_on_sender(context=context, **options)
+        super().init_on_sender(
+            model_id=model_id,
+            context=context,
+            model=model,
+            weights=weights,
+            params_map=params_map,
+            devices=devices,
+            device_map_fn=device_map_fn,
+            num_workers=num_workers,
+            ctx=ctx,
+        )
 
-    def init_on_receiver(self, *, worker_idx: int | None = None, **options: Any) -> None:
+    def init_on_receiver(
+        self,
+        *,
+        model_id: str | None = None,
+        context: Any = None,
+        model: Any = None,
+        worker_idx: int | None = None,
+    ) -> None:
         """See :meth:`WeightSyncScheme.init_on_receiver`; a worker of TorchRL's gives its rank."""
-        super().init_on_receiver(worker_idx=self._index_of(worker_idx), **options)
+        super().init_on_receiver(
+            model_id=model_id, context=context, model=model, worker_idx=self._index_of(worker_idx)
+        )
 
-    def connect(self, *, worker_idx: int | None = None, **options: Any) -> None:
+    def connect(
+        self, *, worker_idx: int | None = None, weights: Any = None, timeout: float | None = None
+    ) -> None:
         """See :meth:`WeightSyncScheme.connect`; a worker of TorchRL's gives its rank."""
-        super().connect(worker_idx=self._index_of(worker_idx), **options)
+        super().connect(worker_idx=self._index_of(worker_idx), weights=weights, timeout=timeout)
 
     def _index_of(self, worker: int | None) -> int | None:
         return None if worker is None else worker - self._first_worker

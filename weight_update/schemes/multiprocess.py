@@ -27,7 +27,9 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         strategy: see :class:`WeightSyncScheme`.
         sync: see :class:`WeightSyncScheme`.
         directory: where buffers lie, as in :class:`SharedMemWeightSyncScheme`.
-        options: the other options of :class:`WeightSyncScheme`.
+        timeout: see :class:`WeightSyncScheme`.
+        connect_timeout: see :class:`WeightSyncScheme`.
+        stable_addresses: see :class:`WeightSyncScheme`.
     """
 
     def __init__(
@@ -36,9 +38,17 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         sync: bool = True,
         *,
         directory: str | None = None,
-        **options: Any,
+        timeout: float = 60.0,
+        connect_timeout: float = 120.0,
+        stable_addresses: bool = False,
     ) -> None:
-        super().__init__(strategy, sync, **options)
+        super().__init__(
+            strategy,
+            sync,
+            timeout=timeout,
+            connect_timeout=connect_timeout,
+            stable_addresses=stable_addresses,
+        )
         self.directory = directory
         self._queues: dict[int, tuple[Any, Any]] = {}
         self._sender_pid = 0

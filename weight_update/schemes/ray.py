@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from weight_update.errors import LifecycleError, SyncFailedError, SyncTimeoutError
 from weight_update.schemes.base import Door, End
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
+from weight_update.schemes.sources import DeviceMap
 from weight_update.sender import Sender
 from weight_update.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
@@ -41,7 +44,14 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme):
         name: of the actor where both sides meet; schemes made in different jobs must be given the same, and
             the same ``namespace`` and ``token``.
         namespace: of that actor in Ray; None is that of the job.
-        options: the other options of :class:`RemoteWeightSyncScheme`.
+        address: see :class:`RemoteWeightSyncScheme`.
+        port: see :class:`RemoteWeightSyncScheme`.
+        token: see :class:`RemoteWeightSyncScheme`.
+        host: see :class:`RemoteWeightSyncScheme`.
+        directory: see :class:`SharedMemWeightSyncScheme`.
+        timeout: see :class:`WeightSyncScheme`.
+        connect_timeout: see :class:`WeightSyncScheme`.
+        stable_addresses: see :class:`WeightSyncScheme`.
 
     Attributes:
         actors: handles of the actors by worker index, as far as they are known: errors then say which
@@ -60,11 +70,30 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme):
         data: str = "torch",
         name: str | None = None,
         namespace: str | None = None,
-        **options: Any,
+        address: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        host: str | None = None,
+        directory: str | None = None,
+        timeout: float = 60.0,
+        connect_timeout: float = 120.0,
+        stable_addresses: bool = False,
     ) -> None:
         if data not in ("torch", "object_store"):
             raise ValueError(f"unknown data={data!r} (known: 'torch', 'object_store')")
-        super().__init__(strategy, backend, sync, **options)
+        super().__init__(
+            strategy,
+            backend,
+            sync,
+            address=address,
+            port=port,
+            token=token,
+            host=host,
+            directory=directory,
+            timeout=timeout,
+            connect_timeout=connect_timeout,
+            stable_addresses=stable_addresses,
+        )
         self.data, self.namespace = data, namespace
         self.name = name or f"weight_update-{self._token[:12]}"
 
@@ -79,22 +108,30 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme):
         self,
         *,
         remote_collectors: Sequence[Any] | None = None,
+        model_id: str | None = None,
         context: Any = None,
         model: Any = None,
         weights: Any = None,
+        params_map: Mapping[int, Any] | None = None,
+        devices: Sequence[torch.device | str | None] | None = None,
+        device_map_fn: DeviceMap | None = None,
         num_workers: int | None = None,
-        **source: Any,
+        ctx: Any = None,
     ) -> None:
         """As in :class:`WeightSyncScheme`, with one argument more.
 
         Args:
             remote_collectors: handles of the actors that are the workers, in the order of their indices;
                 takes the place of ``num_workers``.
+            model_id: see :class:`WeightSyncScheme`.
             context: may be given beside ``model`` or ``weights``, as collectors do.
             model: see :class:`WeightSyncScheme`.
             weights: see :class:`WeightSyncScheme`.
+            params_map: see :class:`WeightSyncScheme`.
+            devices: see :class:`WeightSyncScheme`.
+            device_map_fn: see :class:`WeightSyncScheme`.
             num_workers: see :class:`WeightSyncScheme`.
-            source: the other arguments.
+            ctx: see :class:`WeightSyncScheme`.
 
         Raises:
             ImportError: Ray is not installed.
@@ -108,7 +145,17 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme):
             num_workers = len(remote_collectors)
             self.actors.update(enumerate(remote_collectors))
         reads = None if model is not None or weights is not None else context
-        super().init_on_sender(context=reads, model=model, weights=weights, num_workers=num_workers, **source)
+        super().init_on_sender(
+            model_id=model_id,
+            context=reads,
+            model=model,
+            weights=weights,
+            params_map=params_map,
+            devices=devices,
+            device_map_fn=device_map_fn,
+            num_workers=num_workers,
+            ctx=ctx,
+        )
         self.context = context
         if self.actors:
             self.worker_alive = self._watch.alive

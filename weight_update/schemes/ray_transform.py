@@ -31,7 +31,17 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         sync: see :class:`RayWeightSyncScheme`.
         model: module that ``send()`` reads. Without one the module in the actor keeps its own weights as
             version 0 (they are fetched once, to learn what it has), and ``send(weights)`` needs weights.
-        options: the other options of :class:`RayWeightSyncScheme`.
+        data: see :class:`RayWeightSyncScheme`.
+        name: see :class:`RayWeightSyncScheme`.
+        namespace: see :class:`RayWeightSyncScheme`.
+        address: see :class:`RemoteWeightSyncScheme`.
+        port: see :class:`RemoteWeightSyncScheme`.
+        token: see :class:`RemoteWeightSyncScheme`.
+        host: see :class:`RemoteWeightSyncScheme`.
+        directory: see :class:`SharedMemWeightSyncScheme`.
+        timeout: see :class:`WeightSyncScheme`.
+        connect_timeout: see :class:`WeightSyncScheme`.
+        stable_addresses: see :class:`WeightSyncScheme`.
     """
 
     def __init__(
@@ -41,9 +51,34 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         sync: bool = True,
         *,
         model: Any = None,
-        **options: Any,
+        data: str = "torch",
+        name: str | None = None,
+        namespace: str | None = None,
+        address: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        host: str | None = None,
+        directory: str | None = None,
+        timeout: float = 60.0,
+        connect_timeout: float = 120.0,
+        stable_addresses: bool = False,
     ) -> None:
-        super().__init__(strategy, backend, sync, **options)
+        super().__init__(
+            strategy,
+            backend,
+            sync,
+            data=data,
+            name=name,
+            namespace=namespace,
+            address=address,
+            port=port,
+            token=token,
+            host=host,
+            directory=directory,
+            timeout=timeout,
+            connect_timeout=connect_timeout,
+            stable_addresses=stable_addresses,
+        )
         self._source: Any = model
 
     def _reset(self) -> None:
@@ -56,13 +91,21 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         """TorchRL's transform says who it is."""
         self._actor = transform._actor
 
-    def init_on_sender(self, *, ray_transform: Any = None, model: Any = None, **options: Any) -> None:
+    def init_on_sender(  # type: ignore[override]  # one worker and one model: there is nothing else to choose
+        self,
+        *,
+        ray_transform: Any = None,
+        model_id: str | None = None,
+        context: Any = None,
+        model: Any = None,
+    ) -> None:
         """Set up the sender, which serves one worker, the actor of the transform.
 
         Args:
             ray_transform: the transform; needed only if the scheme was not given to it.
+            model_id: see :class:`WeightSyncScheme`.
+            context: see :class:`WeightSyncScheme`.
             model: as given to the scheme.
-            options: ``model_id`` and ``context``, as in :class:`WeightSyncScheme`.
 
         Raises:
             LifecycleError: there is no transform, or the scheme is initialized already.
@@ -79,7 +122,9 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         self._borrowed = model is None
         if self._borrowed:
             model = ray.get(self._actor._getattr.remote("module"), timeout=self.connect_timeout)
-        super().init_on_sender(model=model, remote_collectors=[self._actor], **options)
+        super().init_on_sender(
+            model_id=model_id, context=context, model=model, remote_collectors=[self._actor]
+        )
 
     def init_on_receiver(
         self,

@@ -60,7 +60,9 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         host: name of the host that this process runs on, if processes of one machine are not to share
             memory; None takes the environment's ``WEIGHT_UPDATE_HOST``, or finds out.
         directory: where buffers lie, as in :class:`SharedMemWeightSyncScheme`.
-        options: the other options of :class:`WeightSyncScheme`.
+        timeout: see :class:`WeightSyncScheme`.
+        connect_timeout: see :class:`WeightSyncScheme`.
+        stable_addresses: see :class:`WeightSyncScheme`.
 
     Raises:
         ValueError: an unknown backend, or NCCL without CUDA.
@@ -77,10 +79,18 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         token: str | None = None,
         host: str | None = None,
         directory: str | None = None,
-        **options: Any,
+        timeout: float = 60.0,
+        connect_timeout: float = 120.0,
+        stable_addresses: bool = False,
     ) -> None:
         require_backend(backend)
-        super().__init__(strategy, sync, **options)
+        super().__init__(
+            strategy,
+            sync,
+            timeout=timeout,
+            connect_timeout=connect_timeout,
+            stable_addresses=stable_addresses,
+        )
         self.backend, self.address, self.port, self.host = backend, address, port, host
         self.directory = directory
         self._token = token or os.environ.get(_TOKEN) or self._token

@@ -9,12 +9,15 @@ from collections.abc import Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
+import torch
+
 from weight_update.errors import LifecycleError, SyncTimeoutError
 from weight_update.receiver import Receiver
 from weight_update.schemes.base import End
 from weight_update.schemes.context import rrefs_of
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
 from weight_update.schemes.rpc_notices import Question, own_name, post, withdraw
+from weight_update.schemes.sources import DeviceMap
 from weight_update.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.distributed import DistributedTransport
@@ -48,7 +51,14 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme):
         sync: see :class:`WeightSyncScheme`.
         sender: name of the sender in the RPC world; None is whoever pickled the scheme to the worker, and
             rank 0 where nobody did.
-        options: the other options of :class:`RemoteWeightSyncScheme`: address, port, token, host, directory.
+        address: see :class:`RemoteWeightSyncScheme`.
+        port: see :class:`RemoteWeightSyncScheme`.
+        token: see :class:`RemoteWeightSyncScheme`.
+        host: see :class:`RemoteWeightSyncScheme`.
+        directory: see :class:`SharedMemWeightSyncScheme`.
+        timeout: see :class:`WeightSyncScheme`.
+        connect_timeout: see :class:`WeightSyncScheme`.
+        stable_addresses: see :class:`WeightSyncScheme`.
     """
 
     def __init__(
@@ -58,9 +68,28 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme):
         sync: bool = True,
         *,
         sender: str | None = None,
-        **options: Any,
+        address: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        host: str | None = None,
+        directory: str | None = None,
+        timeout: float = 60.0,
+        connect_timeout: float = 120.0,
+        stable_addresses: bool = False,
     ) -> None:
-        super().__init__(strategy, backend, sync, **options)
+        super().__init__(
+            strategy,
+            backend,
+            sync,
+            address=address,
+            port=port,
+            token=token,
+            host=host,
+            directory=directory,
+            timeout=timeout,
+            connect_timeout=connect_timeout,
+            stable_addresses=stable_addresses,
+        )
         self.sender = sender
 
     def _reset(self) -> None:
@@ -77,17 +106,32 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme):
     def init_on_sender(
         self,
         *,
-        context: Any = None,
         worker_rrefs: Mapping[int, Any] | Sequence[Any] | None = None,
-        **source: Any,
+        model_id: str | None = None,
+        context: Any = None,
+        model: Any = None,
+        weights: Any = None,
+        params_map: Mapping[int, Any] | None = None,
+        devices: Sequence[torch.device | str | None] | None = None,
+        device_map_fn: DeviceMap | None = None,
+        num_workers: int | None = None,
+        ctx: Any = None,
     ) -> None:
         """See :meth:`WeightSyncScheme.init_on_sender`.
 
         Args:
-            context: as there; its ``collector_rrefs``, if it has some, are called after updates.
             worker_rrefs: ``torch.distributed.rpc.RRef`` of an object in each worker, by index, that has a
-                method ``_receive_weights_scheme()``; workers without one are not called.
-            source: the other arguments.
+                method ``_receive_weights_scheme()``; workers without one are not called. None takes the
+                ``collector_rrefs`` of the context, if it has some.
+            model_id: see :class:`WeightSyncScheme`.
+            context: see :class:`WeightSyncScheme`.
+            model: see :class:`WeightSyncScheme`.
+            weights: see :class:`WeightSyncScheme`.
+            params_map: see :class:`WeightSyncScheme`.
+            devices: see :class:`WeightSyncScheme`.
+            device_map_fn: see :class:`WeightSyncScheme`.
+            num_workers: see :class:`WeightSyncScheme`.
+            ctx: see :class:`WeightSyncScheme`.
 
         Raises:
             ValueError: also for an RRef of a worker that does not exist.
@@ -96,7 +140,17 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme):
         given = dict(rrefs if isinstance(rrefs, Mapping) else enumerate(rrefs))
         if not self.initialized_on_sender:
             self._rrefs = given
-        super().init_on_sender(context=context, **source)
+        super().init_on_sender(
+            model_id=model_id,
+            context=context,
+            model=model,
+            weights=weights,
+            params_map=params_map,
+            devices=devices,
+            device_map_fn=device_map_fn,
+            num_workers=num_workers,
+            ctx=ctx,
+        )
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
         """See :meth:`WeightSyncScheme.open_sender`."""

@@ -35,7 +35,9 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             encoding that is :attr:`~Encoding.on_gpu`: dense or bucket.
         address: for a worker that makes a scheme of its own: what :attr:`address` says on the sender.
         token: with ``address``, the same secret on both sides; None makes one.
-        options: the other options of :class:`WeightSyncScheme`.
+        timeout: see :class:`WeightSyncScheme`.
+        connect_timeout: see :class:`WeightSyncScheme`.
+        stable_addresses: see :class:`WeightSyncScheme`.
 
     Raises:
         ValueError: ``slot_device`` is no CUDA device, or does not go with the other options. On the sender,
@@ -52,9 +54,17 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         slot_device: str | torch.device | None = None,
         address: str | None = None,
         token: str | None = None,
-        **options: Any,
+        timeout: float = 60.0,
+        connect_timeout: float = 120.0,
+        stable_addresses: bool = False,
     ) -> None:
-        super().__init__(strategy, sync, **options)
+        super().__init__(
+            strategy,
+            sync,
+            timeout=timeout,
+            connect_timeout=connect_timeout,
+            stable_addresses=stable_addresses,
+        )
         self._token = token or self._token
         self.per_worker_weights = per_worker_weights
         self.directory = directory

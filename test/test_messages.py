@@ -1,0 +1,133 @@
+"""Messages and signatures: errors name the cure, reports say what was sent, options can be listed."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import weight_update
+from weight_update import (
+    DistributedWeightSyncScheme,
+    MemoryWeightSyncScheme,
+    PatchEncoding,
+    SchemaMismatchError,
+    SharedMemWeightSyncScheme,
+    SyncReport,
+    WeightStrategy,
+    WeightSyncScheme,
+)
+
+SCHEMES = [
+    one
+    for one in vars(weight_update).values()
+    if isinstance(one, type) and issubclass(one, WeightSyncScheme) and one.__name__ != "NoWeightSyncScheme"
+]
+
+
+@pytest.fixture
+def connected() -> Iterator[Callable[..., MemoryWeightSyncScheme]]:
+    """Return a function that connects a sender and one receiver in this process."""
+    opened: list[WeightSyncScheme] = []
+
+    def connect(source: nn.Module, target: nn.Module, strategy: Any = "state_dict") -> MemoryWeightSyncScheme:
+        sender = MemoryWeightSyncScheme(strategy, connect_timeout=10.0)
+        opened.append(sender)
+        sender.init_on_sender(model=source, num_workers=1)
+        receiver = copy.copy(sender)
+        opened.append(receiver)
+        receiver.init_on_receiver(model=target, worker_idx=0)
+        with ThreadPoolExecutor(1) as pool:
+            theirs = pool.submit(receiver.connect)
+            sender.connect()
+            theirs.result()
+        return sender
+
+    yield connect
+    for scheme in reversed(opened):
+        scheme.shutdown()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("method", ["__init__", "init_on_sender", "init_on_receiver", "connect", "send"])
+def test_signatures_list_their_options(scheme: type[WeightSyncScheme], method: str) -> None:
+    parameters = inspect.signature(getattr(scheme, method)).parameters
+    assert [one.name for one in parameters.values() if one.kind is one.VAR_KEYWORD] == []
+    if method == "__init__":
+        for name, option in inspect.signature(WeightSyncScheme).parameters.items():
+            assert parameters[name].default == option.default, name
+
+
+@pytest.mark.parametrize("option", ["timeout", "connect_timeout"])
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        (None, TypeError),
+        ("60", TypeError),
+        (True, TypeError),
+        (0, ValueError),
+        (-1.0, ValueError),
+        (float("nan"), ValueError),
+        (float("inf"), ValueError),
+    ],
+)
+def test_a_timeout_is_a_number_of_seconds(option: str, given: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=f"^{option} is a .*number of seconds.*got {given!r}"):
+        SharedMemWeightSyncScheme(**{option: given})
+
+
+@pytest.mark.parametrize("strategy", ["state_dict", "tensordict", WeightStrategy()], ids=str)
+def test_a_strategy_in_the_place_of_the_backend(strategy: Any) -> None:
+    with pytest.raises(ValueError, match=r"first argument is the backend.*strategy="):
+        DistributedWeightSyncScheme(strategy)
+
+
+def test_a_compiled_model_is_recognized(connected: Callable[..., MemoryWeightSyncScheme]) -> None:
+    model = nn.Linear(2, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, while it imports its compiler
+        compiled = torch.compile(model)
+    with pytest.raises(SchemaMismatchError, match=r"names of worker 0 contain _orig_mod\..*was wrapped"):
+        connected(model, compiled)
+
+
+def test_a_wrapped_model_is_recognized_in_send(connected: Callable[..., MemoryWeightSyncScheme]) -> None:
+    model = nn.Linear(2, 2)
+    scheme = connected(model, copy.deepcopy(model))
+    wrapped = nn.DataParallel(model)
+    with pytest.raises(
+        SchemaMismatchError, match=r"names of the weights given contain module\..*was wrapped"
+    ):
+        scheme.send(wrapped)
+    with pytest.raises(SchemaMismatchError) as other:
+        scheme.send(nn.Linear(3, 3))
+    assert "wrapped" not in str(other.value)
+
+
+def test_a_report_of_a_patch_says_what_changed(connected: Callable[..., MemoryWeightSyncScheme]) -> None:
+    pytest.importorskip("zstandard")
+    model = nn.Linear(256, 256, bias=False)
+    strategy = WeightStrategy("state_dict", encoding=PatchEncoding(compression="zstd"))
+    scheme = connected(model, copy.deepcopy(model), strategy)
+    with torch.no_grad():
+        model.weight[0] += 1
+    report = scheme.send()
+    assert report.compression == "zstd"
+    text = str(report)
+    assert text.startswith("version 1: patch (zstd), ")
+    assert f"of 262 kB ({1 / 256:.2%} changed), applied by 1 worker, longest stall " in text
+    with torch.no_grad():
+        model.weight += 1
+    assert scheme.send().compression == ""
+
+
+def test_a_report_says_how_long_the_longest_stall_was() -> None:
+    report = SyncReport(3, "dense", dense_bytes=8, wire_bytes=8, stall_seconds={0: 0.001, 1: 0.0125})
+    assert str(report) == "version 3: dense, 8 B, longest stall 12.50 ms"
