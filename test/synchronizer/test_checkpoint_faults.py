@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -251,3 +252,68 @@ def test_what_cannot_be_removed_stays_for_the_next_time(
     assert check_versions(tmp_path, {1}) == 1
     store.publish(2, weights(2), step=2)
     assert len(list(tmp_path.glob("*.safetensors"))) == 1
+
+
+def test_one_file_that_cannot_be_removed_does_not_stop_the_clean_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CheckpointStore(tmp_path, keep=1, lease_seconds=0.05)
+    for name in (f"{0:012}.json", f"{8:012}-{0:032x}.safetensors", f"{8:012}-{0:032x}.{1:032x}.lease"):
+        (tmp_path / name).mkdir()  # nothing that can be unlinked
+    for version in range(1, 5):
+        store.publish(version, weights(version), step=version)
+        time.sleep(0.06)
+    assert check_versions(tmp_path, {4}) == 4
+    assert sorted(path.name for path in tmp_path.glob("*.safetensors") if path.is_file()) == [
+        path.name for path in tmp_path.glob(f"{4:012}-*")
+    ]
+    assert caplog.text.count("stay for now") == 2, "once for each"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becoming another user needs root")
+def test_another_user_may_clean_up_what_is_his_in_a_sticky_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.chmod(0o1777)
+    CheckpointStore(".").publish(0, weights(0), step=0)
+    for path in tmp_path.iterdir():
+        path.chmod(0o600)
+    theirs = tmp_path / f"{0:012}-{0:032x}.{1:032x}.lease"
+    theirs.touch(0o600)
+
+    def publish() -> None:
+        os.setgid(65534)
+        os.setuid(65534)
+        store = CheckpointStore(".", keep=1)
+        for version in range(1, 4):
+            store.publish(version, weights(version), step=version)
+
+    assert in_child(publish) == 0
+    assert [path.name for path in sorted(tmp_path.glob("*.json"))] == [f"{0:012}.json", f"{3:012}.json"]
+    assert theirs.exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"{5:012}.json",
+        f"{5:012}-{0:032x}.safetensors",
+        f"{5:012}-{0:032x}.json.part",
+        f"{5:012}-{0:032x}.{1:032x}.lease",
+    ],
+)
+def test_a_fifo_with_a_name_of_ours_stops_nobody(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    store, seen = CheckpointStore(tmp_path), list[int]()
+
+    def use() -> None:
+        store.publish(6, weights(6), step=6)
+        with CheckpointStore(tmp_path).reading(6):
+            latest = CheckpointStore(tmp_path).latest()
+        seen.append(-1 if latest is None else latest.version)
+
+    using = threading.Thread(target=use, daemon=True)
+    using.start()
+    using.join(20.0)
+    assert seen == [6]

@@ -17,8 +17,8 @@ import torch
 
 from weight_update.chunks import dtype_name
 from weight_update.errors import CorruptCheckpointError
-from weight_update.synchronizer.durable import PART, naming_free_space, write_beside
-from weight_update.synchronizer.leases import Lease, Leases
+from weight_update.synchronizer.durable import PART, naming_free_space, open_regular, write_beside
+from weight_update.synchronizer.leases import Lease
 from weight_update.synchronizer.manifests import Catalogue, Manifest, check_version
 from weight_update.synchronizer.pieces import digest, write
 from weight_update.synchronizer.sweeper import Sweeper
@@ -57,7 +57,7 @@ class CheckpointStore:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._lease_seconds = lease_seconds
         self._catalogue = Catalogue(self.directory)
-        self._sweeper = Sweeper(self._catalogue, Leases(self.directory, lease_seconds), keep)
+        self._sweeper = Sweeper(self._catalogue, lease_seconds, keep)
 
     def publish(self, version: int, weights: Mapping[str, Any], *, step: int) -> Path:
         """Write a version, and remove old ones. It is on the disk when this returns.
@@ -197,7 +197,7 @@ class CheckpointStore:
         return self._read(version)
 
     def _map(self, manifest: Manifest, lease: Lease) -> dict[str, Any]:
-        fd = os.open(self.directory / manifest.file, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_regular(self.directory / manifest.file)
         try:
             if digest(fd, manifest.nbytes) != manifest.digest:
                 raise CorruptCheckpointError(f"the digest of {manifest.file} does not hold")

@@ -4,19 +4,63 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 from weight_update.errors import NotEnoughSpaceError
 
-__all__ = ["PART", "naming_free_space", "write_beside"]
+__all__ = ["PART", "Remover", "naming_free_space", "open_regular", "read_regular", "write_beside"]
 
 PART = ".part"
 """Ending of files that are being written."""
 
 _T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+
+
+class Remover:
+    """Removal of files, one by one: what cannot be removed is logged once, and does not stop the others."""
+
+    def __init__(self) -> None:
+        self._failed: set[str] = set()
+
+    def remove(self, path: Path) -> bool:
+        """Remove a file; return whether it is gone."""
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            if str(path) not in self._failed:
+                self._failed.add(str(path))
+                _log.warning("old checkpoints stay for now: %s", error)
+            return False
+        self._failed.discard(str(path))
+        return True
+
+
+def open_regular(path: Path) -> int:
+    """Open a file for reading, and never wait: a FIFO of that name is an error.
+
+    Returns:
+        the file descriptor.
+
+    Raises:
+        OSError: it cannot be opened, or is not a regular file.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return fd
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the contents of a file; see :func:`open_regular`."""
+    with open(open_regular(path), "rb") as file:
+        return file.read()
 
 
 def write_beside(part: Path, path: Path, write: Callable[[int], _T]) -> _T:

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import threading
 import time
 import uuid
 from pathlib import Path
+
+from weight_update.synchronizer.durable import Remover, open_regular
 
 __all__ = ["LEASE", "Lease", "Leases"]
 
@@ -74,15 +77,17 @@ class Leases:
     Args:
         directory: where they are.
         silence: seconds during which a lease may stay the same before it counts as dead.
+        remover: removes dead leases.
     """
 
-    def __init__(self, directory: Path, silence: float) -> None:
-        self._directory, self._silence = directory, silence
+    def __init__(self, directory: Path, silence: float, remover: Remover) -> None:
+        self._directory, self._silence, self._remover = directory, silence, remover
         self._seen: dict[str, tuple[int, float]] = {}
 
     def in_use(self) -> set[str]:
         """Stems of the files that somebody uses. Dead leases are removed."""
-        now, alive = time.monotonic(), dict[str, tuple[int, float]]()
+        now = time.monotonic()
+        alive, lapsed = dict[str, tuple[int, float]](), dict[str, tuple[int, float]]()
         for name in os.listdir(self._directory):
             renewed = self._renewed(name) if name.endswith(LEASE) else None
             if renewed is None:
@@ -90,20 +95,39 @@ class Leases:
             before, since = self._seen.get(name, (renewed, now))
             if before != renewed:
                 since = now
-            if now - since > self._silence:
-                (self._directory / name).unlink(missing_ok=True)
-            else:
+            if now - since <= self._silence:
                 alive[name] = renewed, since
-        self._seen = alive
+            elif not self._remover.remove(self._directory / name):
+                lapsed[name] = renewed, since
+        self._seen = alive | lapsed
         return {name.partition(".")[0] for name in alive}
 
     def _renewed(self, name: str) -> int | None:
+        path = self._directory / name
         try:
             # Opened, not only looked up: NFS asks its server for the true times of a file that is opened.
-            fd = os.open(self._directory / name, os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_regular(path)
         except FileNotFoundError:
             return None
+        except OSError:
+            return _renewed_unread(path)
         try:
             return os.fstat(fd).st_mtime_ns
         finally:
             os.close(fd)
+
+
+def _renewed_unread(path: Path) -> int | None:
+    """Return the time of change of a file that cannot be opened, such as another user's lease.
+
+    Returns:
+        None for what is no regular file, and so no lease; -1 where nothing can be learnt, so that the lease
+        lapses if that stays so.
+    """
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return -1
+    return found.st_mtime_ns if stat.S_ISREG(found.st_mode) else None

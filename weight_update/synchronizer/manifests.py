@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from weight_update.errors import CorruptCheckpointError
+from weight_update.synchronizer.durable import read_regular
 
 __all__ = ["Catalogue", "Manifest", "check_version"]
 
@@ -121,7 +122,7 @@ class Catalogue:
             CorruptCheckpointError: the manifest is broken, or does not fit the data.
         """
         path = self.path(version)
-        raw = path.read_bytes()
+        raw = read_regular(path)
         manifest = Manifest.decode(raw)
         if not _DATA.fullmatch(manifest.file) or manifest.version != version:
             raise CorruptCheckpointError(
@@ -130,7 +131,7 @@ class Catalogue:
         try:
             size = (self.directory / manifest.file).stat().st_size
         except FileNotFoundError:
-            if path.read_bytes() != raw:  # replaced, or removed, just now
+            if read_regular(path) != raw:  # replaced, or removed, just now
                 return self.load(version)
             raise CorruptCheckpointError(f"{manifest.file} is missing") from None
         if size != manifest.nbytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from weight_update.synchronizer.durable import Remover
 from weight_update.synchronizer.leases import Leases
 from weight_update.synchronizer.manifests import Catalogue
 
@@ -21,15 +22,17 @@ class Sweeper:
 
     Args:
         catalogue: of the directory.
-        leases: in it.
+        lease_seconds: after which a lease that is not renewed counts as dead.
         keep: how many complete versions stay.
     """
 
-    def __init__(self, catalogue: Catalogue, leases: Leases, keep: int) -> None:
-        self._catalogue, self._leases, self._keep = catalogue, leases, keep
+    def __init__(self, catalogue: Catalogue, lease_seconds: float, keep: int) -> None:
+        self._remover = Remover()
+        self._leases = Leases(catalogue.directory, lease_seconds, self._remover)
+        self._catalogue, self._keep = catalogue, keep
 
     def sweep(self) -> None:
-        """Remove what nobody needs. What cannot be removed is logged and tried again the next time."""
+        """Remove what nobody needs. What cannot be removed is logged once and tried again the next time."""
         try:
             self._hide_old_versions()
             self._remove_unnamed_files()
@@ -41,7 +44,7 @@ class Sweeper:
         for version in self._catalogue.versions():
             manifest = self._catalogue.good(version)
             if complete >= self._keep and (manifest is None or manifest.stem not in in_use):
-                self._catalogue.path(version).unlink(missing_ok=True)
+                self._remover.remove(self._catalogue.path(version))
             complete += manifest is not None
 
     def _remove_unnamed_files(self) -> None:
@@ -50,7 +53,7 @@ class Sweeper:
         for version, stem, path in files:
             # In this order: a writer shows its manifest before it ends its lease.
             if stem not in in_use and not self._is_named(version, stem):
-                path.unlink(missing_ok=True)
+                self._remover.remove(path)
 
     def _is_named(self, version: int, stem: str) -> bool:
         if not self._catalogue.path(version).exists():
