@@ -139,7 +139,7 @@ def train(
         while while_true():
             assert time.monotonic() < deadline, "explorers do not come to an end"
             if trainer.need_sync():
-                said.append({**trainer.sync_weight(), "step": trainer.step})
+                said.append(trainer.sync_weight())
             time.sleep(pause)
             trainer.step += 1
             set_to(model, trainer.step)

@@ -8,7 +8,7 @@ from typing import Any
 
 from sync_parts import model_at, step_of
 
-from weight_update import ExplorerClient
+from weight_update import ExplorerClient, Synchronizer, SyncMethod
 
 
 def explore(address: str, token: str, id: int, steps: int, told: Connection, options: dict[str, Any]) -> None:
@@ -24,3 +24,11 @@ def explore(address: str, token: str, id: int, steps: int, told: Connection, opt
                 metrics = explorer.sync_weight()
                 told.send((explorer.step, metrics, step_of(model)))
     told.send(("done", None, step_of(model)))
+
+
+def serve(told: Connection) -> None:
+    """Be a synchronizer until the process is ended."""
+    with Synchronizer(SyncMethod.MEMORY) as where:
+        server = where.serve()
+        told.send((server.address, server.token))
+        time.sleep(1000.0)

@@ -47,7 +47,7 @@ class Interleavings(RuleBasedStateMachine):
     def is_(self, id: int, *, waiting: bool) -> bool:
         """Whether that explorer is here, and waits or does not."""
         explorer = self.machine.explorers.get(id)
-        return explorer is not None and (explorer.status is REQUIRE_SYNC) is waiting
+        return explorer is not None and explorer.waits is waiting
 
     # -- coming and going
 
@@ -166,6 +166,28 @@ class Interleavings(RuleBasedStateMachine):
                 self.machine.begin([id])
                 self.going[id] = version
 
+    @rule(id=IDS, luck=LUCK)
+    def explorer_notifies(self, id: int, luck: int) -> None:
+        explorer = self.machine.explorers.get(id)
+        if explorer is None or explorer.waits:
+            return
+        ran, needs = explorer.status is RunningStatus.RUNNING, self.machine.explorer_needs_sync(id)
+        self.machine.explorer_announces(id)
+        if luck % 2 and explorer.status is REQUIRE_SYNC:
+            self.machine.explorer_withdraws(id)
+            assert explorer.status is RunningStatus.RUNNING
+            assert not ran or self.machine.explorer_needs_sync(id) is needs
+
+    @rule(luck=LUCK)
+    def trainer_notifies(self, luck: int) -> None:
+        trainer = self.machine.trainer
+        if trainer is None or trainer.waits or self.trainer_is_gone() or not self.machine.plan.direct:
+            return
+        self.machine.trainer_announces()
+        if luck % 2:
+            self.machine.trainer_withdraws()
+            assert trainer.status is RunningStatus.RUNNING
+
     @rule(id=IDS, arrives=st.booleans())
     def fetch_ends(self, id: int, arrives: bool) -> None:
         version = self.going.pop(id, None)
@@ -246,15 +268,15 @@ class Interleavings(RuleBasedStateMachine):
         assert set(self.machine.expected()) <= set(here)
         assert set(self.machine.ready()) <= set(here)
         trainer = self.machine.trainer
-        if trainer is None or trainer.status is not REQUIRE_SYNC or self.machine.transfer:
+        if trainer is None or not trainer.waits or self.machine.transfer:
             return
         assert self.machine.expected() or self.machine.ready(), "the trainer waits for nobody"
 
     @invariant()
     def who_waits_has_no_outcome_and_who_has_one_does_not_wait(self) -> None:
         for waiter in self.waiters:
-            assert (waiter.outcome is None) == (waiter.status is REQUIRE_SYNC)
-            assert not waiter.busy or waiter.status is REQUIRE_SYNC
+            assert (waiter.outcome is None) or not waiter.waits
+            assert not waiter.busy or waiter.waits
 
     @rule(id=IDS)
     def explorer_tells_what_it_has(self, id: int) -> None:
@@ -279,7 +301,7 @@ class Interleavings(RuleBasedStateMachine):
         if trainer is None or trainer.status is not RunningStatus.STOPPED:
             return
         for explorer in self.machine.explorers.values():
-            waits = explorer.status is REQUIRE_SYNC and not explorer.busy
+            waits = explorer.waits and not explorer.busy
             assert not waits or self.machine.may_fetch(explorer.id) is not None
 
     def teardown(self) -> None:

@@ -6,6 +6,7 @@ from weight_update.synchronizer.explorer import BlockingExplorer
 from weight_update.synchronizer.host import Synchronizer
 from weight_update.synchronizer.machine import Machine
 from weight_update.synchronizer.manifests import Manifest
+from weight_update.synchronizer.metrics import Metrics
 from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncPlan, SyncStyle
 from weight_update.synchronizer.ray_host import RayHost
 from weight_update.synchronizer.server import Server
@@ -18,6 +19,7 @@ __all__ = [
     "ExplorerClient",
     "Machine",
     "Manifest",
+    "Metrics",
     "RayHost",
     "RunningStatus",
     "Server",

@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
-import ipaddress
 import threading
+import time
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
-from weight_update.errors import FormatError, LinkClosedError, SyncTimeoutError
+from weight_update.errors import FormatError, LinkClosedError, SyncTimeoutError, TransportError
 from weight_update.synchronizer.coordinator import Coordinator
 from weight_update.synchronizer.desk import Reply
 from weight_update.synchronizer.wire import Wire, connect
+from weight_update.transports.stream import seconds_left
 
-__all__ = ["Channel", "LocalChannel", "SocketChannel", "is_loopback"]
+__all__ = ["Channel", "LocalChannel", "SocketChannel"]
 
 
 class Channel(ABC):
     """Carries calls. Any thread may call at any time."""
 
     @abstractmethod
-    def call(self, name: str, args: dict[str, Any], timeout: float) -> Reply:
+    def call(self, name: str, args: dict[str, Any], timeout: float, longer: float = 0.0) -> Reply:
         """The answer of the synchronizer.
 
         Args:
             name: see :meth:`Coordinator.call`.
             args: see there.
-            timeout: seconds.
+            timeout: seconds that the synchronizer may give no sign of life.
+            longer: seconds beyond that for which it may work on the call while it is seen to live.
 
         Raises:
             LinkClosedError: it is not there, or did not answer in time; it may have done what was asked.
             JoinRefusedError: it has another token.
         """
 
-    leased: ClassVar[bool] = True
-    """Whether the synchronizer must hear of a client from time to time to know that it lives."""
+    restarts: ClassVar[bool] = True
+    """Whether another synchronizer may take the place of one that was closed."""
 
     @property
     @abstractmethod
@@ -47,15 +49,15 @@ class Channel(ABC):
 class LocalChannel(Channel):
     """To a synchronizer in this process."""
 
-    leased = False
+    restarts = False
     address = None
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
 
-    def call(self, name: str, args: dict[str, Any], timeout: float) -> Reply:
+    def call(self, name: str, args: dict[str, Any], timeout: float, longer: float = 0.0) -> Reply:
         """See :meth:`Channel.call`."""
-        del timeout  # each call has its own
+        del timeout, longer  # each call has its own
         return self._coordinator.call(name, args)
 
 
@@ -82,12 +84,13 @@ class SocketChannel(Channel):
         """See :attr:`Channel.address`."""
         return self._address
 
-    def call(self, name: str, args: dict[str, Any], timeout: float) -> Reply:
+    def call(self, name: str, args: dict[str, Any], timeout: float, longer: float = 0.0) -> Reply:
         """See :meth:`Channel.call`."""
+        deadline = time.monotonic() + timeout
         wire = self._take(timeout)
         try:
             wire.send({"call": name, "args": args})
-            reply = wire.receive(timeout)
+            reply = self._reply(wire, deadline, timeout, longer)
         except (LinkClosedError, FormatError, SyncTimeoutError) as error:
             self.close()  # if one is gone all are
             raise LinkClosedError(f"the synchronizer at {self._host}:{self._port}: {error}") from None
@@ -103,6 +106,23 @@ class SocketChannel(Channel):
         for wire in wires:
             wire.close()
 
+    def _reply(self, wire: Wire, deadline: float, timeout: float, longer: float) -> Reply:
+        """Wait for the answer; while none comes, see whether the synchronizer answers others."""
+        last = deadline + longer
+        while longer:
+            left = deadline - time.monotonic()
+            try:
+                return wire.receive(max(left / 2, 0.0))
+            except SyncTimeoutError:
+                if time.monotonic() >= last:
+                    raise
+            try:
+                self.call("status", {}, max(left / 2, 0.0))
+            except TransportError:
+                raise SyncTimeoutError(f"the other end said nothing for {timeout:g} s") from None
+            deadline = min(time.monotonic() + timeout, last)
+        return wire.receive(seconds_left(deadline))
+
     def _take(self, timeout: float) -> Wire:
         with self._lock:
             wire = self._idle.pop() if self._idle else None
@@ -115,13 +135,3 @@ class SocketChannel(Channel):
         with self._lock:
             self._busy.add(wire)
         return wire
-
-
-def is_loopback(address: str | None) -> bool:
-    """Whether only processes of this machine reach ``address``."""
-    if address is None or address == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False  # a name

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
 
 from weight_update.strategy import WeightStrategy
 from weight_update.synchronizer.channels import Channel, LocalChannel, SocketChannel
 from weight_update.synchronizer.explorer import BlockingExplorer
 from weight_update.synchronizer.host import Synchronizer
-from weight_update.synchronizer.party import Metrics
+from weight_update.synchronizer.metrics import Metrics
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan
 from weight_update.synchronizer.ray_host import RayChannel, RayHost
 from weight_update.synchronizer.server import TOKEN, Server
@@ -66,13 +66,15 @@ class _Client(Generic[_P]):
         If the task is cancelled, the wait is taken back.
 
         Returns:
-            ``version``, ``seconds`` it took, ``bytes`` of the weights, ``waited``: seconds of waiting for the
-            other side; and, only if the version is the one before, ``reason``: why.
+            ``version``, ``step`` of this side, ``seconds`` it took, ``bytes`` of the weights, ``waited``:
+            seconds of waiting for the other side. ``reason``, only if the version is the one before: why.
+            See :class:`~weight_update.synchronizer.Metrics` for the names that a logger gets.
         """
         try:
             return await self._run(self.blocking.sync_weight)
         except asyncio.CancelledError:
-            self._threads.submit(self.blocking.give_up)
+            with contextlib.suppress(RuntimeError):  # closed: nobody waits for it any more
+                self._threads.submit(self.blocking.give_up)
             raise
 
     async def notify(self, status: RunningStatus | str) -> None:
@@ -93,7 +95,11 @@ class _Client(Generic[_P]):
         self._threads.shutdown(wait=False)
 
     async def _run(self, call: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        try:
+            running = asyncio.get_running_loop().run_in_executor(self._threads, call)
+        except RuntimeError:  # closed; so the call says, and does nothing else
+            return call()
+        return await running
 
     def __exit__(self, *exc_info: object) -> None:
         """See :meth:`close`."""
@@ -118,12 +124,14 @@ class TrainerClient(_Client[BlockingTrainer]):
         timeout: seconds that ``sync_weight`` waits for explorers, and any call for a synchronizer that is
             away.
         transfer_timeout: seconds that a transfer may take.
-        step: steps done already.
+        step: steps done already. None: 0, but with a FIXED plan a trainer that comes when versions were
+            published before goes on at the step of the newest, on which explorers count.
 
     Raises:
         LinkClosedError: there is no synchronizer.
         JoinRefusedError: it has another token.
-        ValueError: the backend is unknown, or cannot be used here or with this method.
+        ValueError: the backend is unknown, or cannot be used here or with this method; or the address stands
+            for all interfaces, as 0.0.0.0 does.
     """
 
     def __init__(
@@ -137,7 +145,7 @@ class TrainerClient(_Client[BlockingTrainer]):
         strategy: str | WeightStrategy = "tensordict",
         timeout: float = 60.0,
         transfer_timeout: float = 60.0,
-        step: int = 0,
+        step: int | None = None,
     ) -> None:
         options: dict[str, Any] = {"timeout": timeout, "transfer_timeout": transfer_timeout, "step": step}
         channel = _channel_to(where, token)
@@ -186,7 +194,7 @@ class ExplorerClient(_Client[BlockingExplorer]):
         channel = _channel_to(where, token)
         super().__init__(BlockingExplorer(channel, model, id=id, strategy=strategy, **options))
 
-    def hold(self) -> AbstractContextManager[None]:
+    def hold(self) -> contextlib.AbstractContextManager[None]:
         """No update lands inside this context; use it around several forward passes in FULLY_ASYNC."""
         return self.blocking.hold()
 

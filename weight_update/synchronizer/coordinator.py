@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from weight_update.synchronizer.explorer_calls import ExplorerCalls
 from weight_update.synchronizer.journal import Journal
 from weight_update.synchronizer.memory import Memory
 from weight_update.synchronizer.plan import SyncPlan
-from weight_update.synchronizer.register import Refused
+from weight_update.synchronizer.register import Closed, Refused
 from weight_update.synchronizer.trainer_calls import TrainerCalls
 
 __all__ = ["Coordinator"]
@@ -75,12 +76,17 @@ class Coordinator:
             args: its arguments.
 
         Returns:
-            its answer; ``{"refused": why}`` if the call makes no sense, ``{"error": text}`` if it failed.
+            its answer; ``{"refused": why}`` if the call makes no sense, ``{"error": text}`` if it failed,
+            ``{"closed": text}`` if the synchronizer was closed.
         """
         try:
             if name not in self._calls:
                 raise Refused(f"unknown call {name!r:.40}")
-            return self._calls[name](**args)
+            reply = self._calls[name](**args)
+            self._remember()
+            return reply
+        except Closed as error:
+            return {"closed": str(error)}
         except Refused as error:
             return {"refused": str(error)}
         except WeightSyncError as error:
@@ -95,6 +101,13 @@ class Coordinator:
 
     def close(self) -> None:
         """Wake everybody and let go of the weights."""
-        self.desk.close()
-        if self._memory is not None:
-            self._memory.close()
+        with contextlib.ExitStack() as stack:  # all of it, also where a step raises
+            if self._memory is not None:
+                stack.callback(self._memory.close)
+            stack.callback(self._remember)
+            stack.callback(self.desk.close)
+
+    def _remember(self) -> None:
+        """Write the newest version to the journal; other calls go on meanwhile."""
+        if self.desk.journal is not None:
+            self.desk.journal.flush()

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from weight_update.errors import LifecycleError
+from weight_update.synchronizer.addresses import is_loopback
 from weight_update.synchronizer.journal import Journal
 from weight_update.synchronizer.machine import Machine
 from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncPlan
@@ -32,6 +34,9 @@ class Desk:
         lease: seconds after which a client that is not heard of counts as gone; None: for ever.
         newest: version and step that are published already, if any.
         directory: CHECKPOINT: where the files are.
+
+    Attributes:
+        address: of the interface of this machine that clients on other machines reach; None: there are none.
     """
 
     def __init__(
@@ -46,7 +51,8 @@ class Desk:
         self.machine = Machine(plan)
         self.moved = threading.Condition(threading.RLock())
         self.trainer_ticket: Ticket | None = None
-        self._journal = journal
+        self.address: str | None = None
+        self.journal = journal
         self.register = Register(self.moved, lease, self.gone)
         self._versions: dict[tuple[str, int], tuple[int, int]] = {}
         for known in (newest, None if journal is None else journal.read()):
@@ -91,10 +97,15 @@ class Desk:
                 id = self._free_id() if id is None else id
                 self.register.replace(self.machine.explorers.get(id))
                 self.register.add(session, self.machine.joined(id, version, step, synced_at), leased)
-            newest = self.machine.newest
-        lease = self.register.lease if leased else None
-        reply = {"id": id, "plan": self.plan.to_json(), "lease": lease, "version": newest}
-        return {**reply, "directory": self.directory}
+            return {
+                "id": id,
+                "plan": self.plan.to_json(),
+                "lease": self.register.lease if leased else None,
+                "version": self.machine.newest,
+                "step": self.machine.newest_step,
+                "directory": self.directory,
+                "address": self.address,
+            }
 
     def _heard_again(self, session: str, step: int, ticket: Ticket | None) -> None:
         if isinstance(self.register.of(session).party, Trainer):
@@ -142,15 +153,15 @@ class Desk:
             elif isinstance(party, Trainer):
                 self.machine.trainer_at(step)
                 if status == RunningStatus.REQUIRE_SYNC.value and self.plan.direct:
-                    self.machine.trainer_requires()
-                elif party.status is RunningStatus.REQUIRE_SYNC:
-                    self.machine.trainer_gave_up("it went on")
+                    self.machine.trainer_announces()
+                else:
+                    self.machine.trainer_withdraws()
             else:
                 self.machine.explorer_at(party.id, step)
                 if status == RunningStatus.REQUIRE_SYNC.value:
-                    self.machine.explorer_requires(party.id)
-                elif party.status is RunningStatus.REQUIRE_SYNC:
-                    self.machine.gave_up(party.id, "it went on")
+                    self.machine.explorer_announces(party.id)
+                else:
+                    self.machine.explorer_withdraws(party.id)
             self.moved.notify_all()
         return {}
 
@@ -175,6 +186,21 @@ class Desk:
             for session in self.register.sessions():
                 self.gone(session, "the synchronizer was closed")
             self.moved.notify_all()
+
+    def reach_by(self, address: str) -> None:
+        """Record the address by which clients on other machines reach this one.
+
+        Raises:
+            LifecycleError: the trainer has already told explorers an address that only this machine reaches.
+        """
+        with self.moved:
+            ticket = self.trainer_ticket
+            if ticket is not None and is_loopback(ticket["address"]):
+                raise LifecycleError(
+                    f"the trainer already sends on {ticket['address']}, which other machines cannot reach; "
+                    "call serve() before the trainer is made, or give the trainer address="
+                )
+            self.address = address
 
     # -- for those who serve clients ---------------------------------------------------------------
 
@@ -240,8 +266,8 @@ class Desk:
         """Somebody holds ``version`` now."""
         newest = self.machine.newest
         if newest is None or version > newest:
-            if self._journal is not None:
-                self._journal.write(version, step)
+            if self.journal is not None:
+                self.journal.note(version, step)
             self.machine.published(version, step)
         self.moved.notify_all()
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -16,7 +16,8 @@ from weight_update.strategy import WeightStrategy
 from weight_update.synchronizer.channels import Channel
 from weight_update.synchronizer.desk import CHECKPOINT, Reply
 from weight_update.synchronizer.files import Files
-from weight_update.synchronizer.party import Metrics, Party
+from weight_update.synchronizer.metrics import Metrics
+from weight_update.synchronizer.party import Party
 from weight_update.synchronizer.plan import SyncMethod, SyncStyle
 from weight_update.synchronizer.roads import Inlet, Ticket
 from weight_update.synchronizer.state import TRAINER_STOPPED
@@ -98,9 +99,10 @@ class BlockingExplorer(Party):
         """Wait for new weights; when this returns they are in force.
 
         Returns:
-            ``version`` in force; ``seconds`` it took; ``bytes`` of the weights in force; ``waited``: seconds
-            until they were here. ``reason`` only if the version is the one before: why. After that everything
-            is as before, and the next step may try again.
+            ``version`` in force; ``step`` of this side; ``seconds`` it took; ``bytes`` of the weights in
+            force; ``waited``: seconds until they were here. ``reason`` only if the version is the one before:
+            why. After that everything is as before, and the next step may try again.
+            A logger gets other names: see :class:`~weight_update.synchronizer.Metrics`.
 
         Raises:
             SchemaMismatchError: the model is not the trainer's.
@@ -108,7 +110,7 @@ class BlockingExplorer(Party):
         """
         with self._syncing:
             start, step = time.perf_counter(), self.step
-            metrics: Metrics = {"waited": 0.0}
+            metrics: dict[str, Any] = {"waited": 0.0}
             try:
                 reply = self._sync(step, metrics)
             except TransportError as error:
@@ -122,16 +124,17 @@ class BlockingExplorer(Party):
                 self._look_at_link()
             else:
                 self._synced_at = step
-            return {"bytes": self._nbytes(), **metrics, "seconds": time.perf_counter() - start}
+            metrics |= {"step": step, "bytes": self._nbytes(), "seconds": time.perf_counter() - start}
+            return Metrics(metrics)
 
-    def hold(self) -> AbstractContextManager[None]:
+    def hold(self) -> contextlib.AbstractContextManager[None]:
         """No update lands inside this context; use it around several forward passes in FULLY_ASYNC.
 
         In the other styles weights change in :meth:`sync_weight` only.
         """
         if self._files is not None:
             return self._gate.hold()
-        return nullcontext() if self._inlet is None else self._inlet.scheme.hold()
+        return contextlib.nullcontext() if self._inlet is None else self._inlet.scheme.hold()
 
     def give_up(self) -> None:
         """From another thread: let :meth:`sync_weight` return now, with the version there is."""
@@ -142,15 +145,16 @@ class BlockingExplorer(Party):
 
         With files this waits for one that is just being read, up to ``transfer_timeout`` seconds.
         """
-        super().close()
-        if self._inlet is not None:
-            self._inlet.close()
-        if self._files is not None:
-            self._end_reading()
+        with contextlib.ExitStack() as stack:  # all of it, also where a step raises
+            if self._files is not None:
+                stack.callback(self._end_reading)
+            if self._inlet is not None:
+                stack.callback(self._inlet.close)
+            super().close()
 
     # -- insides -----------------------------------------------------------------------------------
 
-    def _sync(self, step: int, metrics: Metrics) -> Reply:
+    def _sync(self, step: int, metrics: dict[str, Any]) -> Reply:
         start, deadline = time.perf_counter(), deadline_of(self.timeout)
         reply = self._ask("explorer_syncs", deadline, wait=True, step=step, held=self._held(), again=False)
         while "join" in reply:
@@ -171,8 +175,13 @@ class BlockingExplorer(Party):
             self._inlet.close()
         assert self.id is not None
         inlet = Inlet(ticket, self.id, self._model, self.strategy, self.transfer_timeout)
-        if (reason := inlet.join(self.transfer_timeout)) is None:
-            self._inlet = inlet
+        reason: str | None = "the model is another than the trainer's"
+        try:
+            reason = inlet.join(self.transfer_timeout)
+        finally:
+            if reason is not None:
+                inlet.close()
+        self._inlet = inlet if reason is None else None
         return reason
 
     def _look_at_link(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from weight_update.errors import WeightSyncError
 from weight_update.synchronizer.desk import Desk, Reply
 from weight_update.synchronizer.memory import Memory
-from weight_update.synchronizer.plan import RunningStatus, SyncMethod
+from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncStyle
 from weight_update.synchronizer.roads import Shipment, Ticket, key_of
 from weight_update.synchronizer.state import Explorer
 from weight_update.transports.stream import deadline_of
@@ -60,6 +60,7 @@ class ExplorerCalls:
                 return _answer(explorer)
             if self.plan.direct:
                 self.desk.await_(lambda: self._road() is not None or self._is_over(explorer), deadline)
+                self.desk.register.of(session)  # it may have left meanwhile
                 if (road := self._road()) is not None and client.linked != key_of(road):
                     return {"join": road}
             machine.explorer_requires(explorer.id)
@@ -115,11 +116,22 @@ class ExplorerCalls:
         return explorer in self._shipments or self._machine.may_fetch(explorer.id) is not None
 
     def _give_up(self, explorer: Explorer, timeout: float) -> None:
-        if not self._machine.gave_up(explorer.id, f"no new weights came within {timeout:g} s"):
+        late = f"no new weights came within {timeout:g} s{self._lag(explorer)}"
+        if not self._machine.gave_up(explorer.id, late):
             self.desk.await_(lambda: _ended(explorer), deadline_of(2 * self._timeout))
             if not _ended(explorer):
                 self._machine.failed(explorer.id, "the transfer did not end")
         self._moved.notify_all()
+
+    def _lag(self, explorer: Explorer) -> str:
+        """Return, for FIXED, how far the trainer is from the step that an explorer waits for."""
+        trainer = self._machine.trainer
+        if self.plan.style is not SyncStyle.FIXED or (
+            trainer is not None and trainer.step >= explorer.wanted
+        ):
+            return ""
+        at = "has not come" if trainer is None else f"is at step {trainer.step}"
+        return f": it waits for weights of the trainer's step {explorer.wanted}, and the trainer {at}"
 
     def _deliver(self, explorer: Explorer) -> None:
         """MEMORY: send to all who wait, once; then wait for this explorer alone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -9,7 +10,7 @@ from typing import Any
 
 from weight_update.errors import LifecycleError
 from weight_update.strategy import WeightStrategy, resolve_strategy
-from weight_update.synchronizer.channels import is_loopback
+from weight_update.synchronizer.addresses import is_loopback, require_reachable
 from weight_update.synchronizer.coordinator import Coordinator
 from weight_update.synchronizer.files import Files
 from weight_update.synchronizer.journal import Journal
@@ -42,7 +43,8 @@ class Synchronizer:
         max_staleness: see :class:`SyncPlan`.
         directory: where the journal is kept, and the files of CHECKPOINT, which needs one that all share.
         strategy: MEMORY: how weights travel to explorers; see :class:`~weight_update.WeightSyncScheme`.
-        lease: seconds after which a client in another process that is not heard of counts as gone.
+        lease: seconds after which a client that is not heard of counts as gone: its process or machine
+            has stopped, or the thread that used it last has ended without closing it.
         transfer_timeout: seconds that a transfer may take.
 
     Raises:
@@ -130,10 +132,17 @@ class Synchronizer:
             ``ExplorerClient(server.address, model, token=server.token)``.
 
         Raises:
+            ValueError: the address stands for all interfaces, as 0.0.0.0 does; no client could connect to it.
+            LifecycleError: weights are already handed out on an interface that only this machine reaches.
             OSError: the address is not of this machine, or the port is taken.
         """
+        require_reachable(address)
         server = Server(self.coordinator, address, port, token)
-        self.reach_by(address)
+        try:
+            self.reach_by(address)
+        except BaseException:
+            server.close()
+            raise
         self._servers.append(server)
         return server
 
@@ -159,17 +168,22 @@ class Synchronizer:
 
     def reach_by(self, address: str) -> None:
         """Explorers may be on other machines: hand weights out on the interface of ``address``."""
-        if self.coordinator and self._memory is not None and not is_loopback(address):
+        desk = self.coordinator.desk
+        if is_loopback(address):
+            return
+        if self._memory is not None:
             self._memory.listen_on(address)
+        desk.reach_by(address)
 
     def close(self) -> None:
         """Wake everybody who waits, and end; calling it twice is fine."""
         with self._making:
             self._closed = True
-        if self._coordinator is not None:
-            self._coordinator.close()
-        for server in self._servers:
-            server.close()
+        with contextlib.ExitStack() as stack:  # all of it, also where a step raises
+            for server in self._servers:
+                stack.callback(server.close)
+            if self._coordinator is not None:
+                stack.callback(self._coordinator.close)
 
     def __enter__(self) -> Synchronizer:
         """The synchronizer itself; it is closed at the end."""

@@ -76,17 +76,48 @@ class Machine(State):
 
     def trainer_requires(self) -> None:
         """NCCL: the trainer waits for those who are to get weights."""
+        self.trainer_announces()
+        if self.trainer is not None:
+            self.trainer.waits = self.trainer.status is REQUIRE_SYNC
+        self._settle()
+
+    def trainer_announces(self) -> None:
+        """Record that the trainer will wait for explorers (NCCL)."""
         if self.trainer is not None and self.trainer.status is not STOPPED:
             self.trainer.status, self.trainer.outcome = REQUIRE_SYNC, None
-        self._settle()
+
+    def trainer_withdraws(self) -> None:
+        """Take back what the trainer announced, or end its wait."""
+        if self.trainer is None:
+            return
+        if self.trainer.waits:
+            self.trainer_gave_up("it went on")
+        elif self.trainer.status is REQUIRE_SYNC:
+            self.trainer.status = RunningStatus.RUNNING
 
     def explorer_requires(self, id: int) -> None:
         """An explorer waits for new weights."""
+        self._want(self.explorers[id], waits=True)
+
+    def explorer_announces(self, id: int) -> None:
+        """Record that an explorer will wait for new weights; until it does, it is handed none."""
+        self._want(self.explorers[id], waits=False)
+
+    def explorer_withdraws(self, id: int) -> None:
+        """Take back what an explorer announced, or end its wait."""
         explorer = self.explorers[id]
+        if explorer.waits:
+            self.gave_up(id, "it went on")
+        elif explorer.status is REQUIRE_SYNC:
+            explorer.status = RunningStatus.RUNNING
+            self._settle()
+
+    def _want(self, explorer: Explorer, *, waits: bool) -> None:
         if explorer.status is not REQUIRE_SYNC:
             explorer.status, explorer.outcome = REQUIRE_SYNC, None
-            explorer.wanted = self.plan.wanted(explorer.step)
             explorer.asked, explorer.had = self.newest, explorer.version
+        if waits and not explorer.waits:
+            explorer.waits, explorer.wanted = True, self.plan.wanted(explorer.step)
         self._settle()
 
     def gave_up(self, id: int, reason: str = "no new weights came in time") -> bool:
@@ -113,7 +144,7 @@ class Machine(State):
     def begin(self, ids: Iterable[int]) -> None:
         """Weights are on their way to explorers that were ready."""
         going = tuple(self.explorers[id] for id in ids)
-        assert all(explorer.status is REQUIRE_SYNC and not explorer.busy for explorer in going)
+        assert all(explorer.waits and not explorer.busy for explorer in going)
         if self.plan.direct:
             assert not self.transfer, "a transfer is under way"
             self.transfer = going
@@ -191,11 +222,16 @@ class Machine(State):
                 continue
             if self._content(explorer):
                 resolve(explorer, Outcome(explorer.version))
-            elif self._trainer_stopped() and self.may_fetch(explorer.id) is None:
+            elif self._trainer_stopped() and self._suitable(explorer) is None:
                 resolve(explorer, Outcome(explorer.version, reason))
         trainer = self.trainer
-        waits = trainer is not None and trainer.status is REQUIRE_SYNC and not self.transfer
-        if trainer is not None and waits and not self.ready() and not self.expected():
+        if (
+            trainer is not None
+            and trainer.waits
+            and not self.transfer
+            and not self.ready()
+            and not self.expected()
+        ):
             resolve(trainer, Outcome(self.newest, "no explorer is running that takes weights now"))
 
     def _end_transfer(self, reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -97,10 +98,11 @@ class Memory:
 
     def close(self) -> None:
         """End all links and let go of the weights."""
-        for end in (self._inlet, self._outlet):
-            if end is not None:
-                end.close()
-        self.kept = None
+        with contextlib.ExitStack() as stack:  # both, also where one raises
+            for end in (self._inlet, self._outlet):
+                if end is not None:
+                    stack.callback(end.close)
+            self.kept = None
 
     def _hand_out(self, send: Callable[[Outlet, Any], Shipment]) -> tuple[Kept, Shipment]:
         kept, outlet = self.kept, self._outlet

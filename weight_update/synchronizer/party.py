@@ -7,22 +7,22 @@ import os
 import secrets
 import threading
 import time
+import weakref
 from typing import Any, ClassVar
 
 from weight_update.errors import LifecycleError, LinkClosedError, TransportError
 from weight_update.strategy import WeightStrategy, resolve_strategy
 from weight_update.synchronizer.channels import Channel
 from weight_update.synchronizer.desk import Reply
+from weight_update.synchronizer.metrics import Metrics
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan
 from weight_update.synchronizer.roads import Ticket
-from weight_update.transports.stream import deadline_of
 
 __all__ = ["Metrics", "Party"]
 
-Metrics = dict[str, Any]
 _RETRY_SECONDS = 0.1
-_ANSWER_SECONDS = 30.0
-"""How long the answer to a call may take beyond what it was told to wait."""
+_GRACE_SECONDS = 5.0
+"""The least that a call may take, unless ``timeout`` is less: it may begin just before the time is over."""
 
 
 class Party:
@@ -62,6 +62,7 @@ class Party:
         self._syncing = threading.Lock()
         self._closed = threading.Event()
         self._stopped = False
+        self._caller = threading.current_thread()
         self._pid = os.getpid()
 
     # -- for users ---------------------------------------------------------------------------------
@@ -101,9 +102,11 @@ class Party:
         if self._closed.is_set() or self._pid != os.getpid():
             return
         self._closed.set()
-        with contextlib.suppress(TransportError):  # it may be gone itself
-            self._channel.call("bye", {"session": self._session}, _ANSWER_SECONDS)
-        self._channel.close()
+        try:
+            with contextlib.suppress(TransportError):  # it may be gone itself
+                self._channel.call("bye", {"session": self._session}, self._grace)
+        finally:
+            self._channel.close()
 
     # -- insides -----------------------------------------------------------------------------------
 
@@ -113,8 +116,8 @@ class Party:
         self.plan = SyncPlan(**reply["plan"])
         self.id = reply["id"]
         if reply["lease"] is not None:
-            lease = float(reply["lease"])
-            threading.Thread(target=self._beat, args=(lease,), name="weight_update-beat", daemon=True).start()
+            args = weakref.ref(self), self._closed, float(reply["lease"])
+            threading.Thread(target=_live, args=args, name="weight_update-beat", daemon=True).start()
         return reply
 
     def _hello(self) -> dict[str, Any]:
@@ -125,30 +128,31 @@ class Party:
             "synced_at": self._synced_at,
             "version": self.version,
             "ticket": self._ticket(),
-            "leased": self._channel.leased,
+            "leased": True,
         }
 
-    def _say_hello(self) -> Reply:
+    def _say_hello(self, timeout: float) -> Reply:
         """Again: the synchronizer is another, or has missed this side."""
-        return self._channel.call("hello", {"session": self._session, **self._hello()}, _ANSWER_SECONDS)
+        return self._channel.call("hello", {"session": self._session, **self._hello()}, timeout)
+
+    @property
+    def _grace(self) -> float:
+        return min(self.timeout, _GRACE_SECONDS)
 
     def _ticket(self) -> Ticket | None:
         return None
 
     def _beat(self, lease: float) -> None:
-        """Thread: be heard of while the program computes."""
-        while not self._closed.wait(lease / 4):
-            if self._stopped:
-                continue
-            try:
-                reply = self._channel.call("beat", {"session": self._session}, lease)
-                if reply.get("refused") == "unknown" and not self._stopped:
-                    self._say_hello()
-            except TransportError:
-                continue  # the next call says so
+        """Tell the synchronizer that this client lives, unless the thread that used it last has ended."""
+        if self._stopped or not self._caller.is_alive():
+            return
+        with contextlib.suppress(TransportError):  # the next call says so
+            reply = self._channel.call("beat", {"session": self._session}, lease)
+            if reply.get("refused") == "unknown" and not self._stopped:
+                self._say_hello(lease)
 
     def _ask_anybody(self, name: str) -> Reply:
-        return self._retry(name, {}, deadline_of(self.timeout), None)
+        return self._retry(name, {}, time.monotonic() + self.timeout, wait=False)
 
     def _ask(self, name: str, deadline: float | None = None, wait: bool = False, **args: Any) -> Reply:
         """Call, and call again while the synchronizer is away.
@@ -160,34 +164,63 @@ class Party:
             args: of the call.
 
         Raises:
-            LinkClosedError: the synchronizer is not there.
+            LinkClosedError: the synchronizer is not there, or was closed.
             LifecycleError: it refused the call, or this side is closed.
             TransportError: it failed there.
         """
+        self._caller = threading.current_thread()
         self._stopped = args.get("status") == RunningStatus.STOPPED.value
-        limit = deadline_of(self.timeout) if deadline is None else deadline
+        limit = time.monotonic() + self.timeout if deadline is None else deadline
         return self._retry(name, {"session": self._session, **args}, limit, wait)
 
-    def _retry(self, name: str, args: dict[str, Any], deadline: float | None, wait: bool | None) -> Reply:
+    def _retry(self, name: str, args: dict[str, Any], limit: float, wait: bool) -> Reply:
         while True:
             if self._closed.is_set():
                 raise LifecycleError(f"this {self.role} is closed; make a new one")
-            left = max((deadline or 0.0) - time.monotonic(), 0.0)
+            left = max(limit - time.monotonic(), 0.0)
             if wait:
                 args["timeout"] = left
             try:
-                reply = self._channel.call(name, args, left + _ANSWER_SECONDS + 2 * self.transfer_timeout)
-                if reply.get("refused") == "unknown":
-                    reply = self._say_hello()
-                    if "refused" not in reply:
-                        continue
+                reply = self._call(name, args, left)
             except LinkClosedError:
-                if left == 0.0:
+                if time.monotonic() >= limit or not self._channel.restarts:
                     raise
-                self._closed.wait(_RETRY_SECONDS)
-                continue
-            if "refused" in reply:
-                raise LifecycleError(f"{name}: {reply['refused']}")
-            if "error" in reply:
-                raise TransportError(f"{name} failed in the synchronizer: {reply['error']}")
-            return reply
+            else:
+                if reply is not None:
+                    return reply
+                if time.monotonic() >= limit:
+                    raise LinkClosedError("the synchronizer forgets this client at once")
+            self._closed.wait(_RETRY_SECONDS)
+
+    def _call(self, name: str, args: dict[str, Any], left: float) -> Reply | None:
+        """Call once; None if the synchronizer had to be told first who calls.
+
+        Args:
+            name: of the call.
+            args: of the call.
+            left: seconds until the deadline.
+
+        Raises: see :meth:`_ask`.
+        """
+        patience = max(left, self._grace)
+        reply = self._channel.call(name, args, patience, 2 * self.transfer_timeout)
+        known = reply.get("refused") != "unknown"
+        if not known:
+            reply = self._say_hello(patience)
+        if "closed" in reply:
+            raise LinkClosedError(reply["closed"])
+        if "refused" in reply:
+            raise LifecycleError(f"{name}: {reply['refused']}")
+        if "error" in reply:
+            raise TransportError(f"{name} failed in the synchronizer: {reply['error']}")
+        return reply if known else None
+
+
+def _live(party: weakref.ref[Party], closed: threading.Event, lease: float) -> None:
+    """Tell the synchronizer that a client lives, as a thread, until it is closed or dropped."""
+    while not closed.wait(lease / 4):
+        client = party()
+        if client is None:
+            return
+        client._beat(lease)
+        del client

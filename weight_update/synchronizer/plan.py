@@ -9,7 +9,14 @@ from typing import Any
 __all__ = ["RunningStatus", "SyncMethod", "SyncPlan", "SyncStyle"]
 
 
-class SyncMethod(enum.Enum):
+class _Name(str, enum.Enum):
+    """A member that equals its value and prints as it (``enum.StrEnum``, which Python 3.10 lacks)."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class SyncMethod(_Name):
     """By which road weights travel from the trainer to the explorers."""
 
     NCCL = "nccl"
@@ -23,7 +30,7 @@ class SyncMethod(enum.Enum):
     """The trainer writes files, explorers read them. The trainer never waits."""
 
 
-class SyncStyle(enum.Enum):
+class SyncStyle(_Name):
     """When an explorer takes new weights."""
 
     FIXED = "fixed"
@@ -40,7 +47,7 @@ class SyncStyle(enum.Enum):
     if they are more than ``max_staleness`` versions behind."""
 
 
-class RunningStatus(enum.Enum):
+class RunningStatus(_Name):
     """What a trainer or an explorer is doing."""
 
     STOPPED = "stopped"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
 
 from weight_update.errors import LifecycleError, LinkClosedError
@@ -62,13 +63,14 @@ class _Actor:
         from weight_update.synchronizer.host import Synchronizer
 
         self._synchronizer = Synchronizer(SyncPlan(**plan), directory=directory, **options)
+        self._coordinator = self._synchronizer.coordinator
         self._synchronizer.reach_by(str(require_ray().util.get_node_ip_address()))
 
     def ready(self) -> bool:
         return True
 
     def call(self, name: str, args: dict[str, Any]) -> Reply:
-        return self._synchronizer.coordinator.call(name, args)
+        return self._coordinator.call(name, args)
 
     def close(self) -> None:
         self._synchronizer.close()
@@ -92,12 +94,16 @@ class RayChannel(Channel):
         """See :attr:`Channel.address`."""
         return str(self._ray.util.get_node_ip_address())
 
-    def call(self, name: str, args: dict[str, Any], timeout: float) -> Reply:
+    def call(self, name: str, args: dict[str, Any], timeout: float, longer: float = 0.0) -> Reply:
         """See :meth:`Channel.call`."""
+        last = time.monotonic() + timeout + longer
         try:
             if self._actor is None:
                 self._actor = self._ray.get_actor(self._name, namespace=self._namespace)
-            reply: Reply = self._ray.get(self._actor.call.remote(name, args), timeout=timeout)
+            coming = self._actor.call.remote(name, args)
+            while not self._ray.wait([coming], timeout=timeout / 2)[0] and time.monotonic() < last:
+                self._ray.get(self._actor.ready.remote(), timeout=timeout / 2)  # it lives
+            reply: Reply = self._ray.get(coming, timeout=0)
         except (
             self._ray.exceptions.RayActorError,
             self._ray.exceptions.GetTimeoutError,

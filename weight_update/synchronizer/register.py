@@ -10,13 +10,17 @@ from dataclasses import dataclass, field
 
 from weight_update.synchronizer.state import Explorer, Trainer
 
-__all__ = ["Client", "Refused", "Register"]
+__all__ = ["Client", "Closed", "Refused", "Register"]
 
 _log = logging.getLogger(__name__)
 
 
 class Refused(Exception):
     """A call makes no sense; ``"unknown"`` tells the client to say hello (again)."""
+
+
+class Closed(Refused):
+    """The synchronizer was closed."""
 
 
 @dataclass
@@ -80,9 +84,9 @@ class Register:
         return client
 
     def require_not_replaced(self, session: str) -> None:
-        """Raises Refused if the synchronizer is closed, or another has taken this client's place."""
+        """Raise Refused if another has taken this client's place, and Closed after the synchronizer's end."""
         if self.closed:
-            raise Refused("the synchronizer was closed")
+            raise Closed("the synchronizer was closed")
         if session in self._replaced:
             raise Refused(
                 "another client has taken this one's place: of several trainers, or explorers of one id, "
@@ -124,5 +128,9 @@ class Register:
                         _log.warning("a client was not heard of for %g s", lease)
                         self._missed(session, f"it was not heard of for {lease:g} s")
                 first = min(client.seen for client in clients.values())
-                self._moved.wait(max(first + lease - now, 0.01))
+                pause = max(first + lease - now, 0.01)
+                self._moved.wait(pause)
+                if time.monotonic() > now + pause + lease / 2:  # stopped, this process could hear nobody
+                    for client in self._leased().values():
+                        client.seen = time.monotonic()
             self._watching = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import secrets
@@ -15,6 +16,7 @@ from weight_update.errors import (
     SyncFailedError,
     SyncTimeoutError,
     TransportError,
+    UnknownWorkerError,
     WeightSyncError,
 )
 from weight_update.handle import SendHandle
@@ -42,12 +44,14 @@ class Shipment:
         gone: ids of explorers that were meant but are not connected.
 
     Attributes:
+        ids: of the explorers that it was sent to.
         number: of the update, as the scheme counts.
         nbytes: bytes that were written or sent.
     """
 
     def __init__(self, handle: SendHandle, gone: frozenset[int] = frozenset()) -> None:
         self._handle, self._gone = handle, gone
+        self.ids = frozenset(idx - 1 for idx in handle.workers if idx != _WITNESS)
         self.number, self.nbytes = handle.version, handle.report.wire_bytes
 
     def settle(self, ids: Iterable[int]) -> dict[int, str]:
@@ -55,10 +59,12 @@ class Shipment:
         wanted = set(ids)
         failures = dict.fromkeys(wanted & self._gone, "it is not connected to the sender")
         try:
-            self._handle.of(*(id + 1 for id in wanted - self._gone)).wait()
+            report = self._handle.of(*(id + 1 for id in wanted - self._gone)).wait()
         except SyncFailedError as error:
             failures.update({idx - 1: str(why) for idx, why in error.failures.items()})
-        return failures
+            report = self._handle.report
+        left = {id for id in wanted - set(failures) if id + 1 not in report.apply_seconds}
+        return failures | dict.fromkeys(left, "it left before it had applied it")
 
     def failures(self) -> dict[int, str]:
         """What is known by now."""
@@ -100,17 +106,18 @@ class Outlet:
             self.ticket["port"] = self._scheme.port
         else:
             self.ticket["address"] = self._scheme.address
-        self._witness = Inlet(self.ticket, _WITNESS - 1, None, strategy, timeout)
-        self._open(timeout)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._scheme.shutdown)
+            self._witness = Inlet(self.ticket, _WITNESS - 1, None, strategy, timeout)
+            undo.callback(self._witness.close)
+            self._open(timeout)
+            undo.pop_all()
 
     def _open(self, timeout: float) -> None:
         joining = threading.Thread(target=self._witness.join, args=(timeout,), name="weight_update-witness")
         joining.start()
         try:
             self._scheme.connect(timeout=timeout)
-        except BaseException:
-            self.close()
-            raise
         finally:
             joining.join()
 
@@ -130,9 +137,15 @@ class Outlet:
         """
         wanted = frozenset(ids)
         with self._sending:
-            here = wanted & set(self.here())
-            handle = self._scheme.send_async(weights, [_WITNESS, *(id + 1 for id in here)])
-            return Shipment(handle, wanted - here)
+            while True:
+                here = wanted & set(self.here())
+                try:
+                    handle = self._scheme.send_async(weights, [_WITNESS, *(id + 1 for id in here)])
+                except UnknownWorkerError:
+                    if here <= set(self.here()):
+                        raise
+                else:  # else one of them left just now
+                    return Shipment(handle, wanted - here)
 
     def spread(self, weights: Any = None, but: Iterable[int] = ()) -> Shipment:
         """Send weights to all who joined, ``but`` some, and wait for nobody."""
@@ -143,8 +156,10 @@ class Outlet:
 
     def close(self) -> None:
         """End all links."""
-        self._witness.close()
-        self._scheme.shutdown()
+        try:
+            self._witness.close()
+        finally:
+            self._scheme.shutdown()
 
 
 class Inlet:

@@ -32,6 +32,7 @@ class Trainer:
     """What is known of the trainer.
 
     Attributes:
+        waits: NCCL: whether it is inside ``sync_weight``; if not, REQUIRE_SYNC only announces it.
         given: NCCL, FULLY_ASYNC: the newest version it sent off, whether or not somebody is known to have it.
     """
 
@@ -39,6 +40,7 @@ class Trainer:
     step: int = 0
     synced_at: int | None = None
     failed_at: int | None = None
+    waits: bool = False
     given: int = -1
     outcome: Outcome | None = None
 
@@ -49,6 +51,7 @@ class Explorer:
 
     Attributes:
         wanted: FIXED, while it waits: the trainer step whose weights it needs.
+        waits: whether it is inside ``sync_weight``; if not, REQUIRE_SYNC only announces that it will be.
         asked: while it waits: the newest version when it began to.
         had: while it waits: what it had when it began to.
         busy: whether weights are on their way to it: it cannot give up now.
@@ -60,6 +63,7 @@ class Explorer:
     step: int = 0
     synced_at: int = -1
     failed_at: int | None = None
+    waits: bool = False
     wanted: int = 0
     asked: int | None = None
     had: int | None = None
@@ -101,7 +105,7 @@ class State:
             return True
         if trainer.step == trainer.failed_at:
             return False
-        if self.lost or (plan.style is SyncStyle.EXPLORER_DRIVEN and self._unserved()):
+        if self.lost or self._unserved():
             return True
         return plan.trainer_due(trainer.step) and trainer.step != trainer.synced_at
 
@@ -129,7 +133,7 @@ class State:
         if not self.plan.direct or self.trainer is None or self.transfer:
             return ()
         step = self.trainer.step
-        return tuple(e.id for e in self.explorers.values() if e.status is REQUIRE_SYNC and e.wanted <= step)
+        return tuple(e.id for e in self.explorers.values() if e.waits and e.wanted <= step)
 
     def may_transfer(self, late: bool = False) -> tuple[int, ...]:
         """NCCL: who is to get weights now; empty: wait.
@@ -153,7 +157,12 @@ class State:
 
     def may_fetch(self, id: int) -> int | None:
         """MEMORY, CHECKPOINT: the version that a waiting explorer should fetch now; None: wait."""
-        explorer, newest = self.explorers[id], self.newest
+        explorer = self.explorers[id]
+        return self._suitable(explorer) if explorer.waits else None
+
+    def _suitable(self, explorer: Explorer) -> int | None:
+        """Return the version for an explorer that waits or will; None where none suits, and for NCCL."""
+        newest = self.newest
         if self.plan.direct or explorer.status is not REQUIRE_SYNC or explorer.busy:
             return None
         if newest is None or self.lost or newest == explorer.version:
@@ -186,15 +195,18 @@ class State:
         return since or (current and version == self.newest)
 
     def _next_wanted(self, explorer: Explorer) -> int:
-        if explorer.status is REQUIRE_SYNC:
+        if explorer.waits:
             return explorer.wanted
         if self.explorer_needs_sync(explorer.id):
             return self.plan.wanted(explorer.step)
         return self.plan.next_wanted(explorer.step)
 
     def _unserved(self) -> bool:
+        """Return whether an explorer wants what the trainer is yet to publish (EXPLORER_DRIVEN, not NCCL)."""
+        if self.plan.direct or self.plan.style is not SyncStyle.EXPLORER_DRIVEN:
+            return False
         waiting = [e for e in self.explorers.values() if e.status is REQUIRE_SYNC and not e.busy]
-        return any(self.may_fetch(explorer.id) is None for explorer in waiting)
+        return any(self._suitable(explorer) is None for explorer in waiting)
 
     def _behind(self, explorer: Explorer) -> int:
         newest = -1 if self.newest is None else self.newest
@@ -215,7 +227,7 @@ def resolve(party: Trainer | Explorer, outcome: Outcome) -> None:
     """End the wait of ``party``, if it waits."""
     if party.status is not REQUIRE_SYNC:
         return
-    party.status, party.outcome = RUNNING, outcome
+    party.status, party.outcome, party.waits = RUNNING, outcome, False
     if outcome.reason is not None:
         party.failed_at = party.step
     elif isinstance(party, Explorer):

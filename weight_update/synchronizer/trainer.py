@@ -11,9 +11,12 @@ from torch import nn
 
 from weight_update.errors import LinkClosedError, SyncFailedError, SyncTimeoutError, TransportError
 from weight_update.strategy import WeightStrategy
-from weight_update.synchronizer.channels import Channel, is_loopback
+from weight_update.synchronizer.addresses import is_loopback, require_reachable
+from weight_update.synchronizer.channels import Channel
+from weight_update.synchronizer.desk import Reply
 from weight_update.synchronizer.files import Files
-from weight_update.synchronizer.party import Metrics, Party
+from weight_update.synchronizer.metrics import Metrics
+from weight_update.synchronizer.party import Party
 from weight_update.synchronizer.plan import RunningStatus, SyncStyle
 from weight_update.synchronizer.roads import Outlet, Shipment, Ticket
 from weight_update.transports.pairs import pair_of
@@ -39,7 +42,7 @@ class BlockingTrainer(Party):
         strategy: see :class:`Party`.
         timeout: see :class:`Party`.
         transfer_timeout: see :class:`Party`.
-        step: see :class:`Party`.
+        step: steps done already; None: in FIXED as many as when the newest version was made, else 0.
     """
 
     role = "trainer"
@@ -54,9 +57,11 @@ class BlockingTrainer(Party):
         strategy: str | WeightStrategy = "tensordict",
         timeout: float = 60.0,
         transfer_timeout: float = 60.0,
-        step: int = 0,
+        step: int | None = None,
     ) -> None:
-        super().__init__(channel, strategy, timeout, transfer_timeout, step)
+        super().__init__(channel, strategy, timeout, transfer_timeout, step or 0)
+        if address is not None:
+            require_reachable(address)
         self._source, self._given_address, self._backend = source, address, backend
         self._outlet: Outlet | None = None
         self._files: Files | None = None
@@ -66,24 +71,45 @@ class BlockingTrainer(Party):
         reply = self._introduce()
         self.version = reply["version"]
         try:
-            self._open(reply["directory"])
+            self._go_on_after(reply["step"], step)
+            self._open(reply)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, directory: str | None) -> None:
+    def _go_on_after(self, newest: int, given: int | None) -> None:
+        """Take over the step of the newest version in FIXED, where explorers count on trainer steps."""
+        if self.plan.style is not SyncStyle.FIXED or newest <= self.step:
+            return
+        if given is None:
+            self.step = newest
+            _log.info("the trainer goes on at step %d, at which version %s was made", newest, self.version)
+        else:
+            _log.warning(
+                "the trainer begins at step %d, but version %s was made at step %d; explorers that are ahead "
+                "of it wait until it catches up (step=None goes on at %d)",
+                given,
+                self.version,
+                newest,
+                newest,
+            )
+
+    def _open(self, reply: Reply) -> None:
+        directory = reply["directory"]
         if self._backend != "gloo" and not self.plan.direct:
             raise ValueError(f"backend={self._backend!r} is for SyncMethod.NCCL, not for {self.plan.method}")
         if directory is not None:
             self._files = Files(directory, self.strategy)
         else:
-            self._open_outlet(self.plan.direct)
+            self._open_outlet(self.plan.direct, reply["address"])
 
-    def _open_outlet(self, direct: bool) -> None:
+    def _open_outlet(self, direct: bool, served: str | None) -> None:
         address = self._given_address or self._channel.address
         if not direct and is_loopback(address):
             address = None
         if direct:
+            if self._given_address is None and is_loopback(address):
+                address = served  # the synchronizer is on this machine: other machines reach both by it
             address = address or "127.0.0.1"
             if self._backend == "gloo":
                 cure = (
@@ -92,7 +118,7 @@ class BlockingTrainer(Party):
                 _log.info("SyncMethod.NCCL: weights go to other hosts by gloo (%s)", cure)
         self._outlet = Outlet(self._source, address, self.strategy, self.transfer_timeout, self._backend)
         if direct:
-            self._say_hello()  # now with the ticket
+            self._ask("hello", **self._hello())  # now with the ticket
 
     def _ticket(self) -> Ticket | None:
         return None if self._outlet is None else self._outlet.ticket
@@ -111,10 +137,11 @@ class BlockingTrainer(Party):
         """Give the weights of now away: publish them (MEMORY, CHECKPOINT), or meet explorers (NCCL).
 
         Returns:
-            ``version``: the newest published one; ``seconds`` it took; ``bytes`` written or sent; ``waited``:
-            seconds until explorers were ready. ``reason`` only if nothing was published: why. After that
-            everything is as before. In FULLY_ASYNC with NCCL the version is on its way, and counts as
-            published when the first explorer has it.
+            ``version``: the newest published one; ``step`` of this side; ``seconds`` it took; ``bytes``
+            written or sent; ``waited``: seconds until explorers were ready. ``reason`` only if nothing was
+            published: why. After that everything is as before. In FULLY_ASYNC with NCCL the version is on its
+            way, and counts as published when the first explorer has it.
+            A logger gets other names: see :class:`~weight_update.synchronizer.Metrics`.
 
         Raises:
             SchemaMismatchError: the weights are not those that it began with.
@@ -127,11 +154,12 @@ class BlockingTrainer(Party):
                 metrics = give(step)
             except TransportError as error:
                 metrics = {"version": self.version, "reason": str(error)}
+            metrics |= {"step": step, "seconds": time.perf_counter() - start}
             if "reason" not in metrics:
                 self.version, self._synced_at = metrics["version"], step
             else:
                 _log.warning("step %d: nothing was published: %s", step, metrics["reason"])
-            return {"bytes": 0, "waited": 0.0, **metrics, "seconds": time.perf_counter() - start}
+            return Metrics({"bytes": 0, "waited": 0.0, **metrics})
 
     def give_up(self) -> None:
         """From another thread: let :meth:`sync_weight` end its wait now."""
@@ -139,13 +167,15 @@ class BlockingTrainer(Party):
 
     def close(self) -> None:
         """See :meth:`Party.close`."""
-        super().close()
-        if self._outlet is not None:
-            self._outlet.close()
+        try:
+            super().close()
+        finally:
+            if self._outlet is not None:
+                self._outlet.close()
 
     # -- MEMORY, CHECKPOINT ------------------------------------------------------------------------
 
-    def _publish(self, step: int) -> Metrics:
+    def _publish(self, step: int) -> dict[str, Any]:
         version = int(self._ask("trainer_version", step=step)["version"])
         try:
             nbytes = (
@@ -153,7 +183,8 @@ class BlockingTrainer(Party):
             )
             self._ask("trainer_published", step=step, version=version)
         except _OUTAGES as error:
-            return dict(self._ask("trainer_failed", step=step, reason=str(error)))
+            soon = deadline_of(self._grace)  # the synchronizer may be what is out
+            return dict(self._ask("trainer_failed", soon, step=step, reason=str(error)))
         return {"version": version, "bytes": nbytes}
 
     def _upload(self) -> int:
@@ -168,7 +199,7 @@ class BlockingTrainer(Party):
 
     # -- NCCL --------------------------------------------------------------------------------------
 
-    def _meet(self, step: int) -> Metrics:
+    def _meet(self, step: int) -> dict[str, Any]:
         start, deadline = time.perf_counter(), deadline_of(self.timeout)
         reply = self._ask("meet", deadline, wait=True, step=step)
         waited = time.perf_counter() - start
@@ -177,11 +208,12 @@ class BlockingTrainer(Party):
         ids, version = reply["ids"], reply["version"]
         failures = dict.fromkeys(ids, "the trainer did not send")
         shipments: list[Shipment] = []
+        outage: Exception | None = None
         try:
             shipments = self._send(ids)
             failures = shipments[0].settle(ids) if ids else {}
         except _OUTAGES as error:
-            failures = {id: str(error) for id in ids}
+            outage, failures = error, {id: str(error) for id in ids}
         finally:
             self._ask(
                 "met",
@@ -192,9 +224,10 @@ class BlockingTrainer(Party):
                 failures=failures,
             )
         metrics = {"version": version, "bytes": sum(one.nbytes for one in shipments), "waited": waited}
-        if ids and set(ids) <= set(failures):
+        sent = set().union(*(one.ids for one in shipments))
+        if (outage is not None or failures) and sent <= set(failures):
             why = "; ".join(f"explorer {id}: {text}" for id, text in failures.items())
-            metrics.update(version=self.version, reason=why)
+            metrics.update(version=self.version, reason=why or str(outage))
         return metrics
 
     def _send(self, ids: list[int]) -> list[Shipment]:
@@ -202,5 +235,12 @@ class BlockingTrainer(Party):
         assert self._outlet is not None
         shipments = [self._outlet.send(ids)] if ids else []
         if self.plan.style is SyncStyle.FULLY_ASYNC:
-            shipments.append(self._outlet.spread(but=ids))
+            try:
+                shipments.append(self._outlet.spread(but=ids))
+            except _OUTAGES as error:
+                if not shipments:
+                    raise
+                _log.warning(
+                    "step %d: explorers that did not wait were not sent weights: %s", self.step, error
+                )
         return shipments

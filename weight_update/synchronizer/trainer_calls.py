@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+
+from weight_update.errors import WeightSyncError
 from weight_update.synchronizer.desk import Desk, Reply
 from weight_update.synchronizer.memory import Memory
 from weight_update.synchronizer.plan import RunningStatus, SyncStyle
@@ -10,6 +13,8 @@ from weight_update.synchronizer.state import Trainer
 from weight_update.transports.stream import deadline_of
 
 __all__ = ["TrainerCalls"]
+
+_log = logging.getLogger(__name__)
 
 
 class TrainerCalls:
@@ -67,9 +72,17 @@ class TrainerCalls:
             self.desk.publish(version, step)
             self._machine.offered(step)
         if memory is not None and self.plan.style is SyncStyle.FULLY_ASYNC:
-            kept, shipment = memory.spread()
-            self.desk.sent(memory.ticket, shipment.number, kept.version, kept.step)
+            self._spread(memory)
         return {"version": version}
+
+    def _spread(self, memory: Memory) -> None:
+        """Send the version just published to all who joined; explorers that miss it fetch it."""
+        try:
+            kept, shipment = memory.spread()
+        except WeightSyncError as error:
+            _log.warning("version %s was not sent in the background: %s", self._machine.newest, error)
+        else:
+            self.desk.sent(memory.ticket, shipment.number, kept.version, kept.step)
 
     def meet(self, session: str, step: int, timeout: float) -> Reply:
         """NCCL: wait for those who are to get weights now; who they are, and the version it will be."""
@@ -82,7 +95,7 @@ class TrainerCalls:
                 machine.trainer_requires()
                 self._moved.notify_all()
                 self.desk.await_(lambda: bool(machine.may_transfer()) or _ended(trainer), deadline)
-                ids = machine.may_transfer(late=True)
+                ids = () if _ended(trainer) else machine.may_transfer(late=True)
                 if not ids and not _ended(trainer):
                     machine.trainer_gave_up(f"no explorer was ready within {timeout:g} s")
                 if not ids and trainer.outcome is not None:

@@ -20,6 +20,7 @@ import json
 import os
 import socket
 import struct
+import time
 from typing import Any
 
 from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, SyncTimeoutError
@@ -95,7 +96,10 @@ class Wire:
         if not hmac.compare_digest(tag, self._sign(self._theirs, self._received, bytes(body))):
             raise FormatError("wrong token: a message was not signed with ours")
         self._received += 1
-        message = json.loads(body)
+        try:
+            message = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"a message is not JSON: {error}") from None
         if not isinstance(message, dict):
             raise FormatError("a message is not a JSON object")
         return message
@@ -118,18 +122,37 @@ class Wire:
 
 
 def connect(address: str, port: int, token: str, timeout: float) -> Wire:
-    """A connection to a server.
+    """Return a connection to a server, made within ``timeout`` seconds.
 
     Raises:
         LinkClosedError: nobody listens there.
+        SyncTimeoutError: it was reached and said nothing.
         JoinRefusedError: it has another token.
     """
+    deadline = time.monotonic() + timeout
     try:
-        sock = socket.create_connection((address, port), timeout)
+        sock = _dial(address, port, deadline)
     except OSError as error:
         raise LinkClosedError(f"no synchronizer at {address}:{port} ({error})") from None
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
-        return Wire(sock, token, server=False, timeout=timeout)
+        return Wire(sock, token, server=False, timeout=max(deadline - time.monotonic(), 0.0))
     except FormatError as error:
         raise JoinRefusedError(f"the synchronizer at {address}:{port}: {error}") from None
+
+
+def _dial(address: str, port: int, deadline: float) -> socket.socket:
+    """Connect to the first address of a name that answers; all of them share the time."""
+    found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    for tried, (family, kind, protocol, _, where) in enumerate(found):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.settimeout(max(deadline - time.monotonic(), 0.0) / (len(found) - tried))
+            sock.connect(where)
+        except OSError:
+            sock.close()
+            if tried + 1 == len(found):
+                raise
+        else:
+            return sock
+    raise OSError("the name has no address")

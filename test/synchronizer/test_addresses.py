@@ -1,0 +1,104 @@
+"""Which addresses clients are told, and what is left when serving does not succeed."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+from sync_parts import model_at
+
+from weight_update import ExplorerClient, FormatError, LifecycleError, Synchronizer, SyncMethod, TrainerClient
+from weight_update.synchronizer import wire
+
+
+@pytest.fixture
+def own_address() -> str:
+    """An address of this machine that is not loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect(("198.51.100.1", 9))  # sends nothing
+        except OSError:
+            pytest.skip("this machine has no route, and so perhaps no address but loopback")
+        return str(sock.getsockname()[0])
+
+
+def test_directly_a_trainer_beside_the_synchronizer_is_found_where_that_is_served(own_address: str) -> None:
+    with Synchronizer(SyncMethod.NCCL) as where:
+        server = where.serve(own_address)
+        model = model_at(-1)
+        with (
+            TrainerClient(where, model_at(3)) as trainer,
+            ExplorerClient(server, model, timeout=0.1) as explorer,
+        ):
+            outlet = trainer.blocking._outlet
+            assert outlet is not None
+            assert outlet.ticket["address"] == own_address
+            explorer.step = 1
+            assert explorer.blocking.sync_weight()["version"] == 0, "it joined there"
+
+
+def test_directly_serving_after_the_trainer_came_is_refused_and_leaves_no_server(own_address: str) -> None:
+    with Synchronizer(SyncMethod.NCCL) as where, TrainerClient(where, model_at(0)):
+        with pytest.raises(LifecycleError, match=r"serve\(\) before"):
+            where.serve(own_address, port=(port := free_port(own_address)))
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((own_address, port), 5.0)
+
+
+def free_port(address: str) -> int:
+    with socket.create_server((address, 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", ""])
+@pytest.mark.parametrize("method", list(SyncMethod))
+def test_an_address_that_stands_for_all_is_refused(method: SyncMethod, address: str, tmp_path) -> None:
+    with Synchronizer(method, directory=tmp_path) as where:
+        with pytest.raises(ValueError, match="all interfaces"):
+            where.serve(address)
+        with pytest.raises(ValueError, match="all interfaces"):
+            TrainerClient(where, model_at(0), address=address)
+        assert where.coordinator.desk.status()["trainer"] == "stopped"
+
+
+def servers() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name == "weight_update-synchronizer"]
+
+
+def test_close_ends_the_servers_also_when_another_step_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(servers())
+    where = Synchronizer(SyncMethod.MEMORY)
+    server = where.serve()
+    where.serve()
+
+    def fail() -> None:
+        raise OSError("no")
+
+    monkeypatch.setattr(where.coordinator.desk, "close", fail)
+    monkeypatch.setattr(server, "close", lambda close=server.close: (close(), fail()))
+    with pytest.raises(OSError, match="no"):
+        where.close()
+    for thread in servers():
+        thread.join(5.0)
+    assert len(servers()) == before
+
+
+def test_what_is_signed_and_not_json_is_a_format_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, right = socket.socketpair()
+    ends: list[wire.Wire] = []
+
+    def greet() -> None:
+        ends.append(wire.Wire(left, "token", server=True, timeout=10.0))
+
+    greeting = threading.Thread(target=greet)
+    greeting.start()
+    client = wire.Wire(right, "token", server=False, timeout=10.0)
+    greeting.join(10.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(wire.json, "dumps", lambda *_, **__: "{nothing")
+        client.send({})
+    with pytest.raises(FormatError, match="not JSON"):
+        ends[0].receive(10.0)
+    for end in (client, ends[0]):
+        end.close()

@@ -1,0 +1,114 @@
+"""notify(): a wish is announced and taken back, and hands no weights over by itself."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from sync_parts import Waiting, model_at, set_to, step_of, synchronizer, wait_until
+from torch import nn
+
+from weight_update import ExplorerClient, RunningStatus, SyncMethod, SyncStyle, TrainerClient
+from weight_update.synchronizer.machine import Machine
+from weight_update.synchronizer.plan import SyncPlan
+
+REQUIRE_SYNC, RUNNING = RunningStatus.REQUIRE_SYNC, RunningStatus.RUNNING
+HELD = [SyncMethod.MEMORY, SyncMethod.CHECKPOINT]
+
+
+def give(trainer: TrainerClient, source: nn.Module, step: int, *explorers: ExplorerClient) -> None:
+    """Have the trainer publish the weights of a step, and explorers take them in ``sync_weight``."""
+    trainer.step = step
+    set_to(source, step)
+    trainer.blocking.need_sync()  # tells its step
+    waiting = []
+    for explorer in explorers:
+        explorer.step += 1
+        waiting.append(Waiting(explorer))
+    status = trainer.blocking.status
+    wait_until(lambda: all(status()["explorers"][one.id] is REQUIRE_SYNC for one in explorers))
+    assert "reason" not in trainer.blocking.sync_weight()
+    for one in waiting:
+        assert "reason" not in one.result()
+
+
+@pytest.mark.parametrize("method", [SyncMethod.NCCL, SyncMethod.MEMORY])
+def test_who_announces_is_handed_weights_in_sync_weight_only(method: SyncMethod, tmp_path: Path) -> None:
+    source, models = model_at(0), [model_at(-1), model_at(-1)]
+    with (
+        synchronizer(method, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
+        TrainerClient(where, source) as trainer,
+        ExplorerClient(where, models[0]) as announcing,
+        ExplorerClient(where, models[1]) as other,
+    ):
+        give(trainer, source, 1, announcing, other)
+        announcing.step += 1
+        announcing.blocking.notify(REQUIRE_SYNC)
+        assert trainer.blocking.status()["explorers"][0] is REQUIRE_SYNC
+        assert announcing.blocking.need_sync()
+        give(trainer, source, 2, other)
+        time.sleep(0.1)
+        assert [step_of(model) for model in models] == [1, 2], "it computes, and counts on its weights"
+        announcing.blocking.notify(RUNNING)
+        assert trainer.blocking.status()["explorers"][0] is RUNNING
+        give(trainer, source, 3, announcing)
+        assert [step_of(model) for model in models] == [3, 2]
+
+
+@pytest.mark.parametrize("method", HELD)
+def test_what_is_announced_is_published_and_there_when_it_is_asked_for(
+    method: SyncMethod, tmp_path: Path
+) -> None:
+    source, model = model_at(0), model_at(-1)
+    with (
+        synchronizer(method, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
+        TrainerClient(where, source) as trainer,
+        ExplorerClient(where, model, timeout=5.0) as explorer,
+    ):
+        explorer.blocking.notify(REQUIRE_SYNC)
+        assert trainer.blocking.need_sync()
+        version = trainer.blocking.sync_weight()["version"]
+        assert not trainer.blocking.need_sync(), "once is enough"
+        assert step_of(model) == -1
+        assert explorer.blocking.sync_weight()["version"] == version
+        assert step_of(model) == 0
+
+
+@pytest.mark.parametrize("style", list(SyncStyle))
+@pytest.mark.parametrize("method", list(SyncMethod))
+def test_a_wish_that_is_taken_back_leaves_nothing(method: SyncMethod, style: SyncStyle) -> None:
+    made = Machine(SyncPlan(method, style))
+    made.trainer_joined()
+    made.joined(0)
+    made.explorer_at(0, 1)
+    before = made.explorer_needs_sync(0)
+    made.explorer_announces(0)
+    made.trainer_requires()
+    assert made.ready() == ()
+    assert made.may_fetch(0) is None
+    made.trainer_gave_up()
+    made.explorer_withdraws(0)
+    assert made.explorers[0].status is RUNNING
+    assert made.explorer_needs_sync(0) is before
+
+
+def test_directly_the_trainer_does_not_wait_for_a_wish() -> None:
+    made = Machine(SyncPlan(SyncMethod.NCCL, SyncStyle.EXPLORER_DRIVEN))
+    made.trainer_joined()
+    made.joined(0)
+    made.explorer_announces(0)
+    assert not made.trainer_needs_sync()
+    made.explorer_requires(0)
+    assert made.trainer_needs_sync()
+
+
+def test_directly_a_trainer_that_takes_back_its_wish_is_due_as_before() -> None:
+    made = Machine(SyncPlan(SyncMethod.NCCL, SyncStyle.TRAINER_DRIVEN))
+    made.trainer_joined()
+    made.joined(0)
+    made.trainer_announces()
+    assert made.explorer_needs_sync(0)
+    made.trainer_withdraws()
+    assert not made.explorer_needs_sync(0)
+    assert made.trainer_needs_sync(), "it is due at this step"

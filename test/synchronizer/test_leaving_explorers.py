@@ -1,0 +1,176 @@
+"""Explorers that leave at a bad moment, or without a word."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sync_parts import Waiting, model_at, set_to, step_of, synchronizer, wait_until
+
+from weight_update import ExplorerClient, RunningStatus, Synchronizer, SyncMethod, SyncStyle, TrainerClient
+from weight_update.synchronizer.register import Register
+from weight_update.synchronizer.roads import Inlet, Outlet
+from weight_update.synchronizer.state import Explorer
+
+REQUIRE_SYNC = RunningStatus.REQUIRE_SYNC
+
+
+def in_thread(call: Any) -> tuple[threading.Thread, list[Any]]:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
+    thread.start()
+    return thread, found
+
+
+def test_directly_a_version_that_its_only_explorer_did_not_live_to_take_is_not_published(
+    tmp_path: Path,
+) -> None:
+    source, model = model_at(0), model_at(-1)
+    with (
+        synchronizer(SyncMethod.NCCL, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
+        TrainerClient(where, source) as trainer,
+        ExplorerClient(where, model) as explorer,
+    ):
+        explorer.step = 1
+        waiting = Waiting(explorer)
+        wait_until(trainer.blocking.need_sync)
+        before = trainer.blocking.sync_weight()["version"]
+        assert waiting.result()["version"] == before
+        with explorer.hold():  # the next update reaches it, and cannot land
+            explorer.step, trainer.step = 2, 1
+            set_to(source, 1)
+            Waiting(explorer)
+            wait_until(trainer.blocking.need_sync)
+            thread, said = in_thread(trainer.blocking.sync_weight)
+            wait_until(lambda: where.coordinator.desk.machine.transfer)
+            time.sleep(0.2)
+            explorer.close()
+        thread.join(20.0)
+        assert "explorer 0" in said[0]["reason"]
+        assert step_of(model) == 0
+        assert trainer.blocking.latest_version() == said[0]["version"] == before
+
+
+def test_one_that_leaves_between_the_look_and_the_sending_fails_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    models = [model_at(-1), model_at(-1)]
+    outlet = Outlet(model_at(4), None, "tensordict", 20.0)
+    inlets = [Inlet(outlet.ticket, id, model, "tensordict", 20.0) for id, model in enumerate(models)]
+    for inlet in inlets:
+        assert inlet.join(20.0) is None
+    look = outlet.here
+
+    def look_and_lose_one() -> list[int]:
+        monkeypatch.setattr(outlet, "here", look)
+        found = look()
+        inlets[1].close()
+        wait_until(lambda: 1 not in look())
+        return found
+
+    monkeypatch.setattr(outlet, "here", look_and_lose_one)
+    try:
+        failures = outlet.send([0, 1]).settle([0, 1])
+    finally:
+        inlets[0].close()
+        outlet.close()
+    assert list(failures) == [1]
+    assert "not connected" in failures[1]
+
+
+def test_what_the_background_did_not_get_was_published_all_the_same(tmp_path: Path) -> None:
+    source = model_at(0)
+    with (
+        synchronizer(SyncMethod.MEMORY, SyncStyle.FULLY_ASYNC, tmp_path) as where,
+        TrainerClient(where, source) as trainer,
+    ):
+        trainer.blocking.sync_weight()
+        memory = where._memory
+        assert memory is not None
+        assert memory._outlet is not None
+        memory._outlet.close()  # nothing can be spread any more
+        trainer.step = 1
+        said = trainer.blocking.sync_weight()
+        assert "reason" not in said
+        assert said["version"] == trainer.blocking.latest_version() == 1
+
+
+def test_directly_what_is_on_its_way_to_others_is_no_failure(tmp_path: Path) -> None:
+    source, models = model_at(0), [model_at(-1), model_at(-1)]
+    with (
+        synchronizer(SyncMethod.NCCL, SyncStyle.FULLY_ASYNC, tmp_path) as where,
+        TrainerClient(where, source) as trainer,
+        ExplorerClient(where, models[0]) as cut,
+        ExplorerClient(where, models[1]) as other,
+    ):
+        status = trainer.blocking.status
+        waiting = [Waiting(cut), Waiting(other)]
+        for one in waiting:  # who joins has what the trainer began with
+            assert "reason" not in one.result()
+        with cut.hold():  # it falls behind until it waits
+            for step in range(1, 4):
+                trainer.step = step
+                set_to(source, step)
+                trainer.blocking.sync_weight()
+            again = Waiting(cut)
+            wait_until(lambda: status()["explorers"][0] is REQUIRE_SYNC)
+            inlet, outlet = cut.blocking._inlet, trainer.blocking._outlet
+            assert inlet is not None
+            assert outlet is not None
+            inlet.close()
+            wait_until(lambda: 0 not in outlet.here())
+            trainer.step = 4
+            set_to(source, 4)
+            said = trainer.blocking.sync_weight()
+        assert "reason" not in said, "the other has it, or will have it in a moment"
+        assert "not connected" in again.result()["reason"]
+        wait_until(lambda: step_of(models[1]) == 4)
+
+
+def test_one_whose_thread_ended_without_a_word_is_missed_and_may_come_back(tmp_path: Path) -> None:
+    with (
+        synchronizer(SyncMethod.NCCL, SyncStyle.TRAINER_DRIVEN, tmp_path, lease=0.4) as where,
+        TrainerClient(where, model_at(0)) as trainer,
+        ExplorerClient(where, model_at(-1), id=1) as alive,
+    ):
+        made: list[ExplorerClient] = []
+        thread = threading.Thread(target=lambda: made.append(ExplorerClient(where, model_at(-1), id=0)))
+        thread.start()
+        thread.join()
+        wait_until(lambda: 0 not in trainer.blocking.status()["explorers"])
+        time.sleep(0.5)  # longer than the lease
+        wait_until(lambda: set(trainer.blocking.status()["explorers"]) == {1})  # whose thread computes
+        alive.close()
+        said = trainer.blocking.sync_weight()
+        assert said["waited"] < 20.0
+        assert "no explorer" in said["reason"]
+        made[0].blocking.need_sync()
+        assert set(trainer.blocking.status()["explorers"]) == {0}
+        made[0].close()
+
+
+def test_a_client_that_is_dropped_is_missed() -> None:
+    with Synchronizer(SyncMethod.MEMORY, lease=0.4) as where:
+        desk = where.coordinator.desk
+        client = ExplorerClient(where, model_at(-1))
+        del client
+        wait_until(lambda: not desk.status()["explorers"])
+
+
+def test_a_process_that_could_hear_nobody_gives_all_a_new_lease() -> None:
+    moved, missed = threading.Condition(threading.RLock()), list[float]()
+    register = Register(moved, 0.5, lambda session, why: missed.append(time.monotonic()))
+    with moved:
+        register.add("one", Explorer(0), leased=True)
+    time.sleep(0.1)
+    with moved:
+        time.sleep(1.0)  # as if it had been stopped
+        going_on = time.monotonic()
+    wait_until(lambda: missed)
+    with moved:
+        register.closed = True
+        moved.notify_all()
+    assert missed[0] - going_on > 0.4

@@ -1,0 +1,207 @@
+"""Trainers and synchronizers that end and begin again, and calls that come too late."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sync_parts import Waiting, model_at, synchronizer, wait_until
+
+from weight_update import (
+    ExplorerClient,
+    LifecycleError,
+    LinkClosedError,
+    RunningStatus,
+    Synchronizer,
+    SyncMethod,
+    SyncStyle,
+    TrainerClient,
+    TransportError,
+)
+from weight_update.synchronizer.coordinator import Coordinator
+from weight_update.synchronizer.plan import SyncPlan
+
+EVERY = list(SyncMethod)
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_in_fixed_a_trainer_that_is_made_anew_goes_on_at_the_step_of_the_newest_version(
+    method: SyncMethod, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def start() -> Synchronizer:
+        return Synchronizer(method, SyncStyle.FIXED, sync_interval=10, directory=tmp_path)
+
+    with start() as where, TrainerClient(where, model_at(0), step=20):
+        desk = where.coordinator.desk
+        with desk.moved:
+            desk.publish(3, 20)
+        where.coordinator.call("status", {})
+    with start() as where:
+        with TrainerClient(where, model_at(0)) as trainer:
+            assert trainer.step == 20
+            assert trainer.blocking.status()["step"] == 20
+        with caplog.at_level(logging.WARNING), TrainerClient(where, model_at(0), step=0) as trainer:
+            assert trainer.step == 0, "as it was told"
+            assert "step 20" in caplog.text
+            with ExplorerClient(where, model_at(-1), timeout=0.1, step=30) as explorer:
+                reason = explorer.blocking.sync_weight()["reason"]
+            assert "trainer's step 30" in reason
+            assert "is at step 0" in reason
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_after_the_synchronizer_was_closed_sync_weight_gives_a_reason_at_once(
+    method: SyncMethod, tmp_path: Path
+) -> None:
+    with (
+        synchronizer(method, SyncStyle.FIXED, tmp_path) as where,
+        TrainerClient(where, model_at(0)) as trainer,
+        ExplorerClient(where, model_at(-1)) as explorer,
+    ):
+        where.close()
+        for client in (trainer, explorer):
+            began = time.monotonic()
+            assert "the synchronizer was closed" in client.blocking.sync_weight()["reason"]
+            with pytest.raises(LinkClosedError, match="the synchronizer was closed"):
+                client.blocking.need_sync()
+            assert time.monotonic() - began < 10.0
+
+
+def test_directly_an_explorer_that_waits_for_a_trainer_is_told_of_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with Synchronizer(SyncMethod.NCCL) as where, ExplorerClient(where, model_at(-1)) as explorer:
+        explorer.step = 1
+        waiting = Waiting(explorer)
+        moved = where.coordinator.desk.moved
+        wait_until(lambda: moved._waiters)
+        where.close()
+        assert "was closed" in waiting.result()["reason"]
+    assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
+
+
+def test_directly_a_trainer_that_was_replaced_begins_no_transfer() -> None:
+    where = Coordinator(SyncPlan(SyncMethod.NCCL, SyncStyle.TRAINER_DRIVEN))
+    ticket = {"token": "t", "address": "127.0.0.1", "port": 0, "shared": False}
+    where.call("hello", {"session": "old", "role": "trainer", "ticket": ticket})
+    for id in range(2):
+        where.call("hello", {"session": str(id), "role": "explorer"})
+    machine, moved = where.desk.machine, where.desk.moved
+    with moved:
+        machine.explorer_requires(0)
+    said: list[dict[str, Any]] = []
+    args = {"session": "old", "step": 0, "timeout": 20.0}
+    meeting = threading.Thread(target=lambda: said.append(where.call("meet", args)), daemon=True)
+    meeting.start()
+    wait_until(lambda: machine.trainer is not None and machine.trainer.status is RunningStatus.REQUIRE_SYNC)
+    with moved:  # the new one is faster than the thread of the old one
+        where.call("hello", {"session": "new", "role": "trainer", "ticket": ticket})
+        machine.explorer_requires(0)
+        machine.trainer_requires()
+    meeting.join(10.0)
+    assert "another trainer came" in said[0]["reason"]
+    assert not machine.transfer
+    where.close()
+
+
+@pytest.mark.parametrize("answer", ["fails", "is forgotten"])
+def test_a_client_that_cannot_introduce_itself_says_so(answer: str) -> None:
+    calls: list[str] = []
+
+    def hello(**_: Any) -> dict[str, Any]:
+        calls.append("hello")
+        if answer == "fails":
+            raise OSError("no room for another")
+        return {}
+
+    with (
+        Synchronizer(SyncMethod.MEMORY) as where,
+        ExplorerClient(where, model_at(-1), timeout=0.5) as explorer,
+    ):
+        coordinator = where.coordinator
+        coordinator.gone(explorer.blocking._session)
+        coordinator._calls["hello"] = hello
+        raised: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                explorer.blocking.need_sync()
+            except TransportError as error:
+                raised.append(error)
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(5.0)
+        explorer.blocking._closed.set()
+        assert raised
+        assert ("no room" if answer == "fails" else "forgets") in str(raised[0])
+        assert len(calls) < 20
+
+
+def test_a_call_that_is_cancelled_after_close_is_cancelled() -> None:
+    async def cancel(where: Synchronizer) -> None:
+        explorer = ExplorerClient(where, model_at(-1))
+        explorer.step = 1
+        waiting = asyncio.create_task(explorer.sync_weight())
+        await asyncio.sleep(0.1)
+        explorer.close()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        with pytest.raises(LifecycleError, match="make a new one"):
+            await explorer.need_sync()
+
+    with Synchronizer(SyncMethod.MEMORY) as where:
+        asyncio.run(cancel(where))
+
+
+def test_a_slow_disk_under_the_journal_stops_no_other_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck, go_on = threading.Event(), threading.Event()
+    replace = Path.replace
+
+    def slow(path: Path, target: Any) -> Any:
+        stuck.set()
+        go_on.wait(20.0)
+        return replace(path, target)
+
+    with (
+        Synchronizer(SyncMethod.MEMORY, directory=tmp_path) as where,
+        TrainerClient(where, model_at(0)) as trainer,
+        ExplorerClient(where, model_at(-1)) as explorer,
+    ):
+        monkeypatch.setattr(Path, "replace", slow)
+        publishing = threading.Thread(target=trainer.blocking.sync_weight, daemon=True)
+        publishing.start()
+        assert stuck.wait(20.0)
+        asked = threading.Thread(target=explorer.blocking.need_sync, daemon=True)
+        asked.start()
+        asked.join(5.0)
+        in_time = not asked.is_alive()
+        go_on.set()
+        publishing.join(20.0)
+        assert in_time
+    monkeypatch.undo()
+    with Synchronizer(SyncMethod.MEMORY, directory=tmp_path) as where:
+        assert where.coordinator.desk.machine.newest == 0
+
+
+def test_a_fifo_in_place_of_the_journal_is_ignored(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "synchronizer.json")
+    made: list[int | None] = []
+
+    def start() -> None:
+        with Synchronizer(SyncMethod.MEMORY, directory=tmp_path) as where:
+            made.append(where.coordinator.desk.machine.newest)
+
+    starting = threading.Thread(target=start, daemon=True)
+    starting.start()
+    starting.join(10.0)
+    assert made == [None]

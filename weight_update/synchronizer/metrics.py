@@ -1,0 +1,45 @@
+"""The account of one ``sync_weight()``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["Metrics"]
+
+_PREFIX = "sync/"
+
+
+class Metrics(dict[str, Any]):
+    """The account of one ``sync_weight()``, ready for a logger.
+
+    Its items are numbers whose names begin with ``sync/``, so that ``metrics.update(...)`` and a logger get
+    names that collide with no others: ``sync/version`` (absent before the first), ``sync/step``,
+    ``sync/seconds``, ``sync/bytes``, ``sync/waited`` and ``sync/failed`` (1 if there is a reason, else 0).
+
+    ``metrics["version"]``, ``"reason" in metrics`` and ``metrics.get("reason")`` work as well. The reason is
+    a text, and no item.
+
+    Args:
+        fields: by short name.
+    """
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._fields = {**fields, "failed": int("reason" in fields)}
+        numbers = {name: value for name, value in self._fields.items() if isinstance(value, (int, float))}
+        super().__init__({_PREFIX + name: value for name, value in numbers.items()})
+
+    def __missing__(self, name: str) -> Any:
+        """Return a field by its short name."""
+        return self._fields[name]
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether there is an item, or a field with this short name."""
+        return super().__contains__(name) or name in self._fields
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return an item, or a field by its short name."""
+        try:
+            return self[name]
+        except KeyError:
+            return default
