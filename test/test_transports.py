@@ -70,7 +70,7 @@ class TestSharedMemTransport(TransportContract):
         sender = SharedMemTransport()
         self.listener = SharedMemListener("token", {0: sender}, nobody_else)
         self.listener.start()
-        receiver = SharedMemTransport(self.listener.address)
+        receiver = SharedMemTransport(self.listener.address, token="token")
         greet(sender, receiver)
         return sender, receiver
 

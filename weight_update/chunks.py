@@ -33,7 +33,7 @@ import re
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -420,6 +420,10 @@ class WeightChunk:
         """Whether this HELLO carries ``token``; takes as long for a wrong one as for the right one."""
         shown = self.header["token"].encode(errors="surrogatepass")
         return hmac.compare_digest(shown, token.encode())
+
+    def with_token(self, token: str) -> WeightChunk:
+        """Return this HELLO with ``token``, which does not travel where the connection is authenticated."""
+        return replace(self, header={**self.header, "token": token})
 
     def encode_head(self, *, checksum: bool = True) -> bytes:
         """Prelude and header: everything but the payload."""

@@ -33,6 +33,7 @@ from weight_update.named import NamedWeights
 from weight_update.own_weights import Behind
 from weight_update.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
+from weight_update.transports.stream import seconds_left
 
 __all__ = ["Receiver"]
 
@@ -141,9 +142,9 @@ class Receiver:
             wanted = self._to.wanted()
         except Exception as reason:
             with contextlib.suppress(TransportError, TimeoutError):
-                self._greet(timeout, None, reason)
+                self._greet(deadline, None, reason)
             raise
-        self._greet(timeout, wanted, None)
+        self._greet(deadline, wanted, None)
         reply = self._expect(deadline)
         while reply.kind in (Kind.UPDATE, Kind.COMMIT, Kind.ABORT):  # meant for the worker before this one
             reply = self._expect(deadline)
@@ -160,7 +161,7 @@ class Receiver:
         if error is not None:
             raise error
 
-    def _greet(self, timeout: float, wanted: WeightSchema | None, error: Exception | None) -> None:
+    def _greet(self, deadline: float, wanted: WeightSchema | None, error: Exception | None) -> None:
         """Say hello: with what the model wants, or why it cannot join."""
         hello = {
             "token": self._token,
@@ -170,8 +171,8 @@ class Receiver:
             "schema": None if wanted is None else wanted.to_header(),
             "error": None if error is None else "\n\n".join(_told(error))[:_LONGEST],
         }
-        self.link.restart(timeout)
-        self.link.send_chunk(WeightChunk(Kind.HELLO, hello), timeout)
+        self.link.restart(seconds_left(deadline))
+        self.link.send_chunk(WeightChunk(Kind.HELLO, hello), seconds_left(deadline))
 
     def start(self) -> None:
         """Apply updates in a background thread from now on."""

@@ -173,9 +173,9 @@ class DistributedTransport(TransportBackend):
             ended.close()
 
     def _line_to(self, store: Store, link: str, host: str, pid: int) -> LocalLine | RemoteLine:
-        stream = call(link, self._token) if host == self._host else None
-        if stream is not None:
-            return LocalLine(stream, store, link, self._token)
+        called = call(link, self._token) if host == self._host else None
+        if called is not None:
+            return LocalLine(called, store, link, self._token)
         self._near = False
         return RemoteLine(store, link, self._token, pid, host, self._address or store.host, self._backend)
 

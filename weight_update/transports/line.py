@@ -8,7 +8,6 @@ import logging
 import struct
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,12 +18,12 @@ from weight_update.transports.base import Allocate
 from weight_update.transports.c10d import Store
 from weight_update.transports.carrier import Carrier
 from weight_update.transports.mailbox import Mailbox, UnsignedError
-from weight_update.transports.meeting import Ear
+from weight_update.transports.meeting import Call, Ear
 from weight_update.transports.mirror import Keeper
 from weight_update.transports.route import Route
 from weight_update.transports.slot_stream import SlotStream
 from weight_update.transports.slots import SlotTable
-from weight_update.transports.stream import Stream, deadline_of, seconds_left
+from weight_update.transports.stream import deadline_of, seconds_left
 
 __all__ = ["DOOR", "INLINE", "Line", "LocalLine", "MapSlot", "RemoteLine", "WorkerLine", "read_knock"]
 
@@ -81,7 +80,7 @@ class Line:
         if self.inbox.ended:
             raise LinkClosedError("the other end has ended this connection")
         if chunk.kind is Kind.HELLO:
-            chunk = _with_token(chunk, "")  # the signature shows that this end knows it
+            chunk = chunk.with_token("")  # the signature shows that this end knows it
         where = self.place(chunk, timeout) if chunk.payload_bytes else b""
         head = chunk.encode_head(checksum=not where)
         inline = bytes(byte_view(chunk.payload)) if chunk.payload is not None and not where else b""
@@ -113,7 +112,7 @@ class Line:
             payload = (allocate or _fresh)(prelude.payload_bytes)
             byte_view(payload)[:] = inline
         chunk = prelude.assemble(head[PRELUDE_BYTES:], payload)
-        return _with_token(chunk, self.token) if chunk.kind is Kind.HELLO else chunk
+        return chunk.with_token(self.token) if chunk.kind is Kind.HELLO else chunk
 
     def on_pair(self, backend: str) -> None:
         """The other end wants a pair for payloads."""
@@ -153,7 +152,7 @@ class LocalLine:
     """The sender's end to a worker on its own host: a Unix socket, by which slots are handed over.
 
     Args:
-        stream: the connection.
+        call: the connection; nothing is sent before the worker has answered there.
         store: tells the worker that it was called.
         name: see :class:`Line`.
         token: see :class:`Line`.
@@ -161,22 +160,39 @@ class LocalLine:
 
     local = True
 
-    def __init__(self, stream: Stream, store: Store, name: str, token: str) -> None:
-        self._stream = SlotStream(stream, SlotTable())
+    def __init__(self, call: Call, store: Store, name: str, token: str) -> None:
+        self._stream = SlotStream(call.stream, SlotTable(), token)
+        self._call: Call | None = call  # until it is answered
+        self._answering = threading.Lock()
         try:
             Mailbox(store, f"{name}/down", token).put(_FRONT.pack(_MEET, 0, 0), last=True)
         except BaseException:
-            stream.close()
+            self.close()
             raise
 
     def send(self, chunk: WeightChunk, timeout: float | None) -> None:
         """See :meth:`TransportBackend.send_chunk`."""
-        self._stream.send(chunk, deadline_of(timeout))
+        deadline = deadline_of(timeout)
+        if self._call is not None:
+            self._await_answer(deadline)
+        self._stream.send(chunk, deadline)
 
     def recv(self, timeout: float | None, allocate: Allocate | None, map_slot: MapSlot) -> WeightChunk | None:
         """See :meth:`TransportBackend.recv_chunk`."""
         del allocate, map_slot
-        return self._stream.recv(timeout)
+        deadline = deadline_of(timeout)
+        if self._call is not None:
+            try:
+                self._await_answer(deadline)
+            except SyncTimeoutError:
+                return None
+        return self._stream.recv(seconds_left(deadline))
+
+    def _await_answer(self, deadline: float | None) -> None:
+        with self._answering:  # what reads and what writes may come at once
+            if self._call is not None:
+                self._call.await_answer(deadline)
+                self._call = None
 
     def close(self) -> None:
         """End it; the other end hears of that after what was sent before."""
@@ -277,7 +293,7 @@ class WorkerLine(Line):
     def knock(self, hello: WeightChunk, host: str) -> None:
         """Ask to be let in."""
         self._asked = hello.header
-        hello = _with_token(hello, "")
+        hello = hello.with_token("")
         info = json.dumps({"link": self.name, "host": host}).encode()
         message = struct.pack("<I", len(info)) + info + hello.encode()
         door = Mailbox(self.store, DOOR, self.token, ordered=False)
@@ -324,7 +340,7 @@ class WorkerLine(Line):
             if self._ear is None:
                 raise LinkClosedError("this end was closed")
             if kind == _MEET:
-                self._stream = SlotStream(self._ear.answer(), self._slots, self._asked)
+                self._stream = SlotStream(self._ear.answer(), self._slots, self.token, self._asked)
             elif kind != _STAY:
                 raise FormatError(f"a knock is not answered with {kind}")
             self._answered, self._asked = True, None
@@ -364,15 +380,11 @@ def _front_of(message: bytes) -> tuple[int, int, int]:
     return kind, size, where
 
 
-def _with_token(hello: WeightChunk, token: str) -> WeightChunk:
-    return replace(hello, header={**hello.header, "token": token})
-
-
 def read_knock(message: bytes, token: str) -> tuple[str, str, WeightChunk]:
     """Name of the connection, the worker's host, and its HELLO, with the token that signed the message."""
     (size,) = struct.unpack("<I", message[:4])
     info = json.loads(message[4 : 4 + size])
-    return str(info["link"]), str(info["host"]), _with_token(WeightChunk.decode(message[4 + size :]), token)
+    return str(info["link"]), str(info["host"]), WeightChunk.decode(message[4 + size :]).with_token(token)
 
 
 def _fresh(nbytes: int) -> torch.Tensor:

@@ -26,18 +26,21 @@ class SlotStream:
     fits into a socket, so that both ends would wait for the other to read.
 
     Args:
-        stream: connected Unix sockets.
+        stream: connected Unix sockets, whose two ends know that they have the same token.
         slots: those that were opened here, on earlier connections too.
+        token: for HELLOs, in which it does not travel.
         asked: header of a HELLO that was sent in another way.
 
     Attributes:
         lends: whether a slot came that ends with the sender's process.
     """
 
-    def __init__(self, stream: Stream, slots: SlotTable, asked: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, stream: Stream, slots: SlotTable, token: str, asked: Mapping[str, Any] | None = None
+    ) -> None:
         self.lends = False
         self._asked = asked
-        self._stream, self._slots = stream, slots
+        self._stream, self._slots, self._token = stream, slots, token
         self._handed_over: OrderedDict[str, None] = OrderedDict()
 
     def send(self, chunk: WeightChunk, deadline: float | None) -> None:
@@ -46,6 +49,7 @@ class SlotStream:
             if chunk.header == self._asked:
                 return
             self._asked = chunk.header if chunk.header["error"] is None else None  # an error needs no answer
+            chunk = chunk.with_token("")
         head = chunk.encode_head(checksum=False)
         if chunk.payload is None or chunk.payload_bytes == 0:
             self._stream.send(head, deadline)
@@ -87,7 +91,8 @@ class SlotStream:
             finally:
                 if slot.fd is not None:
                     os.close(slot.fd)
-        return prelude.assemble(header, payload)
+        chunk = prelude.assemble(header, payload)
+        return chunk.with_token(self._token) if chunk.kind is Kind.HELLO else chunk
 
     def close(self) -> None:
         """End the connection and wake whoever waits on it."""
