@@ -172,8 +172,9 @@ class Sender:
         with self.roll.moved:
             if peer.thread is None:
                 name = f"weight_update-peer-{peer.idx}"
-                peer.thread = threading.Thread(target=self._serve, args=(peer,), name=name, daemon=True)
-                peer.thread.start()
+                thread = threading.Thread(target=self._serve, args=(peer,), name=name, daemon=True)
+                thread.start()  # if this fails, the worker's next attempt to join tries it again
+                peer.thread = thread
 
     def _welcome(self, peer: Peer, hello: WeightChunk) -> None:
         header = hello.header
