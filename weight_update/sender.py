@@ -172,9 +172,12 @@ class Sender:
         with self.roll.moved:
             if peer.thread is None:
                 name = f"weight_update-peer-{peer.idx}"
-                thread = threading.Thread(target=self._serve, args=(peer,), name=name, daemon=True)
-                thread.start()  # if this fails, the worker's next attempt to join tries it again
-                peer.thread = thread
+                peer.thread = threading.Thread(target=self._serve, args=(peer,), name=name, daemon=True)
+                try:
+                    peer.thread.start()
+                except BaseException:
+                    peer.thread = None  # the worker's next attempt to join tries it again
+                    raise
 
     def _welcome(self, peer: Peer, hello: WeightChunk) -> None:
         header = hello.header
