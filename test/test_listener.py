@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -114,6 +116,28 @@ def test_a_wrong_token_is_refused_at_both_ends(service: Service, caplog: pytest.
         service.join("another")
     assert eventually(lambda: "refused a connection: wrong token" in caplog.text)
     assert service.admits()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+def test_another_user_is_refused_though_it_knows_the_token(caplog: pytest.LogCaptureFixture) -> None:
+    service = Service(socket.AF_UNIX)
+    ours, theirs = get_context("fork").Pipe(duplex=False)
+    process = get_context("fork").Process(target=join_as_another_user, args=(service, theirs))
+    process.start()
+    theirs.close()
+    with closing(ours):
+        assert "run both as one user" in ours.recv()
+    process.join()
+    assert "process of user 65534" in caplog.text
+    service.listener.close()
+
+
+def join_as_another_user(service: Service, pipe: Connection) -> None:
+    os.setuid(65534)
+    try:
+        pipe.send(str(service.join()))
+    except JoinRefusedError as error:
+        pipe.send(str(error))
 
 
 def test_many_idle_connections_cost_little(service: Service) -> None:
