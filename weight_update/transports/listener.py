@@ -63,7 +63,8 @@ class Listener:
         self._log = RateLimitedLog(log)
         self._pending: dict[int, _Pending] = {}  # by descriptor, the oldest first
         self._poller = select.poll()
-        self._poller.register(sock, select.POLLIN)
+        self._descriptor = sock.fileno()
+        self._poller.register(self._descriptor, select.POLLIN)
         self._serving: set[Stream] = set()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -111,7 +112,7 @@ class Listener:
             self._refuse(
                 pending, SyncTimeoutError("the other end did not show in time that it knows the token")
             )
-        if self._sock.fileno() in ready:
+        if self._descriptor in ready:
             self._accept()
 
     def _accept(self) -> None:

@@ -55,7 +55,7 @@ class Ear:
             sock.close()
 
     def _knows_token(self, sock: socket.socket) -> bool:
-        """Check the caller's proof and answer with our own; whether it holds."""
+        """Check the caller's proof and answer with our own; return whether it holds."""
         require_same_user(sock)
         request = sock.recv(2 * PROOF_BYTES, socket.MSG_DONTWAIT)
         theirs, shown = request[:PROOF_BYTES], request[PROOF_BYTES:]

@@ -80,7 +80,7 @@ class SharedMemTransport(TransportBackend):
     def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
         """See :meth:`TransportBackend.send_chunk`."""
         deadline = deadline_of(timeout)
-        stream = self._stream or self._connect(deadline)
+        stream = self._stream or self._connect(chunk, deadline)
         try:
             stream.send(chunk, deadline)
         except (LinkClosedError, TimeoutError) as error:
@@ -141,10 +141,10 @@ class SharedMemTransport(TransportBackend):
         self._drop()
         self._slots.clear()
 
-    def _connect(self, deadline: float | None) -> SlotStream:
+    def _connect(self, first: WeightChunk, deadline: float | None) -> SlotStream:
         """Connect to the listener, again and again while it is too busy to admit this worker."""
-        if self._address is None:
-            raise LinkClosedError("the worker is not connected")
+        if self._address is None or first.kind is not Kind.HELLO:
+            raise LinkClosedError("the other end is not connected")
         while True:
             try:
                 return self._join(self._address, deadline)
@@ -163,9 +163,9 @@ class SharedMemTransport(TransportBackend):
             prove_token(stream, self._token, _context(address), deadline)
             with self._changed:
                 self._joining = None
-                self._stream = SlotStream(stream, self._slots, self._token)
                 if self._closed:
                     raise LinkClosedError("this end was closed")
+                self._stream = SlotStream(stream, self._slots, self._token)
                 return self._stream
         except LinkClosedError:
             stream.close()
@@ -207,7 +207,7 @@ class SharedMemTransport(TransportBackend):
 
 
 def _context(address: str) -> str:
-    """What connections to ``address`` are for, so that a proof is worth nothing at another address."""
+    """Return the context of connections to ``address``; a proof is worth nothing at another address."""
     return f"shared memory {address}"
 
 
