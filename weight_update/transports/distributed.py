@@ -14,7 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from weight_update.chunks import Kind, WeightChunk
-from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, TransportError
+from weight_update.errors import (
+    FormatError,
+    JoinRefusedError,
+    LinkClosedError,
+    NotEnoughMemoryError,
+    TransportError,
+)
 from weight_update.transports.base import Allocate, Buffer, TransportBackend
 from weight_update.transports.c10d import Store
 from weight_update.transports.line import (
@@ -198,8 +204,14 @@ class DistributedTransport(TransportBackend):
             self._store.close()
 
     def _map(self, pid: int, fd: int, key: str, nbytes: int) -> torch.Tensor:
-        """What the keeper of this host keeps of the sender's slot."""
-        return self._slots.payload(key, nbytes, lambda: open_slot(pid, fd, key, self._directory))
+        """Map the copy of the sender's slot that a worker of this host keeps.
+
+        Raises:
+            NotEnoughMemoryError: that worker has none, or this one cannot map it.
+        """
+        if fd < 0:
+            raise NotEnoughMemoryError(key)
+        return self._slots.payload(key, nbytes, lambda: open_slot(pid, fd, key, self._directory), owner=pid)
 
     def _drop(self, line: Line | LocalLine | None = None) -> None:
         with self._changed:
