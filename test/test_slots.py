@@ -72,7 +72,7 @@ def slot(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SharedBuffe
 @pytest.mark.parametrize("way", WRITING)
 def test_the_descriptor_that_is_handed_out_does_not_write(slot: SharedBuffer, way: str) -> None:
     size = os.fstat(slot.fd).st_size
-    with pytest.raises(OSError, match="Bad file|Invalid|denied|not permitted"):
+    with pytest.raises(OSError, match=r"Bad file|Invalid|denied|not permitted"):
         WRITING[way](slot.fd)
     assert os.fstat(slot.fd).st_size == size
     assert os.fstat(slot.fd).st_mode & 0o077 == 0

@@ -152,7 +152,7 @@ def test_a_faulty_worker_cannot_write_into_slots(pair) -> None:
 
 
 def attack_slots(me: Worker, sender: int) -> tuple[int, list[str]]:
-    """Try to write, truncate and map each slot for writing: how many descriptors there were, and what worked."""
+    """Try to write into each slot; return how many there were to try, and the attempts that worked."""
     attempts, succeeded = 0, []
     for process in ("self", sender):
         for fd in os.listdir(f"/proc/{process}/fd"):
