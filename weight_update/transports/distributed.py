@@ -92,7 +92,7 @@ class DistributedTransport(TransportBackend):
         self._fresh = False  # nothing was sent on this line yet
         self._store: Store | None = None
         self._slots = SlotTable()
-        self._near = True  # until a worker came from another host
+        self._near = True  # until a worker came from another host, or from another pid namespace
 
     @property
     def near(self) -> bool:
@@ -181,6 +181,7 @@ class DistributedTransport(TransportBackend):
     def _line_to(self, store: Store, link: str, host: str, pid: int) -> LocalLine | RemoteLine:
         stream = call(link, self._token) if host == self._host else None
         if stream is not None:
+            self._near = self._near and stream.peer_pid == pid
             return LocalLine(stream, store, link, self._token)
         self._near = False
         return RemoteLine(store, link, self._token, pid, host, self._address or store.host, self._backend)

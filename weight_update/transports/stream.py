@@ -6,13 +6,14 @@ import contextlib
 import os
 import select
 import socket
+import struct
 import time
 import weakref
 
 from weight_update.chunks import PRELUDE_BYTES, Prelude
 from weight_update.errors import LinkClosedError, SyncTimeoutError
 
-__all__ = ["Stream", "close_in_children", "deadline_of", "seconds_left"]
+__all__ = ["Stream", "close_in_children", "deadline_of", "peer_credentials", "seconds_left"]
 
 _STALLED = 60.0
 """Seconds without progress in the middle of a frame after which the other end counts as gone."""
@@ -26,6 +27,20 @@ def deadline_of(timeout: float | None) -> float | None:
 def seconds_left(deadline: float | None) -> float | None:
     """Seconds until then, at least 0; None if there is none."""
     return None if deadline is None else max(deadline - time.monotonic(), 0.0)
+
+
+_CREDENTIALS = struct.Struct("iII")  # process, user and group, as Linux gives them
+
+
+def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
+    """Return process, user and group of the other end of a connected Unix socket.
+
+    The kernel takes them when the connection is made, and translates them to this process's namespaces: the
+    process is 0 if it cannot be seen from here.
+    """
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, gid = _CREDENTIALS.unpack(raw)
+    return pid, uid, gid
 
 
 def close_in_children(sock: socket.socket) -> None:
@@ -54,6 +69,14 @@ class Stream:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self.sock = sock
+
+    @property
+    def peer_pid(self) -> int:
+        """Process id of the other end in this pid namespace, by the kernel; 0 if it has none here."""
+        try:
+            return peer_credentials(self.sock)[0]
+        except OSError:  # it was closed meanwhile
+            return 0
 
     def wait_readable(self, timeout: float | None) -> bool:
         """Whether something (bytes, or the end) is there to read within ``timeout`` seconds."""
