@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from dataclasses import replace
@@ -65,7 +66,10 @@ class MemoryTransport(TransportBackend):
         return replace(chunk, payload=target.copy_(chunk.payload))
 
     def close(self) -> None:
-        """Close both ends."""
+        """Close both ends; chunks that this end did not read are dropped."""
         self._closed.set()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._inbox.get_nowait()
         self._inbox.put(None)
         self._outbox.put(None)
