@@ -19,13 +19,13 @@ import uuid
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from weight_update.errors import FormatError, LinkClosedError, NotEnoughMemoryError, TransportError
 from weight_update.transports.base import Buffer
+from weight_update.transports.memory_limits import available_memory
 
 __all__ = [
     "Mapping",
@@ -195,23 +195,6 @@ def _naming_memory(needed: str) -> Iterator[None]:
 def _free_bytes(directory: str) -> int:
     stats = os.statvfs(directory)
     return stats.f_bavail * stats.f_frsize
-
-
-def available_memory() -> int | None:
-    """Bytes this process may still use, by the kernel's and the cgroup's account; None if unknown."""
-    limits = []
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        line = next(line for line in lines if line.startswith("MemAvailable:"))
-        limits.append(int(line.split()[1]) * 1024)
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        with contextlib.suppress(OSError, ValueError):
-            root = Path("/sys/fs/cgroup")
-            limits.append(int((root / limit).read_text()) - int((root / used).read_text()))
-    return min(limits) if limits else None
 
 
 class Mapping:
