@@ -42,14 +42,21 @@ __all__ = ["DistributedListener", "DistributedTransport", "this_host"]
 
 _log = logging.getLogger(__name__)
 _LEAVE_SECONDS = 0.5
+_ALONE = "/process "
 _REMEMBERED = 10_000
 """How many joins are remembered, so that none of them, written down by a stranger, is let in again."""
 
 
 def this_host() -> str:
-    """Equal in two processes exactly when they see each other's Unix sockets and processes."""
+    """Equal in two processes exactly when they see each other's Unix sockets and open files.
+
+    Where the kernel hides the files of this process from others of its user, as after setuid(), the part from
+    :data:`_ALONE` on is its own: the sockets can be seen all the same.
+    """
     spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")]
-    return "/".join([_text("/proc/sys/kernel/random/boot_id"), *spaces, str(os.geteuid())])
+    hidden = os.stat("/proc/self/fd").st_uid != os.geteuid()
+    alone = f"{_ALONE}{os.getpid()}" if hidden else ""
+    return "/".join([_text("/proc/sys/kernel/random/boot_id"), *spaces, str(os.geteuid())]) + alone
 
 
 class DistributedTransport(TransportBackend):
@@ -179,7 +186,8 @@ class DistributedTransport(TransportBackend):
             ended.close()
 
     def _line_to(self, store: Store, link: str, host: str, pid: int) -> LocalLine | RemoteLine:
-        stream = call(link, self._token) if host == self._host else None
+        same = host.partition(_ALONE)[0] == self._host.partition(_ALONE)[0]
+        stream = call(link, self._token) if same else None
         if stream is not None:
             self._near = self._near and stream.peer_pid == pid
             return LocalLine(stream, store, link, self._token)

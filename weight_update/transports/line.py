@@ -20,6 +20,7 @@ from weight_update.errors import (
     LinkClosedError,
     NotEnoughMemoryError,
     SyncTimeoutError,
+    UnreachableMemoryError,
 )
 from weight_update.transports.base import Allocate
 from weight_update.transports.c10d import Store
@@ -119,7 +120,7 @@ class Line:
                     raise FormatError(f"{len(inline)} bytes came with a frame of {prelude.payload_bytes}")
                 payload = (allocate or _fresh)(prelude.payload_bytes)
                 byte_view(payload)[:] = inline
-        except NotEnoughMemoryError as error:
+        except (NotEnoughMemoryError, UnreachableMemoryError) as error:
             error.version = prelude.version_in(head[PRELUDE_BYTES:])
             raise
         chunk = prelude.assemble(head[PRELUDE_BYTES:], payload)

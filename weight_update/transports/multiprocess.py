@@ -13,7 +13,13 @@ from typing import Any, Literal
 import torch
 
 from weight_update.chunks import PRELUDE_BYTES, Kind, Prelude, WeightChunk
-from weight_update.errors import FormatError, LinkClosedError, NotEnoughMemoryError, TransportError
+from weight_update.errors import (
+    FormatError,
+    LinkClosedError,
+    NotEnoughMemoryError,
+    TransportError,
+    UnreachableMemoryError,
+)
 from weight_update.transports.base import Allocate, Buffer, TransportBackend
 from weight_update.transports.slots import SharedBuffer, SlotTable, open_slot, slot_of
 from weight_update.transports.stream import deadline_of, seconds_left
@@ -181,7 +187,7 @@ class MPTransport(TransportBackend):
                 payload = self._slots.payload(
                     key, prelude.payload_bytes, lambda: open_slot(pid, fd, key, self._directory)
                 )
-            except NotEnoughMemoryError as error:
+            except (NotEnoughMemoryError, UnreachableMemoryError) as error:
                 error.version = prelude.version_in(head[PRELUDE_BYTES:])
                 raise
         chunk = prelude.assemble(head[PRELUDE_BYTES:], payload)

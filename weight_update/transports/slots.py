@@ -23,7 +23,13 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from weight_update.errors import FormatError, LinkClosedError, NotEnoughMemoryError, TransportError
+from weight_update.errors import (
+    FormatError,
+    LinkClosedError,
+    NotEnoughMemoryError,
+    TransportError,
+    UnreachableMemoryError,
+)
 from weight_update.transports.base import Buffer
 from weight_update.transports.memory_limits import available_memory
 
@@ -319,6 +325,7 @@ class SlotTable:
             LinkClosedError: the slot is gone.
             FormatError: the payload is larger than the slot.
             NotEnoughMemoryError: this process has no memory to map it.
+            UnreachableMemoryError: it may not open it.
         """
         with self._lock:
             found = self._slots.get(key)
@@ -334,6 +341,8 @@ class SlotTable:
     def _open(key: str, open_fd: Callable[[], int], mapping: Callable[[int], Mapping]) -> Mapping:
         try:
             fd = open_fd()
+        except UnreachableMemoryError:
+            raise
         except OSError as error:
             raise LinkClosedError(f"the sender's slot {key} cannot be opened: {error}") from None
         try:
@@ -395,10 +404,18 @@ def open_slot(pid: int, fd: int, key: str, directory: str | None = None) -> int:
 
     Raises:
         LinkClosedError: it has given it up.
+        UnreachableMemoryError: this process may not open it.
         OSError: the process is gone.
     """
     path = f"/proc/{pid}/fd/{fd}"
-    opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except PermissionError as error:
+        raise UnreachableMemoryError(
+            f"process {pid} holds the weights in a slot of shared memory that process {os.getpid()} may not "
+            f"open ({error}): run both as one user, without setuid() or file capabilities; or use "
+            "DistributedWeightSyncScheme, with another host= for each user"
+        ) from None
     if directory is None and anonymous_name(key) not in os.readlink(path):
         os.close(opened)
         raise LinkClosedError(f"the sender has given up the slot {key}")
