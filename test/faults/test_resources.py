@@ -32,11 +32,11 @@ from faults_tools import (
 
 from weight_update import (
     BucketEncoding,
-    JoinRefusedError,
     MemoryWeightSyncScheme,
     SyncTimeoutError,
     WeightStrategy,
 )
+from weight_update.errors import LinkClosedError
 
 
 def held() -> dict[str, Any]:
@@ -228,8 +228,10 @@ def test_a_scheme_within_a_process_keeps_nothing_after_shutdown() -> None:
     assert receiver.receive(5.0) is not None
     receiver.shutdown()
     scheme.shutdown()
-    with pytest.raises(JoinRefusedError, match="shut down"):
-        copy.copy(scheme).create_transport(worker_idx=1, end="receiver")
+    late = copy.copy(scheme)
+    late.init_on_receiver(worker_idx=1)
+    with pytest.raises(LinkClosedError):
+        late.connect()
     assert eventually(lambda: tensors_alive() <= before, 5.0)
 
 

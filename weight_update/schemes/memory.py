@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
-from weight_update.errors import JoinRefusedError, LifecycleError
+from weight_update.errors import LifecycleError
 from weight_update.schemes.base import End, Newcomers, WeightSyncScheme
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.memory import MemoryTransport
@@ -24,17 +24,20 @@ class _Listener:
     def __init__(self, admit: Newcomers) -> None:
         self.links: dict[int, MemoryTransport] = {}
         self._admit = admit
+        self._closed = False
 
     def link(self, worker_idx: int) -> MemoryTransport:
-        """Return the receiver's end of a worker's link.
+        """Return the receiver's end of a worker's link, a closed one after the sender was shut down.
 
         Raises:
-            JoinRefusedError: see :meth:`WeightSyncScheme.newcomers`; or the sender was shut down.
+            JoinRefusedError: see :meth:`WeightSyncScheme.newcomers`.
         """
+        if self._closed:
+            mine, theirs = MemoryTransport.pair()
+            mine.close()
+            return theirs
         if worker_idx not in self.links:
             self._admit(worker_idx)
-        if worker_idx not in self.links:
-            raise JoinRefusedError("the scheme was shut down")
         return self.links[worker_idx]
 
     def start(self) -> None:
@@ -42,6 +45,7 @@ class _Listener:
 
     def close(self) -> None:
         """Forget all links, and what is queued in them."""
+        self._closed = True
         self.links.clear()
 
 
