@@ -512,6 +512,15 @@ class Prelude:
             raise FormatError(f"frame announces {header} + {payload} bytes, more than is allowed")
         return cls(raw, Kind(kind), flags, header, payload, head_crc, crc)
 
+    def version_in(self, header: bytes) -> int | None:
+        """Return the version that the header of a frame names, where its payload cannot be had.
+
+        Raises:
+            FormatError: the header is not valid.
+        """
+        version: int | None = replace(self, flags=0).assemble(header, None).header.get("version")
+        return version
+
     def assemble(self, header: bytes, payload: torch.Tensor | None) -> WeightChunk:
         """Check header and payload against the prelude and build the chunk.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -21,6 +22,7 @@ from weight_update.errors import (
     JoinRefusedError,
     LifecycleError,
     LinkClosedError,
+    NotEnoughMemoryError,
     SchemaMismatchError,
     SyncTimeoutError,
     TransportError,
@@ -255,6 +257,8 @@ class Receiver:
                 with self._busy:
                     if chunk is not None and not self._closing:
                         self._handle(chunk)
+            except NotEnoughMemoryError as error:  # the sender was told; there may be enough for the next
+                _log.warning("worker %d keeps version %s: %s", self.worker, self.version, error)
             except (TransportError, FormatError, TimeoutError) as error:
                 if isinstance(error, FormatError):
                     _log.warning("worker %d joins again, because of what came: %s", self.worker, error)
@@ -270,12 +274,25 @@ class Receiver:
             self._to.forget()
 
     def _next(self, timeout: float | None) -> WeightChunk | None:
-        """The next frame; the sender hears of one whose payload cannot be reached here."""
+        """Return the next frame; the sender hears of one whose payload cannot be reached here."""
         try:
-            return self.link.recv_chunk(timeout, self._to.allocate)
-        except UnreachableMemoryError as error:
-            self._tell_failed(error.version, error)
+            return self.link.recv_chunk(timeout, self._allocate)
+        except (UnreachableMemoryError, MemoryError) as error:
+            version = getattr(error, "version", None)
+            if version is None:  # a part of a frame is lost, and nobody knows of which
+                self.link.disconnect()
+                raise LinkClosedError(f"no memory to receive ({error})") from None
+            with self._busy:
+                if version != self._unwanted:
+                    self._refuse(version, error)
             raise
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        """See :meth:`Destination.allocate`."""
+        try:
+            return self._to.allocate(nbytes)
+        except (RuntimeError, MemoryError) as error:
+            raise _named(error) from None
 
     def _end(self, error: Exception) -> None:
         with self._busy:
@@ -316,6 +333,8 @@ class Receiver:
         try:
             with self._busy:
                 self.connect(_REJOIN_SECONDS, again=True)
+        except NotEnoughMemoryError as error:  # it is connected, and the sender was told
+            _log.warning("worker %d keeps version %s: %s", self.worker, self.version, error)
         except Exception as error:  # noqa: BLE001 - the thread ends in order, whatever it is
             if not isinstance(error, TransportError | TimeoutError):
                 _log.warning("worker %d could not join again", self.worker, exc_info=error)
@@ -354,14 +373,16 @@ class Receiver:
                 raise FormatError(f"unexpected {chunk.kind.name} frame")
         except (TransportError, FormatError):
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, the sender must hear of it
-            self._to.forget()
-            self._unwanted = version
-            self._tell_failed(version, error)
+        except Exception as reason:  # noqa: BLE001 - whatever it is, the sender must hear of it
+            error = _named(reason)
+            self._refuse(version, error)
             return error
         return None
 
-    def _tell_failed(self, version: int, error: Exception) -> None:
+    def _refuse(self, version: int, error: Exception) -> None:
+        """Keep the version in force, and tell the sender why ``version`` cannot be applied."""
+        self._to.forget()
+        self._unwanted = version
         summary, text = _told(error)
         failed = {
             "version": version,
@@ -455,6 +476,18 @@ class Receiver:
 def _told(error: Exception) -> tuple[str, str]:
     """What the sender hears of an error: in short, and where it came from."""
     return f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+
+
+def _named(error: Exception) -> Exception:
+    """Return ``error``, or a NotEnoughMemoryError where it says that there is no memory."""
+    if isinstance(error, NotEnoughMemoryError):
+        return error
+    short = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    if not short and getattr(error, "errno", None) != errno.ENOMEM:
+        return error
+    named = NotEnoughMemoryError(f"no memory for this update: {type(error).__name__}: {error}")
+    named.__cause__ = error
+    return named
 
 
 def _refusal(reply: WeightChunk) -> Exception:

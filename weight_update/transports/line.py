@@ -13,7 +13,14 @@ from typing import Any
 import torch
 
 from weight_update.chunks import PRELUDE_BYTES, Kind, Prelude, WeightChunk, byte_view
-from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, SyncTimeoutError
+from weight_update.errors import (
+    FormatError,
+    JoinRefusedError,
+    LinkClosedError,
+    NotEnoughMemoryError,
+    SyncTimeoutError,
+    UnreachableMemoryError,
+)
 from weight_update.transports.base import Allocate
 from weight_update.transports.c10d import Store
 from weight_update.transports.carrier import Carrier
@@ -103,14 +110,18 @@ class Line:
         head, where, inline = message[:size], message[size : size + where_size], message[size + where_size :]
         prelude = Prelude.decode(head[:PRELUDE_BYTES])
         payload = None
-        if where:
-            pid, fd, key = json.loads(where)
-            payload = map_slot(pid, fd, key, prelude.payload_bytes)
-        elif prelude.payload_bytes:
-            if len(inline) != prelude.payload_bytes:
-                raise FormatError(f"{len(inline)} bytes came with a frame of {prelude.payload_bytes}")
-            payload = (allocate or _fresh)(prelude.payload_bytes)
-            byte_view(payload)[:] = inline
+        try:
+            if where:
+                pid, fd, key = json.loads(where)
+                payload = map_slot(pid, fd, key, prelude.payload_bytes)
+            elif prelude.payload_bytes:
+                if len(inline) != prelude.payload_bytes:
+                    raise FormatError(f"{len(inline)} bytes came with a frame of {prelude.payload_bytes}")
+                payload = (allocate or _fresh)(prelude.payload_bytes)
+                byte_view(payload)[:] = inline
+        except (NotEnoughMemoryError, UnreachableMemoryError) as error:
+            error.version = prelude.version_in(head[PRELUDE_BYTES:])
+            raise
         chunk = prelude.assemble(head[PRELUDE_BYTES:], payload)
         return chunk.with_token(self.token) if chunk.kind is Kind.HELLO else chunk
 

@@ -64,12 +64,21 @@ class SharedMemTransport(TransportBackend):
         self._stream: SlotStream | None = None
         self._first: WeightChunk | None = None
         self._closed = False
+        self._near = True
         self._slots = SlotTable()
 
     @property
     def lends(self) -> bool:
         """See :attr:`TransportBackend.lends`: true with slots on a GPU."""
         return self._lends
+
+    @property
+    def near(self) -> bool:
+        """See :attr:`TransportBackend.near`: false once a worker came that names itself by another number.
+
+        It is in another pid namespace, or is not who it says.
+        """
+        return self._near
 
     def allocate(self, nbytes: int) -> Buffer:
         """A shared slot; see :meth:`TransportBackend.allocate`."""
@@ -116,6 +125,7 @@ class SharedMemTransport(TransportBackend):
         with self._changed:
             if self._stream is not None:
                 self._stream.close()
+            self._near = self._near and stream.peer_pid == first.header["pid"]
             token = first.header["token"]
             self._stream, self._first = SlotStream(stream, self._slots, token), first
             self._changed.notify_all()

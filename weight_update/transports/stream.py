@@ -68,6 +68,14 @@ class Stream:
         sock.setblocking(False)
         self.sock = sock
 
+    @property
+    def peer_pid(self) -> int:
+        """Process id of the other end in this pid namespace, by the kernel; 0 if it has none here."""
+        try:
+            return peer_credentials(self.sock)[0]
+        except OSError:  # it was closed meanwhile
+            return 0
+
     def wait_readable(self, timeout: float | None) -> bool:
         """Whether something (bytes, or the end) is there to read within ``timeout`` seconds."""
         return self._poll(select.POLLIN, deadline_of(timeout))
