@@ -179,10 +179,12 @@ class Destination:
             return self._binding.read()
         if self.current is None or self._schema is None:
             return NamedWeights({})
-        with self._gate.hold():
-            copies = _copies(self.current.values)
-            extra = dict(self.current.extra)
+        copies, extra = self._gate.guarded(self._copy_of_current)()
         return NamedWeights(dict(zip(self._schema.names, copies, strict=True)), extra)
+
+    def _copy_of_current(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        assert self.current is not None
+        return _copies(self.current.values), dict(self.current.extra)
 
     # -- what arrives ------------------------------------------------------------------------------
 
