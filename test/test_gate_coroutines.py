@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import threading
@@ -74,10 +75,7 @@ class Streaming(nn.Module):
 @pytest.mark.parametrize("wrap", [lambda module: module, functools.partial])
 def test_a_module_whose_forward_is_a_coroutine_function(wrap: Callable[[nn.Module], Any]) -> None:
     gate = Gate()
-    assert (
-        asyncio.run(gate.guarded(wrap(Streaming()).__call__ if wrap is None else wrap(Streaming()))(gate))
-        is False
-    )
+    assert asyncio.run(gate.guarded(wrap(Streaming()))(gate)) is False
 
 
 def test_a_generator_function_holds_until_it_ends() -> None:
@@ -149,25 +147,22 @@ async def later() -> int:
 
 
 def test_a_call_whose_end_cannot_be_known_is_refused() -> None:
-    gate = Gate()
+    gate, loop = Gate(), asyncio.new_event_loop()
 
     def infer() -> Awaitable[int]:
         return later()
 
-    for function in (
-        infer,
-        lambda: iter(x for x in "ab"),
-        lambda: asyncio.Future(loop=asyncio.new_event_loop()),
-    ):
+    for function in (infer, lambda: (x for x in "ab"), loop.create_future):
         with pytest.raises(TypeError, match="guarded"):
             gate.guarded(function)()
+    loop.close()
     gate.run(lambda: None, WAIT)
 
 
 def test_a_guarded_module_whose_forward_is_a_coroutine_function_is_refused() -> None:
     gate, module = Gate(), Streaming()
     gate.guard(module)
-    with pytest.raises(TypeError, match="Streaming.*guarded"):
+    with pytest.raises(TypeError, match=r"Streaming.*guarded"):
         module(gate)
     gate.run(lambda: None, WAIT)
 
@@ -251,21 +246,23 @@ def test_tasks_and_threads_that_begin_inside_are_inside() -> None:
 
 def test_a_coroutine_that_is_cancelled_while_it_waits() -> None:
     gate = Gate()
+    stay = gate.enter()
+    update = Update(gate)
 
     async def main() -> None:
-        inside = gate.hold()
-        await inside.__aenter__()
-        update = Update(gate)
-        waiting = asyncio.create_task(gate.guarded(later)(), context=None)
-        other = asyncio.get_running_loop().create_task(asyncio.sleep(0))
-        await other
+        waiting = asyncio.create_task(gate.guarded(later)())
+        await until(lambda: gate._entering)
         waiting.cancel()
-        await inside.__aexit__(None, None, None)
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        gate.leave(stay)
         await until(update.landed.is_set)
-        await asyncio.gather(waiting, return_exceptions=True)
-        await until(lambda: not gate._inside)
 
-    asyncio.run(asyncio.wait_for(main(), WAIT))
+    thread = threading.Thread(target=asyncio.run, args=(main(),))
+    thread.start()
+    thread.join(WAIT)
+    assert not thread.is_alive()
+    assert not gate._inside
 
 
 def test_held_in_one_thread_and_left_in_another() -> None:
@@ -346,7 +343,12 @@ def test_a_thread_that_died_in_a_forward_pass() -> None:
 
     module = Dying()
     gate.guard(module)
-    thread = threading.Thread(target=module)
+
+    def die() -> None:
+        with contextlib.suppress(SystemExit):
+            module()
+
+    thread = threading.Thread(target=die)
     thread.start()
     thread.join(WAIT)
     gate.run(lambda: None, WAIT)

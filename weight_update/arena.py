@@ -65,6 +65,8 @@ class Arena:
         if point:
             self.binding.switch(self._names, self.values)
             self._places = _places_of(self.values)  # the buffer moves with the model, as into shared memory
+        else:
+            self.binding.count_writes(self._names)
 
 
 def _places_of(tensors: list[torch.Tensor]) -> list[int]:

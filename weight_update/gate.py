@@ -325,7 +325,10 @@ class Gate:
         Of a coroutine function, for the whole await; of a generator or an asynchronous generator, from the
         first item until it ends or is closed.
         """
-        body = function.forward if isinstance(function, nn.Module) else function
+        body: Any = function
+        while isinstance(body, functools.partial):
+            body = body.func
+        body = body.forward if isinstance(body, nn.Module) else body
         kinds = {
             inspect.iscoroutinefunction: self._guarded_coroutine,
             inspect.isgeneratorfunction: self._guarded_generator,

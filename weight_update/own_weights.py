@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -13,6 +15,8 @@ from weight_update.encodings.scan import SERIAL
 from weight_update.errors import SchemaMismatchError
 
 __all__ = ["Behind", "OwnWeights"]
+
+_WRITES = operator.attrgetter("_version")
 
 
 class Behind(Exception):
@@ -37,7 +41,7 @@ class OwnWeights:
         self._flat: torch.Tensor | None = None
         self._next: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         self._version: int | None = None
-        self._left: list[tuple[int, int]] = []  # the model's tensors, as they were left
+        self._left: tuple[list[int], list[int]] = [], []  # the model's tensors, as they were left
         self._copies: list[int] = []
         self.values: list[torch.Tensor] = []
 
@@ -130,11 +134,13 @@ class OwnWeights:
         assert self._flat is not None
         for delta in deltas:
             delta.write(self._flat)
-        if self._binding is not None and self._copies:
-            touched = {i for delta in deltas for i in delta.touched(self._schema)}
-            stale = [i for i in self._copies if i in touched]
-            names = tuple(self._schema.names[i] for i in stale)
-            self._binding.copy(names, [self.values[i] for i in stale])
+        if self._binding is not None:
+            if self._copies:
+                touched = {i for delta in deltas for i in delta.touched(self._schema)}
+                stale = [i for i in self._copies if i in touched]
+                names = tuple(self._schema.names[i] for i in stale)
+                self._binding.copy(names, [self.values[i] for i in stale])
+            self._binding.count_writes(self._schema.names)
             self._left = self._as_they_are()
         self._version = version
 
@@ -155,10 +161,11 @@ class OwnWeights:
         ]
         self._left = self._as_they_are()
 
-    def _as_they_are(self) -> list[tuple[int, int]]:
+    def _as_they_are(self) -> tuple[list[int], list[int]]:
         """How often each of the model's tensors was written to, by torch's account, and where it lies."""
         targets = [] if self._binding is None else self._binding.tensors(self._schema.names)
-        return [(-1 if one.is_inference() else one._version, one.data_ptr()) for one in targets]
+        counted = itertools.filterfalse(torch.Tensor.is_inference, targets)
+        return list(map(_WRITES, counted)), list(map(torch.Tensor.data_ptr, targets))
 
 
 def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
