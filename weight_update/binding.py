@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from weight_update.chunks import WeightSchema
 from weight_update.errors import SchemaMismatchError, UnsupportedSourceError
 from weight_update.named import EXTRA, NamedWeights, extra_owners, key_name, named_parts
 
-__all__ = ["Binding"]
+__all__ = ["Binding", "count_writes"]
 
 _CPU = torch.device("cpu")
 _DTYPE, _IS_CPU, _IS_META = map(operator.attrgetter, ("dtype", "is_cpu", "is_meta"))
@@ -140,7 +139,7 @@ class Binding:
         if not any(map(_IS_META, targets)):  # forward passes may be waiting: no further question for each
             for target, value in zip(targets, ready, strict=True):
                 target.data = value
-            _count_writes(targets)
+            count_writes(targets)
             return
         unreal = {}
         for target, value in zip(targets, ready, strict=True):
@@ -148,7 +147,7 @@ class Binding:
                 unreal[id(target)] = value
             else:
                 target.data = value
-        _count_writes(targets)
+        count_writes(targets)
         self._materialise(unreal)
 
     def write(self, names: tuple[str, ...], ready: list[torch.Tensor], *, stay: bool) -> None:
@@ -165,13 +164,6 @@ class Binding:
         else:
             self.copy(names, ready)
         self.finish_kernels()
-
-    def count_writes(self, names: tuple[str, ...]) -> None:
-        """Tell autograd that the tensors were written to, past its knowledge.
-
-        A backward pass of a forward pass before that raises, instead of using the values that are there now.
-        """
-        _count_writes(self._targets(names))
 
     def finish_kernels(self) -> None:
         """Wait for the GPUs of the destination: a forward pass may still read, a copy still write.
@@ -276,8 +268,15 @@ class Binding:
             yield name, places[name]
 
 
-def _count_writes(targets: Sequence[torch.Tensor]) -> None:
-    torch.autograd.graph.increment_version(itertools.filterfalse(torch.Tensor.is_inference, targets))
+def count_writes(targets: Sequence[torch.Tensor]) -> None:
+    """Tell autograd that ``targets`` were written to where it could not see that.
+
+    The backward pass of an earlier forward pass then raises, instead of using the values that are there now.
+    """
+    try:
+        torch.autograd.graph.increment_version(targets)
+    except RuntimeError:  # inference tensors have no count, and no backward pass needs them
+        torch.autograd.graph.increment_version([one for one in targets if not one.is_inference()])
 
 
 def _parts(node: Any) -> Iterator[tuple[Callable[[str], Any], str, Any]]:

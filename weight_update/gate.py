@@ -96,8 +96,8 @@ class Gate:
     without pause does not starve updates; those who waited for one update get in before the next.
 
     Signal handlers run in the main thread, between any two instructions, and may raise. An update
-    therefore never runs in the main thread, and what the main thread is inside of is looked up on its
-    stack where it may have left without saying so.
+    therefore never runs in the main thread; and an update that waits asks whether the forward passes it waits
+    for still run, as an interrupted one does not say that it ended.
     """
 
     def __init__(self) -> None:
@@ -288,11 +288,9 @@ class Gate:
 
     def _drop_gone(self) -> None:
         """Forget stretches whose end nobody told: an interrupt ended them, or their whole thread."""
-        stays = list(self._inside)
-        stacks = sys._current_frames() if any(stay.frame is not None for stay in stays) else {}
-        for stay in stays:
+        for stay in list(self._inside):
             if stay.frame is not None:
-                gone = not _runs(stay.frame, stacks.get(stay.thread))
+                gone = _has_ended(stay.frame)
             else:
                 gone = stay.hold is not None and stay.hold() is None
             if gone:
@@ -455,11 +453,13 @@ def _settle(admitted: asyncio.Future[None]) -> None:
         admitted.set_result(None)
 
 
-def _runs(frame: types.FrameType, stack: types.FrameType | None) -> bool:
-    """Whether ``frame`` is part of the stack of a thread, given by its innermost frame."""
-    while stack is not None and stack is not frame:
-        stack = stack.f_back
-    return stack is not None
+def _has_ended(frame: types.FrameType) -> bool:
+    """Whether the call that ``frame`` belongs to is over, in whichever thread; empties it then."""
+    try:
+        frame.clear()
+    except RuntimeError:  # it is executing
+        return False
+    return True
 
 
 def _run_apart(action: Callable[[], float], leave: Callable[[], None]) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from weight_update.binding import Binding
+from weight_update.binding import Binding, count_writes
 from weight_update.chunks import WeightSchema, digest
 from weight_update.encodings import Delta
 from weight_update.encodings.scan import SERIAL
@@ -122,7 +122,7 @@ class OwnWeights:
         """
         if self._flat is None or base != self._version:
             raise Behind(f"a change of version {base}; version {self._version} is here")
-        if self._as_they_are() != self._left:
+        if _as_they_are(self._targets()) != self._left:
             raise Behind("this worker wrote into its weights")
 
     def forget(self) -> None:
@@ -140,8 +140,9 @@ class OwnWeights:
                 stale = [i for i in self._copies if i in touched]
                 names = tuple(self._schema.names[i] for i in stale)
                 self._binding.copy(names, [self.values[i] for i in stale])
-            self._binding.count_writes(self._schema.names)
-            self._left = self._as_they_are()
+            targets = self._binding.tensors(self._schema.names)
+            count_writes(targets)
+            self._left = _as_they_are(targets)
         self._version = version
 
     @property
@@ -153,19 +154,22 @@ class OwnWeights:
 
     def _find_copies(self) -> None:
         """Find out which of the model's tensors do not lie in the buffer."""
-        targets = [] if self._binding is None else self._binding.tensors(self._schema.names)
+        targets = self._targets()
         self._copies = [
             i
             for i, (target, value) in enumerate(zip(targets, self.values, strict=bool(targets)))
             if target.data_ptr() != value.data_ptr() or target.device != value.device
         ]
-        self._left = self._as_they_are()
+        self._left = _as_they_are(targets)
 
-    def _as_they_are(self) -> tuple[list[int], list[int]]:
-        """How often each of the model's tensors was written to, by torch's account, and where it lies."""
-        targets = [] if self._binding is None else self._binding.tensors(self._schema.names)
-        counted = itertools.filterfalse(torch.Tensor.is_inference, targets)
-        return list(map(_WRITES, counted)), list(map(torch.Tensor.data_ptr, targets))
+    def _targets(self) -> list[torch.Tensor]:
+        return [] if self._binding is None else self._binding.tensors(self._schema.names)
+
+
+def _as_they_are(targets: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """How often each was written to, by torch's account, and where it lies."""
+    counted = itertools.filterfalse(torch.Tensor.is_inference, targets)
+    return list(map(_WRITES, counted)), list(map(torch.Tensor.data_ptr, targets))
 
 
 def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
