@@ -119,6 +119,7 @@ def interrupted_at_random(me: Worker, way: Any, seed: int, seconds: float) -> di
                     low, high = look().tolist()
                     if low != high:
                         torn.append((low, high))
+                signal.setitimer(signal.ITIMER_REAL, 0)  # or it came already
             except KeyboardInterrupt:
                 interrupts += 1
     return {"interrupts": interrupts, "torn": torn[:5], "threads": [t.name for t in threading.enumerate()]}
