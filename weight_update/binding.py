@@ -280,7 +280,7 @@ def count_writes(targets: Sequence[torch.Tensor]) -> None:
 
 
 def _parts(node: Any) -> Iterator[tuple[Callable[[str], Any], str, Any]]:
-    """How each part of ``node`` that contains tensors is found: a function, its argument and its result."""
+    """Yield each part of ``node`` that contains tensors, behind the function and argument that find it."""
     if isinstance(node, nn.Module):
         for _, owner in named_parts(node):
             for key, part in owner._modules.items():

@@ -318,10 +318,10 @@ class Gate:
         return undo
 
     def guarded(self, function: _F) -> _F:
-        """``function``, holding the gate during each call.
+        """Return ``function`` so that it holds the gate during each call.
 
-        Of a coroutine function, for the whole await; of a generator or an asynchronous generator, from the
-        first item until it ends or is closed.
+        A coroutine function holds until its await ends; a generator or an asynchronous generator holds from
+        its first item until it ends or is closed.
         """
         body: Any = function
         while isinstance(body, functools.partial):
@@ -381,7 +381,7 @@ class Gate:
 
 
 class Hold:
-    """What keeps updates out of a gate: a context manager, synchronous or asynchronous, or a decorator.
+    """Context manager, synchronous or asynchronous, that keeps updates out of a gate; also a decorator.
 
     It may be left by another thread or coroutine than the one that entered. In coroutines of which more than
     one holds at a time it is to be entered by ``async with``.
@@ -439,7 +439,7 @@ class Hold:
         del self._stays[-1]
 
     def __call__(self, function: _F) -> _F:
-        """``function``, holding during each call; see :meth:`Gate.guarded`."""
+        """Return ``function`` so that it holds during each call; see :meth:`Gate.guarded`."""
         return self._gate.guarded(function)
 
 
