@@ -131,7 +131,8 @@ class Receiver:
             TransportError: it cannot be reached.
         """
         try:
-            self._join(timeout, again)
+            with torch.inference_mode(False):  # what is allocated here is written to by the thread, too
+                self._join(timeout, again)
         except BaseException:
             self._to.forget()
             raise
