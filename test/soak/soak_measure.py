@@ -1,0 +1,63 @@
+"""Memory, descriptors and threads of processes, and whether they stay flat."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+
+SHARE, BYTES, COUNT = 0.10, 16 << 20, 4
+"""Growth that counts as flat: of memory 10 % and 16 MiB more, of descriptors and threads four more."""
+_LEAST = 3
+
+Sample = dict[str, int]
+
+
+def sample(pids: Iterable[int]) -> Sample:
+    """Return the memory, the descriptors and the threads of processes together; the dead count nothing."""
+    total = {"memory": 0, "descriptors": 0, "threads": 0}
+    for pid in pids:
+        try:
+            here = Path("/proc", str(pid))
+            one = {
+                "memory": _pss(here),
+                "descriptors": len(os.listdir(here / "fd")),
+                "threads": len(os.listdir(here / "task")),
+            }
+        except OSError:
+            continue
+        total = {name: total[name] + one[name] for name in total}
+    return total
+
+
+def _pss(process: Path) -> int:
+    """Return the proportional set size: a page that n processes share counts 1/n for each."""
+    for line in (process / "smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return 1024 * int(line.split()[1])
+    return 0
+
+
+def median(samples: list[Sample]) -> Sample:
+    """Return the median of each quantity."""
+    if not samples:
+        return {}
+    return {name: int(statistics.median(one[name] for one in samples)) for name in samples[0]}
+
+
+def growth(who: str, first: list[Sample], last: list[Sample]) -> list[str]:
+    """Return a sentence for each quantity that is not flat between two windows."""
+    if min(len(first), len(last)) < _LEAST:
+        return []
+    before, after = median(first), median(last)
+    allowed = {
+        "memory": before["memory"] * (1 + SHARE) + BYTES,
+        "descriptors": before["descriptors"] + COUNT,
+        "threads": before["threads"] + COUNT,
+    }
+    return [
+        f"{name} of {who} grew from {before[name]:,} to {after[name]:,}"
+        for name in before
+        if after[name] > allowed[name]
+    ]
