@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 SHARE, BYTES, COUNT = 0.10, 16 << 20, 4
-"""Growth that counts as flat: of memory 10 % and 16 MiB more, of descriptors and threads four more."""
+"""Growth that counts as flat: of memory 10 % and 16 MiB, of descriptors and threads four in each process."""
 _LEAST = 3
 
 Sample = dict[str, int]
@@ -46,15 +46,15 @@ def median(samples: list[Sample]) -> Sample:
     return {name: int(statistics.median(one[name] for one in samples)) for name in samples[0]}
 
 
-def growth(who: str, first: list[Sample], last: list[Sample]) -> list[str]:
+def growth(who: str, processes: int, first: list[Sample], last: list[Sample]) -> list[str]:
     """Return a sentence for each quantity that is not flat between two windows."""
     if min(len(first), len(last)) < _LEAST:
         return []
     before, after = median(first), median(last)
     allowed = {
         "memory": before["memory"] * (1 + SHARE) + BYTES,
-        "descriptors": before["descriptors"] + COUNT,
-        "threads": before["threads"] + COUNT,
+        "descriptors": before["descriptors"] + COUNT * processes,
+        "threads": before["threads"] + COUNT * processes,
     }
     return [
         f"{name} of {who} grew from {before[name]:,} to {after[name]:,}"

@@ -327,10 +327,10 @@ class Soak:
     def _status(self, now: float) -> str:
         held = sample([os.getpid(), *self._pids()])
         return (
-            f"{now - self._start:6.0f} s  {self.sender.version} updates ({self.sender.failed} with failures), "
+            f"{now - self._start:6.0f} s  {self.sender.version} updates ({self.sender.failed} failed), "
             f"{sum(self.faults.values())} faults, {self.board.total('passes'):,} passes, "
-            f"{self._broken_passes()} broken, {held['memory'] / 1e6:.0f} MB, {held['descriptors']} descriptors, "
-            f"{held['threads']} threads"
+            f"{self._broken_passes()} broken, {held['memory'] / 1e6:.0f} MB, "
+            f"{held['descriptors']} descriptors, {held['threads']} threads"
         )
 
     def _broken_passes(self) -> int:
@@ -346,8 +346,8 @@ class Soak:
 
     def _judge(self) -> None:
         first, last = self._windows["first"], self._windows["last"]
-        for who in ("the trainer", "worker 0", "all"):
-            for text in growth(who, [one[who] for one in first], [one[who] for one in last]):
+        for who, processes in (("the trainer", 1), ("worker 0", 1), ("all", 1 + self.options.workers)):
+            for text in growth(who, processes, [one[who] for one in first], [one[who] for one in last]):
                 self.broken("not flat", text)
 
     def account(self) -> dict[str, Any]:
@@ -445,7 +445,7 @@ class Soak:
     # -- faults ----------------------------------------------------------------------------------------
 
     def _fault(self) -> None:
-        name = self._dice.choice(self.side.faults)
+        name = self._dice.choice([one for one in self.side.faults if one not in self.options.without])
         free = [one for one in self.hired.values() if not one.busy and one.idx < _GUEST]
         if name in ("late_joiner", "strangers", "disk_full"):
             done = getattr(self, f"_do_{name}")()

@@ -32,6 +32,19 @@ from weight_update import (
 )
 from weight_update.testing.workers import Body, Worker, start_worker
 
+FAULTS = (
+    "kill",
+    "stop",
+    "long_stop",
+    "slow",
+    "long_slow",
+    "refuse",
+    "strangers",
+    "late_joiner",
+    "link_down",
+    "long_link_down",
+    "disk_full",
+)
 ALWAYS = ("kill", "stop", "long_stop", "slow", "long_slow")
 SYNCHRONIZER = ("nccl", "memory", "checkpoint")
 SCHEMES = ("shared_mem", "multiprocess", "distributed", "ray", *SYNCHRONIZER)
@@ -93,7 +106,8 @@ class Side:
 
     def make(self) -> Any:
         """Return the scheme, not yet initialized."""
-        options = {"strategy": strategy_of(self.options), "timeout": self.options.timeout}
+        options: dict[str, Any] = {"strategy": strategy_of(self.options), "timeout": self.options.timeout}
+        options["connect_timeout"] = 0.7 * PATIENCE
         if self.options.scheme == "shared_mem":
             return SharedMemWeightSyncScheme(**options)
         if self.options.scheme == "multiprocess":
@@ -110,7 +124,7 @@ class Side:
 
     def connect(self) -> None:
         """Call ``connect`` on the sender."""
-        self.scheme.connect(timeout=2 * PATIENCE)
+        self.scheme.connect()
 
     def hire(self, idx: int) -> Worker:
         """Start a worker process that has not joined yet."""
