@@ -130,12 +130,6 @@ def _together(accounts: list[dict[str, Any]], options: argparse.Namespace) -> di
 
 
 if __name__ == "__main__":
-    paths = [str(ROOT), str(HERE)]
-    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
-    sys.path[:0] = paths
-    import multiprocessing
-
-    # Workers are forked from a process that has imported everything and done nothing.
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["soak_sides"])
+    sys.path[:0] = [str(ROOT), str(HERE)]
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # c10d tells of every stranger, with its stack
     sys.exit(main())

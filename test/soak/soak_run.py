@@ -150,7 +150,7 @@ class Soak:
         self._strangers: list[threading.Thread] = []
         self.faults: Counter[str] = Counter()
         self.problems: list[tuple[str, str]] = []
-        self.hung = False
+        self.hung = self.ended = False
         waits = 2 if options.scheme in SYNCHRONIZER else 1  # for explorers, and for the transfer
         self.send_limit = waits * options.timeout + SLACK
         self.sender = Sender(self)
@@ -177,7 +177,7 @@ class Soak:
         except Exception:  # noqa: BLE001 - told like every other problem
             self.broken("error", f"the soak raised\n{traceback.format_exc()}")
         finally:
-            self.took = time.monotonic() - self._start
+            self.took, self.ended = time.monotonic() - self._start, True
             account = self.account()
             self._clean()
         return account
@@ -226,20 +226,20 @@ class Soak:
 
     def _heal(self) -> None:
         """Wait until every worker takes updates again."""
-        deadline = time.monotonic() + PATIENCE
-        while late := self._behind():
+        deadline, newest = time.monotonic() + PATIENCE, self.sender.version
+        while late := self._behind(newest):
             if time.monotonic() > deadline:
                 self.broken("not healed", f"{PATIENCE:g} s after the last fault: {late}")
                 raise Ended
             self._look()
             time.sleep(0.05)
 
-    def _behind(self) -> str:
+    def _behind(self, newest: int) -> str:
         if joining := [one.idx for one in self.hired.values() if one.busy]:
             return f"workers {joining} have not joined"
-        newest = self.sender.version
-        late = [one.idx for one in self.hired.values() if self.board.get(one.row, "stamp") < newest - 1]
-        return f"workers {late} do not have version {newest}; failures {self.sender.failures}" if late else ""
+        if late := [one.idx for one in self.hired.values() if self.board.get(one.row, "stamp") < newest]:
+            return f"workers {late} do not have version {newest}; failures {self.sender.failures}"
+        return f"failures {self.sender.failures}" if self.sender.failures else ""
 
     def _end(self) -> None:
         self.sender.finish.set()
@@ -358,8 +358,10 @@ class Soak:
             described = [json.loads(line) for line in self.board.problems.read_text().splitlines()]
         for kind, number in passes.items():
             if number and not self.side.peer:
-                texts = "; ".join(f"worker {one['worker']}: {one['text']}" for one in described[:3])
-                self.broken(kind, f"{number} of {self.board.total('passes')} passes: {texts}")
+                texts = "; ".join(
+                    f"worker {one['worker']}: {one['text']}" for one in described if one["kind"] == kind
+                )
+                self.broken(kind, f"{number} of {self.board.total('passes')} passes: {texts[:1000]}")
         held = {
             name: {who: median([one[who] for one in window]) for who in window[0]} if window else {}
             for name, window in self._windows.items()
@@ -380,7 +382,7 @@ class Soak:
             "worst_send_seconds": round(self.sender.worst, 3),
             "timeout": self.options.timeout,
             "hangs": int(self.hung),
-            "lost_workers": sum(kind == "lost" for kind, _ in self.problems),
+            "lost_workers": sum(not one.pid for one in self.hired.values()),
             "held": held,
             "problems": self.problems,
         }
@@ -403,7 +405,8 @@ class Soak:
             arguments = self.board.path, self.options.workers + 1, one.row, self.side.numbered
             one.pid = one.worker.call("run", start_passes, *arguments)
         except Exception:  # noqa: BLE001 - told like every other problem
-            self.broken("lost", f"worker {one.idx} did not join\n{traceback.format_exc()}")
+            if not self.ended:
+                self.broken("lost", f"worker {one.idx} did not join\n{traceback.format_exc()}")
             return
         self.clear(one)
 

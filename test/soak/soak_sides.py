@@ -63,6 +63,14 @@ def strategy_of(options: Namespace) -> WeightStrategy:
     return WeightStrategy(encoding=PatchEncoding(compression=options.compression))
 
 
+def prepare_workers() -> None:
+    """Let workers be forked from a process that has imported everything and done nothing else."""
+    here = Path(__file__).resolve().parent
+    path = [str(here.parent.parent), str(here), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["soak_sides"])
+
+
 class Side:
     """One way for weights to travel.
 
@@ -85,6 +93,7 @@ class Side:
         if options.scheme != "multiprocess":
             self.faults.append("late_joiner")
         self.stack = contextlib.ExitStack()
+        prepare_workers()
         self.network: Network | None = None
         self.scheme: Any = None
 
