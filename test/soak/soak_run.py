@@ -12,57 +12,22 @@ import tempfile
 import threading
 import time
 import traceback
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
-from heapq import heappop, heappush
-from itertools import count
 from pathlib import Path
 from typing import Any
 
+from soak_faults import GUEST, Faults, Hired
 from soak_measure import Sample, growth, median, sample
 from soak_sides import PATIENCE, SYNCHRONIZER, Side
-from soak_strangers import disturb
 from soak_worker import REFUSAL, Board, end_passes, start_passes
-
-from weight_update.testing.processes import freeze
-from weight_update.testing.workers import Worker
 
 SLACK = 2.0
 """Seconds that a call may take longer than its timeout, on a machine that others use too."""
 HANG = 15.0
 """Seconds beyond that after which a call counts as hanging, and ends the soak."""
-_SHORT = 0.15
-"""Share of the timeout that a disturbance may last which nobody may notice."""
 _GAP = (0.2, 1.5)
 """Seconds between two faults."""
-_GUEST = 100
-"""Index of the first late joiner."""
-
-
-class Hired:
-    """A worker, and what was done to it.
-
-    Attributes:
-        idx: its index.
-        row: of the board.
-        worker: handle of its process; None while there is none.
-        pid: of its process.
-        busy: whether a fault lasts.
-        clear_at: from this moment on the worker must take every update; infinite while a fault lasts.
-        due: newest version that it must have.
-    """
-
-    def __init__(self, idx: int, row: int) -> None:
-        self.idx, self.row = idx, row
-        self.worker: Worker | None = None
-        self.pid = 0
-        self.busy = True
-        self.clear_at = float("inf")
-        self.due = -1
-
-    def disturbed_since(self, moment: float) -> bool:
-        """Return whether it may have missed something that began at ``moment``."""
-        return moment <= self.clear_at
 
 
 class Sender(threading.Thread):
@@ -140,20 +105,17 @@ class Soak:
 
     def __init__(self, side: Side, options: Any, tell: Callable[[str], None]) -> None:
         self.side, self.options, self._tell = side, options, tell
-        self._dice = random.Random(options.seed)
+        self._dice = random.Random(options.seed + 2)
+        self.faults = Faults(self)
         self._directory = tempfile.TemporaryDirectory()
         self.board = Board(Path(self._directory.name, "board"), options.workers + 1)
         self.hired = {idx: Hired(idx, idx) for idx in range(options.workers)}
-        self._guests = count(_GUEST)
-        self._undo: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = count()
-        self._strangers: list[threading.Thread] = []
-        self.faults: Counter[str] = Counter()
         self.problems: list[tuple[str, str]] = []
         self.hung = self.ended = False
         waits = 2 if options.scheme in SYNCHRONIZER else 1  # for explorers, and for the transfer
         self.send_limit = waits * options.timeout + SLACK
         self.sender = Sender(self)
+        self._late: set[int] = set()
         self._windows: dict[str, list[dict[str, Sample]]] = {"first": [], "last": []}
         self._start = self._told = time.monotonic()
         self.took = 0.0
@@ -184,9 +146,9 @@ class Soak:
 
     def _begin(self) -> None:
         self.side.open()
-        threads = [threading.Thread(target=self._start_worker, args=(one,)) for one in self.hired.values()]
+        threads = [threading.Thread(target=self._start_worker, args=(one,)) for one in self.everyone()]
         self._bounded("init_on_sender() and the start of workers", self._together, threads)
-        joined = [threading.Thread(target=self._join, args=(one,)) for one in self.hired.values()]
+        joined = [threading.Thread(target=self._join, args=(one,)) for one in self.everyone()]
         for thread in joined:
             thread.start()
         self._bounded("connect()", self.side.connect)
@@ -206,17 +168,15 @@ class Soak:
         end, next_fault = time.monotonic() + seconds, 0.0
         while (now := time.monotonic()) < end:
             self._look()
-            self._undo_until(now)
+            self.faults.undo()
             if now >= next_fault:
-                self._fault()
+                self.faults.happen()
                 next_fault = now + self._dice.uniform(*_GAP)
             time.sleep(0.02)
 
     def _window(self, name: str, seconds: float) -> None:
         """Let everything heal, then sample what processes hold while nothing happens."""
-        self._undo_until(float("inf"))
-        while self._strangers:
-            self._strangers.pop().join()
+        self.faults.stop(PATIENCE)
         self._heal()
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -235,9 +195,9 @@ class Soak:
             time.sleep(0.05)
 
     def _behind(self, newest: int) -> str:
-        if joining := [one.idx for one in self.hired.values() if one.busy]:
+        if joining := [one.idx for one in self.everyone() if one.busy]:
             return f"workers {joining} have not joined"
-        if late := [one.idx for one in self.hired.values() if self.board.get(one.row, "stamp") < newest]:
+        if late := [one.idx for one in self.everyone() if self.board.get(one.row, "stamp") < newest]:
             return f"workers {late} do not have version {newest}; failures {self.sender.failures}"
         return f"failures {self.sender.failures}" if self.sender.failures else ""
 
@@ -245,9 +205,9 @@ class Soak:
         self.sender.finish.set()
         self._bounded("the last send()", self.sender.join)
         newest, deadline = self.sender.version, time.monotonic() + PATIENCE
-        while any(self.board.get(one.row, "stamp") != newest for one in self.hired.values()):
+        while any(self.board.get(one.row, "stamp") != newest for one in self.everyone()):
             if time.monotonic() > deadline:
-                has = {one.idx: self.board.get(one.row, "stamp") for one in self.hired.values()}
+                has = {one.idx: self.board.get(one.row, "stamp") for one in self.everyone()}
                 self.broken("not healed", f"at the end version {newest} was sent, and workers have {has}")
                 break
             time.sleep(0.02)
@@ -257,7 +217,7 @@ class Soak:
             end()
 
     def _end_workers(self) -> None:
-        for one in self.hired.values():
+        for one in self.everyone():
             assert one.worker is not None
             one.worker.call("run", end_passes)
             self._bounded(f"shutdown() of worker {one.idx}", one.worker.call, "shutdown")
@@ -268,8 +228,8 @@ class Soak:
 
     def _clean(self) -> None:
         """Leave nothing running, whatever happened."""
-        for one in self.hired.values():
-            self._kill(one)
+        for one in self.everyone():
+            self.kill(one)
         closing = threading.Thread(target=self.side.close, daemon=True)
         closing.start()
         closing.join(PATIENCE)
@@ -286,7 +246,7 @@ class Soak:
     def blame(self, idx: int, begin: float, version: int, text: str) -> None:
         """Check that a worker named by a failure was really disturbed."""
         one = self.hired.get(idx)
-        if idx >= _GUEST or (one is not None and one.disturbed_since(begin)):
+        if idx >= GUEST or (one is not None and one.disturbed_since(begin, self.options.timeout / 2)):
             return
         if idx == -1 and self.side.excused(begin):
             return
@@ -313,22 +273,22 @@ class Soak:
         owed, limit = self.sender.owed, self.options.timeout + SLACK
         while owed and owed[0][0] + limit < now:
             sent, version, worker_ids, failed = owed.popleft()
-            for one in list(self.hired.values()):
+            for one in self.everyone():
                 chosen = worker_ids is None or one.idx in worker_ids
-                if chosen and one.idx not in failed and -1 not in failed and not one.disturbed_since(sent):
+                if chosen and not {one.idx, -1} & failed and not one.busy and one.clear_at < sent:
                     self._require(one, version, now - sent)
 
     def _require(self, one: Hired, version: int, seconds: float) -> None:
         stamp = self.board.get(one.row, "stamp")
-        if stamp < version and not one.busy and one.due < version:
-            one.due = version
+        if stamp < version and one.idx not in self._late:
+            self._late.add(one.idx)  # told once
             self.broken("missed", f"worker {one.idx} has version {stamp} {seconds:.1f} s after {version}")
 
     def _status(self, now: float) -> str:
         held = sample([os.getpid(), *self._pids()])
         return (
             f"{now - self._start:6.0f} s  {self.sender.version} updates ({self.sender.failed} failed), "
-            f"{sum(self.faults.values())} faults, {self.board.total('passes'):,} passes, "
+            f"{sum(self.faults.counts.values())} faults, {self.board.total('passes'):,} passes, "
             f"{self._broken_passes()} broken, {held['memory'] / 1e6:.0f} MB, "
             f"{held['descriptors']} descriptors, {held['threads']} threads"
         )
@@ -337,7 +297,7 @@ class Soak:
         return sum(self.board.total(kind) for kind in ("torn", "backward", "wrong_version", "errors"))
 
     def _pids(self) -> list[int]:
-        return [one.pid for one in self.hired.values() if one.pid]
+        return [one.pid for one in self.everyone() if one.pid]
 
     def _sample(self) -> dict[str, Sample]:
         here = [os.getpid()]
@@ -376,18 +336,27 @@ class Soak:
             "seconds": round(self.took, 1),
             "updates": self.sender.version,
             "failed_updates": self.sender.failed,
-            "faults": dict(sorted(self.faults.items())),
+            "faults": dict(sorted(self.faults.counts.items())),
             "passes": self.board.total("passes"),
             **passes,
             "worst_send_seconds": round(self.sender.worst, 3),
             "timeout": self.options.timeout,
             "hangs": int(self.hung),
-            "lost_workers": sum(not one.pid for one in self.hired.values()),
+            "lost_workers": sum(not one.pid for one in self.everyone()),
             "held": held,
             "problems": self.problems,
         }
 
     # -- workers ---------------------------------------------------------------------------------------
+
+    def everyone(self) -> list[Hired]:
+        """Return all workers of now; late joiners come and go in other threads."""
+        return list(self.hired.values())
+
+    def start(self, one: Hired) -> None:
+        """Start a worker and let it join; it is no longer busy then."""
+        self._start_worker(one)
+        self._join(one)
 
     def _start_worker(self, one: Hired) -> None:
         try:
@@ -411,16 +380,19 @@ class Soak:
         self.clear(one)
 
     def clear(self, one: Hired) -> None:
-        """The fault is over; soon the worker must take every update again."""
+        """End a fault: soon the worker must take every update again."""
         one.clear_at = time.monotonic() + self.options.timeout + SLACK
         one.busy = False
 
-    def _kill(self, one: Hired) -> None:
+    def kill(self, one: Hired) -> None:
+        """End the process of a worker, as the kernel does when memory runs out."""
         worker, one.worker = one.worker, None
         if worker is not None:
-            with contextlib.suppress(ProcessLookupError, TypeError):
-                os.kill(one.pid or worker.runner.pid, signal.SIGKILL)
-            with contextlib.suppress(Exception):  # Ray may not know yet
+            with contextlib.suppress(Exception):  # it may be dead, and Ray may not know yet
+                if one.pid:
+                    os.kill(one.pid, signal.SIGKILL)
+                else:
+                    worker.runner.kill()
                 worker.stop()
         one.pid = 0
 
@@ -444,148 +416,6 @@ class Soak:
         if failed:
             self.broken("error", f"{name} raised\n{failed[0]}")
             raise Ended
-
-    # -- faults ----------------------------------------------------------------------------------------
-
-    def _fault(self) -> None:
-        name = self._dice.choice([one for one in self.side.faults if one not in self.options.without])
-        free = [one for one in self.hired.values() if not one.busy and one.idx < _GUEST]
-        if name in ("late_joiner", "strangers", "disk_full"):
-            done = getattr(self, f"_do_{name}")()
-        elif len(free) < 2:  # one worker is always left alone
-            return
-        else:
-            done = getattr(self, f"_do_{name}")(self._dice.choice(free))
-        self.faults[name] += done is not False
-
-    def _later(self, seconds: float, call: Callable[[], None]) -> None:
-        heappush(self._undo, (time.monotonic() + seconds, next(self._order), call))
-
-    def _undo_until(self, moment: float) -> None:
-        while self._undo and self._undo[0][0] <= moment:
-            heappop(self._undo)[2]()
-
-    def _short(self) -> float:
-        return self._dice.random() * _SHORT * self.options.timeout
-
-    def _long(self) -> float:
-        return self._dice.uniform(1.2, 2.5) * self.options.timeout
-
-    @staticmethod
-    def _disturb(one: Hired) -> None:
-        one.busy, one.clear_at = True, float("inf")
-
-    def _do_kill(self, one: Hired) -> bool:
-        if one.idx == 0:  # it stays for the whole soak, so that what it holds can be compared
-            return False
-        self._disturb(one)
-        self._kill(one)
-        self._later(self._dice.random() * 2 * self.options.timeout, lambda: self._restart(one))
-        return True
-
-    def _restart(self, one: Hired) -> None:
-        def run() -> None:
-            self._start_worker(one)
-            self._join(one)
-
-        threading.Thread(target=run, daemon=True).start()
-
-    def _stop(self, one: Hired, seconds: float) -> None:
-        freeze(one.pid)
-
-        def go_on() -> None:
-            os.kill(one.pid, signal.SIGCONT)
-            self._ended(one)
-
-        self._later(seconds, go_on)
-
-    def _ended(self, one: Hired) -> None:
-        """End a fault; a short one was no disturbance."""
-        if one.clear_at == float("inf"):
-            self.clear(one)
-        one.busy = False
-
-    def _do_stop(self, one: Hired) -> None:
-        one.busy = True
-        self._stop(one, self._short())
-
-    def _do_long_stop(self, one: Hired) -> None:
-        self._disturb(one)
-        self._stop(one, self._long())
-
-    def _slow(self, one: Hired, seconds: float) -> None:
-        self.board.set(one.row, "delay_ms", int(1e3 * seconds))
-
-        def go_on() -> None:
-            self.board.set(one.row, "delay_ms", 0)
-            self._ended(one)
-
-        self._later(2 * seconds, go_on)
-
-    def _do_slow(self, one: Hired) -> None:
-        one.busy = True
-        self._slow(one, self._short())
-
-    def _do_long_slow(self, one: Hired) -> None:
-        self._disturb(one)
-        self._slow(one, self._long())
-
-    def _do_refuse(self, one: Hired) -> bool:
-        if one.disturbed_since(time.monotonic()) or self.sender.refuser is not None:
-            return False
-        self._disturb(one)
-        self.sender.refuser = one
-        return True
-
-    def _do_link_down(self, one: Hired) -> None:
-        one.busy = True
-        self._cut(one, self._short())
-
-    def _do_long_link_down(self, one: Hired) -> None:
-        self._disturb(one)
-        self._cut(one, self._long())
-
-    def _cut(self, one: Hired, seconds: float) -> None:
-        network, host = self.side.network, self.side.host_of(one.idx)
-        assert network is not None
-        down, up = self._dice.choice([(network.pull, network.plug), (network.lose, network.find)])
-        down(host)
-
-        def mend() -> None:
-            up(host)
-            self._ended(one)
-
-        self._later(seconds, mend)
-
-    def _do_late_joiner(self) -> bool:
-        """A worker with an index that was not announced comes, computes and leaves, or is killed."""
-        if any(idx >= _GUEST for idx in self.hired):
-            return False
-        one = Hired(next(self._guests), self.options.workers)
-        self.hired[one.idx] = one
-        self._restart(one)
-        self._later(self._dice.uniform(3.0, 8.0), lambda: self._leave(one))
-        return True
-
-    def _leave(self, one: Hired) -> None:
-        if one.busy and one.worker is not None:  # it has not joined yet
-            self._later(0.5, lambda: self._leave(one))
-            return
-        self._disturb(one)
-        if self._dice.random() < 0.5 and one.worker is not None:
-            with contextlib.suppress(Exception):  # it may wait for the sender
-                one.worker.call("run", end_passes)
-                one.worker.call("shutdown")
-        self._kill(one)
-        del self.hired[one.idx]
-
-    def _do_strangers(self) -> None:
-        arguments = os.getpid(), self.side.scheme, random.Random(self._dice.randrange(1 << 30))
-        self._strangers.append(threading.Thread(target=disturb, args=arguments, daemon=True))
-        self._strangers[-1].start()
-
-    def _do_disk_full(self) -> bool:
-        return self.side.fill_disk(self._later, self._dice.uniform(0.5, 3.0))
 
 
 class Ended(Exception):
