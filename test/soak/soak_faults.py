@@ -38,6 +38,7 @@ class Hired:
         row: of the board.
         worker: handle of its process; None while there is none.
         pid: of its process; 0 before it computes.
+        starting: whether a process for it is being started.
         busy: whether a fault lasts.
         since: when that began.
         clear_at: from this moment on the worker must take every update; infinite while a fault lasts.
@@ -47,6 +48,7 @@ class Hired:
         self.idx, self.row = idx, row
         self.worker: Worker | None = None
         self.pid = 0
+        self.starting = False
         self.busy, self.since = True, time.monotonic()
         self.clear_at = float("inf")
 

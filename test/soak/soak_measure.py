@@ -9,7 +9,8 @@ from pathlib import Path
 
 SHARE, BYTES, COUNT = 0.10, 16 << 20, 4
 """Growth that counts as flat: of memory 10 % and 16 MiB, of descriptors and threads four in each process."""
-_LEAST = 3
+LEAST = 3
+"""Samples of a window."""
 
 Sample = dict[str, int]
 
@@ -48,8 +49,6 @@ def median(samples: list[Sample]) -> Sample:
 
 def growth(who: str, processes: int, first: list[Sample], last: list[Sample]) -> list[str]:
     """Return a sentence for each quantity that is not flat between two windows."""
-    if min(len(first), len(last)) < _LEAST:
-        return []
     before, after = median(first), median(last)
     allowed = {
         "memory": before["memory"] * (1 + SHARE) + BYTES,

@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from soak_faults import GUEST, Faults, Hired
-from soak_measure import Sample, growth, median, sample
+from soak_measure import LEAST, Sample, growth, median, sample
 from soak_sides import PATIENCE, SYNCHRONIZER, Side
 from soak_worker import REFUSAL, Board, end_passes, start_passes
 
 SLACK = 2.0
 """Seconds that a call may take longer than its timeout, on a machine that others use too."""
+START = 120.0
+"""Seconds in which a process or a Ray actor must have started; that is no affair of the library."""
 HANG = 15.0
 """Seconds beyond that after which a call counts as hanging, and ends the soak."""
 _GAP = (0.2, 1.5)
@@ -139,15 +141,19 @@ class Soak:
         except Exception:  # noqa: BLE001 - told like every other problem
             self.broken("error", f"the soak raised\n{traceback.format_exc()}")
         finally:
-            self.took, self.ended = time.monotonic() - self._start, True
+            self.took = time.monotonic() - self._start
             account = self.account()
+            self.ended = True
             self._clean()
         return account
 
     def _begin(self) -> None:
         self.side.open()
         threads = [threading.Thread(target=self._start_worker, args=(one,)) for one in self.everyone()]
-        self._bounded("init_on_sender() and the start of workers", self._together, threads)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(START)
         joined = [threading.Thread(target=self._join, args=(one,)) for one in self.everyone()]
         for thread in joined:
             thread.start()
@@ -156,13 +162,6 @@ class Soak:
         for thread in joined:
             thread.join(2 * PATIENCE)
         self._heal()
-
-    @staticmethod
-    def _together(threads: list[threading.Thread]) -> None:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
 
     def _disturb_for(self, seconds: float) -> None:
         end, next_fault = time.monotonic() + seconds, 0.0
@@ -178,15 +177,19 @@ class Soak:
         """Let everything heal, then sample what processes hold while nothing happens."""
         self.faults.stop(PATIENCE)
         self._heal()
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        end, samples = time.monotonic() + seconds, self._windows[name]
+        while time.monotonic() < end or len(samples) < LEAST:
             self._look()
-            self._windows[name].append(self._sample())
+            samples.append(self._sample())
             time.sleep(min(1.0, seconds / 8))
 
     def _heal(self) -> None:
         """Wait until every worker takes updates again."""
-        deadline, newest = time.monotonic() + PATIENCE, self.sender.version
+        newest, starting = self.sender.version, time.monotonic()
+        while any(one.starting for one in self.everyone()) and time.monotonic() - starting < START:
+            self._look()
+            time.sleep(0.05)
+        deadline = time.monotonic() + PATIENCE
         while late := self._behind(newest):
             if time.monotonic() > deadline:
                 self.broken("not healed", f"{PATIENCE:g} s after the last fault: {late}")
@@ -228,6 +231,7 @@ class Soak:
 
     def _clean(self) -> None:
         """Leave nothing running, whatever happened."""
+        self.sender.finish.set()
         for one in self.everyone():
             self.kill(one)
         closing = threading.Thread(target=self.side.close, daemon=True)
@@ -238,7 +242,9 @@ class Soak:
     # -- checks ----------------------------------------------------------------------------------------
 
     def broken(self, kind: str, text: str) -> None:
-        """Note that a promise is broken."""
+        """Note that a promise is broken; the end of a soak that was cut short breaks none."""
+        if self.ended:
+            return
         self.problems.append((kind, text))
         if len(self.problems) <= 10:
             self._tell(f"BROKEN {kind}: {text}")
@@ -359,11 +365,13 @@ class Soak:
         self._join(one)
 
     def _start_worker(self, one: Hired) -> None:
+        one.starting = True
         try:
             one.worker = self.side.hire(one.idx)
             self.side.init_worker(one.worker, one.idx)
         except Exception:  # noqa: BLE001 - told like every other problem
             self.broken("lost", f"worker {one.idx} did not start\n{traceback.format_exc()}")
+        one.starting = False
 
     def _join(self, one: Hired) -> None:
         """Let a started worker connect and compute."""
@@ -374,8 +382,7 @@ class Soak:
             arguments = self.board.path, self.options.workers + 1, one.row, self.side.numbered
             one.pid = one.worker.call("run", start_passes, *arguments)
         except Exception:  # noqa: BLE001 - told like every other problem
-            if not self.ended:
-                self.broken("lost", f"worker {one.idx} did not join\n{traceback.format_exc()}")
+            self.broken("lost", f"worker {one.idx} did not join\n{traceback.format_exc()}")
             return
         self.clear(one)
 
