@@ -82,16 +82,16 @@ class Broken(Side):
 
     def send(self, version: int, worker_ids: list[int] | None, burst: int) -> tuple[int, dict[int, str]]:
         self._keep()
-        model = fill(self.source, version - 20 if version % 50 == 0 else version)
+        model = fill(self.source, version - 15 if version % 20 == 0 else version)
         if version % 7 == 0:
             with torch.no_grad():
                 model.weights[3][-1] = 1.5
         with contextlib.suppress(SyncFailedError):
             self.scheme.send(model)
-        return version, {0: "it looked tired"} if version % 40 == 0 else {}
+        return version, {0: "it looked tired"} if version % 10 == 0 else {}
 
     def _keep(self) -> None:
-        self.kept += [b"x" * 1_000_000, os.open("/dev/null", os.O_RDONLY)]
+        self.kept += [b"x" * 5_000_000, os.open("/dev/null", os.O_RDONLY)]
         self.kept.append(threading.Thread(target=self.never.wait, daemon=True))
         self.kept[-1].start()
 

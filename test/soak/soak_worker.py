@@ -9,6 +9,7 @@ import os
 import threading
 import time
 import traceback
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ logging.basicConfig(filename=os.environ.get("SOAK_LOG", os.devnull))
 BLOCKS = 64
 """Parts of each tensor that change together."""
 REFUSAL = "the soak lets this worker refuse the update"
-_REPORTED = 20
-"""Broken passes that one process describes; all are counted."""
+_REPORTED = 3
+"""Broken passes of one kind that a process describes; all are counted."""
 _PAUSE = 0.001
 
 
@@ -211,7 +212,8 @@ class Watch:
 
     def __init__(self, board: Board, row: int, numbered: bool) -> None:
         self._board, self._row, self._numbered = board, row, numbered
-        self._newest, self._told = -1, 0
+        self._newest = -1
+        self._told: Counter[str] = Counter()
         self.stop = threading.Event()
         self.thread: Any = None
 
@@ -238,8 +240,8 @@ class Watch:
     def tell(self, kind: str, text: str) -> None:
         """Count a broken promise, and describe it."""
         self._board.add(self._row, kind)
-        self._told += 1
-        if self._told <= _REPORTED:
+        self._told[kind] += 1
+        if self._told[kind] <= _REPORTED:
             line = json.dumps({"worker": self._row, "kind": kind, "text": text})
             with self._board.problems.open("a") as file:
                 file.write(line + "\n")
