@@ -348,6 +348,7 @@ class Soak:
             "worst_send_seconds": round(self.sender.worst, 3),
             "timeout": self.options.timeout,
             "hangs": int(self.hung),
+            "send_errors": sum(kind == "error" for kind, _ in self.problems),
             "lost_workers": sum(not one.pid for one in self.everyone()),
             "held": held,
             "problems": self.problems,

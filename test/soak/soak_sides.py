@@ -48,7 +48,7 @@ FAULTS = (
 ALWAYS = ("kill", "stop", "long_stop", "slow", "long_slow")
 SYNCHRONIZER = ("nccl", "memory", "checkpoint")
 SCHEMES = ("shared_mem", "multiprocess", "distributed", "ray", *SYNCHRONIZER)
-PEERS = ("shared_mem", "multiprocess", "distributed")
+PEERS = ("shared_mem", "multiprocess", "distributed", "ray")
 """TorchRL's schemes that can be used without its collectors."""
 PATIENCE = 30.0
 """Seconds in which everything must have healed, and a worker must have joined."""
@@ -369,18 +369,38 @@ class PeerSide(Side):
             "shared_mem": library.SharedMemWeightSyncScheme,
             "multiprocess": library.MultiProcessWeightSyncScheme,
             "distributed": library.DistributedWeightSyncScheme,
+            "ray": library.RayWeightSyncScheme,
         }[self.options.scheme]()
 
     def init(self) -> None:
         """See :meth:`Side.init`."""
         workers = self.options.workers
         extra: dict[str, Any] = {}
-        if self.options.scheme != "distributed":
+        if self.options.scheme == "ray":
+            from soak_peer import PeerWorker
+
+            self.made = [PeerWorker(idx) for idx in range(workers)]
+            extra = {"remote_collectors": [one.actor for one in self.made]}
+        elif self.options.scheme != "distributed":
             extra = {
                 "ctx": torch.multiprocessing.get_context("forkserver"),
                 "devices": [torch.device("cpu")] * workers,
             }
         self.scheme.init_on_sender(model_id="policy", model=self.source, num_workers=workers, **extra)
+
+    def hire(self, idx: int) -> Worker:
+        """See :meth:`Side.hire`."""
+        if self.options.scheme != "ray":
+            return super().hire(idx)
+        from soak_peer import PeerWorker
+
+        made = next((one for one in self.made if one.index == idx), None)
+        if made is None:
+            made = PeerWorker(idx)  # TorchRL's scheme does not learn of it
+        else:
+            self.made.remove(made)
+        made.begin(self.scheme)
+        return made
 
     def init_worker(self, worker: Worker, idx: int) -> None:
         """See :meth:`Side.init_worker`."""

@@ -12,6 +12,7 @@ _COLUMNS = (
     "Passes",
     "Broken",
     "Hangs",
+    "Errors",
     "Lost workers",
     "Worst send (s)",
     "Memory (MB)",
@@ -40,6 +41,7 @@ def summary(account: dict[str, Any]) -> str:
         **{f"passes {name.replace('_', ' ')}": f"{account[name]:,}" for name in _BROKEN},
         "worst send": f"{account['worst_send_seconds']:.2f} s, timeout {account['timeout']:g} s",
         "hangs": str(account["hangs"]),
+        "errors of send()": str(account["send_errors"]),
         "workers lost": str(account["lost_workers"]),
     }
     if "rounds" in account:
@@ -82,6 +84,7 @@ def _cells(account: dict[str, Any]) -> tuple[str, ...]:
         f"{account['passes']:,}",
         f"{sum(account[name] for name in _BROKEN):,}",
         str(account["hangs"]),
+        str(account["send_errors"]),
         str(account["lost_workers"]),
         f"{account['worst_send_seconds']:.2f}",
         both("memory", 1e6),
