@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import pytest
 import soak_run
 import torch
 from soak_sides import Side
+from soak_strangers import listeners
 from soak_table import summary, table
 from soak_worker import fill
 
@@ -68,6 +70,14 @@ def test_a_longer_one(arguments: list[str], tmp_path: Path) -> None:
     account = json.loads(file.read_text())
     assert account["problems"] == []
     assert sum(account["faults"].values()) > 10
+
+
+def test_strangers_find_every_listener() -> None:
+    name = f"\0weight_update-{os.getpid()}"
+    with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(name)
+        unix.listen()
+        assert {tcp.getsockname(), name} <= set(listeners(os.getpid()))
 
 
 class Broken(Side):

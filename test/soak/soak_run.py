@@ -252,7 +252,8 @@ class Soak:
     def blame(self, idx: int, begin: float, version: int, text: str) -> None:
         """Check that a worker named by a failure was really disturbed."""
         one = self.hired.get(idx)
-        if idx >= GUEST or (one is not None and one.disturbed_since(begin, self.options.timeout / 2)):
+        gone = one is None and idx >= GUEST
+        if gone or (one is not None and one.disturbed_since(begin, self.options.timeout / 2)):
             return
         if idx == -1 and self.side.excused(begin):
             return
