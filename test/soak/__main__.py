@@ -116,7 +116,10 @@ def _together(accounts: list[dict[str, Any]], options: argparse.Namespace) -> di
     for one in accounts:
         faults.update(one.get("faults", {}))
         total.update({name: value for name, value in one.items() if type(value) is int and name != "seed"})
-    longest = max((one for one in accounts if "held" in one), key=lambda one: one["seconds"], default={})
+    whole = [one for one in accounts if "held" in one]
+    if not whole:
+        raise SystemExit("no round ended with an account")
+    longest = max(whole, key=lambda one: one["seconds"])
     return {
         **longest,
         **total,
