@@ -7,6 +7,7 @@ table.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -104,7 +105,8 @@ def _in_rounds(options: argparse.Namespace) -> dict[str, Any]:
             except subprocess.TimeoutExpired:
                 print("the round did not end")
             with_account = file.exists()
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             accounts.append(json.loads(file.read_text()) if with_account else {"hangs": 1})
     return _together(accounts, options)

@@ -15,14 +15,20 @@ LEAST = 3
 Sample = dict[str, int]
 
 
-def sample(pids: Iterable[int]) -> Sample:
-    """Return the memory, the descriptors and the threads of processes together; the dead count nothing."""
+def sample(pids: Iterable[int], shared: bool = True) -> Sample:
+    """Return what processes hold together; the dead hold nothing.
+
+    Args:
+        pids: of the processes.
+        shared: whether shared memory counts. Ray's object store keeps
+            every page that was once used.
+    """
     total = {"memory": 0, "descriptors": 0, "threads": 0}
     for pid in pids:
         try:
             here = Path("/proc", str(pid))
             one = {
-                "memory": _pss(here),
+                "memory": _memory(here, shared),
                 "descriptors": len(os.listdir(here / "fd")),
                 "threads": len(os.listdir(here / "task")),
             }
@@ -32,12 +38,11 @@ def sample(pids: Iterable[int]) -> Sample:
     return total
 
 
-def _pss(process: Path) -> int:
+def _memory(process: Path, shared: bool) -> int:
     """Return the proportional set size: a page that n processes share counts 1/n for each."""
-    for line in (process / "smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return 1024 * int(line.split()[1])
-    return 0
+    lines = [line.split() for line in (process / "smaps_rollup").read_text().splitlines()[1:]]
+    sizes = {line[0]: 1024 * int(line[1]) for line in lines}
+    return sizes.get("Pss:", 0) - (0 if shared else sizes.get("Pss_Shmem:", 0))
 
 
 def median(samples: list[Sample]) -> Sample:

@@ -114,6 +114,7 @@ class Soak:
         self.hired = {idx: Hired(idx, idx) for idx in range(options.workers)}
         self.problems: list[tuple[str, str]] = []
         self.hung = self.ended = False
+        self._shared = options.scheme != "ray" or options.data == "torch"
         waits = 2 if options.scheme in SYNCHRONIZER else 1  # for explorers, and for the transfer
         self.send_limit = waits * options.timeout + SLACK
         self.sender = Sender(self)
@@ -292,7 +293,7 @@ class Soak:
             self.broken("missed", f"worker {one.idx} has version {stamp} {seconds:.1f} s after {version}")
 
     def _status(self, now: float) -> str:
-        held = sample([os.getpid(), *self._pids()])
+        held = sample([os.getpid(), *self._pids()], self._shared)
         return (
             f"{now - self._start:6.0f} s  {self.sender.version} updates ({self.sender.failed} failed), "
             f"{sum(self.faults.counts.values())} faults, {self.board.total('passes'):,} passes, "
@@ -309,7 +310,8 @@ class Soak:
     def _sample(self) -> dict[str, Sample]:
         here = [os.getpid()]
         first = self.hired[0].pid
-        return {"the trainer": sample(here), "worker 0": sample([first]), "all": sample(here + self._pids())}
+        pids = {"the trainer": here, "worker 0": [first], "all": here + self._pids()}
+        return {who: sample(some, self._shared) for who, some in pids.items()}
 
     def _judge(self) -> None:
         first, last = self._windows["first"], self._windows["last"]
