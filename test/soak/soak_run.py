@@ -129,11 +129,12 @@ class Soak:
         """Run to the end, and return the account."""
         seconds = self.options.seconds
         window = min(max(0.05 * seconds, 1.0), 20.0)
+        before = max(0.1 * seconds, min(20.0, seconds / 3))  # until all that is made once has been made
         try:
             self._begin()
-            self._disturb_for(0.1 * seconds)
+            self._disturb_for(before)
             self._window("first", window)
-            self._disturb_for(0.9 * seconds - 2 * window)
+            self._disturb_for(seconds - before - 2 * window)
             self._window("last", window)
             self._judge()
             self._end()
