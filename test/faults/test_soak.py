@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_short_one() -> None:
-    account = run(Side, 3.0, timeout=5.0)
+    account = run(Side, 4.0, timeout=5.0)
     assert account["problems"] == []
     assert account["passes"] > 20
     assert account["updates"] > 5
@@ -143,7 +143,7 @@ def run(cls: type[Side], seconds: float, timeout: float = 1.0) -> dict[str, Any]
 
 def test_what_is_broken_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak_run, "SLACK", 0.0)  # so that workers soon count as healthy
-    account = run(Broken, 3.0)
+    account = run(Broken, 6.0)
     kinds = {kind for kind, _ in account["problems"]}
     assert {"torn", "backward", "wrong_version", "false blame", "silence", "not flat"} <= kinds
     grown = {text.split()[0] for kind, text in account["problems"] if kind == "not flat"}
