@@ -14,6 +14,7 @@ from torch import nn
 
 from collectors.requests import Request, group_once, real, require_ours
 from collectors.single import Collector
+from collectors.torchrl_names import MultiCollectorMeta
 from collectors.updating import Updating
 from collectors.versions import KEY, FrameVersion, stamp
 from weight_update import (
@@ -25,12 +26,10 @@ from weight_update import (
     WorkerError,
 )
 
-__all__ = ["MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
-
-_TorchRLChoice: Any = type(torchrl.collectors.MultiCollector)
+__all__ = ["AsyncCollector", "MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
 
 
-class _Choice(_TorchRLChoice):
+class _Choice(MultiCollectorMeta):
     """``MultiCollector(sync=...)`` makes one of the two classes below."""
 
     def __call__(cls, *args: Any, sync: bool | None = None, **kwargs: Any) -> Any:
@@ -162,6 +161,10 @@ class MultiSyncCollector(MultiCollector, torchrl.collectors.MultiSyncCollector):
 
 class MultiAsyncCollector(MultiCollector, torchrl.collectors.MultiAsyncCollector):
     """Each batch comes from the worker that is done first; see :class:`MultiCollector`."""
+
+
+class AsyncCollector(MultiAsyncCollector, torchrl.collectors.AsyncCollector):
+    """A :class:`MultiAsyncCollector` of one worker; ``create_env_fn`` is one function, not a list."""
 
 
 _live: weakref.WeakSet[MultiCollector] = weakref.WeakSet()

@@ -16,7 +16,6 @@ import torchrl.collectors.distributed as torchrl_distributed
 from tensordict import TensorDictBase
 from torch import distributed as dist
 from torch.distributed import rpc
-from torchrl.collectors.distributed.default_configs import DEFAULT_TENSORPIPE_OPTIONS
 from torchrl.collectors.utils import split_trajectories
 from torchrl.data.utils import CloudpickleWrapper
 from torchrl.envs import EnvBase, EnvCreator
@@ -24,6 +23,7 @@ from torchrl.envs import EnvBase, EnvCreator
 from collectors.intervals import Intervals
 from collectors.nodes import Nodes
 from collectors.rpc_node import join_world, leave, made, make_collector, name_of, run_node, was_in_a_world
+from collectors.torchrl_names import tensorpipe_options
 from weight_update import LifecycleError, RPCWeightSyncScheme, WeightSyncError, WeightSyncScheme, WorkerError
 
 __all__ = ["RPCCollector"]
@@ -90,7 +90,7 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
     # -- start -------------------------------------------------------------------------------------
 
     def _init(self) -> None:
-        self.tensorpipe_options = {**DEFAULT_TENSORPIPE_OPTIONS, **self._given_options}
+        self.tensorpipe_options = {**tensorpipe_options, **self._given_options}
         super()._init()
 
     def _init_worker_rpc(self, executor: Any, i: int) -> Any:

@@ -12,6 +12,7 @@ import torchrl.collectors
 from tensordict import TensorDictBase
 from torch import nn
 
+from collectors.backends import BackendChoice
 from collectors.in_process import apply_all, receive_here
 from collectors.policy_call import PolicyCall
 from collectors.requests import Request, group_once, real, require_ours
@@ -30,7 +31,7 @@ from weight_update import (
 __all__ = ["Collector"]
 
 
-class Collector(Updating, torchrl.collectors.Collector):
+class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice):
     """TorchRL's ``Collector``, whose data says exactly which version of the policy made each frame.
 
     Args:
@@ -108,10 +109,14 @@ class Collector(Updating, torchrl.collectors.Collector):
 
     def _setup_policy_version_tracking(self, track_policy_version: Any) -> None:
         if track_policy_version is True:
-            self.policy_version_tracker = FrameVersion()
-            self.env = self.env.append_transform(self.policy_version_tracker)
+            self.policy_version_tracker = FrameVersion()  # joins the environment when the policy is wrapped
         else:
             super()._setup_policy_version_tracking(track_policy_version)
+
+    def _setup_policy_and_weights(self, policy: Any) -> None:
+        super()._setup_policy_and_weights(policy)
+        if self._stamps:  # not before: TorchRL tries a plain module with every observation of the environment
+            self.env = self.env.append_transform(self.policy_version_tracker)
 
     def _should_use_random_frames(self) -> bool:
         random = bool(super()._should_use_random_frames())
