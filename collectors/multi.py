@@ -16,7 +16,7 @@ from collectors.requests import Request, group_once, real, require_ours
 from collectors.single import Collector
 from collectors.torchrl_names import MultiCollectorMeta
 from collectors.updating import Updating
-from collectors.versions import KEY, FrameVersion, stamp
+from collectors.versions import KEY, FrameVersion, VersionSource, stamp
 from weight_update import (
     LifecycleError,
     SharedMemWeightSyncScheme,
@@ -69,6 +69,7 @@ class MultiCollector(Updating, torchrl.collectors.MultiCollector, metaclass=_Cho
             weight_sync_schemes = {"policy": SharedMemWeightSyncScheme()}
         self._receivers: dict[str, WeightSyncScheme] = {}
         self._weight_sync_schemes = weight_sync_schemes
+        self._versions = VersionSource((weight_sync_schemes or {}).get("policy"))
         require_ours(weight_sync_schemes or {})
         group_once((weight_sync_schemes or {}).values())
         if options.get("cudagraph_policy") or _captures(options.get("compile_policy")):
@@ -88,8 +89,16 @@ class MultiCollector(Updating, torchrl.collectors.MultiCollector, metaclass=_Cho
     @property
     def policy_version(self) -> Any:
         """The last version that a worker applied."""
-        scheme = (self._weight_sync_schemes or {}).get("policy")
-        return super().policy_version if scheme is None else scheme.version
+        return super().policy_version if self._versions.scheme is None else self._versions.now()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a ``state_dict`` on the workers; the next update gets a number above the restored version."""
+        super().load_state_dict(state_dict)
+        version = state_dict.get(KEY)
+        if isinstance(self.policy_version_tracker, FrameVersion) and version is not None:
+            for scheme in real(self._weight_sync_schemes or {}).values():
+                scheme.continue_from(int(version))
+            self._versions.restore(int(version))
 
     def _setup_multi_policy_version_tracking(self, track_policy_version: Any) -> None:
         if track_policy_version is True:

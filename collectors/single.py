@@ -93,10 +93,18 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         self._versions.count += 1
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
-        """As in TorchRL. The versions of a scheme begin anew with each run."""
-        super().load_state_dict(state_dict, **kwargs)
-        if self._stamps:
-            self._versions.count = int(state_dict.get(KEY, self._versions.count))
+        """Load a ``state_dict``: environment, policy and policy version.
+
+        The policy keeps the loaded weights until the next update.
+        """
+        with ExitStack() as stack:
+            for scheme in self._connected().values():
+                stack.enter_context(scheme.hold())
+            _take_out_of_shared_memory(self._connected(), self._wrapped_policy_uncompiled)
+            super().load_state_dict(state_dict, **kwargs)
+        version = state_dict.get(KEY)
+        if self._stamps and version is not None:
+            self._versions.restore(int(version))
 
     @property
     def _stamps(self) -> bool:
@@ -143,11 +151,15 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
 
     def rollout(self) -> TensorDictBase | None:
         """As in TorchRL."""
-        connected = {key: one for key, one in real(self._receivers).items() if one.synchronized_on_receiver}
+        connected = self._connected()
         if connected != self._installed:
             self._install_policy_call(connected)
         rollout: TensorDictBase | None = super().rollout()
         return rollout
+
+    def _connected(self) -> dict[str, WeightSyncScheme]:
+        """Return the receivers that get updates."""
+        return {key: one for key, one in real(self._receivers).items() if one.synchronized_on_receiver}
 
     def _install_policy_call(self, schemes: dict[str, WeightSyncScheme]) -> None:
         policy = run = self._wrapped_policy_uncompiled
@@ -257,6 +269,14 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
 
 def _in_policy(model_id: str) -> bool:
     return model_id == "policy" or model_id.startswith(("policy.", "policy["))
+
+
+def _take_out_of_shared_memory(receivers: Mapping[str, WeightSyncScheme], policy: Any) -> None:
+    """Give the policy memory of its own, for what is written to it must not reach other workers."""
+    moved = any(_in_policy(key) and not scheme.stable_addresses for key, scheme in receivers.items())
+    if moved and isinstance(policy, nn.Module):
+        for tensor in (*policy.parameters(), *policy.buffers()):
+            tensor.data = tensor.data.clone()
 
 
 def _keep_addresses(schemes: Mapping[str, WeightSyncScheme]) -> None:

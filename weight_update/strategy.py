@@ -14,6 +14,8 @@ from weight_update.chunks import WeightSchema
 from weight_update.encodings import Encoding, encoding_from_config, resolve_encoding
 from weight_update.errors import UnsupportedSourceError
 from weight_update.named import (
+    EXTRA,
+    EXTRA_IN_TENSORDICT,
     Convert,
     NamedWeights,
     from_items,
@@ -245,7 +247,7 @@ class WeightStrategy:
             path, _, leaf = name.rpartition(".")
             node = _node(nodes, path)
             if name in named.extra:
-                node[leaf] = NonTensorData(value)
+                node[EXTRA_IN_TENSORDICT if name == EXTRA else leaf] = NonTensorData(value)
             else:
                 node.set(leaf, value)
         return out
