@@ -8,6 +8,7 @@ from typing import Any
 
 import torchrl.collectors.distributed as torchrl_distributed
 
+from collectors.closing import close_all
 from collectors.remote import Remote
 from weight_update import RayWeightSyncScheme, SyncReport, WeightSyncScheme
 
@@ -69,7 +70,5 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
             self._end_schemes()
 
     def _give_up(self) -> None:
-        self.stop_remote_collectors()
-        self._end_schemes()
-        if self._runtime_lease is not None:
-            self._runtime_lease.release()
+        ends = [] if self._runtime_lease is None else [self._runtime_lease.release]
+        close_all(self.stop_remote_collectors, self._end_schemes, *ends)

@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torchrl.collectors
@@ -13,6 +14,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from collectors.backends import BackendChoice
+from collectors.closing import close_all
 from collectors.in_process import apply_all, receive_here
 from collectors.policy_call import PolicyCall
 from collectors.requests import Request, group_once, real, require_ours
@@ -260,11 +262,9 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
         """As in TorchRL; the schemes of this collector end with it."""
-        try:
-            super().shutdown(timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
-        finally:
-            for scheme in (*self._receivers.values(), *(self._weight_sync_schemes or {}).values()):
-                scheme.shutdown()
+        end = partial(super().shutdown, timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
+        schemes = (*self._receivers.values(), *(self._weight_sync_schemes or {}).values())
+        close_all(end, *(scheme.shutdown for scheme in schemes))
 
 
 def _in_policy(model_id: str) -> bool:
