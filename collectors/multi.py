@@ -27,7 +27,7 @@ from collectors.requests import Request, group_once, real, require_ours
 from collectors.single import Collector
 from collectors.torchrl_names import MultiCollectorMeta
 from collectors.updating import Updating
-from collectors.versions import KEY, FrameVersion, VersionSource, stamp
+from collectors.versions import KEY, FrameVersion, VersionSource, stamp, writes_version
 from weight_update import (
     LifecycleError,
     SharedMemWeightSyncScheme,
@@ -142,6 +142,8 @@ class MultiCollector(Updating, torchrl.collectors.MultiCollector, metaclass=_Cho
             self._versions.restore(int(version))
 
     def _setup_multi_policy_version_tracking(self, track_policy_version: Any) -> None:
+        if track_policy_version is True and writes_version(self.policy):
+            track_policy_version = False
         if track_policy_version is True:
             self.policy_version_tracker = FrameVersion()
         else:

@@ -19,7 +19,7 @@ from collectors.in_process import apply_all, receive_here
 from collectors.policy_call import PolicyCall
 from collectors.requests import Request, group_once, real, require_ours
 from collectors.updating import Updating
-from collectors.versions import KEY, FrameVersion, VersionSource, stamp
+from collectors.versions import KEY, FrameVersion, VersionSource, stamp, writes_version
 from weight_update import (
     Gate,
     LifecycleError,
@@ -42,7 +42,8 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
             changes only when ``update_policy_weights_`` is called; without, and without a device of its
             own, it runs this very module.
         track_policy_version: write the version into ``"policy_version"`` and ``("next",
-            "policy_version")``, as int64 of the shape of the batch.
+            "policy_version")``, as int64 of the shape of the batch. A policy that writes that key itself is
+            left alone.
         weight_sync_schemes: by model id. One that is not initialized yet gets its receiver in this process,
             whatever its transport; one that is initialized belongs to its owner and is only connected.
         options: all other options of TorchRL's ``Collector``.
@@ -118,6 +119,8 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         return self.policy_version_tracker is not None and not self._stamps
 
     def _setup_policy_version_tracking(self, track_policy_version: Any) -> None:
+        if track_policy_version is True and writes_version(self._source):
+            track_policy_version = False
         if track_policy_version is True:
             self.policy_version_tracker = FrameVersion()  # joins the environment when the policy is wrapped
         else:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from tensordict import TensorDictBase
 from torchrl.envs.llm.transforms import PolicyVersion
 
 from weight_update import WeightSyncScheme
 
-__all__ = ["KEY", "FrameVersion", "VersionSource", "stamp"]
+__all__ = ["KEY", "FrameVersion", "VersionSource", "stamp", "writes_version"]
 
 KEY = "policy_version"
 
@@ -67,3 +69,8 @@ class VersionSource:
 def stamp(data: TensorDictBase, version: int) -> None:
     """Write ``version`` into ``data``, one int64 for each element of its batch."""
     data.set(KEY, torch.full(data.shape, version, dtype=torch.int64, device=data.device))
+
+
+def writes_version(policy: Any) -> bool:
+    """Return whether a policy writes ``"policy_version"`` itself, which is then left to it."""
+    return KEY in (getattr(policy, "out_keys", None) or ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -198,7 +199,7 @@ class WeightStrategy:
         schema.require_same(binding.schema(), "the destination", more=self.partial)
         binding.check_extra(named.extra)
         values = [value.detach() for value in named.tensors.values()]
-        undo = binding.exchange_extra(named.extra)
+        undo = binding.exchange_extra(copy.deepcopy(named.extra))  # a module may keep what it is given
         try:
             (binding.copy if inplace else binding.point)(schema.names, values)
         except BaseException:

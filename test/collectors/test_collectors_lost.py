@@ -27,7 +27,7 @@ def read(frames, limit=2000):
 def test_a_killed_worker_is_named_with_its_exit_code(cls):
     collector = make(cls)
     try:
-        frames = collector.iterator()
+        frames = collector.iterator()  # iter() would give a stopped worker ten seconds to end
         next(frames)
         collector.procs[1].kill()
         with pytest.raises(WorkerError, match=r"worker 1 has ended \(exit code -9\)"):
