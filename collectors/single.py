@@ -103,7 +103,6 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         with ExitStack() as stack:
             for scheme in self._connected().values():
                 stack.enter_context(scheme.hold())
-            _take_out_of_shared_memory(self._connected(), self._wrapped_policy_uncompiled)
             super().load_state_dict(state_dict, **kwargs)
         version = state_dict.get(KEY)
         if self._stamps and version is not None:
@@ -272,14 +271,6 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
 
 def _in_policy(model_id: str) -> bool:
     return model_id == "policy" or model_id.startswith(("policy.", "policy["))
-
-
-def _take_out_of_shared_memory(receivers: Mapping[str, WeightSyncScheme], policy: Any) -> None:
-    """Give the policy memory of its own, for what is written to it must not reach other workers."""
-    moved = any(_in_policy(key) and not scheme.stable_addresses for key, scheme in receivers.items())
-    if moved and isinstance(policy, nn.Module):
-        for tensor in (*policy.parameters(), *policy.buffers()):
-            tensor.data = tensor.data.clone()
 
 
 def _keep_addresses(schemes: Mapping[str, WeightSyncScheme]) -> None:

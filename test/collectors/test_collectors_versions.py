@@ -189,26 +189,6 @@ def test_versions_of_workers_survive_a_checkpoint(scheme):
         other.shutdown()
 
 
-def test_loading_weights_into_one_worker_does_not_reach_another():
-    collector = MultiSyncCollector([Env] * 2, make_policy(), frames_per_batch=20, **OPTIONS)
-    try:
-        frames = iter(collector)
-        next(frames)
-        collector.update_policy_weights_(make_policy())  # the workers now share their memory
-        saved = collector.state_dict()
-        for weights in saved["worker1"]["policy_state_dict"].values():
-            weights.fill_(8.0)
-        collector.load_state_dict(saved)
-        collector.state_dict()
-        data = next(frames)
-        assert set(data["action"][0].flatten().tolist()) == {0.0}
-        assert set(data["action"][1].flatten().tolist()) == {8.0}
-        collector.update_policy_weights_(make_policy(1.0))
-        require_exact(next(frames))
-    finally:
-        collector.shutdown()
-
-
 def test_tracking_can_be_left_to_the_caller():
     silent = Collector(
         Env, make_policy(), frames_per_batch=10, total_frames=10, track_policy_version=False, **OPTIONS
