@@ -71,27 +71,31 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
     # -- data --------------------------------------------------------------------------------------
 
     def _sync_iterator(self) -> Iterator[TensorDictBase | None]:
+        import ray
+
         while self._goes_on():
             self._update_after(None)
             pending = {actor.next.remote(): idx for idx, actor in enumerate(self.remote_collectors)}
             batches: dict[int, Any] = {}
             while pending:
-                idx, data = self._take(pending)
-                batches[idx] = data
+                idx, batch = self._next_of(pending)
+                batches[idx] = ray.get(batch)
             yield self._counted([batches[idx] for idx in sorted(batches)])
         if self._collection_thread is None:
             self.shutdown(shutdown_ray=False)
 
     def _async_iterator(self) -> Iterator[TensorDictBase | None]:
+        import ray
+
         pending = {actor.next.remote(): idx for idx, actor in enumerate(self.remote_collectors)}
         while self._goes_on():
-            idx, data = self._take(pending)
+            idx, batch = self._next_of(pending)
             self.collected_frames += self.frames_per_batch
-            yield data
+            yield ray.get(batch)
             self._update_after(idx)
             pending[self.remote_collectors[idx].next.remote()] = idx
         while pending:  # what the actors are still collecting
-            self._take(pending)
+            self._next_of(pending)
         if self._collection_thread is None:
             self.shutdown(shutdown_ray=False)
 
@@ -102,8 +106,8 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
         if self.update_after_each_batch or self.max_weight_update_interval > -1:
             self.update_policy_weights_(worker_ids=worker_ids)
 
-    def _take(self, pending: dict[Any, int]) -> tuple[int, Any]:
-        """Return the batch that comes first and the actor that made it; no longer wait for that actor.
+    def _next_of(self, pending: dict[Any, int]) -> tuple[int, Any]:
+        """Take the batch that is made first out of ``pending``; return its actor and its reference.
 
         Raises:
             SyncTimeoutError: an actor is late.
@@ -118,7 +122,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
             self._waits.add(time.monotonic() - start, pending.values())
         idx = pending.pop(ready[0])
         self._waits.end(idx)
-        return idx, ray.get(ready[0])
+        return idx, ready[0]
 
     def _counted(self, batches: list[Any]) -> TensorDictBase | None:
         """Return the batches of all actors as one; None where they went into a replay buffer."""

@@ -95,14 +95,12 @@ def test_collection_goes_on_without_a_killed_worker(caplog):
 
 
 def test_collection_goes_on_without_a_stopped_worker():
-    collector = make(MultiAsyncCollector, on_worker_lost="continue", frames_timeout=1.0)
+    collector = make(MultiAsyncCollector, on_worker_lost="continue", frames_timeout=3.0)
     try:
         frames = collector.iterator()
-        next(frames)
+        while len(collector.out_tensordicts) < 2:  # later batches lie in memory that is mapped here already
+            next(frames)
         os.kill(collector.procs[0].pid, signal.SIGSTOP)
-        os.kill(collector.procs[1].pid, signal.SIGSTOP)
-        time.sleep(0.1)
-        os.kill(collector.procs[1].pid, signal.SIGCONT)
         deadline = time.monotonic() + 60
         while 0 not in collector.queue_out.lost and time.monotonic() < deadline:
             next(frames)
