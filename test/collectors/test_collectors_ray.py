@@ -163,19 +163,20 @@ def test_actors_with_several_processes() -> None:
     collector.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", [True, False])
 def test_waiting_for_a_stopped_actor_has_a_limit(sync: bool) -> None:
     collector = RayCollector(
         [Env] * 2,
         make_policy(),
         frames_per_batch=20,
-        total_frames=-1,
+        total_frames=1_000_000,
         sync=sync,
         remote_configs=SMALL,
         collector_kwargs=OPTIONS,
         frames_timeout=2.0,
     )
-    pid = ray.get(collector.remote_collectors[1].getattr_env.remote("pid"))
+    pid = ray.get(collector.remote_collectors[1].__ray_call__.remote(lambda _: os.getpid()))
     try:
         collector.update_policy_weights_()
         frames = iter(collector)
