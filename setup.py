@@ -28,7 +28,7 @@ def union(*groups: list[str]) -> list[str]:
     return sorted({requirement for group in groups for requirement in group})
 
 
-COLLECTORS = ["torchrl>=0.14", "gymnasium>=1.0"]
+COLLECTORS = ["torchrl>=0.14.1,<0.15", "gymnasium>=1.0"]
 RAY = ["ray>=2.40"]
 LZ4 = ["lz4>=4.0"]
 ZSTD = ["zstandard>=0.19"]

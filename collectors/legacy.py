@@ -1,5 +1,17 @@
 """TorchRL's weight updaters, for programs that still pass ``weight_updater=`` to a collector."""
 
-from torchrl.collectors import MultiProcessedWeightUpdater, VanillaWeightUpdater, WeightUpdaterBase
+from torchrl.collectors import (
+    MultiProcessedWeightUpdater,
+    RayWeightUpdater,
+    RemoteModuleWeightUpdater,
+    VanillaWeightUpdater,
+    WeightUpdaterBase,
+)
 
-__all__ = ["MultiProcessedWeightUpdater", "VanillaWeightUpdater", "WeightUpdaterBase"]
+__all__ = [
+    "MultiProcessedWeightUpdater",
+    "RayWeightUpdater",
+    "RemoteModuleWeightUpdater",
+    "VanillaWeightUpdater",
+    "WeightUpdaterBase",
+]

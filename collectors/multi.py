@@ -4,33 +4,44 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
 
 import torchrl.collectors
 from tensordict import TensorDictBase
 from torch import nn
 
+from collectors.closing import close_all
+from collectors.frames import (
+    FRAMES_TIMEOUT,
+    BatchQueue,
+    ControlPipe,
+    WorkerProcess,
+    WorkersLateError,
+    require_seconds,
+)
 from collectors.requests import Request, group_once, real, require_ours
 from collectors.single import Collector
+from collectors.torchrl_names import MultiCollectorMeta
 from collectors.updating import Updating
-from collectors.versions import KEY, FrameVersion, stamp
+from collectors.versions import KEY, FrameVersion, VersionSource, stamp, writes_version
 from weight_update import (
     LifecycleError,
     SharedMemWeightSyncScheme,
+    SyncFailedError,
     SyncReport,
     WeightSyncError,
     WeightSyncScheme,
     WorkerError,
 )
 
-__all__ = ["MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
-
-_TorchRLChoice: Any = type(torchrl.collectors.MultiCollector)
+__all__ = ["AsyncCollector", "MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
 
 
-class _Choice(_TorchRLChoice):
+class _Choice(MultiCollectorMeta):
     """``MultiCollector(sync=...)`` makes one of the two classes below."""
 
     def __call__(cls, *args: Any, sync: bool | None = None, **kwargs: Any) -> Any:
@@ -52,8 +63,22 @@ class MultiCollector(Updating, torchrl.collectors.MultiCollector, metaclass=_Cho
         weight_sync_schemes: by model id; None with a module as policy takes a
             :class:`~weight_update.SharedMemWeightSyncScheme`. They are shut down with the collector.
         weight_updater: one of TorchRL's legacy updaters, instead of schemes. It counts no versions.
+        frames_timeout: seconds that the collector waits for batches while a worker hands over none;
+            ``math.inf`` for no limit. Time that the program spends between two batches does not count.
+        on_worker_lost: ``"raise"`` ends collection with an error when a worker has ended or is late.
+            ``"continue"`` logs a warning and goes on with the other workers; one that is late is killed. Only
+            a :class:`MultiAsyncCollector` can go on, as other batches have frames of every worker.
         options: all other options of TorchRL's ``MultiCollector``.
+
+    Raises:
+        WorkerError: workers could not start. Raised while iterating, too, when a worker has ended.
+        SyncTimeoutError: while iterating: a worker is late.
+        ValueError: ``frames_timeout`` or ``on_worker_lost`` cannot be had.
     """
+
+    procs: list[Any]
+    pipes: list[Any]
+    queue_out: Any
 
     def __init__(
         self,
@@ -64,12 +89,17 @@ class MultiCollector(Updating, torchrl.collectors.MultiCollector, metaclass=_Cho
         track_policy_version: Any = True,
         weight_sync_schemes: dict[str, WeightSyncScheme] | None = None,
         weight_updater: Any = None,
+        frames_timeout: float = FRAMES_TIMEOUT,
+        on_worker_lost: Literal["raise", "continue"] = "raise",
         **options: Any,
     ) -> None:
+        self._frames_timeout = require_seconds(frames_timeout)
+        self._may_lose = self._goes_on(on_worker_lost)
         if not weight_sync_schemes and weight_updater is None and isinstance(policy, nn.Module):
             weight_sync_schemes = {"policy": SharedMemWeightSyncScheme()}
         self._receivers: dict[str, WeightSyncScheme] = {}
         self._weight_sync_schemes = weight_sync_schemes
+        self._versions = VersionSource((weight_sync_schemes or {}).get("policy"))
         require_ours(weight_sync_schemes or {})
         group_once((weight_sync_schemes or {}).values())
         if options.get("cudagraph_policy") or _captures(options.get("compile_policy")):
@@ -86,13 +116,34 @@ class MultiCollector(Updating, torchrl.collectors.MultiCollector, metaclass=_Cho
             **options,
         )
 
+    def _goes_on(self, on_worker_lost: str) -> bool:
+        """Return whether collection goes on when a worker is lost."""
+        if on_worker_lost not in ("raise", "continue"):
+            raise ValueError(f'on_worker_lost is "raise" or "continue", not {on_worker_lost!r}')
+        if on_worker_lost == "continue" and not isinstance(self, MultiAsyncCollector):
+            raise ValueError(
+                'on_worker_lost="continue" needs a MultiAsyncCollector: batches of a '
+                f"{type(self).__name__} have frames of every worker"
+            )
+        return on_worker_lost == "continue"
+
     @property
     def policy_version(self) -> Any:
         """The last version that a worker applied."""
-        scheme = (self._weight_sync_schemes or {}).get("policy")
-        return super().policy_version if scheme is None else scheme.version
+        return super().policy_version if self._versions.scheme is None else self._versions.now()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a ``state_dict`` on the workers; the next update gets a number above the restored version."""
+        super().load_state_dict(state_dict)
+        version = state_dict.get(KEY)
+        if isinstance(self.policy_version_tracker, FrameVersion) and version is not None:
+            for scheme in real(self._weight_sync_schemes or {}).values():
+                scheme.continue_from(int(version))
+            self._versions.restore(int(version))
 
     def _setup_multi_policy_version_tracking(self, track_policy_version: Any) -> None:
+        if track_policy_version is True and writes_version(self.policy):
+            track_policy_version = False
         if track_policy_version is True:
             self.policy_version_tracker = FrameVersion()
         else:
@@ -113,11 +164,52 @@ class MultiCollector(Updating, torchrl.collectors.MultiCollector, metaclass=_Cho
                 for scheme in real(self._receivers).values():  # what comes meanwhile would miss the workers
                     stack.enter_context(scheme.hold())
                 super()._run_processes()
+            self._watch_workers()
         except WeightSyncError as error:
             told = self._told_by_workers()
             if not told:
                 raise
             raise WorkerError(f"workers could not start:\n{told}") from error
+
+    def _watch_workers(self) -> None:
+        """Wait for batches through a :class:`BatchQueue` from now on."""
+        self.queue_out = batches = BatchQueue(
+            self.queue_out,
+            self.procs,
+            in_rounds=isinstance(self, MultiSyncCollector),
+            frames_timeout=self._frames_timeout,
+            may_lose=self._may_lose,
+        )
+        self.procs = [WorkerProcess(process) for process in self.procs]
+        self.pipes = [
+            ControlPipe(pipe, partial(batches.gone, idx), drops=self._may_lose)
+            for idx, pipe in enumerate(self.pipes)
+        ]
+
+    def iterator(self) -> Iterator[TensorDictBase]:
+        """Yield batches; see TorchRL."""
+        try:
+            yield from super().iterator()
+        except WorkersLateError as error:
+            raise error.args[0] from None
+
+    def _send(
+        self, schemes: Mapping[str, WeightSyncScheme], request: Request
+    ) -> SyncReport | dict[str, SyncReport]:
+        if not self._may_lose:
+            return super()._send(schemes, request)
+        to_all = request.several and request.worker_ids is None
+        left = [idx for idx in range(self.num_workers) if idx not in self.queue_out.lost]
+        try:
+            return super()._send(schemes, replace(request, worker_ids=left) if to_all else request)
+        except SyncFailedError as error:
+            if not self.queue_out.lost_all(error.failures):
+                raise
+            if to_all:  # a worker that was lost meanwhile has kept the step from all others
+                return self._send(schemes, request)
+            if error.report is None or request.several:
+                raise
+            return error.report
 
     def _told_by_workers(self) -> str:
         """What workers that failed before they connected said about it."""
@@ -149,11 +241,9 @@ class MultiCollector(Updating, torchrl.collectors.MultiCollector, metaclass=_Cho
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
         """As in TorchRL; the schemes of this collector end with it."""
-        try:
-            super().shutdown(timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
-        finally:
-            for scheme in (*self._receivers.values(), *(self._weight_sync_schemes or {}).values()):
-                scheme.shutdown()
+        end = partial(super().shutdown, timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
+        schemes = (*self._receivers.values(), *(self._weight_sync_schemes or {}).values())
+        close_all(end, *(scheme.shutdown for scheme in schemes))
 
 
 class MultiSyncCollector(MultiCollector, torchrl.collectors.MultiSyncCollector):
@@ -164,14 +254,17 @@ class MultiAsyncCollector(MultiCollector, torchrl.collectors.MultiAsyncCollector
     """Each batch comes from the worker that is done first; see :class:`MultiCollector`."""
 
 
+class AsyncCollector(MultiAsyncCollector, torchrl.collectors.AsyncCollector):
+    """A :class:`MultiAsyncCollector` of one worker; ``create_env_fn`` is one function, not a list."""
+
+
 _live: weakref.WeakSet[MultiCollector] = weakref.WeakSet()
 
 
 @atexit.register
 def _end_all() -> None:
     """At exit ``multiprocessing`` waits for all workers, and they wait for orders: send them home first."""
-    for collector in list(_live):
-        collector.shutdown(raise_on_error=False)
+    close_all(*(partial(collector.shutdown, raise_on_error=False) for collector in list(_live)))
 
 
 def _captures(compile_policy: Any) -> bool:
@@ -187,6 +280,9 @@ def _alive(collector: weakref.ref[Any]) -> Callable[[int], bool]:
 
     def alive(worker_idx: int) -> bool:
         owner = collector()
-        return owner is None or worker_idx >= len(owner.procs) or owner.procs[worker_idx].is_alive()
+        if owner is None or worker_idx >= len(owner.procs):
+            return True
+        process = owner.procs[worker_idx]
+        return not process._closed and bool(process.is_alive())
 
     return alive

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 import torchrl.collectors
-from torchrl.collectors.distributed import generic
+
+from collectors.torchrl_names import connect_timeout, join_group, run_collector
 
 __all__ = ["STOP", "run_ahead", "run_on_demand"]
 
@@ -26,9 +27,9 @@ def run_on_demand(
     TorchRL's worker gives up when the trainer asks nothing for ten seconds; this one waits as long as the
     trainer lives.
     """
-    store = generic._node_init_dist(rank, world_size, backend, ip, port, verbose)
+    store = join_group(rank, world_size, backend, ip, port, verbose)
     store.set_timeout(_FOREVER)
-    generic._run_collector(_store=store, verbose=verbose, weight_sync_schemes=None, **options)
+    run_collector(_store=store, verbose=verbose, weight_sync_schemes=None, **options)
 
 
 def run_ahead(
@@ -52,7 +53,7 @@ def run_ahead(
         backend,
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=generic.MAX_TIME_TO_CONNECT),
+        timeout=timedelta(seconds=connect_timeout),
         init_method=f"tcp://{ip}:{port}",
     )
     if issubclass(collector_class, torchrl.collectors.MultiCollector):

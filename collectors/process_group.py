@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import os
 import socket
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torchrl.data.utils import CloudpickleWrapper
 from torchrl.envs import EnvBase, EnvCreator
 
 from collectors.arrivals import Arrivals
+from collectors.closing import close_all
 from collectors.nodes import Nodes
 from collectors.remote import Remote
 from collectors.single import Collector
@@ -168,15 +171,26 @@ class ProcessGroupCollector(Remote):
 
         Raises:
             WorkerError: a worker has ended, or its connection broke.
+            SyncTimeoutError: a worker is late.
         """
-        while (found := self._arrivals.take(_LOOK_SECONDS)) is None:
+        self._waits.require_in_time()
+        while (found := self._take()) is None:
             self._nodes.require_alive()
+            self._waits.require_in_time()
         idx: int = found[0]
+        self._waits.end(idx)
         error: Exception | None = found[1]
         if error is not None:
             self._nodes.require_joined(idx)
             raise WorkerError(f"the connection to worker {idx} broke: {error}") from error
         return idx
+
+    def _take(self) -> tuple[int, Exception | None] | None:
+        """Return the worker whose batch came next and its error, or None if nothing came for a moment."""
+        start, pending = time.monotonic(), set(self._arrivals.pending)
+        found: tuple[int, Exception | None] | None = self._arrivals.take(_LOOK_SECONDS)
+        self._waits.add(time.monotonic() - start, pending)
+        return found
 
     def _send_all(self, worker_ids: Any = None) -> None:
         try:
@@ -223,21 +237,20 @@ class ProcessGroupCollector(Remote):
         if self._ended:
             return
         self._ended = True
-        try:
-            if self._in_group:
-                self._nodes.end(self._ask_to_end, _END_SECONDS if timeout is None else timeout)
-        finally:
-            self._give_up()
+        seconds = _END_SECONDS if timeout is None else timeout
+        ends = [partial(self._nodes.end, self._ask_to_end, seconds)] if self._in_group else []
+        close_all(*ends, self._give_up)
 
     def _give_up(self) -> None:
         self._ended = True
-        self._nodes.kill()
-        self._end_schemes()
+        close_all(self._nodes.kill, self._end_schemes, self._leave_group)
+
+    def _leave_group(self) -> None:
         if self._arrivals is not None:
             self._arrivals.close(_END_SECONDS)
-        if self._in_group and dist.is_initialized():
+        in_group, self._in_group = self._in_group, False
+        if in_group and dist.is_initialized():
             dist.destroy_process_group()
-        self._in_group = False
 
     def __del__(self) -> None:
         """A collector that nobody uses any more ends."""

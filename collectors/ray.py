@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import time
 import warnings
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 import torchrl.collectors.distributed as torchrl_distributed
+from tensordict import TensorDictBase
 
+from collectors.closing import close_all
 from collectors.remote import Remote
 from weight_update import RayWeightSyncScheme, SyncReport, WeightSyncScheme
 
 __all__ = ["RayCollector"]
+
+_LOOK_SECONDS = 0.5
 
 
 class RayCollector(Remote, torchrl_distributed.RayCollector):
@@ -61,6 +68,74 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
         self._lazy_initialize_weight_sync()
         return super().update_policy_weights_(policy_or_weights, **options)
 
+    # -- data --------------------------------------------------------------------------------------
+
+    def _sync_iterator(self) -> Iterator[TensorDictBase | None]:
+        import ray
+
+        while self._goes_on():
+            self._update_after(None)
+            pending = {actor.next.remote(): idx for idx, actor in enumerate(self.remote_collectors)}
+            batches: dict[int, Any] = {}
+            while pending:
+                idx, batch = self._next_of(pending)
+                batches[idx] = ray.get(batch)
+            yield self._counted([batches[idx] for idx in sorted(batches)])
+        if self._collection_thread is None:
+            self.shutdown(shutdown_ray=False)
+
+    def _async_iterator(self) -> Iterator[TensorDictBase | None]:
+        import ray
+
+        pending = {actor.next.remote(): idx for idx, actor in enumerate(self.remote_collectors)}
+        while self._goes_on():
+            idx, batch = self._next_of(pending)
+            self.collected_frames += self.frames_per_batch
+            yield ray.get(batch)
+            self._update_after(idx)
+            pending[self.remote_collectors[idx].next.remote()] = idx
+        while pending:  # what the actors are still collecting
+            self._next_of(pending)
+        if self._collection_thread is None:
+            self.shutdown(shutdown_ray=False)
+
+    def _goes_on(self) -> bool:
+        return bool(self.collected_frames < self.total_frames) and not self._stop_event.is_set()
+
+    def _update_after(self, worker_ids: int | None) -> None:
+        if self.update_after_each_batch or self.max_weight_update_interval > -1:
+            self.update_policy_weights_(worker_ids=worker_ids)
+
+    def _next_of(self, pending: dict[Any, int]) -> tuple[int, Any]:
+        """Take the batch that is made first out of ``pending``; return its actor and its reference.
+
+        Raises:
+            SyncTimeoutError: an actor is late.
+        """
+        import ray
+
+        ready: list[Any] = []
+        while not ready:
+            self._waits.require_in_time()
+            start = time.monotonic()
+            ready, _ = ray.wait(list(pending), timeout=_LOOK_SECONDS)
+            self._waits.add(time.monotonic() - start, pending.values())
+        idx = pending.pop(ready[0])
+        self._waits.end(idx)
+        return idx, ready[0]
+
+    def _counted(self, batches: list[Any]) -> TensorDictBase | None:
+        """Return the batches of all actors as one; None where they went into a replay buffer."""
+        if batches[0] is None:
+            self.collected_frames += self.frames_per_batch
+            return None
+        join = torch.stack if batches[0].batch_size else torch.cat
+        data: TensorDictBase = join(batches)
+        self.collected_frames += data.numel()
+        return data
+
+    # -- end ---------------------------------------------------------------------------------------
+
     async def async_shutdown(self, shutdown_ray: bool = False) -> None:
         """As in TorchRL; the schemes end too."""
         try:
@@ -69,7 +144,5 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
             self._end_schemes()
 
     def _give_up(self) -> None:
-        self.stop_remote_collectors()
-        self._end_schemes()
-        if self._runtime_lease is not None:
-            self._runtime_lease.release()
+        ends = [] if self._runtime_lease is None else [self._runtime_lease.release]
+        close_all(self.stop_remote_collectors, self._end_schemes, *ends)

@@ -6,11 +6,14 @@ import atexit
 import copy
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torchrl.collectors
 from torch import nn
 
+from collectors.closing import close_all
+from collectors.frames import FRAMES_TIMEOUT, WaitingTimes, require_seconds
 from collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from collectors.requests import Request, group_once, require_ours, send
 from collectors.single import Collector
@@ -47,6 +50,8 @@ class Remote(Updating, torchrl.collectors.BaseCollector):
         weight_recv_schemes: receivers of this collector, if it is a worker itself; what comes is passed on.
         weight_updater: a legacy updater, instead of schemes.
         worker_idx: index of this collector, if it is a worker itself.
+        frames_timeout: seconds that the collector waits for batches while a worker hands over none;
+            ``math.inf`` for no limit. A :class:`~weight_update.SyncTimeoutError` then names the worker.
         options: all other options of TorchRL's collector.
 
     Attributes:
@@ -67,9 +72,11 @@ class Remote(Updating, torchrl.collectors.BaseCollector):
         weight_recv_schemes: dict[str, WeightSyncScheme] | None = None,
         weight_updater: Any = None,
         worker_idx: int | None = None,
+        frames_timeout: float = FRAMES_TIMEOUT,
         **options: Any,
     ) -> None:
         self.worker_idx = worker_idx
+        self._waits = WaitingTimes(require_seconds(frames_timeout))
         if weight_sync_schemes is not None and weight_updater is not None:
             raise TypeError("give either weight_sync_schemes or weight_updater, not both")
         if weight_sync_schemes is None and weight_updater is None:
@@ -141,16 +148,12 @@ class Remote(Updating, torchrl.collectors.BaseCollector):
 
     def shutdown(self, timeout: float | None = None, **options: Any) -> None:
         """As in TorchRL; the schemes of this collector end with it. Calling it twice is fine."""
-        try:
-            super().shutdown(timeout=timeout, **options)
-        finally:
-            self._end_schemes()
+        close_all(partial(super().shutdown, timeout=timeout, **options), self._end_schemes)
 
     def _end_schemes(self) -> None:
         _live.discard(self)
-        for scheme in (*self._receivers.values(), *self._schemes.values()):
-            scheme.shutdown()
         self._weight_sync_schemes = self._schemes or None  # TorchRL forgets them, but they know what is wrong
+        close_all(*(scheme.shutdown for scheme in (*self._receivers.values(), *self._schemes.values())))
 
     def _update_without_scheme(self, request: Request) -> SyncReport | dict[str, SyncReport]:
         raise LifecycleError(
@@ -184,8 +187,7 @@ _live: weakref.WeakSet[Remote] = weakref.WeakSet()
 @atexit.register
 def _end_all() -> None:
     """At exit ``multiprocessing`` waits for all workers, and they wait for orders: send them home first."""
-    for collector in list(_live):
-        collector.shutdown()
+    close_all(*(collector.shutdown for collector in list(_live)))
 
 
 def _any(policy_factory: Any) -> bool:

@@ -8,6 +8,7 @@ import queue
 import socket
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,14 +17,15 @@ import torchrl.collectors.distributed as torchrl_distributed
 from tensordict import TensorDictBase
 from torch import distributed as dist
 from torch.distributed import rpc
-from torchrl.collectors.distributed.default_configs import DEFAULT_TENSORPIPE_OPTIONS
 from torchrl.collectors.utils import split_trajectories
 from torchrl.data.utils import CloudpickleWrapper
 from torchrl.envs import EnvBase, EnvCreator
 
+from collectors.closing import close_all
 from collectors.intervals import Intervals
 from collectors.nodes import Nodes
 from collectors.rpc_node import join_world, leave, made, make_collector, name_of, run_node, was_in_a_world
+from collectors.torchrl_names import tensorpipe_options
 from weight_update import LifecycleError, RPCWeightSyncScheme, WeightSyncError, WeightSyncScheme, WorkerError
 
 __all__ = ["RPCCollector"]
@@ -90,7 +92,7 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
     # -- start -------------------------------------------------------------------------------------
 
     def _init(self) -> None:
-        self.tensorpipe_options = {**DEFAULT_TENSORPIPE_OPTIONS, **self._given_options}
+        self.tensorpipe_options = {**tensorpipe_options, **self._given_options}
         super()._init()
 
     def _init_worker_rpc(self, executor: Any, i: int) -> Any:
@@ -233,13 +235,15 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
 
         Raises:
             WorkerError: a worker failed or has ended.
+            SyncTimeoutError: a worker is late.
         """
-        while True:
-            with contextlib.suppress(queue.Empty):
-                idx, future = self._arrived.get(timeout=_LOOK_SECONDS)
-                break
+        self._waits.require_in_time()
+        while (found := self._next_answer()) is None:
             self._nodes.require_alive()
+            self._waits.require_in_time()
+        idx, future = found
         self._pending.discard(idx)
+        self._waits.end(idx)
         if (error := _error_of(future)) is not None:
             raise WorkerError(f"worker {idx} could not collect: {error}")
         data: TensorDictBase = future.value()
@@ -247,6 +251,16 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
         if key in data.keys(True):
             data.set_(key, data[key] * self.num_workers + idx)
         return idx, data
+
+    def _next_answer(self) -> tuple[int, Any] | None:
+        """Return a worker and its batch to come, or None if nothing came for a moment."""
+        start = time.monotonic()
+        try:
+            return self._arrived.get(timeout=_LOOK_SECONDS)
+        except queue.Empty:
+            return None
+        finally:
+            self._waits.add(time.monotonic() - start, self._pending)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the environments of all workers; returns the seed for the next."""
@@ -267,11 +281,9 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
         if self._ended:
             return
         self._ended = self._shutdown = True
-        try:
-            if _in_world():
-                self._end_world(_END_SECONDS if timeout is None else timeout)
-        finally:
-            self._give_up()
+        seconds = _END_SECONDS if timeout is None else timeout
+        ends = [partial(self._end_world, seconds)] if _in_world() else []
+        close_all(*ends, self._give_up)
 
     def _end_world(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -296,11 +308,12 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
 
     def _give_up(self) -> None:
         self._ended = self._shutdown = True
-        self._nodes.kill()
+        close_all(self._nodes.kill, self._leave_world, self._end_schemes)
+
+    def _leave_world(self) -> None:
         self.collector_rrefs = []
         if _in_world():
             rpc.shutdown(graceful=False)
-        self._end_schemes()
         if self._in_group and dist.is_initialized():
             dist.destroy_process_group()
 

@@ -6,17 +6,20 @@ import copy
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torchrl.collectors
 from tensordict import TensorDictBase
 from torch import nn
 
+from collectors.backends import BackendChoice
+from collectors.closing import close_all
 from collectors.in_process import apply_all, receive_here
 from collectors.policy_call import PolicyCall
 from collectors.requests import Request, group_once, real, require_ours
 from collectors.updating import Updating
-from collectors.versions import KEY, FrameVersion, VersionSource, stamp
+from collectors.versions import KEY, FrameVersion, VersionSource, stamp, writes_version
 from weight_update import (
     Gate,
     LifecycleError,
@@ -30,7 +33,7 @@ from weight_update import (
 __all__ = ["Collector"]
 
 
-class Collector(Updating, torchrl.collectors.Collector):
+class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice):
     """TorchRL's ``Collector``, whose data says exactly which version of the policy made each frame.
 
     Args:
@@ -39,7 +42,8 @@ class Collector(Updating, torchrl.collectors.Collector):
             changes only when ``update_policy_weights_`` is called; without, and without a device of its
             own, it runs this very module.
         track_policy_version: write the version into ``"policy_version"`` and ``("next",
-            "policy_version")``, as int64 of the shape of the batch.
+            "policy_version")``, as int64 of the shape of the batch. A policy that writes that key itself is
+            left alone.
         weight_sync_schemes: by model id. One that is not initialized yet gets its receiver in this process,
             whatever its transport; one that is initialized belongs to its owner and is only connected.
         options: all other options of TorchRL's ``Collector``.
@@ -92,10 +96,17 @@ class Collector(Updating, torchrl.collectors.Collector):
         self._versions.count += 1
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
-        """As in TorchRL. The versions of a scheme begin anew with each run."""
-        super().load_state_dict(state_dict, **kwargs)
-        if self._stamps:
-            self._versions.count = int(state_dict.get(KEY, self._versions.count))
+        """Load a ``state_dict``: environment, policy and policy version.
+
+        The policy keeps the loaded weights until the next update.
+        """
+        with ExitStack() as stack:
+            for scheme in self._connected().values():
+                stack.enter_context(scheme.hold())
+            super().load_state_dict(state_dict, **kwargs)
+        version = state_dict.get(KEY)
+        if self._stamps and version is not None:
+            self._versions.restore(int(version))
 
     @property
     def _stamps(self) -> bool:
@@ -107,11 +118,17 @@ class Collector(Updating, torchrl.collectors.Collector):
         return self.policy_version_tracker is not None and not self._stamps
 
     def _setup_policy_version_tracking(self, track_policy_version: Any) -> None:
+        if track_policy_version is True and writes_version(self._source):
+            track_policy_version = False
         if track_policy_version is True:
-            self.policy_version_tracker = FrameVersion()
-            self.env = self.env.append_transform(self.policy_version_tracker)
+            self.policy_version_tracker = FrameVersion()  # joins the environment when the policy is wrapped
         else:
             super()._setup_policy_version_tracking(track_policy_version)
+
+    def _setup_policy_and_weights(self, policy: Any) -> None:
+        super()._setup_policy_and_weights(policy)
+        if self._stamps:  # not before: TorchRL tries a plain module with every observation of the environment
+            self.env = self.env.append_transform(self.policy_version_tracker)
 
     def _should_use_random_frames(self) -> bool:
         random = bool(super()._should_use_random_frames())
@@ -138,11 +155,15 @@ class Collector(Updating, torchrl.collectors.Collector):
 
     def rollout(self) -> TensorDictBase | None:
         """As in TorchRL."""
-        connected = {key: one for key, one in real(self._receivers).items() if one.synchronized_on_receiver}
+        connected = self._connected()
         if connected != self._installed:
             self._install_policy_call(connected)
         rollout: TensorDictBase | None = super().rollout()
         return rollout
+
+    def _connected(self) -> dict[str, WeightSyncScheme]:
+        """Return the receivers that get updates."""
+        return {key: one for key, one in real(self._receivers).items() if one.synchronized_on_receiver}
 
     def _install_policy_call(self, schemes: dict[str, WeightSyncScheme]) -> None:
         policy = run = self._wrapped_policy_uncompiled
@@ -243,11 +264,9 @@ class Collector(Updating, torchrl.collectors.Collector):
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
         """As in TorchRL; the schemes of this collector end with it."""
-        try:
-            super().shutdown(timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
-        finally:
-            for scheme in (*self._receivers.values(), *(self._weight_sync_schemes or {}).values()):
-                scheme.shutdown()
+        end = partial(super().shutdown, timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
+        schemes = (*self._receivers.values(), *(self._weight_sync_schemes or {}).values())
+        close_all(end, *(scheme.shutdown for scheme in schemes))
 
 
 def _in_policy(model_id: str) -> bool:

@@ -63,8 +63,13 @@ class Updating:
             self._update_by_legacy(request)
             return None
         if self._weight_sync_schemes:
-            return send(self._weight_sync_schemes, request)
+            return self._send(self._weight_sync_schemes, request)
         return self._update_without_scheme(request)
+
+    def _send(
+        self, schemes: Mapping[str, WeightSyncScheme], request: Request
+    ) -> SyncReport | dict[str, SyncReport]:
+        return send(schemes, request)
 
     def _update_by_legacy(self, request: Request) -> None:
         if request.several or set(request.weights) != {"policy"}:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from tensordict import TensorDictBase
 from torchrl.envs.llm.transforms import PolicyVersion
 
 from weight_update import WeightSyncScheme
 
-__all__ = ["KEY", "FrameVersion", "VersionSource", "stamp"]
+__all__ = ["KEY", "FrameVersion", "VersionSource", "stamp", "writes_version"]
 
 KEY = "policy_version"
 
@@ -36,17 +38,39 @@ class FrameVersion(PolicyVersion):
 
 
 class VersionSource:
-    """Tells the version in force: that of a receiver, or without one the number of updates counted here."""
+    """The version in force: that of a scheme, or without one the number of updates counted here.
 
-    def __init__(self) -> None:
-        self.scheme: WeightSyncScheme | None = None
+    Attributes:
+        scheme: the scheme of the policy, if there is one.
+        count: the number of updates without a scheme.
+    """
+
+    def __init__(self, scheme: WeightSyncScheme | None = None) -> None:
+        self.scheme = scheme
         self.count = 0
+        self._restored: tuple[int, int] | None = None
 
     def now(self) -> int:
-        """The version in force."""
-        return self.count if self.scheme is None else self.scheme.version or 0
+        """Return the version in force."""
+        if self.scheme is None:
+            return self.count
+        version = self.scheme.version or 0
+        if self._restored is not None and self._restored[0] == version:
+            return self._restored[1]
+        return version
+
+    def restore(self, version: int) -> None:
+        """Take over the version of a ``state_dict``, until the next update."""
+        self.count = version
+        if self.scheme is not None:
+            self._restored = self.scheme.version or 0, version
 
 
 def stamp(data: TensorDictBase, version: int) -> None:
     """Write ``version`` into ``data``, one int64 for each element of its batch."""
     data.set(KEY, torch.full(data.shape, version, dtype=torch.int64, device=data.device))
+
+
+def writes_version(policy: Any) -> bool:
+    """Return whether a policy writes ``"policy_version"`` itself, which is then left to it."""
+    return KEY in (getattr(policy, "out_keys", None) or ())

@@ -12,7 +12,7 @@ from torch import nn
 
 from weight_update.chunks import WeightSchema
 from weight_update.errors import SchemaMismatchError, UnsupportedSourceError
-from weight_update.named import EXTRA, NamedWeights, extra_owners, key_name, named_parts
+from weight_update.named import EXTRA, EXTRA_IN_TENSORDICT, NamedWeights, extra_owners, key_name, named_parts
 
 __all__ = ["Binding", "count_writes"]
 
@@ -300,7 +300,8 @@ def _convert(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def _tensordict_places(node: TensorDictBase, prefix: str = "") -> Iterator[tuple[str, TensorDictBase, str]]:
     for key, value in node.items():
         if isinstance(value, TensorDictBase):
-            yield from _tensordict_places(value, f"{prefix}{key}.")
+            if key != EXTRA_IN_TENSORDICT:
+                yield from _tensordict_places(value, f"{prefix}{key}.")
         elif isinstance(value, torch.Tensor):
             if node.get(key) is not value:
                 raise UnsupportedSourceError(
@@ -338,4 +339,6 @@ def _set_extra_in(node: Any, name: str, value: Any) -> None:
             node[name] = value
             return
         node, name = node[head], rest
+    if name == EXTRA and node.get(EXTRA, None) is None:
+        name = EXTRA_IN_TENSORDICT
     node.set_non_tensor(tuple(name.split(".")), value)

@@ -16,6 +16,8 @@ from weight_update.errors import ConversionError, UnsupportedSourceError
 __all__ = ["Convert", "Gather", "NamedWeights"]
 
 EXTRA = "_extra_state"
+EXTRA_IN_TENSORDICT = "__extra_state__"
+"""The key of a module's own extra state in a TensorDict; TorchRL's name."""
 
 Convert = Callable[[Iterator[tuple[str, torch.Tensor]]], Iterable[tuple[str, torch.Tensor]]]
 """Gives weights in another format, one after the other as they are asked for."""
@@ -196,7 +198,7 @@ def _only_tensors(source: TensorDictBase, prefix: str, found: dict[str, torch.Te
         if isinstance(value, torch.Tensor) and not key.endswith(EXTRA):
             found[f"{prefix}{key}"] = value
             count += 1
-        elif isinstance(value, TensorDictBase):
+        elif isinstance(value, TensorDictBase) and key != EXTRA_IN_TENSORDICT:
             inner = _only_tensors(value, f"{prefix}{key}.", found)
             if inner < 0:
                 return -1
@@ -222,6 +224,8 @@ def walk_tensordict(source: TensorDictBase, prefix: str = "") -> Iterator[tuple[
         name = f"{prefix}{key}"
         if isinstance(value, torch.Tensor):  # asked first: it is quick, the others are abstract classes
             yield name, value
+        elif key == EXTRA_IN_TENSORDICT:
+            yield prefix + EXTRA, value.to_dict() if isinstance(value, TensorDictBase) else value.data
         elif isinstance(value, TensorDictBase):
             yield from walk_tensordict(value, name + ".")
         elif isinstance(value, NonTensorData):

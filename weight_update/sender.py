@@ -274,6 +274,11 @@ class Sender:
             report.wire_bytes = sum(chunk.payload_bytes for chunk in chunks)
             return report
 
+    def continue_from(self, version: int) -> None:
+        """Give the next update a number above ``version``."""
+        with self._publishing:
+            self._numbers = max(self._numbers, version)
+
     def _stage(
         self,
         weights: Mapping[int, NamedWeights],

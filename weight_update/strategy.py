@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -14,6 +15,8 @@ from weight_update.chunks import WeightSchema
 from weight_update.encodings import Encoding, encoding_from_config, resolve_encoding
 from weight_update.errors import UnsupportedSourceError
 from weight_update.named import (
+    EXTRA,
+    EXTRA_IN_TENSORDICT,
     Convert,
     NamedWeights,
     from_items,
@@ -196,7 +199,7 @@ class WeightStrategy:
         schema.require_same(binding.schema(), "the destination", more=self.partial)
         binding.check_extra(named.extra)
         values = [value.detach() for value in named.tensors.values()]
-        undo = binding.exchange_extra(named.extra)
+        undo = binding.exchange_extra(copy.deepcopy(named.extra))  # a module may keep what it is given
         try:
             (binding.copy if inplace else binding.point)(schema.names, values)
         except BaseException:
@@ -245,7 +248,7 @@ class WeightStrategy:
             path, _, leaf = name.rpartition(".")
             node = _node(nodes, path)
             if name in named.extra:
-                node[leaf] = NonTensorData(value)
+                node[EXTRA_IN_TENSORDICT if name == EXTRA else leaf] = NonTensorData(value)
             else:
                 node.set(leaf, value)
         return out

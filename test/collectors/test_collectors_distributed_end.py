@@ -1,5 +1,6 @@
 """DistributedCollector and DistributedSyncCollector: workers that fail, and the end."""
 
+import collections
 import multiprocessing
 import os
 import signal
@@ -16,7 +17,13 @@ from collector_parts import Env, fill, make_policy, weights_of
 from test_collectors_distributed import make, used
 from test_collectors_end import Dies, Fails, ours
 
-from weight_update import LifecycleError, SharedMemWeightSyncScheme, SyncFailedError, WorkerError
+from weight_update import (
+    LifecycleError,
+    SharedMemWeightSyncScheme,
+    SyncFailedError,
+    SyncTimeoutError,
+    WorkerError,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,6 +76,18 @@ def test_the_update_after_a_worker_was_killed_names_it():
         next(frames)
     assert time.monotonic() - start < 5
     collector.shutdown()
+    assert nothing_is_left()
+
+
+@pytest.mark.parametrize("kind", ["async", "ahead"])
+def test_waiting_for_a_stopped_worker_has_a_limit(kind):
+    collector = make(kind, make_policy(), frames_timeout=1.5)
+    frames = collector.iterator()  # iter() would give the stopped worker ten seconds to end
+    next(frames)
+    os.kill(collector.jobs[1].pid, signal.SIGSTOP)
+    with pytest.raises(SyncTimeoutError, match=r"no batch of workers \[1\] came in 1\.5 s"):
+        collections.deque(frames, maxlen=0)
+    collector.shutdown(timeout=0.5)
     assert nothing_is_left()
 
 

@@ -11,10 +11,11 @@ import psutil
 import pytest
 from collector_parts import OPTIONS, Env, make_policy, weights_of
 
-from collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from collectors import Collector, MultiAsyncCollector, MultiSyncCollector, multi
 from weight_update import (
     LifecycleError,
     MultiProcessWeightSyncScheme,
+    NoWeightSyncScheme,
     SharedMemWeightSyncScheme,
     SyncFailedError,
     WorkerError,
@@ -93,6 +94,35 @@ def test_shutdown_of_one_process_ends_its_schemes():
     collector.shutdown()
     collector.shutdown()
     assert ours() == []
+
+
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
+def test_everything_is_closed_when_one_close_raises(cls, monkeypatch):
+    policy = make_policy()
+    schemes = {"env": NoWeightSyncScheme(), "policy": SharedMemWeightSyncScheme()}
+    monkeypatch.setattr(NoWeightSyncScheme, "shutdown", fail)
+    env = Env if cls is Collector else [Env] * 2
+    collector = cls(env, policy, frames_per_batch=8, weight_sync_schemes=schemes, **OPTIONS)
+    next(iter(collector))
+    with pytest.raises(ZeroDivisionError):
+        collector.shutdown()
+    assert ours() == []
+
+
+def fail(*args, **options):
+    raise ZeroDivisionError("it cannot be closed")
+
+
+def test_at_exit_every_collector_is_closed_when_one_close_raises(monkeypatch):
+    made = [MultiSyncCollector([Env], make_policy(), frames_per_batch=8, **OPTIONS) for _ in range(3)]
+    monkeypatch.setattr(made[0], "shutdown", fail)
+    monkeypatch.setattr(made[2], "shutdown", fail)
+    with pytest.raises(ZeroDivisionError):
+        multi._end_all()
+    assert [collector.procs[0].is_alive() for collector in made] == [True, False, True]
+    monkeypatch.undo()
+    for collector in made:
+        collector.shutdown()
 
 
 def test_a_collector_that_is_dropped_ends():

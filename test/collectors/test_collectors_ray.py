@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +28,7 @@ from weight_update import (
     SchemaMismatchError,
     SyncFailedError,
     SyncReport,
+    SyncTimeoutError,
 )
 
 ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "weight-update[ray]"')
@@ -157,6 +161,32 @@ def test_actors_with_several_processes() -> None:
         next(frames)
         assert seen(next(frames))[1] == {value}
     collector.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", [True, False])
+def test_waiting_for_a_stopped_actor_has_a_limit(sync: bool) -> None:
+    collector = RayCollector(
+        [Env] * 2,
+        make_policy(),
+        frames_per_batch=20,
+        total_frames=1_000_000,
+        sync=sync,
+        remote_configs=SMALL,
+        collector_kwargs=OPTIONS,
+        frames_timeout=2.0,
+    )
+    pid = ray.get(collector.remote_collectors[1].__ray_call__.remote(lambda _: os.getpid()))
+    try:
+        collector.update_policy_weights_()
+        frames = iter(collector)
+        next(frames)
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(SyncTimeoutError, match=r"no batch of workers \[1\] came in 2 s"):
+            collections.deque(frames, maxlen=0)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        collector.shutdown(shutdown_ray=False)
 
 
 def test_what_goes_wrong_in_the_constructor_leaves_nothing() -> None:

@@ -153,6 +153,42 @@ def test_versions_survive_a_checkpoint():
     other.shutdown()
 
 
+@pytest.mark.parametrize("scheme", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
+def test_versions_of_workers_survive_a_checkpoint(scheme):
+    def make():
+        return MultiSyncCollector(
+            [Env] * 2,
+            make_policy(),
+            frames_per_batch=20,
+            weight_sync_schemes={"policy": scheme()},
+            **OPTIONS,
+        )
+
+    collector = make()
+    for value in (1, 2, 3):
+        collector.update_policy_weights_(make_policy(value))
+    saved = collector.state_dict()
+    collector.shutdown()
+    other = make()
+    try:
+        other.load_state_dict(saved)
+        assert other.policy_version == 3
+        restored = other.state_dict()
+        assert [int(restored[f"worker{idx}"]["policy_version"]) for idx in range(2)] == [3, 3]
+        frames = iter(other)
+        data = next(frames)
+        assert set(data["policy_version"].flatten().tolist()) == {3}
+        require_exact(data)
+        for version in (4, 5):
+            report = other.update_policy_weights_(make_policy(version))
+            assert report.version == version == other.policy_version
+            data = next(frames)
+            assert set(data["policy_version"].flatten().tolist()) == {version}
+            require_exact(data)
+    finally:
+        other.shutdown()
+
+
 def test_tracking_can_be_left_to_the_caller():
     silent = Collector(
         Env, make_policy(), frames_per_batch=10, total_frames=10, track_policy_version=False, **OPTIONS

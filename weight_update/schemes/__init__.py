@@ -1,5 +1,6 @@
 """Schemes: the lifecycle of weight synchronization, one small class for each way to connect."""
 
+from weight_update.schemes.backends import WeightSyncBackend
 from weight_update.schemes.base import WeightSyncScheme
 from weight_update.schemes.distributed import DistributedWeightSyncScheme
 from weight_update.schemes.memory import MemoryWeightSyncScheme
@@ -22,6 +23,7 @@ __all__ = [
     "RayWeightSyncScheme",
     "RemoteWeightSyncScheme",
     "SharedMemWeightSyncScheme",
+    "WeightSyncBackend",
     "WeightSyncScheme",
     "Whereabouts",
     "group_schemes",

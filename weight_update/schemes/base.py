@@ -10,7 +10,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.util import Finalize
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import torch
 
@@ -34,6 +34,9 @@ from weight_update.sharded import Alone, Follower, Gathering, Leader, Ranks
 from weight_update.shards import GatherShards
 from weight_update.strategy import WeightStrategy, resolve_strategy
 from weight_update.transports.base import TransportBackend
+
+if TYPE_CHECKING:
+    from weight_update.schemes.backends import WeightSyncBackend
 
 __all__ = ["WeightSyncScheme"]
 
@@ -105,6 +108,23 @@ class WeightSyncScheme(ABC):
         self.group: str | None = None
         self._token = secrets.token_hex(16)
         self._reset()
+
+    @classmethod
+    def from_backend(cls, backend: WeightSyncBackend, **options: Any) -> WeightSyncScheme:
+        """Make the scheme for a backend.
+
+        Args:
+            backend: ``"none"``, ``"shared"``, ``"process"``, ``"distributed"``, ``"rpc"`` or ``"ray"``.
+                TorchRL's other names of the first three work too: ``"direct"``, ``"thread"`` and
+                ``"multiprocessing"``.
+            options: arguments of the scheme.
+
+        Raises:
+            ValueError: an unknown backend; the message lists the known ones.
+        """
+        from weight_update.schemes.backends import scheme_of  # the schemes derive from this class
+
+        return scheme_of(backend)(**options)
 
     def _forget_parent(self) -> None:
         """In a forked child: give up the parent's side, which came along without being asked."""
@@ -473,6 +493,16 @@ class WeightSyncScheme(ABC):
             handle.report.seconds = {"extract": extract, **handle.report.seconds}
             self.last_report = handle.report
         return handle
+
+    def continue_from(self, version: int) -> None:
+        """Give the next update a number above ``version``, as after a restart from a checkpoint.
+
+        Raises:
+            LifecycleError: this is not a connected sender.
+        """
+        sender = self._require_sender()
+        if isinstance(sender, Sender):  # the leader of a sharded trainer numbers for the other ranks
+            sender.continue_from(version)
 
     def prepare_weights(self, weights: Any = None) -> Any:
         """The weights that ``send(weights)`` would send, in the format of the strategy.

@@ -1,0 +1,15 @@
+"""Closing several things, of which each may fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+__all__ = ["close_all"]
+
+
+def close_all(*closes: Callable[[], object]) -> None:
+    """Call all functions in order, also after one has raised; then raise the last error."""
+    with ExitStack() as stack:
+        for close in reversed(closes):
+            stack.callback(close)

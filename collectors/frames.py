@@ -1,0 +1,343 @@
+"""The wait for the batches of a MultiCollector's workers: limited in time, and aware of lost workers."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.connection import wait
+from typing import Any
+
+from weight_update import SyncTimeoutError, WorkerError
+
+__all__ = [
+    "FRAMES_TIMEOUT",
+    "BatchQueue",
+    "ControlPipe",
+    "WaitingTimes",
+    "WorkerProcess",
+    "WorkersLateError",
+    "require_seconds",
+]
+
+FRAMES_TIMEOUT = 1800.0
+"""Seconds that a worker has for a batch by default: PyTorch's limit for gloo."""
+
+_EXIT_SECONDS, _GONE_SECONDS, _READ_SECONDS = 5.0, 1.0, 1.0
+_log = logging.getLogger(__name__)
+
+
+def require_seconds(frames_timeout: Any) -> float:
+    """Return ``frames_timeout`` as a float.
+
+    Raises:
+        ValueError: it is not a positive number.
+    """
+    if (
+        isinstance(frames_timeout, bool)
+        or not isinstance(frames_timeout, (int, float))
+        or not frames_timeout > 0
+    ):
+        raise ValueError(
+            f"frames_timeout is a positive number of seconds (math.inf for no limit), not {frames_timeout!r}"
+        )
+    return float(frames_timeout)
+
+
+class WaitingTimes:
+    """How long a collector has waited for batches while each worker handed over none.
+
+    Args:
+        limit: seconds that a worker has.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._seconds: dict[int, float] = {}
+
+    def add(self, seconds: float, workers: Iterable[int]) -> None:
+        """Count ``seconds`` of waiting for ``workers``, whose batches are missing."""
+        for idx in workers:
+            self._seconds[idx] = self._seconds.get(idx, 0.0) + seconds
+
+    def end(self, worker: int) -> None:
+        """Begin anew for a worker, because its batch is there or it is lost."""
+        self._seconds.pop(worker, None)
+
+    @property
+    def late(self) -> list[int]:
+        """The workers that have used up their time."""
+        return sorted(idx for idx, seconds in self._seconds.items() if seconds > self._limit)
+
+    def require_in_time(self) -> None:
+        """Raise SyncTimeoutError if workers are late."""
+        if self.late:
+            raise SyncTimeoutError(
+                f"no batch of workers {self.late} came in {self._limit:g} s of waiting (frames_timeout)"
+            )
+
+
+class WorkersLateError(Exception):
+    """Carries a SyncTimeoutError through TorchRL's code, which takes any TimeoutError for an empty queue."""
+
+
+class _Reader:
+    """Reads a queue in a thread: a batch takes its memory from its worker, and a stopped worker gives none.
+
+    Attributes:
+        stuck: whether the last :meth:`get` found a batch that cannot be read.
+    """
+
+    def __init__(self, batches: Any) -> None:
+        self.stuck = False
+        self._batches = batches
+        self._reading = False
+        self._orders: queue.SimpleQueue[float | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="weight_update-batches", daemon=True)
+        self._thread.start()
+
+    def get(self, timeout: float) -> Any:
+        """Return the next item; raise ``queue.Empty`` if none came in time, and what reading it raised."""
+        if not self._reading:
+            self._orders.put(timeout)
+            self._reading, timeout = True, timeout + _READ_SECONDS
+        try:
+            item, error = self._answers.get(timeout=timeout)
+        except queue.Empty:
+            self.stuck = True
+            raise
+        self._reading = self.stuck = False
+        if error is not None:
+            raise error
+        return item
+
+    def close(self) -> None:
+        """End the thread, unless it is stuck."""
+        self._orders.put(None)
+        self._thread.join(0.0 if self.stuck else _READ_SECONDS)
+
+    def _run(self) -> None:
+        while (timeout := self._orders.get()) is not None:
+            try:
+                self._answers.put((self._batches.get(timeout=timeout), None))
+            except Exception as error:  # noqa: BLE001 - of any type; it is raised by get()
+                self._answers.put((None, error))
+
+
+class BatchQueue:
+    """Stands in for the queue through which workers hand over their batches.
+
+    Args:
+        batches: that queue.
+        processes: the processes of the workers, by index.
+        in_rounds: whether each worker hands over one batch before any hands over a second one.
+        frames_timeout: seconds that the collector waits for batches while a worker hands over none.
+        may_lose: whether to go on with the other workers when one is lost.
+
+    Attributes:
+        lost: why each lost worker was lost, by worker index.
+    """
+
+    def __init__(
+        self,
+        batches: Any,
+        processes: Sequence[Any],
+        *,
+        in_rounds: bool,
+        frames_timeout: float,
+        may_lose: bool,
+    ) -> None:
+        self.lost: dict[int, str] = {}
+        self._batches, self._processes = batches, processes
+        self._reader = _Reader(batches)
+        self._in_rounds, self._may_lose, self._limit = in_rounds, may_lose, frames_timeout
+        self._waits = WaitingTimes(frames_timeout)
+        self._missing = set(range(len(processes)))
+
+    def __getattr__(self, name: str) -> Any:
+        """Return everything else from the queue itself."""
+        if name == "_batches":  # not initialized yet, as while being copied
+            raise AttributeError(name)
+        return getattr(self._batches, name)
+
+    def get(self, timeout: float) -> Any:
+        """Return the next batch, or raise after ``timeout`` seconds.
+
+        Raises:
+            queue.Empty: none came in time, and no worker is lost or late.
+            WorkerError: a worker has ended.
+            WorkersLateError: workers are late.
+        """
+        self.look()
+        start = time.monotonic()
+        try:
+            item = self._reader.get(timeout)
+        except queue.Empty:
+            self._waits.add(time.monotonic() - start, self._missing)
+            self.look()
+            raise
+        except (OSError, EOFError, RuntimeError) as error:  # the memory of a batch has gone with its worker
+            wait([one.sentinel for idx, one in self._alive()], _EXIT_SECONDS)
+            if not self.look():
+                raise
+            raise queue.Empty from error
+        self._waits.add(time.monotonic() - start, self._missing)
+        self._note(item[0])
+        return item
+
+    def look(self) -> bool:
+        """Look after the workers; return whether some were lost since the last look.
+
+        Raises:
+            WorkerError: a worker has ended, or no worker is left.
+            WorkersLateError: workers are late.
+        """
+        gone = {idx: _end_of(one) for idx, one in self._left() if not one.is_alive()}
+        if gone and not self._may_lose:
+            raise WorkerError(_told(gone))
+        if self._reader.stuck or not self._may_lose:  # nobody knows whose batch cannot be read
+            try:
+                self._waits.require_in_time()
+            except SyncTimeoutError as error:
+                raise WorkersLateError(error) from None
+        for idx in set(self._waits.late) - gone.keys():
+            gone[idx] = f"has made no batch in {self._limit:g} s of waiting, and was killed"
+            self._processes[idx].kill()
+            self._processes[idx].join(_EXIT_SECONDS)
+        for idx, why in gone.items():
+            _log.warning("worker %d %s; collection goes on without it", idx, why)
+            self.lost[idx] = why
+            self._waits.end(idx)
+            self._missing.discard(idx)
+        if not self._left():
+            raise WorkerError(f"no worker is left: {_told(self.lost)}")
+        return bool(gone)
+
+    def gone(self, worker: int) -> str | None:
+        """Return what happened to a worker that is gone; None for one that lives."""
+        ended = None if self._processes[worker].is_alive() else _end_of(self._processes[worker])
+        why = self.lost.get(worker, ended)
+        return None if why is None else f"worker {worker} {why}"
+
+    def close(self) -> None:
+        """Close the queue."""
+        self._reader.close()
+        self._batches.close()
+
+    def lost_all(self, workers: Iterable[int]) -> bool:
+        """Return whether all these workers are lost; those that failed just now may still be ending."""
+        wanted = set(workers)
+        wait([one.sentinel for idx, one in self._alive() if idx in wanted], _GONE_SECONDS)
+        self.look()
+        return wanted <= self.lost.keys()
+
+    def _left(self) -> list[tuple[int, Any]]:
+        return [(idx, one) for idx, one in enumerate(self._processes) if idx not in self.lost]
+
+    def _alive(self) -> list[tuple[int, Any]]:
+        return [(idx, one) for idx, one in self._left() if one.is_alive()]
+
+    def _note(self, what: Any) -> None:
+        """Note the arrival of a batch, which is a worker's index or a pair that ends in it."""
+        idx = what[1] if isinstance(what, tuple) else what
+        self._waits.end(idx)
+        if self._in_rounds:
+            self._missing.discard(idx)
+            self._missing = self._missing or set(range(len(self._processes)))
+
+
+class ControlPipe:
+    """Stands in for the pipe to a worker, and says what happened to it.
+
+    Args:
+        pipe: that pipe.
+        gone: returns why the worker is gone, or None.
+        drops: whether orders to a worker that is gone are dropped.
+    """
+
+    def __init__(self, pipe: Any, gone: Callable[[], str | None], *, drops: bool) -> None:
+        self._pipe, self._gone, self._drops = pipe, gone, drops
+
+    def __getattr__(self, name: str) -> Any:
+        """Return everything else from the pipe itself."""
+        if name == "_pipe":
+            raise AttributeError(name)
+        return getattr(self._pipe, name)
+
+    def send(self, order: Any) -> None:
+        """Send an order.
+
+        Raises:
+            WorkerError: the worker is gone.
+        """
+        try:
+            self._pipe.send(order)
+        except OSError as error:
+            if not self._drops:
+                raise self._error() from error
+
+    def poll(self, timeout: float | None = 0.0) -> bool:
+        """Return whether there is an answer.
+
+        Raises:
+            WorkerError: the worker is gone, and left none.
+        """
+        found = bool(self._pipe.poll(timeout))
+        if not found and self._gone():
+            raise self._error()
+        return found
+
+    def recv(self) -> Any:
+        """Return the next answer.
+
+        Raises:
+            WorkerError: the worker is gone.
+        """
+        try:
+            return self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise self._error() from error
+
+    def _error(self) -> WorkerError:
+        return WorkerError(self._gone() or "a worker has closed its connection")
+
+
+class WorkerProcess:
+    """Stands in for the process of a worker.
+
+    TorchRL ends all workers when it sees one that has ended, unless that one is closed. :class:`BatchQueue`
+    looks after the workers instead.
+
+    Args:
+        process: that process.
+    """
+
+    def __init__(self, process: Any) -> None:
+        self._process = process
+        self._ended = False
+
+    def __getattr__(self, name: str) -> Any:
+        """Return everything else from the process itself."""
+        if name == "_process":
+            raise AttributeError(name)
+        return getattr(self._process, name)
+
+    @property
+    def _closed(self) -> bool:
+        self._ended = not self._process.is_alive()
+        return self._ended
+
+    def is_alive(self) -> bool:
+        """Return whether the process was alive at the last look at ``_closed``, where TorchRL looks first."""
+        return not self._ended
+
+
+def _end_of(process: Any) -> str:
+    return f"has ended (exit code {process.exitcode})"
+
+
+def _told(gone: dict[int, str]) -> str:
+    return "; ".join(f"worker {idx} {why}" for idx, why in gone.items())

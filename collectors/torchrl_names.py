@@ -1,0 +1,190 @@
+"""Every private name of TorchRL that these collectors use, checked when they are imported.
+
+A name that TorchRL renamed would otherwise be a hook that nobody calls. Import private names of TorchRL from
+here, and add each hook or attribute that a subclass relies on to :data:`HOOKS`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from types import CodeType, FunctionType
+from typing import Any
+
+__all__ = [
+    "HOOKS",
+    "SUPPORTED",
+    "CollectorMeta",
+    "MultiCollectorMeta",
+    "connect_timeout",
+    "contextual_backend_error",
+    "get_service_backend",
+    "join_group",
+    "normalize_service_backend",
+    "require_hooks",
+    "run_collector",
+    "tensorpipe_options",
+]
+
+SUPPORTED = ">=0.14.1,<0.15"
+"""The versions of TorchRL that work; ``setup.py`` asks for the same."""
+
+HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
+    ("torchrl.collectors", "Collector"): (
+        "_carrier",
+        "_compile_wrapped_policy",
+        "_init_policy",
+        "_legacy_weight_updater",
+        "_maybe_make_final_rollout",
+        "_policy_output_keys",
+        "_setup_policy_and_weights",
+        "_setup_policy_version_tracking",
+        "_setup_weight_sync",
+        "_should_use_random_frames",
+        "_weight_sync_schemes",
+        "_wrapped_policy_maybe_compiled",
+        "_wrapped_policy_uncompiled",
+        "register_scheme_receiver",
+        "rollout",
+    ),
+    ("torchrl.collectors", "MultiCollector"): (
+        "_add_collector_outputs_to_fake_td",
+        "_run_processes",
+        "_setup_multi_policy_version_tracking",
+        "_weight_sync_schemes",
+        "pipes",
+        "policy_version_tracker",
+        "procs",
+        "register_scheme_receiver",
+    ),
+    ("torchrl.collectors.distributed", "DistributedCollector"): (
+        "_frames_per_batch_corrected",
+        "_init_master_dist",
+        "_init_worker_dist_mp",
+        "_init_worker_dist_submitit",
+        "_init_workers",
+        "_iterator_dist",
+        "_make_container",
+        "_policy_to_send",
+        "_store",
+        "_sync",
+        "_weight_sync_schemes",
+    ),
+    ("torchrl.collectors.distributed", "DistributedSyncCollector"): (
+        "_frames_per_batch_corrected",
+        "_init_master_dist",
+        "_init_worker_dist_mp",
+        "_init_worker_dist_submitit",
+        "_init_workers",
+        "_iterator_dist",
+        "_make_container",
+        "_policy_to_send",
+        "total_frames_per_collector",
+    ),
+    ("torchrl.collectors.distributed", "RPCCollector"): (
+        "_init",
+        "_init_master_rpc",
+        "_init_worker_rpc",
+        "_shutdown",
+        "_start_workers",
+        "_sync",
+        "_weight_sync_schemes",
+        "tensorpipe_options",
+    ),
+    ("torchrl.collectors.distributed", "RayCollector"): (
+        "_async_iterator",
+        "_collection_thread",
+        "_lazy_initialize_weight_sync",
+        "_policy_service",
+        "_remote_collectors",
+        "_runtime_lease",
+        "_stop_event",
+        "_sync_iterator",
+        "_weight_sync_schemes",
+        "_weight_update_impl",
+        "stop_remote_collectors",
+    ),
+}
+"""The methods that subclasses override and the attributes that they read or set, by TorchRL's class."""
+
+
+def require_hooks(hooks: Mapping[tuple[str, str], Iterable[str]]) -> None:
+    """Raise an ImportError if TorchRL's classes use some of these names no longer.
+
+    Args:
+        hooks: names by module and class.
+    """
+    lost = []
+    for (module, cls), names in hooks.items():
+        used = _names_used_by(getattr(importlib.import_module(module), cls))
+        lost += [f"{module}.{cls}.{name}" for name in names if name not in used]
+    if lost:
+        raise ImportError(_refusal(f"it does not use {', '.join(lost)}"), name="torchrl")
+
+
+def _names_used_by(cls: type) -> set[str]:
+    """Return all names that the methods of ``cls`` and of its bases mention."""
+    return {
+        name
+        for base in cls.__mro__
+        if base.__module__.startswith("torchrl.")
+        for member in vars(base).values()
+        for code in _codes_of(member)
+        for name in code.co_names
+    }
+
+
+def _codes_of(member: Any) -> list[CodeType]:
+    """Return the code of a method, and that of all functions inside it."""
+    parts = [member, *(getattr(member, part, None) for part in ("fget", "fset", "__func__"))]
+    functions = [inspect.unwrap(part) for part in parts if callable(part)]
+    waiting = [one.__code__ for one in functions if isinstance(one, FunctionType)]
+    found = []
+    while waiting:
+        found.append(waiting.pop())
+        waiting += [const for const in found[-1].co_consts if isinstance(const, CodeType)]
+    return found
+
+
+def _refusal(reason: str) -> str:
+    try:
+        installed = version("torchrl")
+    except PackageNotFoundError:
+        installed = "of an unknown version"
+    return (
+        f"collectors needs torchrl{SUPPORTED}, and torchrl {installed} does not fit: {reason}. "
+        f'Run: pip install "torchrl{SUPPORTED}"'
+    )
+
+
+try:
+    from torchrl._comm.backends import (
+        _contextual_backend_error as contextual_backend_error,
+    )
+    from torchrl._comm.backends import (
+        _get_service_backend as get_service_backend,
+    )
+    from torchrl._comm.backends import (
+        normalize_service_backend,
+    )
+    from torchrl.collectors import Collector, MultiCollector
+    from torchrl.collectors.distributed.default_configs import (
+        DEFAULT_TENSORPIPE_OPTIONS as tensorpipe_options,
+    )
+    from torchrl.collectors.distributed.generic import (
+        MAX_TIME_TO_CONNECT as connect_timeout,
+    )
+    from torchrl.collectors.distributed.generic import (
+        _node_init_dist as join_group,
+    )
+    from torchrl.collectors.distributed.generic import (
+        _run_collector as run_collector,
+    )
+except ImportError as error:
+    raise ImportError(_refusal(str(error)), name="torchrl") from error
+
+CollectorMeta: Any = type(Collector)
+MultiCollectorMeta: Any = type(MultiCollector)
+require_hooks(HOOKS)

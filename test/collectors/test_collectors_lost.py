@@ -1,0 +1,144 @@
+"""Workers of a MultiCollector that end or hang while they collect."""
+
+import logging
+import os
+import signal
+import time
+
+import pytest
+from collector_parts import OPTIONS, Env, fill, make_policy, require_exact, weights_of
+
+from collectors import MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from weight_update import MultiProcessWeightSyncScheme, SyncTimeoutError, WorkerError
+
+
+def make(cls, workers=2, **options):
+    return cls([Env] * workers, make_policy(), frames_per_batch=8, total_frames=-1, **{**OPTIONS, **options})
+
+
+def read(frames, limit=2000):
+    """Go on until an error comes."""
+    for _ in range(limit):
+        next(frames)
+    raise AssertionError("no error came")
+
+
+@pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
+def test_a_killed_worker_is_named_with_its_exit_code(cls):
+    collector = make(cls)
+    try:
+        frames = collector.iterator()  # iter() would give a stopped worker ten seconds to end
+        next(frames)
+        collector.procs[1].kill()
+        with pytest.raises(WorkerError, match=r"worker 1 has ended \(exit code -9\)"):
+            read(frames)
+    finally:
+        collector.shutdown()
+
+
+@pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
+def test_waiting_for_a_stopped_worker_has_a_limit(cls):
+    collector = make(cls, frames_timeout=1.5)
+    try:
+        frames = collector.iterator()
+        next(frames)
+        os.kill(collector.procs[1].pid, signal.SIGSTOP)
+        os.kill(collector.procs[0].pid, signal.SIGSTOP) if cls is MultiAsyncCollector else None
+        start = time.monotonic()
+        with pytest.raises(SyncTimeoutError, match=r"workers \[.*1\] .*1\.5 s"):
+            read(frames)
+        assert time.monotonic() - start > 1
+    finally:
+        for process in collector.procs:
+            os.kill(process.pid, signal.SIGCONT)
+        collector.shutdown()
+
+
+def test_time_between_batches_does_not_count():
+    collector = make(MultiAsyncCollector, frames_timeout=0.5)
+    try:
+        frames = collector.iterator()
+        next(frames)
+        time.sleep(1.0)
+        for _ in range(6):
+            next(frames)
+    finally:
+        collector.shutdown()
+
+
+def test_collection_goes_on_without_a_killed_worker(caplog):
+    collector = make(MultiAsyncCollector, on_worker_lost="continue")
+    try:
+        frames = collector.iterator()
+        next(frames)
+        os.kill(collector.procs[1].pid, signal.SIGKILL)
+        with caplog.at_level(logging.WARNING, "collectors"):
+            for _ in range(20):
+                require_exact(next(frames))
+        assert [one.getMessage() for one in caplog.records] == [
+            "worker 1 has ended (exit code -9); collection goes on without it"
+        ]
+        for version in (1, 2):
+            report = collector.update_policy_weights_(fill(make_policy(), version))
+            assert report.version == version
+            assert sorted(report.apply_seconds) == [0]
+        while next(frames)["policy_version"].min() < 2:
+            pass
+        require_exact(next(frames))
+        with pytest.raises(WorkerError, match="worker 1 has ended"):
+            collector.state_dict()
+        os.kill(collector.procs[0].pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match="no worker is left"):
+            read(frames)
+    finally:
+        collector.shutdown()
+
+
+def test_collection_goes_on_without_a_stopped_worker():
+    collector = make(MultiAsyncCollector, on_worker_lost="continue", frames_timeout=3.0)
+    try:
+        frames = collector.iterator()
+        while len(collector.out_tensordicts) < 2:  # later batches lie in memory that is mapped here already
+            next(frames)
+        os.kill(collector.procs[0].pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 60
+        while 0 not in collector.queue_out.lost and time.monotonic() < deadline:
+            next(frames)
+        assert set(collector.queue_out.lost) == {0}
+        require_exact(next(frames))
+    finally:
+        collector.shutdown()
+
+
+def test_several_models_are_updated_without_a_lost_worker():
+    policy = make_policy()
+    scheme = MultiProcessWeightSyncScheme()
+    collector = make(MultiAsyncCollector, on_worker_lost="continue", weight_sync_schemes={"policy": scheme})
+    try:
+        frames = collector.iterator()
+        next(frames)
+        os.kill(collector.procs[1].pid, signal.SIGKILL)
+        reports = collector.update_policy_weights_(weights_dict={"policy": fill(policy, 1.0)})
+        assert sorted(reports["policy"].apply_seconds) == [0]
+        collector.update_policy_weights_(weights_of(5.0))
+    finally:
+        collector.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"frames_timeout": 0}, "frames_timeout is a positive number"),
+        ({"frames_timeout": None}, "frames_timeout is a positive number"),
+        ({"on_worker_lost": "restart"}, 'on_worker_lost is "raise" or "continue"'),
+        ({"on_worker_lost": "continue"}, "needs a MultiAsyncCollector"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_at_once(options, message):
+    with pytest.raises(ValueError, match=message):
+        make(MultiSyncCollector, **options)
+
+
+def test_the_choice_of_a_class_passes_the_policy_on():
+    with pytest.raises(ValueError, match="needs a MultiAsyncCollector"):
+        make(MultiCollector, sync=True, on_worker_lost="continue")

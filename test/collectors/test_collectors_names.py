@@ -1,0 +1,161 @@
+"""The names and calls of TorchRL that programs use with these collectors."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+import torchrl.collectors
+from collector_parts import OPTIONS, Env, make_policy, require_stamps
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+import collectors
+from collectors import (
+    AsyncCollector,
+    Collector,
+    DistributedCollector,
+    MultiAsyncCollector,
+    MultiSyncCollector,
+    RPCCollector,
+    torchrl_names,
+)
+
+
+class Plain(nn.Module):
+    """A policy that knows nothing of tensordicts."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, observation):
+        return self.linear(observation)
+
+
+def test_every_public_name_of_torchrl_is_here():
+    assert set(torchrl.collectors.__all__) <= set(collectors.__all__)
+    changed = {name for name in torchrl.collectors.__all__ if "Collector" in name} - {
+        "BaseCollector",
+        "AsyncBatchedCollector",
+    }
+    for name in torchrl.collectors.__all__:
+        ours, theirs = getattr(collectors, name), getattr(torchrl.collectors, name)
+        assert (ours is not theirs) if name in changed else (ours is theirs), name
+        assert issubclass(ours, theirs)
+
+
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector, MultiAsyncCollector])
+def test_a_plain_module_is_wrapped(cls):
+    policy = Plain()
+    env = Env if cls is Collector else [Env]
+    collector = cls(env, policy, frames_per_batch=8, total_frames=-1, **OPTIONS)
+    try:
+        frames = iter(collector)
+        require_stamps(next(frames))
+        with torch.no_grad():
+            policy.linear.bias.fill_(3.0)
+        report = collector.update_policy_weights_(policy)
+        data = next(frames)
+        while data["policy_version"].min() < report.version:
+            data = next(frames)
+        require_stamps(data)
+        torch.testing.assert_close(data["action"], policy(data["observation"]))
+    finally:
+        collector.shutdown()
+
+
+def test_a_policy_that_writes_versions_itself_is_left_alone():
+    policy = TensorDictModule(
+        lambda observation: (observation, torch.full(observation.shape[:-1], 7)),
+        in_keys=["observation"],
+        out_keys=["action", "policy_version"],
+    )
+    collector = Collector(Env, policy, frames_per_batch=8, total_frames=-1, **OPTIONS)
+    assert (next(iter(collector))["policy_version"] == 7).all()
+    collector.shutdown()
+
+
+def test_an_async_collector_is_one_of_ours():
+    collector = AsyncCollector(Env, make_policy(), frames_per_batch=8, total_frames=-1, **OPTIONS)
+    try:
+        assert isinstance(collector, MultiAsyncCollector)
+        require_stamps(next(iter(collector)))
+        assert sorted(collector.update_policy_weights_().apply_seconds) == [0]
+    finally:
+        collector.shutdown()
+
+
+def test_the_collector_of_a_backend_is_one_of_ours(monkeypatch):
+    class Made(Exception):
+        pass
+
+    def make(kind):
+        def init(self, *args, **options):
+            raise Made(kind, args, options)
+
+        return init
+
+    for kind in (MultiSyncCollector, MultiAsyncCollector, DistributedCollector, RPCCollector):
+        monkeypatch.setattr(kind, "__init__", make(kind))
+
+    def made(*args, **options):
+        with pytest.raises(Made) as caught:
+            Collector(*args, frames_per_batch=8, **options)
+        return caught.value.args
+
+    assert made(Env, num_collectors=2)[:2] == (MultiAsyncCollector, ([Env, Env],))
+    assert made([Env] * 3, backend="process", sync=True)[:2] == (MultiSyncCollector, ([Env] * 3,))
+    kind, _, options = made(Env, backend="submitit", backend_options={"tcp_port": 1})
+    assert (kind, options["launcher"], options["tcp_port"]) == (DistributedCollector, "submitit", 1)
+    with torchrl.service_backend("rpc"):
+        assert made(Env, num_collectors=2)[0] is RPCCollector
+        direct = Collector([Env], make_policy(), backend="direct", frames_per_batch=8, **OPTIONS)
+    assert type(direct) is Collector
+    direct.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "options"),
+    [
+        (ValueError, "has no backend 'thread'", {"backend": "thread"}),
+        (ValueError, "at most one", {"backend": "direct", "num_collectors": 2}),
+        (ValueError, "neither sync nor", {"backend": "direct", "sync": True}),
+        (ValueError, "positive integer", {"num_collectors": 0}),
+        (TypeError, "positive integer", {"num_collectors": True}),
+        (TypeError, "sync is True", {"num_collectors": 2, "sync": "yes"}),
+        (ValueError, "reserved", {"backend": "process", "backend_options": {"sync": True}}),
+        (ValueError, "duplicate", {"backend": "process", "backend_options": {"policy": None}}),
+        (ValueError, "no other launcher", {"backend": "submitit", "launcher": "mp"}),
+    ],
+)
+def test_arguments_of_a_backend_that_contradict_each_other(error, message, options):
+    with pytest.raises(error, match=message):
+        Collector(Env, make_policy(), frames_per_batch=8, **options)
+
+
+def test_the_signature_lists_the_options_of_torchrl():
+    named = inspect.signature(Collector).parameters
+    assert {"create_env_fn", "policy", "backend", "num_collectors", "frames_per_batch", "device"} <= set(
+        named
+    )
+    assert named["track_policy_version"].default is True
+
+
+def test_a_hook_that_torchrl_lost_is_an_import_error():
+    lost = {("torchrl.collectors", "MultiCollector"): ("pipes", "_no_such_hook")}
+    with pytest.raises(ImportError, match=r"needs torchrl>=0\.14\.1,<0\.15.*MultiCollector\._no_such_hook"):
+        torchrl_names.require_hooks(lost)
+
+
+@pytest.mark.slow  # imports TorchRL
+def test_the_import_fails_with_the_versions_that_work():
+    program = "import torchrl.collectors.distributed.generic as g; del g._run_collector; import collectors"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert "ImportError: collectors needs torchrl>=0.14.1,<0.15" in result.stderr
+
+
+def test_setup_asks_for_the_versions_that_work(pytestconfig):
+    text = (pytestconfig.rootpath / "setup.py").read_text()
+    assert f'"torchrl{torchrl_names.SUPPORTED}"' in text
