@@ -1,0 +1,55 @@
+"""A log whose volume strangers cannot drive up."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+__all__ = ["RateLimitedLog"]
+
+
+class RateLimitedLog:
+    """A logger for events that anyone may cause as often as they like.
+
+    Args:
+        log: where the records go.
+        burst: records of one message that are written in each period; further ones are counted, and the
+            next record that is written tells how many there were.
+        seconds: length of a period.
+    """
+
+    def __init__(self, log: logging.Logger, burst: int = 10, seconds: float = 60.0) -> None:
+        self._log, self._burst, self._seconds = log, burst, seconds
+        self._lock = threading.Lock()
+        self._periods: dict[str, _Period] = {}
+
+    def warning(self, message: str, *args: object, **options: Any) -> None:
+        """Log a warning as :meth:`logging.Logger.warning` does, unless ``message`` came too often."""
+        omitted = self._admit(message)
+        if omitted is not None:
+            more = f" ({omitted} more like this were not logged)" if omitted else ""
+            self._log.warning(message + more, *args, stacklevel=2, **options)
+
+    def _admit(self, message: str) -> int | None:
+        """Count an event; return how many were omitted before it, or None if it is to be omitted too."""
+        now = time.monotonic()
+        with self._lock:
+            period = self._periods.setdefault(message, _Period(now))
+            if now - period.start >= self._seconds:
+                period.start, period.written = now, 0
+            if period.written == self._burst:
+                period.omitted += 1
+                return None
+            period.written += 1
+            omitted, period.omitted = period.omitted, 0
+            return omitted
+
+
+class _Period:
+    """Counts of one message."""
+
+    def __init__(self, start: float) -> None:
+        self.start = start
+        self.written = self.omitted = 0
