@@ -23,7 +23,7 @@ from faults_tools import (
 from hosts_crew import HostsCrew
 
 from weight_update import DistributedWeightSyncScheme, SyncFailedError, TransportError
-from weight_update.transports import c10d
+from weight_update.transports import store_client
 
 LIMIT = 1.0
 CHAIN_LIMIT = 6.0
@@ -164,7 +164,7 @@ def test_trainer_restarted_on_the_same_port(crew: HostsCrew, way: str) -> None:
 
 def test_trainer_whose_machine_vanishes(crew: HostsCrew, monkeypatch: pytest.MonkeyPatch) -> None:
     """No packet tells of it."""
-    monkeypatch.setattr(c10d, "_VANISHED_SECONDS", 3)
+    monkeypatch.setattr(store_client, "_VANISHED_SECONDS", 3)
     trainer, worker = alone(crew, "trainer"), alone(crew, "one")
     trainer.begin(train, 1.0)
     worker.call(join_there, HOME)
