@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 import time
+from typing import NamedTuple
 
 from weight_update.errors import FormatError, LinkClosedError, SyncTimeoutError, TransportError
 from weight_update.transports.c10d import REPLY_SECONDS, Store, TCPStore
@@ -107,7 +108,7 @@ class Mailbox:
 
     def __init__(self, store: Store, name: str, token: str, *, ordered: bool = True) -> None:
         self._store, self.name, self._key, self._ordered = store, name, token.encode(), ordered
-        self._arrived: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[_Item | Exception] = queue.SimpleQueue()
         self._room = threading.Semaphore(_AHEAD)
         self._reader: threading.Thread | None = None
         self._client: StoreClient | None = None
@@ -161,38 +162,33 @@ class Mailbox:
         while True:
             try:
                 left = seconds_left(deadline)
-                raw = self._arrived.get(timeout=left)
+                item = self._arrived.get(timeout=left)
             except queue.Empty:
                 return None
-            if isinstance(raw, Exception):
-                self._arrived.put(raw)  # for the next who asks
-                raise raw
+            if isinstance(item, Exception):
+                self._arrived.put(item)  # for the next who asks
+                raise item
             self._room.release()
-            message = self._checked(raw)
+            message = self._checked(item)
             if message is not None or left == 0:
                 return message
 
-    def _checked(self, raw: bytes) -> bytes | None:
+    def _checked(self, item: _Item) -> bytes | None:
         """The message, or None if it came before."""
-        number, _, message, genuine = self._open(raw)
-        if not genuine:
-            raise UnsignedError(message)
-        if self._ordered and number > self._taken:
-            raise FormatError(f"message {number} came, {self._taken} was next")
-        if self._ordered and number < self._taken:
+        if not item.genuine:
+            raise UnsignedError(item.message)
+        if self._ordered and item.number > self._taken:
+            raise FormatError(f"message {item.number} came, {self._taken} was next")
+        if self._ordered and item.number < self._taken:
             return None  # somebody put it back
         self._taken += 1
-        return message
+        return item.message
 
-    def _is_last(self, raw: bytes) -> bool:
-        _, last, _, genuine = self._open(raw)
-        return last and genuine
-
-    def _open(self, raw: bytes) -> tuple[int, bool, bytes, bool]:
-        """Number, whether it is the last, message, and whether it was signed with our token."""
+    def _open(self, raw: bytes | bytearray) -> _Item:
         number, signature, last = _FRONT.unpack(raw[: _FRONT.size].ljust(_FRONT.size, b"\0"))
-        message = raw[_FRONT.size :]
-        return number, last, message, hmac.compare_digest(signature, self._sign(number, message, last))
+        message = bytes(memoryview(raw)[_FRONT.size :])
+        genuine = hmac.compare_digest(signature, self._sign(number, message, last))
+        return _Item(number, last and genuine, genuine, message)
 
     def _read(self) -> None:
         """Wait on the store, in a thread that alone uses its connection."""
@@ -200,10 +196,10 @@ class Mailbox:
             last = False
             while not self._closed.is_set() and not last:
                 self._room.acquire()
-                raw = self._pop()
-                last = self.ended = self._is_last(raw)
+                item = self._open(self._pop())
+                last = self.ended = item.last
                 if not self._closed.is_set():
-                    self._arrived.put(raw)
+                    self._arrived.put(item)
         except (TransportError, TimeoutError) as error:
             self._arrived.put(error if isinstance(error, LinkClosedError) else LinkClosedError(str(error)))
         except Exception as error:  # noqa: BLE001 - whoever takes must hear of it
@@ -214,7 +210,7 @@ class Mailbox:
             if self._client is not None:
                 self._client.release()
 
-    def _pop(self) -> bytes:
+    def _pop(self) -> bytes | bytearray:
         """The next item of the queue, also if the connection has to be made anew."""
         for attempt in range(_ATTEMPTS):
             try:
@@ -256,7 +252,18 @@ class Mailbox:
 
     def _sign(self, number: int, message: bytes, last: bool) -> bytes:
         signed = b"%s %d %d %d " % (self.name.encode(), number, last, len(message))
-        return hmac.new(self._key, signed + message, hashlib.sha256).digest()[:16]
+        digest = hmac.new(self._key, signed, hashlib.sha256)
+        digest.update(message)
+        return digest.digest()[:16]
+
+
+class _Item(NamedTuple):
+    """A message as a queue held it; ``genuine`` tells whether it was signed with our token."""
+
+    number: int
+    last: bool
+    genuine: bool
+    message: bytes
 
 
 class UnsignedError(Exception):

@@ -58,6 +58,7 @@ class StoreClient:
         self._closing = threading.Lock()
         self._closed = False
         self._ahead = bytearray()  # received, and not asked for yet
+        self._part = memoryview(bytearray(_PART))
         try:
             self._sock = socket.create_connection((host, port), max(timeout, _LEAST_SECONDS))
         except OSError as error:
@@ -88,7 +89,7 @@ class StoreClient:
         """Return how many items a queue has, after all that was pushed here; raises as :meth:`push`."""
         return self._number(_request(_QUEUE_LEN, queue), timeout)
 
-    def pop(self, queue: str) -> bytes:
+    def pop(self, queue: str) -> bytearray:
         """Take the first item of a queue; wait for it until :meth:`close` is called.
 
         Raises:
@@ -125,7 +126,7 @@ class StoreClient:
     def _number(self, request: bytes, timeout: float | None) -> int:
         return int(_NUMBER.unpack(self._ask(request, 8, timeout))[0])
 
-    def _ask(self, request: bytes, size: int, timeout: float | None) -> bytes:
+    def _ask(self, request: bytes, size: int, timeout: float | None) -> bytearray:
         self._send(request, timeout)
         return self._recv(size)
 
@@ -139,22 +140,33 @@ class StoreClient:
         except OSError as error:
             raise self._gone(error) from None
 
-    def _recv(self, size: int) -> bytes:
-        while len(self._ahead) < size:
-            try:
-                part = self._sock.recv(_PART)
-            except TimeoutError:
-                raise SyncTimeoutError(
-                    f"{self._where} did not answer in time: it is stopped, or busy"
-                ) from None
-            except OSError as error:
-                raise self._gone(error) from None
-            if not part:
-                raise self._gone(ConnectionResetError("it ended the connection"))
-            self._ahead += part
-        taken = bytes(self._ahead[:size])
+    def _recv(self, size: int) -> bytearray:
+        """Receive ``size`` bytes, and keep what comes with them for the next call."""
+        received = self._ahead[:size]
         del self._ahead[:size]
-        return taken
+        begun = len(received)
+        if size - begun > _PART:
+            received.extend(bytes(size - begun))
+            with memoryview(received) as view:
+                while begun < size:
+                    begun += self._recv_into(view[begun:])
+        while len(received) < size:
+            count = self._recv_into(self._part)
+            missing = size - len(received)
+            received += self._part[: min(count, missing)]
+            self._ahead += self._part[missing:count]
+        return received
+
+    def _recv_into(self, view: memoryview) -> int:
+        try:
+            count = self._sock.recv_into(view)
+        except TimeoutError:
+            raise SyncTimeoutError(f"{self._where} did not answer in time: it is stopped, or busy") from None
+        except OSError as error:
+            raise self._gone(error) from None
+        if count == 0:
+            raise self._gone(ConnectionResetError("it ended the connection"))
+        return count
 
     def _gone(self, error: OSError) -> LinkClosedError:
         if self._closed:
