@@ -38,6 +38,7 @@ DOOR = "door"
 _CUT, _FRAME = 0, 1  # the end; a frame
 _PAIR = 2  # the worker is on another host and makes a pair
 _STAY, _MEET = 3, 4  # to a knock: frames come here; the worker was called where it listens, they come there
+_ASK, _TELL = 5, 6  # whether the worker has all messages; an answer, from which the sender learns it as well
 _FRONT = struct.Struct("<BII")  # kind of message, bytes of the frame's head, and of where its payload lies
 _LINK = re.compile("[0-9a-f]{32}")
 _LARGEST_INFO = 4096  # bytes of what a join request says beside its HELLO
@@ -46,6 +47,9 @@ INLINE = 64 << 10
 
 _DOUBT_SECONDS = 1.0
 """Seconds that an answer with our token may come later than one without it, which strangers can write."""
+
+_ASK_SECONDS, _LONGEST_PAUSE = 2.0, 60.0
+"""Seconds without an answer after which the sender asks for one; doubled each time."""
 
 _LAST_WORDS = 0.5
 """Seconds that a farewell through the store may be slower than the end of the pair."""
@@ -110,7 +114,10 @@ class Line:
                 raise LinkClosedError("the other end has ended this connection")
             if kind == _FRAME:
                 break
-            self.on_pair(message[_FRONT.size :].decode())
+            if kind == _ASK:
+                self.outbox.put(_FRONT.pack(_TELL, 0, 0))
+            elif kind == _PAIR:
+                self.on_pair(message[_FRONT.size :].decode())
         message = message[_FRONT.size :]
         head, where, inline = message[:size], message[size : size + where_size], message[size + where_size :]
         prelude = Prelude.decode(head[:PRELUDE_BYTES])
@@ -231,8 +238,28 @@ class RemoteLine(Line):
         self._backend = backend
         self._route = Route.of(store)
         self._opened = False
+        self._heard_after = self.outbox.count  # messages that were sent when the last one came
+        self._pause = _ASK_SECONDS
 
     lost: Exception | None
+
+    def _take(self, deadline: float | None) -> bytes | None:
+        """See :meth:`Line._take`.
+
+        Strangers can take messages out of the store. A later message shows the gap and ends the connection,
+        and the worker joins again. Where there is no answer to a message, another one is sent for that.
+        """
+        while True:
+            ask_at = time.monotonic() + self._pause
+            message = super()._take(ask_at if deadline is None else min(ask_at, deadline))
+            if message is not None:
+                self._heard_after, self._pause = self.outbox.count, _ASK_SECONDS
+                return message
+            if deadline is not None and time.monotonic() >= deadline:
+                return None
+            if self.outbox.count > self._heard_after:
+                self.outbox.put(_FRONT.pack(_ASK, 0, 0))
+                self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def send(self, chunk: WeightChunk, timeout: float | None) -> None:
         """See :meth:`Line.send`; the first frame comes with a pair, by which its end is noticed."""

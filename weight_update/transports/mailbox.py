@@ -91,7 +91,7 @@ def find_store(address: str, port: int, timeout: float | None) -> Store:
 
 
 class Mailbox:
-    """One direction of messages, in order. One thread puts, one thread takes, at the same time if need be.
+    """One direction of messages, in order. Any thread puts, one takes, at the same time if need be.
 
     A store has no access control: whoever reaches its port may write into its queues. Each message is
     therefore numbered and signed with the token, and the reader goes on whatever stands there.
@@ -103,6 +103,7 @@ class Mailbox:
         ordered: whether one end alone puts, so that the numbers must follow each other.
 
     Attributes:
+        count: how many messages were put here.
         ended: whether the last message is here; the other end of the store may be gone by now.
     """
 
@@ -114,8 +115,9 @@ class Mailbox:
         self._client: StoreClient | None = None
         self._reading = False
         self._read_all = threading.Event()
+        self._putting = threading.Lock()
         self.ended = False
-        self._put = self._taken = 0
+        self.count = self._taken = 0
         self._closed = threading.Event()
 
     def put(self, message: bytes, *, last: bool = False, timeout: float | None = None) -> None:
@@ -136,9 +138,10 @@ class Mailbox:
                 f"{len(message) / 1e6:.1f} MB of names and extra state do not fit into one message through "
                 f"a TCPStore ({_LARGEST / 1e6:.1f} MB): fewer tensors, or less extra state"
             )
-        front = _FRONT.pack(self._put, self._sign(self._put, message, last), last)
-        self._put += 1
-        self._store.queue_push(self.name, front + message, timeout)
+        with self._putting:
+            front = _FRONT.pack(self.count, self._sign(self.count, message, last), last)
+            self.count += 1
+            self._store.queue_push(self.name, front + message, timeout)
         if last:
             self._store.await_reader(self.name)
 
