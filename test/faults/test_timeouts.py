@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from faults_tools import WAIT, Crew, Remote, Stripes, Worker, fill
 
 from benchmarks.network import Network, why_not
@@ -182,11 +183,32 @@ def test_a_stopped_peer_on_a_unix_socket(crew: Crew) -> None:
     assert isinstance(result, TransportError | SyncTimeoutError)
 
 
+@pytest.mark.xfail(strict=True, reason="connect() over shared memory blocks while the backlog is full")
 def test_a_full_backlog_on_a_unix_socket() -> None:
     name = f"\0weight_update-full-{os.getpid()}"
     with full(socket.AF_UNIX, name):
         result = in_time(lambda: join_shared_memory(name))
     assert isinstance(result, TransportError | SyncTimeoutError)
+
+
+def open_default_store(me: Worker) -> int:
+    me.scheme = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return int(me.scheme.port)
+
+
+def test_a_default_process_group_whose_store_stops(crew: Crew) -> None:
+    peer = crew.start(None, 0, make)
+    port = peer.call(open_default_store)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        peer.signal(signal.SIGSTOP)
+        scheme = DistributedWeightSyncScheme()
+        scheme.connect_timeout = LIMIT
+        assert isinstance(in_time(lambda: join_and_leave(scheme)), SyncTimeoutError)
+    finally:
+        peer.kill()
+        dist.destroy_process_group()
 
 
 # -- connections whose other end stops -----------------------------------------------------------------
