@@ -171,8 +171,10 @@ def test_a_connection_whose_messages_are_taken_is_made_anew(training: Training, 
     stealing.start()
 
     def recovers() -> bool:
-        with contextlib.suppress(SyncFailedError):
+        try:
             training.send()
+        except SyncFailedError:
+            return False
         return stolen.is_set() and training.link() not in ("", before)
 
     training.scheme.timeout = training.scheme._sender.timeout = 1.0
@@ -182,7 +184,6 @@ def test_a_connection_whose_messages_are_taken_is_made_anew(training: Training, 
         stolen.set()
         stealing.join()
         training.scheme.timeout = training.scheme._sender.timeout = 10.0
-    assert eventually(lambda: training.scheme.worker_versions == {0: training.scheme.version})
     training.goes_on()
 
 

@@ -278,6 +278,8 @@ class DistributedListener:
             except Exception as error:  # noqa: BLE001 - whatever it is, others must be able to join
                 known = isinstance(error, TransportError | FormatError | TimeoutError)
                 _strangers.warning("refused a connection: %s", error, exc_info=None if known else error)
+                if not known:
+                    self._closing.wait(_ANEW_SECONDS)  # it may come again at once
 
     def _next(self) -> bytes | None:
         """The next join request; None where this thread is to look anew."""

@@ -158,9 +158,7 @@ class Mailbox:
             FormatError: a message is missing.
         """
         if self._reader is None and not self._closed.is_set():
-            self._reader = threading.Thread(target=self._read, name=f"weight_update-{self.name}", daemon=True)
-            self._reading = True
-            self._reader.start()
+            self._begin()
         deadline = deadline_of(timeout)
         while True:
             try:
@@ -175,6 +173,16 @@ class Mailbox:
             message = self._checked(item)
             if message is not None or left == 0:
                 return message
+
+    def _begin(self) -> None:
+        reader = threading.Thread(target=self._read, name=f"weight_update-{self.name}", daemon=True)
+        self._reading = True
+        try:
+            reader.start()
+        except RuntimeError as error:
+            self._reading = False
+            raise LinkClosedError(f"no thread to read the store with ({error})") from None
+        self._reader = reader
 
     def _checked(self, item: _Item) -> bytes | None:
         """The message, or None if it came before."""
