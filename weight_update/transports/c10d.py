@@ -84,6 +84,7 @@ class Store:
         self._sockets = sockets
         self._using = threading.Lock()
         self._closed = False
+        self._lost: LinkClosedError | None = None
         self._unread: list[str] = []
         self._client: StoreClient | None = StoreClient(host, port, timeout)
 
@@ -92,6 +93,11 @@ class Store:
         if self._closed:
             raise LinkClosedError("this store was closed")
         return StoreClient(self.host, self.port, REPLY_SECONDS)
+
+    def give_up(self, error: LinkClosedError) -> None:
+        """Try no more to reach a server of another process, after ``error``."""
+        if self._server is None:
+            self._lost = error
 
     def c10d(self) -> Any:
         """Return a client that process groups of torch take."""
@@ -152,9 +158,15 @@ class Store:
                     return action(self._client, deadline - time.monotonic())
                 except DroppedError:
                     self._drop()
-                except (LinkClosedError, SyncTimeoutError):
+                except LinkClosedError as error:
+                    self._drop()
+                    self.give_up(error)
+                    raise
+                except SyncTimeoutError:
                     self._drop()  # half of a request may be under way
                     raise
+            if self._lost is not None:
+                raise LinkClosedError(str(self._lost))
             return self._once(action, deadline)
         finally:
             self._using.release()

@@ -239,6 +239,10 @@ class Mailbox:
                 self._closed.wait(attempt * _RETRY_SECONDS)
                 if self._closed.is_set():
                     break
+            except LinkClosedError as error:
+                if not self._closed.is_set():
+                    self._store.give_up(error)
+                raise
         raise LinkClosedError("this end was closed")
 
     def end(self, error: Exception | None = None) -> None:

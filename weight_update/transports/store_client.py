@@ -135,10 +135,8 @@ class StoreClient:
             if self._sock.gettimeout() != timeout:
                 self._sock.settimeout(None if timeout is None else max(timeout, _LEAST_SECONDS))
             self._sock.sendall(request)
-        except TimeoutError:
-            raise SyncTimeoutError(f"{self._where} does not read what it is sent: it is stopped") from None
         except OSError as error:
-            raise self._gone(error) from None
+            raise self._failed(error, "does not read what it is sent: it is stopped") from None
 
     def _recv(self, size: int) -> bytearray:
         """Receive ``size`` bytes, and keep what comes with them for the next call."""
@@ -160,13 +158,16 @@ class StoreClient:
     def _recv_into(self, view: memoryview) -> int:
         try:
             count = self._sock.recv_into(view)
-        except TimeoutError:
-            raise SyncTimeoutError(f"{self._where} did not answer in time: it is stopped, or busy") from None
         except OSError as error:
-            raise self._gone(error) from None
+            raise self._failed(error, "did not answer in time: it is stopped, or busy") from None
         if count == 0:
             raise self._gone(ConnectionResetError("it ended the connection"))
         return count
+
+    def _failed(self, error: OSError, late: str) -> Exception:
+        if isinstance(error, TimeoutError) and error.errno is None:  # else the other machine has vanished
+            return SyncTimeoutError(f"{self._where} {late}")
+        return self._gone(error)
 
     def _gone(self, error: OSError) -> LinkClosedError:
         if self._closed:
