@@ -1,12 +1,14 @@
 # Each target sets itself up: `make demo` and `make test` work on a machine that has only Python and make.
 #
-#   make demo    train a policy on CartPole, its workers kept current by this library
-#   make test    run the tests                        make test ARGS="-k patch -x"
-#   make check   format, lint and types, as CI runs them
-#   make format  rewrite the files as `make check` wants them
-#   make bench   compare our schemes with TorchRL's   make bench ARGS=--help
-#   make docs    build docs/_build/html
-#   make clean   remove the environment and everything built
+#   make demo     train a policy on CartPole, its workers kept current by this library
+#   make test     run the tests                        make test ARGS="-k patch -x"
+#   make test-all run the slow tests, too
+#   make soak     updates under random faults          make soak ARGS="--scheme shared_mem --seconds 600"
+#   make check    format, lint and types, as CI runs them
+#   make format   rewrite the files as `make check` wants them
+#   make bench    compare our schemes with TorchRL's   make bench ARGS=--help
+#   make docs     build docs/_build/html
+#   make clean    remove the environment and everything built
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -18,7 +20,7 @@ INSTALL := $(BIN)/python -m pip install -c constraints.txt
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.ready-docs
 
-.PHONY: demo test check format bench docs setup clean
+.PHONY: demo test test-all soak check format bench docs setup clean
 .DEFAULT_GOAL := test
 
 setup: $(READY)
@@ -37,6 +39,12 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-all: $(READY)
+	$(BIN)/python -m pytest -m "" $(ARGS)
+
+soak: $(READY)
+	$(BIN)/python test/soak $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .

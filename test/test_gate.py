@@ -43,7 +43,7 @@ def test_runs_at_once_when_nobody_is_inside() -> None:
     assert seconds >= 0
 
 
-def test_waits_for_the_end_of_a_forward_pass_and_is_run_by_the_thread_that_leaves() -> None:
+def test_waits_for_the_end_of_a_forward_pass_and_is_not_run_by_the_thread_that_leaves() -> None:
     gate, ran_in = Gate(), []
     inside = Inside(gate)
     assert inside.entered.wait(WAIT)
@@ -54,7 +54,7 @@ def test_waits_for_the_end_of_a_forward_pass_and_is_run_by_the_thread_that_leave
     assert not ran_in
     inside.end()
     update.join(WAIT)
-    assert ran_in == [inside.thread.ident]
+    assert ran_in == [update.ident]  # an error or an interrupt of one never reaches the other
 
 
 def test_nesting_counts() -> None:
@@ -154,7 +154,7 @@ def test_a_copy_of_a_guarded_module_is_not_guarded(duplicate: object) -> None:
     undo = gate.guard(module)
     twin = duplicate(module)  # type: ignore[operator]
     entered: list[int] = []
-    gate.enter = lambda: entered.append(1)  # type: ignore[method-assign]
+    gate.enter = lambda *_: entered.append(1)  # type: ignore[method-assign]
     gate.leave = lambda: None  # type: ignore[method-assign]
     twin(torch.ones(1, 2))
     assert not entered

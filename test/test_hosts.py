@@ -21,7 +21,7 @@ from weight_update import (
     SyncFailedError,
     WeightStrategy,
 )
-from weight_update.errors import FormatError
+from weight_update.errors import FormatError, NotEnoughMemoryError
 from weight_update.testing import Apart, ApartInTwos, Body, Crew, fingerprint, mlp
 from weight_update.testing.processes import freeze
 from weight_update.testing.workers import Worker, context_of
@@ -29,6 +29,7 @@ from weight_update.transports.c10d import Store
 from weight_update.transports.cargo import Notes
 from weight_update.transports.checksum import BLOCK, Checksum
 from weight_update.transports.mailbox import find_store, open_store
+from weight_update.transports.mirror import Mirrors
 from weight_update.transports.pair import Pair
 
 NUMEL = 6_000_000
@@ -414,3 +415,31 @@ def test_notes_are_signed(pairs: tuple[Pair, Pair]) -> None:
     Notes(pairs[0], "name", "another token", 0).say({"do": "harm"}, 5.0)
     with pytest.raises(FormatError, match="not signed"):
         there.hear(5.0)
+
+
+def test_a_host_without_memory_for_a_while(hire: Hire) -> None:
+    """Its workers say so and keep their version, other hosts have the update, and the next one comes."""
+    crew = hire(ApartInTwos, 4)
+    for worker in crew.workers[:2]:
+        worker.call("run", have_no_memory, True)
+    with pytest.raises(SyncFailedError) as caught:
+        crew.scheme.send(Large(1.0))
+    assert set(caught.value.failures) == {0, 1}
+    assert all("NotEnoughMemoryError: too small" in str(one) for one in caught.value.failures.values())
+    assert [value_of(worker) for worker in crew.workers] == [0.0, 0.0, 1.0, 1.0]
+    for worker in crew.workers[:2]:
+        worker.call("run", have_no_memory, False)
+    crew.scheme.send(Large(2.0))
+    assert [value_of(worker) for worker in crew.workers] == [2.0] * 4
+
+
+def have_no_memory(body: Body, on: bool) -> None:
+    """Refuse memory for copies of the sender's slots from now on, or no longer."""
+    if on:
+        body.mirrors_of, Mirrors.of = Mirrors.of, _too_small
+    else:
+        Mirrors.of = body.mirrors_of
+
+
+def _too_small(self: Mirrors, slot: str, nbytes: int) -> Any:
+    raise NotEnoughMemoryError("too small")

@@ -2,14 +2,15 @@
 
 import multiprocessing
 import socket
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 
 import pytest
 
-from weight_update.errors import JoinRefusedError, LinkClosedError
-from weight_update.transports.meeting import Ear, call
+from weight_update.errors import JoinRefusedError, LinkClosedError, SyncTimeoutError
+from weight_update.transports.meeting import Call, Ear, call
 
 
 @pytest.fixture
@@ -23,8 +24,16 @@ def ear(name: str) -> Iterator[Ear]:
         yield ear
 
 
+def calling(name: str, token: str) -> Call:
+    made = call(name, token)
+    assert made is not None
+    return made
+
+
 def test_they_meet(name: str, ear: Ear) -> None:
-    with closing(call(name, "token")) as caller, closing(ear.answer()) as answered:
+    made = calling(name, "token")
+    with closing(made.stream) as caller, closing(ear.answer()) as answered:
+        made.await_answer(None)
         caller.send(b"hello", None)
         got = bytearray(5)
         answered.recv_into(memoryview(got))
@@ -34,17 +43,33 @@ def test_they_meet(name: str, ear: Ear) -> None:
 def test_strangers_who_call_first_are_sent_away(name: str, ear: Ear) -> None:
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as silent:
         silent.connect(f"\0weight_update-{name}")
-        with closing(call(name, "another token")) as other, closing(call(name, "token")) as right:
-            with closing(ear.answer()) as answered:
-                answered.send(b"you", None)
-                assert right.wait_readable(5.0)
-            for stranger in (silent, other.sock):
+        other, right = calling(name, "another token"), calling(name, "token")
+        with closing(other.stream), closing(right.stream), closing(ear.answer()):
+            right.await_answer(time.monotonic() + 5.0)
+            for stranger in (silent, other.stream.sock):
                 assert hears_the_end(stranger)
 
 
 def test_nobody_who_may_has_called(name: str, ear: Ear) -> None:
-    with closing(call(name, "another token")), pytest.raises(LinkClosedError, match="gone"):
+    with closing(calling(name, "another token").stream), pytest.raises(LinkClosedError, match="gone"):
         ear.answer()
+
+
+@pytest.mark.parametrize(
+    "says", [bytes(32), b"", None], ids=["another proof", "nothing", "the caller's proof"]
+)
+def test_who_listens_there_must_know_the_token(name: str, says: bytes | None) -> None:
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as stranger:
+        stranger.bind(f"\0weight_update-{name}")
+        stranger.listen()
+        made = calling(name, "token")
+        with closing(made.stream), closing(stranger.accept()[0]) as answered:
+            request = answered.recv(1000)
+            assert b"token" not in request
+            answered.sendall(request[32:] if says is None else says)
+            error = LinkClosedError if says != b"" else SyncTimeoutError
+            with pytest.raises(error, match="token" if says != b"" else "in time"):
+                made.await_answer(time.monotonic() + 0.1)
 
 
 def test_nobody_listens(name: str, ear: Ear) -> None:
@@ -65,7 +90,9 @@ def test_there_is_no_room(name: str, ear: Ear) -> None:
 
 def test_a_child_forked_meanwhile_keeps_no_end_open(name: str, ear: Ear) -> None:
     pipe, theirs = multiprocessing.Pipe()
-    with closing(call(name, "token")) as caller, closing(ear.answer()) as answered:
+    made = calling(name, "token")
+    with closing(made.stream) as caller, closing(ear.answer()) as answered:
+        made.await_answer(None)
         child = multiprocessing.get_context("fork").Process(target=theirs.recv)
         child.start()
         caller.close()

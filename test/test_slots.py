@@ -1,12 +1,25 @@
 """Slots of shared memory, where the contract suites of the transports do not look."""
 
+import errno
+import mmap
+import multiprocessing
+import operator
 import os
+import signal
 import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
 
+import pytest
 import torch
 
-from weight_update.transports.slots import SharedBuffer, SlotTable
+from weight_update import NotEnoughMemoryError
+from weight_update.transports import slots
+from weight_update.transports.slots import SharedBuffer, SlotTable, may_run, open_slot
 
 
 def test_clearing_while_another_thread_releases():
@@ -37,3 +50,138 @@ def test_clearing_while_another_thread_releases():
         for slot in slots:
             slot.close()
     assert not errors
+
+
+WRITING: dict[str, Callable[[int], object]] = {
+    "write": lambda fd: os.pwrite(fd, b"x", 0),
+    "truncate": lambda fd: os.ftruncate(fd, 0),
+    "grow": lambda fd: os.ftruncate(fd, 1 << 20),
+    "map": lambda fd: mmap.mmap(fd, 64),
+    "punch": lambda fd: os.posix_fallocate(fd, 1 << 16, 1 << 16),
+}
+
+
+@pytest.fixture(params=["anonymous", "directory"])
+def slot(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SharedBuffer]:
+    slot = SharedBuffer(64, str(tmp_path) if request.param == "directory" else None)
+    slot.tensor.fill_(7)
+    yield slot
+    slot.close()
+
+
+@pytest.mark.parametrize("way", WRITING)
+def test_the_descriptor_that_is_handed_out_does_not_write(slot: SharedBuffer, way: str) -> None:
+    size = os.fstat(slot.fd).st_size
+    with pytest.raises(OSError, match=r"Bad file|Invalid|denied|not permitted"):
+        WRITING[way](slot.fd)
+    assert os.fstat(slot.fd).st_size == size
+    assert os.fstat(slot.fd).st_mode & 0o077 == 0
+    assert mapped_elsewhere(slot) == {7}
+    slot.tensor.fill_(8)
+    assert mapped_elsewhere(slot) == {8}
+
+
+def mapped_elsewhere(slot: SharedBuffer) -> set[int]:
+    table = SlotTable()
+    return set(table.payload(slot.key, 64, lambda: os.dup(slot.fd)).tolist())
+
+
+@pytest.mark.parametrize("way", WRITING)
+def test_anonymous_memory_is_sealed_against_other_descriptors(way: str) -> None:
+    slot = SharedBuffer(64)
+    with ExitStack() as stack:
+        stack.callback(slot.close)
+        fd = os.open(f"/proc/self/fd/{slot.fd}", os.O_RDWR)  # root may, whatever the mode
+        stack.callback(os.close, fd)
+        with pytest.raises(PermissionError):
+            WRITING[way](fd)
+
+
+def test_a_slot_stays_open_until_it_is_given_up() -> None:
+    slots, table = [SharedBuffer(64) for _ in range(40)], SlotTable()
+    payloads = [name(table, slot) for slot in slots]
+    assert all(map(operator.is_, [name(table, slot) for slot in slots], payloads))
+    for slot in slots[1:]:
+        slot.close()
+    del payloads
+    for _ in range(2):
+        name(table, slots[0])
+    assert slots_mapped_for_reading() == 1
+    slots[0].close()
+
+
+def name(table: SlotTable, slot: SharedBuffer) -> torch.Tensor:
+    return table.payload(slot.key, 64, lambda: os.dup(slot.fd))
+
+
+def slots_mapped_for_reading() -> int:
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return sum("weight_update-" in line and line.split()[1].endswith("p") for line in maps)
+
+
+def test_slots_of_a_process_that_was_killed_are_closed() -> None:
+    table, ours = SlotTable(), SharedBuffer(64)
+    parent, child = multiprocessing.Pipe()
+    owner = multiprocessing.get_context("fork").Process(target=own_a_slot, args=(child,))
+    owner.start()
+    key, fd = parent.recv()
+    table.payload(key, 64, lambda: open_slot(owner.pid, fd, key), owner=owner.pid)
+    assert slots_mapped_for_reading() == 1
+    owner.kill()
+    owner.join()
+    name(table, ours)
+    assert slots_mapped_for_reading() == 1
+    ours.close()
+    for end in (parent, child):
+        end.close()
+
+
+def own_a_slot(pipe: Connection) -> None:
+    slot = SharedBuffer(64)
+    pipe.send((slot.key, slot.fd))
+    pipe.recv()
+
+
+def test_a_child_does_not_give_up_the_slots_of_its_parent() -> None:
+    slot, table = SharedBuffer(64), SlotTable()
+    payload = name(table, slot)
+    child = multiprocessing.get_context("fork").Process(target=slot.close)
+    child.start()
+    child.join()
+    assert name(table, slot) is payload
+    assert name(table, slot) is payload
+    slot.close()
+
+
+def test_no_memory_to_map_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    slot, table = SharedBuffer(64), SlotTable()
+    with monkeypatch.context() as patch:
+        patch.setattr(slots.mmap, "mmap", _no_memory)
+        with pytest.raises(NotEnoughMemoryError, match="could not map the sender's slot"):
+            name(table, slot)
+        with pytest.raises(NotEnoughMemoryError, match="could not map a shared slot"):
+            SharedBuffer(64)
+    assert name(table, slot).numel() == 64
+    slot.close()
+
+
+def _no_memory(*args: object, **options: object) -> None:
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+def test_may_run() -> None:
+    child = multiprocessing.get_context("fork").Process(target=signal.pause)
+    child.start()
+    assert may_run(child.pid)
+    child.kill()
+    assert eventually_false(lambda: may_run(child.pid))  # though it is a zombie yet
+    child.join()
+    assert not may_run(child.pid)
+    assert may_run(os.getpid())
+
+
+def eventually_false(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 10.0
+    while condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return not condition()

@@ -2,7 +2,9 @@
 
 import contextlib
 import multiprocessing
+import socket
 import time
+import uuid
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -70,7 +72,7 @@ class TestSharedMemTransport(TransportContract):
         sender = SharedMemTransport()
         self.listener = SharedMemListener("token", {0: sender}, nobody_else)
         self.listener.start()
-        receiver = SharedMemTransport(self.listener.address)
+        receiver = SharedMemTransport(self.listener.address, token="token")
         greet(sender, receiver)
         return sender, receiver
 
@@ -117,6 +119,29 @@ class TestRPCTransport(TestDistributedTransport):
     """Without an object to call; ``test_rpc`` has those."""
 
     sender_class = RPCTransport
+
+
+@pytest.mark.parametrize("backlog", [5, 0], ids=["silent", "full"])
+def test_close_wakes_a_worker_that_connects(backlog: int) -> None:
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as first:
+        listener.bind("\0weight_update-test-" + uuid.uuid4().hex)
+        listener.listen(backlog)
+        first.connect(listener.getsockname())
+        worker = SharedMemTransport(listener.getsockname(), token="token")
+        errors: list[Exception] = []
+
+        def connect() -> None:
+            try:
+                worker.send_chunk(hello(), None)
+            except LinkClosedError as error:
+                errors.append(error)
+
+        connecting = in_background(connect)
+        time.sleep(0.1)
+        assert connecting.is_alive()
+        worker.close()
+        connecting.join(10.0)
+    assert "this end was closed" in str(errors)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from weight_update.binding import Binding
+from weight_update.binding import Binding, count_writes
 from weight_update.chunks import WeightSchema
 from weight_update.encodings.scan import SERIAL
 
@@ -65,6 +65,8 @@ class Arena:
         if point:
             self.binding.switch(self._names, self.values)
             self._places = _places_of(self.values)  # the buffer moves with the model, as into shared memory
+        else:
+            count_writes(self.binding.tensors(self._names))
 
 
 def _places_of(tensors: list[torch.Tensor]) -> list[int]:

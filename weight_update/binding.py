@@ -14,7 +14,7 @@ from weight_update.chunks import WeightSchema
 from weight_update.errors import SchemaMismatchError, UnsupportedSourceError
 from weight_update.named import EXTRA, NamedWeights, extra_owners, key_name, named_parts
 
-__all__ = ["Binding"]
+__all__ = ["Binding", "count_writes"]
 
 _CPU = torch.device("cpu")
 _DTYPE, _IS_CPU, _IS_META = map(operator.attrgetter, ("dtype", "is_cpu", "is_meta"))
@@ -38,11 +38,16 @@ class Binding:
         self._read = read
         self.destination = destination
         self._places: dict[str, tuple[Any, str]] = dict(self._find())
+        self._parts = list(_parts(destination))
         self._asked: tuple[tuple[str, ...], list[tuple[Callable[[str], Any], str]]] = (), []
         self._find_devices()
         self.extra_owners: dict[str, nn.Module] = {}
         if isinstance(destination, nn.Module):
             self.extra_owners = extra_owners(destination)
+
+    def is_stale(self) -> bool:
+        """Whether a part of the destination was replaced: a submodule, or a dict or TensorDict inside one."""
+        return any(get(key) is not part for get, key, part in self._parts)
 
     def _find_devices(self) -> None:
         self._devices = {self._get(name).device for name in self._places}
@@ -67,8 +72,19 @@ class Binding:
         return self._targets(names)
 
     def schema(self) -> WeightSchema:
-        """The schema of the destination as it is now."""
-        return WeightSchema.of({name: self._get(name) for name in self._places})
+        """The schema of the destination as it is now.
+
+        Raises:
+            UnsupportedSourceError: there are inference tensors, which nothing can be written into.
+        """
+        tensors = {name: self._get(name) for name in self._places}
+        frozen = [name for name, one in tensors.items() if one.is_inference() and not one.is_meta]
+        if frozen:
+            raise UnsupportedSourceError(
+                f"{frozen[0]!r} of the destination is an inference tensor ({len(frozen)} of {len(tensors)} "
+                "are): make the model outside torch.inference_mode(), and compute with it there if you like"
+            )
+        return WeightSchema.of(tensors)
 
     def copy(self, names: tuple[str, ...], values: list[torch.Tensor]) -> None:
         """Copy ``values`` into the destination's tensors; addresses do not change.
@@ -80,7 +96,11 @@ class Binding:
         real = [(target.detach(), value) for target, value in pairs if not target.is_meta]
         if real:
             targets, sources = zip(*real, strict=True)
-            torch._foreach_copy_(targets, sources)
+            if any(map(torch.Tensor.is_conj, targets)) or any(map(torch.Tensor.is_neg, targets)):
+                for target, value in real:  # as _foreach_copy_, which takes no such views
+                    target.copy_(value)
+            else:
+                torch._foreach_copy_(targets, sources)
         unreal = [(target, value) for target, value in pairs if target.is_meta]
         self._materialise({id(t): value.to(t.dtype, copy=True) for t, value in unreal})
 
@@ -119,6 +139,7 @@ class Binding:
         if not any(map(_IS_META, targets)):  # forward passes may be waiting: no further question for each
             for target, value in zip(targets, ready, strict=True):
                 target.data = value
+            count_writes(targets)
             return
         unreal = {}
         for target, value in zip(targets, ready, strict=True):
@@ -126,6 +147,7 @@ class Binding:
                 unreal[id(target)] = value
             else:
                 target.data = value
+        count_writes(targets)
         self._materialise(unreal)
 
     def write(self, names: tuple[str, ...], ready: list[torch.Tensor], *, stay: bool) -> None:
@@ -244,6 +266,30 @@ class Binding:
                     "can be read but not written"
                 )
             yield name, places[name]
+
+
+def count_writes(targets: Sequence[torch.Tensor]) -> None:
+    """Tell autograd that ``targets`` were written to where it could not see that.
+
+    The backward pass of an earlier forward pass then raises, instead of using the values that are there now.
+    """
+    try:
+        torch.autograd.graph.increment_version(targets)
+    except RuntimeError:  # inference tensors have no count, and no backward pass needs them
+        torch.autograd.graph.increment_version([one for one in targets if not one.is_inference()])
+
+
+def _parts(node: Any) -> Iterator[tuple[Callable[[str], Any], str, Any]]:
+    """Yield each part of ``node`` that contains tensors, behind the function and argument that find it."""
+    if isinstance(node, nn.Module):
+        for _, owner in named_parts(node):
+            for key, part in owner._modules.items():
+                yield owner._modules.get, key, part
+    elif isinstance(node, TensorDictBase | MutableMapping):
+        for key, part in node.items():
+            if isinstance(part, TensorDictBase | MutableMapping) and node.get(key) is part:
+                yield node.get, key, part
+                yield from _parts(part)
 
 
 def _convert(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

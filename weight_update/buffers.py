@@ -11,13 +11,21 @@ from weight_update.transports.base import Buffer, TransportBackend
 __all__ = ["MIXED", "BufferPool", "Content", "Shipment", "Slot", "give_back"]
 
 
-class Slot:
-    """A buffer and how many shipments in use lie in it."""
+_IDLE_UPDATES = 8
 
-    def __init__(self, buffer: Buffer) -> None:
+
+class Slot:
+    """A buffer and how many shipments in use lie in it.
+
+    Attributes:
+        taken: the update, as the pool counts them, that it was last taken for.
+    """
+
+    def __init__(self, buffer: Buffer, taken: int = 0) -> None:
         self.buffer = buffer
         self.users = 0
         self.abandoned = False
+        self.taken = taken
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,9 +73,12 @@ class BufferPool:
     def __init__(self, link: TransportBackend) -> None:
         self._link = link
         self._slots: list[Slot] = []
+        self._reserved: dict[int, int] = {}
+        self._updates = 0
 
     def reserve(self, nbytes: int, count: int) -> None:
-        """Make sure that ``count`` buffers of this size exist."""
+        """Make sure that ``count`` buffers of this size exist, and that :meth:`trim` leaves so many."""
+        self._reserved[nbytes] = max(count, self._reserved.get(nbytes, 0))
         while sum(slot.buffer.tensor.numel() == nbytes for slot in self._slots) < count:
             self._slots.append(Slot(self._link.allocate(nbytes)))
 
@@ -82,9 +93,10 @@ class BufferPool:
         for slot in free:
             if slot.buffer.tensor.numel() == nbytes:
                 slot.buffer.use += 1
+                slot.taken = self._updates
                 return slot
         try:
-            self._slots.append(Slot(self._link.allocate(nbytes)))
+            self._slots.append(Slot(self._link.allocate(nbytes), self._updates))
         except NotEnoughMemoryError:
             if free:
                 self._drop(free)  # of other sizes
@@ -95,7 +107,17 @@ class BufferPool:
         return self._slots[-1]
 
     def trim(self, keep: int) -> None:
-        """Give back free buffers beyond ``keep`` bytes, those not used for longest first."""
+        """Give back free buffers beyond ``keep`` bytes, and those that a few updates did without.
+
+        Called once for each update.
+        """
+        self._updates += 1
+        idle = [one for one in self._slots if one.users == 0 and self._updates - one.taken > _IDLE_UPDATES]
+        for slot in idle:
+            nbytes = slot.buffer.tensor.numel()
+            same = sum(one.buffer.tensor.numel() == nbytes for one in self._slots)
+            if same > self._reserved.get(nbytes, 0):
+                self._drop([slot])
         spare = 0
         for slot in reversed([slot for slot in self._slots if slot.users == 0]):
             spare += slot.buffer.tensor.numel()

@@ -33,7 +33,7 @@ import re
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -421,6 +421,10 @@ class WeightChunk:
         shown = self.header["token"].encode(errors="surrogatepass")
         return hmac.compare_digest(shown, token.encode())
 
+    def with_token(self, token: str) -> WeightChunk:
+        """Return this HELLO with ``token``, which does not travel where the connection is authenticated."""
+        return replace(self, header={**self.header, "token": token})
+
     def encode_head(self, *, checksum: bool = True) -> bytes:
         """Prelude and header: everything but the payload."""
         header = _to_json(dict(self.header)).encode()
@@ -507,6 +511,15 @@ class Prelude:
         if header > MAX_HEADER_BYTES or payload > max_payload:
             raise FormatError(f"frame announces {header} + {payload} bytes, more than is allowed")
         return cls(raw, Kind(kind), flags, header, payload, head_crc, crc)
+
+    def version_in(self, header: bytes) -> int | None:
+        """Return the version that the header of a frame names, where its payload cannot be had.
+
+        Raises:
+            FormatError: the header is not valid.
+        """
+        version: int | None = replace(self, flags=0).assemble(header, None).header.get("version")
+        return version
 
     def assemble(self, header: bytes, payload: torch.Tensor | None) -> WeightChunk:
         """Check header and payload against the prelude and build the chunk.

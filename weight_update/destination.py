@@ -179,10 +179,12 @@ class Destination:
             return self._binding.read()
         if self.current is None or self._schema is None:
             return NamedWeights({})
-        with self._gate.hold():
-            copies = _copies(self.current.values)
-            extra = dict(self.current.extra)
+        copies, extra = self._gate.guarded(self._copy_of_current)()
         return NamedWeights(dict(zip(self._schema.names, copies, strict=True)), extra)
+
+    def _copy_of_current(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        assert self.current is not None
+        return _copies(self.current.values), dict(self.current.extra)
 
     # -- what arrives ------------------------------------------------------------------------------
 
@@ -271,7 +273,25 @@ class Destination:
             self._decoders[encoding] = decoder_for(encoding, self._schema)
         return self._decoders[encoding]
 
+    def _follow(self) -> bool:
+        """Find the tensors of the model again, if a part of it was replaced; returns whether one was.
+
+        Raises:
+            SchemaMismatchError: the model has other weights now.
+        """
+        binding = self._bound
+        if binding is None or self._schema is None or not binding.is_stale():
+            return False
+        fresh = self._strategy.bind(binding.destination)
+        self._schema.require_same(fresh.schema(), "the model, a part of which was replaced,", more=True)
+        self._binding = fresh
+        if self._store is not None:
+            self._store.bind(fresh)
+            self._store.forget()  # the new part has weights of its own
+        return True
+
     def _stage(self, parts: list[WeightChunk]) -> Staged:
+        self._follow()
         header = parts[0].header
         payloads = payloads_of(parts)
         decoder = self._decoder(header["encoding"])
@@ -289,6 +309,7 @@ class Destination:
         return self._prepared(staged)
 
     def _stage_delta(self, parts: list[WeightChunk]) -> Staged:
+        self._follow()
         header, payloads = parts[0].header, payloads_of(parts)
         if self._store is None or self._schema is None:
             raise FormatError("a change, though no weights are kept here")
@@ -332,6 +353,8 @@ class Destination:
 
     def begin(self, staged: Staged) -> None:
         """First half of applying it, which may fail and can be undone."""
+        if self._follow() and self._bound is not None and self._schema is not None and staged.arena is None:
+            staged.values = self._bound.prepare(self._schema.names, staged.values)
         if staged.base is not None and self._store is not None:
             self._store.require(staged.base)  # again: while it waited, the worker may have written
         if staged.arena is not None:

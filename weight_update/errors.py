@@ -78,7 +78,13 @@ class FormatError(WeightSyncError, ValueError):
 
 
 class NotEnoughMemoryError(WeightSyncError, MemoryError):
-    """The machine has too little memory for the shared slots; the message says how much is needed."""
+    """There is too little memory for weights, here or in a worker; the message says how much is needed.
+
+    Attributes:
+        version: in a worker, the update that it belongs to; None if that is not known.
+    """
+
+    version: int | None = None
 
 
 class NotEnoughSpaceError(WeightSyncError, OSError):
@@ -105,10 +111,10 @@ class UnreachableMemoryError(TransportError):
     """A payload lies in memory that this process cannot open; the message says why.
 
     Attributes:
-        version: the update that it belongs to.
+        version: the update that it belongs to; None if that is not known.
     """
 
-    version = 0
+    version: int | None = None
 
 
 class SyncTimeoutError(WeightSyncError, TimeoutError):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Mapping, Sequence
 
 import torch
 
-from weight_update.binding import Binding
+from weight_update.binding import Binding, count_writes
 from weight_update.chunks import WeightSchema, digest
 from weight_update.encodings import Delta
 from weight_update.encodings.scan import SERIAL
 from weight_update.errors import SchemaMismatchError
 
 __all__ = ["Behind", "OwnWeights"]
+
+_WRITES = operator.attrgetter("_version")
 
 
 class Behind(Exception):
@@ -37,7 +41,7 @@ class OwnWeights:
         self._flat: torch.Tensor | None = None
         self._next: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         self._version: int | None = None
-        self._left: list[tuple[int, int]] = []  # the model's tensors, as they were left
+        self._left: tuple[list[int], list[int]] = [], []  # the model's tensors, as they were left
         self._copies: list[int] = []
         self.values: list[torch.Tensor] = []
 
@@ -118,7 +122,7 @@ class OwnWeights:
         """
         if self._flat is None or base != self._version:
             raise Behind(f"a change of version {base}; version {self._version} is here")
-        if self._as_they_are() != self._left:
+        if _as_they_are(self._targets()) != self._left:
             raise Behind("this worker wrote into its weights")
 
     def forget(self) -> None:
@@ -130,12 +134,15 @@ class OwnWeights:
         assert self._flat is not None
         for delta in deltas:
             delta.write(self._flat)
-        if self._binding is not None and self._copies:
-            touched = {i for delta in deltas for i in delta.touched(self._schema)}
-            stale = [i for i in self._copies if i in touched]
-            names = tuple(self._schema.names[i] for i in stale)
-            self._binding.copy(names, [self.values[i] for i in stale])
-            self._left = self._as_they_are()
+        if self._binding is not None:
+            if self._copies:
+                touched = {i for delta in deltas for i in delta.touched(self._schema)}
+                stale = [i for i in self._copies if i in touched]
+                names = tuple(self._schema.names[i] for i in stale)
+                self._binding.copy(names, [self.values[i] for i in stale])
+            targets = self._binding.tensors(self._schema.names)
+            count_writes(targets)
+            self._left = _as_they_are(targets)
         self._version = version
 
     @property
@@ -147,18 +154,22 @@ class OwnWeights:
 
     def _find_copies(self) -> None:
         """Find out which of the model's tensors do not lie in the buffer."""
-        targets = [] if self._binding is None else self._binding.tensors(self._schema.names)
+        targets = self._targets()
         self._copies = [
             i
             for i, (target, value) in enumerate(zip(targets, self.values, strict=bool(targets)))
             if target.data_ptr() != value.data_ptr() or target.device != value.device
         ]
-        self._left = self._as_they_are()
+        self._left = _as_they_are(targets)
 
-    def _as_they_are(self) -> list[tuple[int, int]]:
-        """How often each of the model's tensors was written to, by torch's account, and where it lies."""
-        targets = [] if self._binding is None else self._binding.tensors(self._schema.names)
-        return [(-1 if one.is_inference() else one._version, one.data_ptr()) for one in targets]
+    def _targets(self) -> list[torch.Tensor]:
+        return [] if self._binding is None else self._binding.tensors(self._schema.names)
+
+
+def _as_they_are(targets: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """How often each was written to, by torch's account, and where it lies."""
+    counted = itertools.filterfalse(torch.Tensor.is_inference, targets)
+    return list(map(_WRITES, counted)), list(map(torch.Tensor.data_ptr, targets))
 
 
 def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

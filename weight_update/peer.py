@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from typing import Protocol
 
 from weight_update.buffers import MIXED, Content, Shipment
@@ -11,6 +10,7 @@ from weight_update.chunks import WeightSchema
 from weight_update.frames import Step
 from weight_update.lane import Lane
 from weight_update.transports.base import TransportBackend
+from weight_update.transports.slots import may_run
 
 __all__ = ["Peer"]
 
@@ -138,12 +138,3 @@ class Peer:
         self.joined, self.has, self.staged = False, None, None
         self.hold("inflight", None)
         self.hold("applied", None)
-
-
-def may_run(pid: int) -> bool:
-    """Whether a process of this machine may still execute; zombies do not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return False
-    return state not in "ZX"

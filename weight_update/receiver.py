@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -21,6 +22,7 @@ from weight_update.errors import (
     JoinRefusedError,
     LifecycleError,
     LinkClosedError,
+    NotEnoughMemoryError,
     SchemaMismatchError,
     SyncTimeoutError,
     TransportError,
@@ -33,6 +35,7 @@ from weight_update.named import NamedWeights
 from weight_update.own_weights import Behind
 from weight_update.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
+from weight_update.transports.stream import seconds_left
 
 __all__ = ["Receiver"]
 
@@ -128,7 +131,8 @@ class Receiver:
             TransportError: it cannot be reached.
         """
         try:
-            self._join(timeout, again)
+            with torch.inference_mode(False):  # what is allocated here is written to by the thread, too
+                self._join(timeout, again)
         except BaseException:
             self._to.forget()
             raise
@@ -141,9 +145,9 @@ class Receiver:
             wanted = self._to.wanted()
         except Exception as reason:
             with contextlib.suppress(TransportError, TimeoutError):
-                self._greet(timeout, None, reason)
+                self._greet(deadline, None, reason)
             raise
-        self._greet(timeout, wanted, None)
+        self._greet(deadline, wanted, None)
         reply = self._expect(deadline)
         while reply.kind in (Kind.UPDATE, Kind.COMMIT, Kind.ABORT):  # meant for the worker before this one
             reply = self._expect(deadline)
@@ -160,7 +164,7 @@ class Receiver:
         if error is not None:
             raise error
 
-    def _greet(self, timeout: float, wanted: WeightSchema | None, error: Exception | None) -> None:
+    def _greet(self, deadline: float, wanted: WeightSchema | None, error: Exception | None) -> None:
         """Say hello: with what the model wants, or why it cannot join."""
         hello = {
             "token": self._token,
@@ -170,8 +174,8 @@ class Receiver:
             "schema": None if wanted is None else wanted.to_header(),
             "error": None if error is None else "\n\n".join(_told(error))[:_LONGEST],
         }
-        self.link.restart(timeout)
-        self.link.send_chunk(WeightChunk(Kind.HELLO, hello), timeout)
+        self.link.restart(seconds_left(deadline))
+        self.link.send_chunk(WeightChunk(Kind.HELLO, hello), seconds_left(deadline))
 
     def start(self) -> None:
         """Apply updates in a background thread from now on."""
@@ -254,6 +258,8 @@ class Receiver:
                 with self._busy:
                     if chunk is not None and not self._closing:
                         self._handle(chunk)
+            except NotEnoughMemoryError as error:  # the sender was told; there may be enough for the next
+                _log.warning("worker %d keeps version %s: %s", self.worker, self.version, error)
             except (TransportError, FormatError, TimeoutError) as error:
                 if isinstance(error, FormatError):
                     _log.warning("worker %d joins again, because of what came: %s", self.worker, error)
@@ -269,12 +275,25 @@ class Receiver:
             self._to.forget()
 
     def _next(self, timeout: float | None) -> WeightChunk | None:
-        """The next frame; the sender hears of one whose payload cannot be reached here."""
+        """Return the next frame; the sender hears of one whose payload cannot be reached here."""
         try:
-            return self.link.recv_chunk(timeout, self._to.allocate)
-        except UnreachableMemoryError as error:
-            self._tell_failed(error.version, error)
+            return self.link.recv_chunk(timeout, self._allocate)
+        except (UnreachableMemoryError, MemoryError) as error:
+            version = getattr(error, "version", None)
+            if version is None:  # a part of a frame is lost, and nobody knows of which
+                self.link.disconnect()
+                raise LinkClosedError(f"no memory to receive ({error})") from None
+            with self._busy:
+                if version != self._unwanted:
+                    self._refuse(version, error)
             raise
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        """See :meth:`Destination.allocate`."""
+        try:
+            return self._to.allocate(nbytes)
+        except (RuntimeError, MemoryError) as error:
+            raise _named(error) from None
 
     def _end(self, error: Exception) -> None:
         with self._busy:
@@ -315,6 +334,8 @@ class Receiver:
         try:
             with self._busy:
                 self.connect(_REJOIN_SECONDS, again=True)
+        except NotEnoughMemoryError as error:  # it is connected, and the sender was told
+            _log.warning("worker %d keeps version %s: %s", self.worker, self.version, error)
         except Exception as error:  # noqa: BLE001 - the thread ends in order, whatever it is
             if not isinstance(error, TransportError | TimeoutError):
                 _log.warning("worker %d could not join again", self.worker, exc_info=error)
@@ -353,14 +374,16 @@ class Receiver:
                 raise FormatError(f"unexpected {chunk.kind.name} frame")
         except (TransportError, FormatError):
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, the sender must hear of it
-            self._to.forget()
-            self._unwanted = version
-            self._tell_failed(version, error)
+        except Exception as reason:  # noqa: BLE001 - whatever it is, the sender must hear of it
+            error = _named(reason)
+            self._refuse(version, error)
             return error
         return None
 
-    def _tell_failed(self, version: int, error: Exception) -> None:
+    def _refuse(self, version: int, error: Exception) -> None:
+        """Keep the version in force, and tell the sender why ``version`` cannot be applied."""
+        self._to.forget()
+        self._unwanted = version
         summary, text = _told(error)
         failed = {
             "version": version,
@@ -454,6 +477,18 @@ class Receiver:
 def _told(error: Exception) -> tuple[str, str]:
     """What the sender hears of an error: in short, and where it came from."""
     return f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+
+
+def _named(error: Exception) -> Exception:
+    """Return ``error``, or a NotEnoughMemoryError where it says that there is no memory."""
+    if isinstance(error, NotEnoughMemoryError):
+        return error
+    short = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    if not short and getattr(error, "errno", None) != errno.ENOMEM:
+        return error
+    named = NotEnoughMemoryError(f"no memory for this update: {type(error).__name__}: {error}")
+    named.__cause__ = error
+    return named
 
 
 def _refusal(reply: WeightChunk) -> Exception:

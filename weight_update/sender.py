@@ -173,7 +173,11 @@ class Sender:
             if peer.thread is None:
                 name = f"weight_update-peer-{peer.idx}"
                 peer.thread = threading.Thread(target=self._serve, args=(peer,), name=name, daemon=True)
-                peer.thread.start()
+                try:
+                    peer.thread.start()
+                except BaseException:
+                    peer.thread = None  # the worker's next attempt to join tries it again
+                    raise
 
     def _welcome(self, peer: Peer, hello: WeightChunk) -> None:
         header = hello.header

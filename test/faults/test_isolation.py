@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+import os
+from collections.abc import Callable
+
 import pytest
 import torch
 from faults_tools import WAIT, Crew, Remote, Worker, wait_version, weights_of
@@ -131,3 +136,47 @@ def _leave(me: Worker) -> None:
 
 def _plain_weights(me: Worker) -> dict[str, torch.Tensor]:
     return state_of(me.model)
+
+
+def test_a_faulty_worker_cannot_write_into_slots(pair) -> None:
+    """Neither by a descriptor that it has nor by one that it finds in the sender's process."""
+    scheme, model, (faulty, sibling) = pair
+    before = state_of(model)
+    attempts, succeeded = faulty.call(attack_slots, os.getpid())
+    assert attempts >= 2
+    assert succeeded == []
+    assert_same(sibling.call(weights_of), before)
+    step(model)
+    scheme.send()
+    check_all([faulty, sibling], 1, state_of(model))
+
+
+def attack_slots(me: Worker, sender: int) -> tuple[int, list[str]]:
+    """Try to write into each slot; return how many there were to try, and the attempts that worked."""
+    attempts, succeeded = 0, []
+    for process in ("self", sender):
+        for fd in os.listdir(f"/proc/{process}/fd"):
+            path = f"/proc/{process}/fd/{fd}"
+            with contextlib.suppress(OSError):
+                if "memfd:weight_update-" not in os.readlink(path):
+                    continue
+                attempts += 1
+                opened = os.open(path, os.O_RDWR)
+                succeeded += [f"{how} {path}" for how, act in ATTACKS.items() if _works(act, opened)]
+                os.close(opened)
+    return attempts, succeeded
+
+
+ATTACKS: dict[str, Callable[[int], object]] = {
+    "write": lambda fd: os.pwrite(fd, b"\xff" * 64, 0),
+    "map": lambda fd: mmap.mmap(fd, 64)[0],
+    "truncate": lambda fd: os.ftruncate(fd, 1 << 30),  # larger: a smaller one would end the test's process
+}
+
+
+def _works(act: Callable[[int], object], fd: int) -> bool:
+    try:
+        act(fd)
+    except OSError:
+        return False
+    return True

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import resource
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faults_tools import Crew, Stripes, fill, hold, let_go, version_of, wait_version
+import torch
+from faults_tools import START, Crew, Stripes, Worker, fill, hold, let_go, version_of, wait_version
 
-from weight_update import NotEnoughMemoryError
+from weight_update import (
+    BucketEncoding,
+    MemoryWeightSyncScheme,
+    NotEnoughMemoryError,
+    SyncFailedError,
+    WeightStrategy,
+)
+from weight_update.destination import Destination
 from weight_update.transports import slots
 
 
@@ -92,3 +104,78 @@ def test_a_directory_that_does_not_exist(kind, crew: Crew) -> None:
         scheme.init_on_sender(model=half_a_megabyte(), num_workers=1)
     scheme.directory = None
     use(crew, scheme)
+
+
+ENCODINGS = {"dense": "dense", "bucket": BucketEncoding(bucket_size=4 << 20)}
+
+
+@pytest.mark.parametrize("encoding", ["dense", pytest.param("bucket", marks=pytest.mark.slow)])
+def test_a_worker_without_memory_for_a_while(kind, crew: Crew, encoding: str) -> None:
+    """It says so by name, keeps its version, and takes the next update when there is memory again."""
+    scheme = crew.scheme(kind, timeout=20.0, strategy=WeightStrategy(encoding=ENCODINGS[encoding]))
+    model = large()
+    short, other = crew.launch(scheme, model, large, 2)
+    short.call(limit_memory)
+    with pytest.raises(SyncFailedError, match="worker 0") as caught:
+        scheme.send(fill(model, 1))
+    assert set(caught.value.failures) == {0}
+    assert "NotEnoughMemoryError" in str(caught.value.failures[0])
+    assert short.call(values_of) == (0, {0.0})
+    assert other.call(values_of) == (1, {1.0})
+    short.call(end_limit)
+    for version in (2, 3, 4):
+        scheme.send(fill(model, version))
+        assert short.call(values_of) == (version, {float(version)})
+
+
+def large() -> Stripes:
+    return Stripes(2, 5 << 20)  # more than the allocator of C ever serves from memory that it has
+
+
+def limit_memory(me: Worker) -> None:
+    """Leave this process no piece of memory that is much larger than 1 MB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + (2 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    me.hoard = []
+    for megabytes in (64, 16, 4, 2):  # what C's allocator has left
+        with contextlib.suppress(RuntimeError):
+            while True:
+                me.hoard.append(torch.empty(megabytes << 20, dtype=torch.uint8))
+
+
+def end_limit(me: Worker) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    me.hoard = []
+
+
+def values_of(me: Worker) -> tuple[int, set[float]]:
+    """The version, and the smallest and largest of all weights."""
+    with me.scheme.hold():
+        return me.scheme.version, set(me.model(START).tolist())
+
+
+@pytest.mark.parametrize("encoding", ["dense", "bucket", "patch"])
+def test_no_memory_to_receive_into(crew: Crew, monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
+    """Where weights are copied as they arrive, an allocation that fails costs one update."""
+    scheme = crew.scheme(MemoryWeightSyncScheme, timeout=20.0, strategy=WeightStrategy(encoding=encoding))
+    model, mine = half_a_megabyte(), half_a_megabyte()
+    scheme.init_on_sender(model=model, num_workers=1)
+    receiver = copy.copy(scheme)
+    receiver.init_on_receiver(model=mine, worker_idx=0)
+    joining = threading.Thread(target=receiver.connect)
+    joining.start()
+    scheme.connect()
+    joining.join()
+    with monkeypatch.context() as patch:
+        patch.setattr(Destination, "allocate", _refuse)
+        with pytest.raises(SyncFailedError, match="NotEnoughMemoryError"):
+            scheme.send(fill(model, 1))
+    assert receiver.version == 0
+    scheme.send(fill(model, 2))
+    assert set(mine(START).tolist()) == {2.0}
+    receiver.shutdown()
+
+
+def _refuse(*args: object, **options: object) -> None:
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 400000 bytes.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import re
@@ -14,7 +15,28 @@ from typing import Any
 
 import pytest
 import torch
-from faults_tools import Crew, Remote, Stripes, Worker, eventually, fill, leave, version_of, weights_of
+from faults_tools import (
+    Crew,
+    Remote,
+    Stripes,
+    Worker,
+    eventually,
+    fill,
+    hold,
+    leave,
+    let_go,
+    version_of,
+    wait_version,
+    weights_of,
+)
+
+from weight_update import (
+    BucketEncoding,
+    MemoryWeightSyncScheme,
+    SyncTimeoutError,
+    WeightStrategy,
+)
+from weight_update.errors import LinkClosedError
 
 
 def held() -> dict[str, Any]:
@@ -187,3 +209,77 @@ def write_into_weights(me: Worker) -> None:
     with torch.no_grad():
         for parameter in me.model.parameters():
             parameter.add_(1)
+
+
+def test_a_scheme_within_a_process_keeps_nothing_after_shutdown() -> None:
+    """Neither links nor weights that a receiver which never came was sent."""
+    model = Stripes(2, 1000)
+    before = tensors_alive()
+    scheme = MemoryWeightSyncScheme(sync=False)
+    scheme.init_on_sender(model=model, num_workers=2)
+    receiver = copy.copy(scheme)
+    receiver.init_on_receiver(worker_idx=0)
+    joining = threading.Thread(target=receiver.connect)
+    joining.start()
+    with pytest.raises(SyncTimeoutError, match=r"\[1\]"):
+        scheme.connect(timeout=0.5)
+    joining.join()
+    scheme.send()
+    assert receiver.receive(5.0) is not None
+    receiver.shutdown()
+    scheme.shutdown()
+    late = copy.copy(scheme)
+    late.init_on_receiver(worker_idx=1)
+    with pytest.raises(LinkClosedError):
+        late.connect()
+    assert eventually(lambda: tensors_alive() <= before, 5.0)
+
+
+def tensors_alive() -> int:
+    """How many 1-D uint8 tensors, which payloads are, this process has."""
+    gc.collect()
+    found = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+    return sum(one.dtype == torch.uint8 and one.dim() == 1 for one in found)
+
+
+SLOTS = {"dense": "dense", "kept": BucketEncoding(bucket_size=1 << 18, load_instant=False)}
+
+
+@pytest.mark.parametrize("encoding", ["dense", pytest.param("kept", marks=pytest.mark.slow)])
+def test_memory_is_given_back_after_a_slow_phase(kind: type, crew: Crew, encoding: str) -> None:
+    """What a worker that was late took is free a few updates later, on both ends."""
+    scheme = crew.scheme(kind, timeout=0.3, strategy=WeightStrategy(encoding=SLOTS[encoding]))
+    model = Stripes(2, 1 << 19)
+    late, quick = crew.launch(scheme, model, lambda: Stripes(2, 1 << 19), 2)
+    inherited = [worker.call(slots_mapped) for worker in (late, quick)]
+    for version in range(1, 5):
+        scheme.send(fill(model, version))
+    normal = [slots_mapped(), late.call(slots_mapped), quick.call(slots_mapped)]
+    late.call(hold)
+    for version in range(5, 12):
+        scheme.send_async(fill(model, version))
+        assert quick.call(wait_version, version) == version
+    during = [slots_mapped(), late.call(slots_mapped), quick.call(slots_mapped)]
+    late.call(let_go)
+    assert late.call(wait_version, 11) == 11
+    assert quick.call(wait_version, 11) == 11
+    for version in range(12, 32):
+        scheme.send_async(fill(model, version)).wait(20.0)
+    after = [slots_mapped(), late.call(slots_mapped), quick.call(slots_mapped)]
+    assert during[0] > normal[0], "the test makes no slow phase"
+    assert all(now <= then for now, then in zip(after, normal, strict=True)), (
+        inherited,
+        normal,
+        during,
+        after,
+    )
+
+
+def slots_mapped(me: Worker | None = None) -> int:
+    """Bytes of slots that this process maps."""
+    total = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "memfd:weight_update-" in line:
+            start, _, stop = line.split()[0].partition("-")
+            total += int(stop, 16) - int(start, 16)
+    return total

@@ -1,142 +1,160 @@
-"""Two minutes of everything at once, from a printed seed; SOAK_SEED=... repeats one."""
+"""The program ``make soak`` runs, and its detectors detect."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import json
 import os
-import random
-import signal
-import time
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
-from faults_tools import (
-    Crew,
-    Stripes,
-    assert_whole,
-    compute,
-    end_compute,
-    eventually,
-    fill,
-    hold,
-    join,
-    let_go,
-    wait_version,
-)
+import soak_run
+import torch
+from soak_sides import Side
+from soak_strangers import listeners
+from soak_table import summary, table
+from soak_worker import fill
 
-from weight_update import SyncFailedError, WeightSyncScheme
+from weight_update import SyncFailedError
 
-SECONDS = 60.0
-WORKERS = 3
+ROOT = Path(__file__).parents[2]
 
 
-def make() -> Stripes:
-    return Stripes(24, 2048)
-
-
-class Soak:
-    """A trainer that sends all the time, and workers to which things happen."""
-
-    def __init__(self, kind: type[WeightSyncScheme], crew: Crew, seed: int) -> None:
-        self.random, self.crew, self.model = random.Random(seed), crew, make()
-        self.scheme = crew.scheme(kind, timeout=0.7)
-        self.workers = crew.launch(self.scheme, self.model, make, WORKERS)
-        self.stopped: set[int] = set()
-        self.held: set[int] = set()
-        self.version = 0
-        self.failed = 0
-        for worker in self.workers:
-            worker.call(compute)
-
-    def send(self) -> None:
-        self.version += 1
-        chosen = self.random.choice([None, None, None, [0], [1, 2]])
-        try:
-            self.scheme.send(fill(self.model, self.version), worker_ids=chosen)
-        except SyncFailedError as error:
-            self.failed += 1
-            assert set(error.failures) <= set(range(WORKERS))  # noqa: PT017 - it may also not be raised
-
-    def send_some(self) -> None:
-        """Many while all workers answer; few while each send has to wait for its timeout."""
-        for _ in range(self.random.randrange(1, 3 if self.stopped or self.held else 30)):
-            self.send()
-        for _ in range(self.random.randrange(20)):
-            self.version += 1
-            self.scheme.send_async(fill(self.model, self.version))
-
-    def happen(self) -> None:
-        idx = self.random.randrange(WORKERS)
-        if idx in self.stopped and self.random.random() < 0.7:
-            self.workers[idx].signal(signal.SIGCONT)
-            self.stopped.discard(idx)
-        elif idx in self.held and self.random.random() < 0.7:
-            self.workers[idx].call(let_go)
-            self.held.discard(idx)
-        elif not {idx} & (self.stopped | self.held) and self.random.random() < 0.6:
-            self.slow_down(idx)
-        else:
-            self.restart(idx)
-
-    def slow_down(self, idx: int) -> None:
-        if self.random.random() < 0.5:
-            self.workers[idx].signal(signal.SIGSTOP)
-            self.stopped.add(idx)
-        else:
-            self.workers[idx].call(hold)  # its updates wait, and fail after the timeout
-            self.held.add(idx)
-
-    def restart(self, idx: int) -> None:
-        if not {idx} & (self.stopped | self.held) and self.random.random() < 0.7:
-            assert_whole(self.workers[idx].call(end_compute))
-        self.workers[idx].kill()
-        self.stopped.discard(idx)
-        self.held.discard(idx)
-        self.workers[idx] = fresh = self.crew.start(self.scheme, idx, make)
-        fresh.begin(join)
-        fresh.result()
-        fresh.call(compute)
-
-    def end(self) -> None:
-        for idx in self.stopped:
-            self.workers[idx].signal(signal.SIGCONT)
-        for idx in self.held:
-            self.workers[idx].call(let_go)
-        assert eventually(self.all_joined), self.scheme.worker_versions
-        last = self.scheme.send(fill(self.model, self.version + 1)).version
-        for worker in self.workers:
-            assert worker.call(wait_version, last) == last
-            assert_whole(worker.call(end_compute))
-
-    def all_joined(self) -> bool:
-        try:
-            self.send()
-        except SyncFailedError:
-            return False
-        return None not in self.scheme.worker_versions.values()
+def test_a_short_one() -> None:
+    account = run(Side, 4.0, timeout=5.0)
+    assert account["problems"] == []
+    assert account["passes"] > 20
+    assert account["updates"] > 5
+    assert sum(account["faults"].values()) >= 1
+    rows = table([account, account]).splitlines()
+    assert len(rows) == 6
+    assert len({len(row.split("  ")) for row in rows if row.startswith("=")}) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_everything_at_once(kind: type[WeightSyncScheme], crew: Crew) -> None:
-    seed = int(os.environ.get("SOAK_SEED", random.SystemRandom().randrange(1 << 32)))
-    print(f"seed {seed}")
-    soak = Soak(kind, crew, seed)
-    end, events = time.monotonic() + SECONDS, 0
-    while time.monotonic() < end:
-        soak.send_some()
-        soak.happen()
-        events += 1
-    soak.end()
-    assert events > 10
-    assert soak.version > 100
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--scheme", "shared_mem", "--encoding", "patch"],
+        ["--scheme", "multiprocess", "--encoding", "bucket"],
+        ["--scheme", "distributed"],
+        ["--scheme", "distributed", "--hosts"],
+        ["--scheme", "ray"],
+        ["--scheme", "nccl"],
+        ["--scheme", "memory"],
+        ["--scheme", "checkpoint"],
+    ],
+    ids=" ".join,
+)
+def test_a_longer_one(arguments: list[str], tmp_path: Path) -> None:
+    if "ray" in arguments:
+        pytest.importorskip("ray", reason='Ray is not installed: pip install "weight-update[ray]"')
+    file = tmp_path / "account.json"
+    seed = os.environ.get("SOAK_SEED", "1")
+    program = [sys.executable, str(ROOT / "test" / "soak"), *arguments]
+    done = subprocess.run(
+        [*program, "--seconds", "60", "--seed", seed, "--json", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    account = json.loads(file.read_text())
+    assert account["problems"] == []
+    assert sum(account["faults"].values()) > 10
 
 
-def test_the_soak_counts_what_it_does(kind: type[WeightSyncScheme], crew: Crew) -> None:
-    """A short one, with one event of each kind."""
-    soak = Soak(kind, crew, seed=1)
-    soak.send()
-    soak.workers[1].signal(signal.SIGSTOP)
-    soak.stopped.add(1)
-    soak.send()
-    soak.restart(2)
-    soak.end()
-    assert soak.version >= 2
+def test_strangers_find_every_listener() -> None:
+    name = f"\0weight_update-{os.getpid()}"
+    with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(name)
+        unix.listen()
+        assert {tcp.getsockname(), name} <= set(listeners(os.getpid()))
+
+
+class Broken(Side):
+    """A scheme that mixes versions, goes back, keeps all that it gets and hides errors."""
+
+    def open(self) -> None:
+        super().open()
+        self.faults = ["refuse"]
+        self.kept: list[Any] = []
+        self.never = threading.Event()
+        self.stack.callback(self.never.set)
+
+    def send(self, version: int, worker_ids: list[int] | None, burst: int) -> tuple[int, dict[int, str]]:
+        self._keep()
+        model = fill(self.source, version - 15 if version % 20 == 0 else version)
+        if version % 7 == 0:
+            with torch.no_grad():
+                model.weights[3][-1] = 1.5
+        with contextlib.suppress(SyncFailedError):
+            self.scheme.send(model)
+        return version, {0: "it looked tired"} if version % 10 == 0 else {}
+
+    def _keep(self) -> None:
+        self.kept += [b"x" * 5_000_000, os.open("/dev/null", os.O_RDONLY)]
+        self.kept.append(threading.Thread(target=self.never.wait, daemon=True))
+        self.kept[-1].start()
+
+
+class Hanging(Side):
+    """A scheme whose tenth update never ends."""
+
+    def open(self) -> None:
+        super().open()
+        self.faults = ["strangers"]
+
+    def send(self, version: int, worker_ids: list[int] | None, burst: int) -> tuple[int, dict[int, str]]:
+        if version == 10:
+            threading.Event().wait()
+        return super().send(version, worker_ids, 1)
+
+
+def run(cls: type[Side], seconds: float, timeout: float = 1.0) -> dict[str, Any]:
+    """Run a soak here; return its account."""
+    options = argparse.Namespace(
+        scheme="shared_mem",
+        hosts=False,
+        encoding="dense",
+        compression="none",
+        peer=None,
+        without=[],
+        seed=1,
+        seconds=seconds,
+        workers=2,
+        megabytes=0.1,
+        timeout=timeout,
+        every=1.0,
+    )
+    log: list[str] = []
+    account = soak_run.Soak(cls(options), options, log.append).run()
+    print(summary(account))
+    return account
+
+
+def test_what_is_broken_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak_run, "SLACK", 0.0)  # so that workers soon count as healthy
+    account = run(Broken, 6.0)
+    kinds = {kind for kind, _ in account["problems"]}
+    assert {"torn", "backward", "wrong_version", "false blame", "silence", "not flat"} <= kinds
+    grown = {text.split()[0] for kind, text in account["problems"] if kind == "not flat"}
+    assert {"memory", "descriptors", "threads"} <= grown
+    assert min(account["torn"], account["backward"]) > 0
+
+
+def test_a_send_that_hangs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak_run, "HANG", 0.0)
+    account = run(Hanging, 30.0)
+    assert account["hangs"] == 1
+    ((kind, text),) = account["problems"]
+    assert kind == "hang"
+    assert "threading.Event().wait()" in text

@@ -1,30 +1,45 @@
-"""The door of SharedMemWeightSyncScheme: whoever does not belong is turned away, and nobody notices."""
+"""The listener of SharedMemWeightSyncScheme: strangers are refused, and nobody notices."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import multiprocessing as mp
+import os
+import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 
 import pytest
 from faults_tools import (
     Crew,
     Stripes,
+    Worker,
+    WorkerRaised,
     assert_whole,
     compute,
     end_compute,
     eventually,
     fill,
     flows_on,
+    join,
     sending,
     version_of,
+    wait_version,
+    weights_of,
 )
 
 from weight_update import SharedMemWeightSyncScheme, WeightChunk
 from weight_update.chunks import Kind
+from weight_update.errors import JoinRefusedError
+from weight_update.testing.processes import freeze
+from weight_update.transports.handshake import Challenge, prove_token
+from weight_update.transports.stream import Stream
 
 WORKERS = 2
 
@@ -48,6 +63,20 @@ def knock(address: str, data: bytes) -> socket.socket:
     stranger.connect(address)
     stranger.sendall(data)
     return stranger
+
+
+def prove(scheme: SharedMemWeightSyncScheme, data: bytes, token: str | None = None) -> socket.socket:
+    """Connect as somebody who knows the token."""
+    sock = knock(scheme._address, b"")
+    try:
+        context = f"shared memory {scheme._address}"
+        prove_token(Stream(sock), token or scheme._token, context, time.monotonic() + 10.0)
+        sock.settimeout(10.0)
+        sock.sendall(data)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def answer(stranger: socket.socket) -> bytes:
@@ -87,35 +116,48 @@ RUBBISH = {
     "zeros": bytes(4096),
     "another_kind": WeightChunk(Kind.GOODBYE, {}).encode(),
     "a_checksum_that_fails": long_header(),
-    "a_token_that_is_no_text": hello("\ud800", 0),
+    "a_worker_that_is_no_number": hello("", 0).replace(b'"worker":0', b'"worker":x'),
 }
 
 
 @pytest.mark.parametrize("data", RUBBISH.values(), ids=RUBBISH)
 def test_rubbish_is_refused_and_logged(busy, caplog: pytest.LogCaptureFixture, data: bytes) -> None:
+    """From strangers, and from those who know the token."""
     scheme, _ = busy
-    with caplog.at_level(logging.WARNING), closing(knock(scheme._address, data)) as stranger:
-        assert b"WELCOME" not in answer(stranger)
-        assert eventually(lambda: "refused a connection" in caplog.text, 5.0)
+    for connect in (lambda: knock(scheme._address, data), lambda: prove(scheme, data)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING), closing(connect()) as stranger:
+            assert b"WUPD" not in answer(stranger)
+            assert eventually(lambda: "refused a connection" in caplog.text, 5.0)
     assert flows_on(scheme)
 
 
 def test_wrong_token_for_a_connected_worker(busy, caplog: pytest.LogCaptureFixture) -> None:
     scheme, _ = busy
-    with caplog.at_level(logging.WARNING), closing(knock(scheme._address, hello("0" * 32, 0))) as stranger:
+    with caplog.at_level(logging.WARNING), pytest.raises(JoinRefusedError, match="wrong token"):
+        prove(scheme, hello("0" * 32, 0), token="0" * 32)
+    assert eventually(lambda: "refused a connection: wrong token" in caplog.text, 5.0)
+    assert scheme._token not in caplog.text
+    assert flows_on(scheme)
+
+
+def test_an_unknown_index_is_told_why(busy) -> None:
+    scheme, _ = busy
+    with closing(prove(scheme, hello("", -1))) as stranger:
         reply = WeightChunk.decode(answer(stranger))
     assert reply.kind is Kind.REFUSED
-    assert "token" in reply.header["reason"]
-    assert scheme._token not in caplog.text
+    assert "unknown worker index -1" in reply.header["reason"]
     assert flows_on(scheme)
 
 
 def test_half_a_frame_and_silence(busy) -> None:
     scheme, _ = busy
-    whole = hello(scheme._token, 0)
+    whole = hello("", 0)
     with (
-        closing(knock(scheme._address, whole[:10])),
-        closing(knock(scheme._address, whole[:-5])),
+        closing(prove(scheme, whole[:10])),
+        closing(prove(scheme, whole[:-5])),
+        closing(prove(scheme, b"")),
+        closing(knock(scheme._address, b"WUH1")),
         closing(knock(scheme._address, b"")),
     ):
         assert flows_on(scheme)
@@ -134,8 +176,82 @@ def test_nobody_who_knocked_outlives_the_scheme(crew: Crew) -> None:
     scheme, model = crew.scheme(SharedMemWeightSyncScheme, timeout=10.0), Stripes(2, 4)
     before = set(threading.enumerate())
     crew.launch(scheme, model, lambda: Stripes(2, 4), 1)
-    with closing(knock(scheme._address, b"")), closing(knock(scheme._address, b"WUPD")) as stranger:
-        assert eventually(lambda: sum("join" in thread.name for thread in threading.enumerate()) == 2, 5.0)
+    with closing(knock(scheme._address, b"WUH1")) as stranger, closing(prove(scheme, b"WUPD")) as silent:
+        assert eventually(lambda: any("join" in thread.name for thread in threading.enumerate()), 5.0)
         scheme.shutdown()
-        assert answer(stranger) == b""
+        assert b"WUPD" not in answer(stranger) + answer(silent)
         assert eventually(lambda: set(threading.enumerate()) <= before, 5.0)
+
+
+def test_a_stranger_that_takes_the_trainers_address(crew: Crew) -> None:
+    """Workers neither show it their token nor take weights from it."""
+    assert_not_taken_over(crew, os.geteuid())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+def test_another_user_takes_the_trainers_address(crew: Crew) -> None:
+    assert_not_taken_over(crew, 65534)
+
+
+def assert_not_taken_over(crew: Crew, user: int) -> None:
+    ctx = mp.get_context("fork")
+    (ours, theirs), (told, tells) = ctx.Pipe(), ctx.Pipe(duplex=False)
+    scheme, model = SharedMemWeightSyncScheme(timeout=10.0, connect_timeout=10.0), Stripes(2, 4)
+    trainer = ctx.Process(target=train, args=(theirs, scheme, model), daemon=True)
+    trainer.start()
+    theirs.close()
+    scheme._address = ours.recv()  # as if the scheme had been pickled there
+    worker = crew.start(scheme, 0, lambda: fill(Stripes(2, 4), -1.0))
+    worker.call(join)
+    freeze(worker.pid)  # it joins again as soon as the trainer is dead
+    trainer.kill()
+    trainer.join()
+    stranger = ctx.Process(target=take_over, args=(tells, scheme._address, user), daemon=True)
+    stranger.start()
+    tells.close()
+    try:
+        assert told.recv() == "listens"
+        worker.signal(signal.SIGCONT)
+        heard = told.recv()
+        assert scheme._token.encode() not in heard
+        assert worker.call(wait_version, 7, 1.0) == 0
+        weights = worker.call(weights_of)
+        assert {value for tensor in weights.values() for value in tensor.tolist()} == {5.0}
+        with pytest.raises(WorkerRaised, match="LinkClosedError"):
+            worker.call(receive)
+    finally:
+        for process in (trainer, stranger):
+            process.kill()
+            process.join()
+        for pipe in (ours, told):
+            pipe.close()
+
+
+def train(pipe: Any, scheme: SharedMemWeightSyncScheme, model: Stripes) -> None:
+    """Process of the trainer; it dies by a signal."""
+    scheme.init_on_sender(model=fill(model, 5.0), num_workers=1)
+    pipe.send(scheme.address)
+    scheme.connect()
+    time.sleep(60.0)
+
+
+def take_over(pipe: Any, address: str, user: int) -> None:
+    """Process of a stranger: it listens in the trainer's place and answers as well as it can."""
+    os.setuid(user)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.bind(address)
+        sock.settimeout(10.0)
+        sock.listen()
+        pipe.send("listens")
+        caller, _ = sock.accept()
+        caller.settimeout(2.0)
+        heard = b""
+        with contextlib.suppress(TimeoutError, OSError):
+            for _ in range(2):
+                caller.sendall(Challenge("a guess", address).greeting)
+                heard += caller.recv(1 << 20)
+        pipe.send(heard)
+
+
+def receive(me: Worker) -> None:
+    me.scheme.receive(5.0)

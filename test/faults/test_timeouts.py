@@ -183,7 +183,6 @@ def test_a_stopped_peer_on_a_unix_socket(crew: Crew) -> None:
     assert isinstance(result, TransportError | SyncTimeoutError)
 
 
-@pytest.mark.xfail(strict=True, reason="connect() over shared memory blocks while the backlog is full")
 def test_a_full_backlog_on_a_unix_socket() -> None:
     name = f"\0weight_update-full-{os.getpid()}"
     with full(socket.AF_UNIX, name):

@@ -10,6 +10,7 @@ from sync_parts import model_at
 
 from weight_update import ExplorerClient, FormatError, LifecycleError, Synchronizer, SyncMethod, TrainerClient
 from weight_update.synchronizer import wire
+from weight_update.transports.stream import Stream
 
 
 @pytest.fixture
@@ -86,19 +87,12 @@ def test_close_ends_the_servers_also_when_another_step_raises(monkeypatch: pytes
 
 def test_what_is_signed_and_not_json_is_a_format_error(monkeypatch: pytest.MonkeyPatch) -> None:
     left, right = socket.socketpair()
-    ends: list[wire.Wire] = []
-
-    def greet() -> None:
-        ends.append(wire.Wire(left, "token", server=True, timeout=10.0))
-
-    greeting = threading.Thread(target=greet)
-    greeting.start()
-    client = wire.Wire(right, "token", server=False, timeout=10.0)
-    greeting.join(10.0)
+    host = wire.Wire(Stream(left), bytes(32), server=True)
+    client = wire.Wire(Stream(right), bytes(32), server=False)
     with monkeypatch.context() as patch:
         patch.setattr(wire.json, "dumps", lambda *_, **__: "{nothing")
         client.send({})
     with pytest.raises(FormatError, match="not JSON"):
-        ends[0].receive(10.0)
-    for end in (client, ends[0]):
+        host.receive(10.0)
+    for end in (client, host):
         end.close()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
+import stat
 import threading
 import time
 from pathlib import Path
@@ -226,3 +228,23 @@ def test_a_store_is_of_use_to_several_threads(tmp_path: Path) -> None:
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
     assert not errors
+
+
+@pytest.mark.parametrize(
+    ("directory", "file"), [(None, 0o600), (0o700, 0o600), (0o750, 0o640), (0o755, 0o644), (0o777, 0o644)]
+)
+def test_files_are_open_to_those_who_may_read_the_directory(
+    tmp_path: Path, directory: int | None, file: int
+) -> None:
+    """A directory that is made is its user's alone; one that exists is left as it is."""
+    where = tmp_path / "checkpoints"
+    if directory is not None:
+        where.mkdir()
+        where.chmod(directory)
+    before = os.umask(0o022)
+    try:
+        CheckpointStore(where).publish(1, weights(1), step=1)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(where.stat().st_mode) == (directory or 0o700)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in where.iterdir()} == {file}

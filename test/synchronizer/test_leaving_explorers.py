@@ -9,8 +9,17 @@ from typing import Any
 
 import pytest
 from sync_parts import Waiting, model_at, set_to, step_of, synchronizer, wait_until
+from torch import nn
 
-from weight_update import ExplorerClient, RunningStatus, Synchronizer, SyncMethod, SyncStyle, TrainerClient
+from weight_update import (
+    ExplorerClient,
+    RunningStatus,
+    SchemaMismatchError,
+    Synchronizer,
+    SyncMethod,
+    SyncStyle,
+    TrainerClient,
+)
 from weight_update.synchronizer.register import Register
 from weight_update.synchronizer.roads import Inlet, Outlet
 from weight_update.synchronizer.state import Explorer
@@ -174,3 +183,15 @@ def test_a_process_that_could_hear_nobody_gives_all_a_new_lease() -> None:
         register.closed = True
         moved.notify_all()
     assert missed[0] - going_on > 0.4
+
+
+def test_an_explorer_is_named_by_its_own_id() -> None:
+    """The error of an explorer whose model does not fit names that explorer, not a worker beside it."""
+    outlet = Outlet(nn.Linear(2, 2), None, "state_dict", 10.0)
+    inlet = Inlet(outlet.ticket, 0, nn.Linear(3, 3), "state_dict", 10.0)
+    try:
+        with pytest.raises(SchemaMismatchError, match="worker 0 does not have the same weights"):
+            inlet.join(10.0)
+    finally:
+        inlet.close()
+        outlet.close()

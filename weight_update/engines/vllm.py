@@ -75,6 +75,7 @@ class VLLMEngine(ExclusiveEngine):
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """See :meth:`InferenceEngine.load_weights`; raises what ``collective_rpc`` raises."""
         fd = os.memfd_create("weight_update")
+        os.fchmod(fd, 0o600)
         try:
             for batch in batches(weights, self._batch_bytes):
                 named = dict(batch)
@@ -115,9 +116,9 @@ class WorkerExtension:
             header: what lies there, as :meth:`WeightSchema.to_header` gives it.
         """
         schema = WeightSchema.from_header(header)
-        fd = os.open(where, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(where, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            views = schema.views(_mapped(fd, schema.nbytes))
+            views = schema.views(_mapped(fd, schema.nbytes, access=mmap.ACCESS_COPY))
         finally:
             os.close(fd)
         # Copies: a loader may keep a tensor, and the memory is used again.
@@ -127,8 +128,8 @@ class WorkerExtension:
         self.model_runner.model.load_weights(weights=weights)
 
 
-def _mapped(fd: int, nbytes: int) -> torch.Tensor:
+def _mapped(fd: int, nbytes: int, access: int = mmap.ACCESS_DEFAULT) -> torch.Tensor:
     """The first bytes of a file, mapped for as long as the tensor is used."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(fd, nbytes, access=access), dtype=torch.uint8)

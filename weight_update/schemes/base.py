@@ -8,8 +8,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.util import Finalize
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -17,7 +16,7 @@ import torch
 
 from weight_update.chunks import WeightSchema
 from weight_update.errors import FormatError, JoinRefusedError, LifecycleError, TransportError
-from weight_update.gate import shared_gate
+from weight_update.gate import Hold, shared_gate
 from weight_update.handle import SendHandle, failed
 from weight_update.named import NamedWeights
 from weight_update.receiver import Receiver
@@ -520,30 +519,35 @@ class WeightSyncScheme(ABC):
                 lambda: self.strategy.apply_weights(self._model, weights, inplace), self.timeout
             )
 
-    @contextmanager
-    def hold(self) -> Iterator[None]:
-        """On a receiver: no update lands inside this context; updates that come wait for its end.
+    def hold(self) -> Hold:
+        """Keep updates out of a ``with`` block of a receiver; updates that come wait for its end.
 
-        Forward passes of the model hold by themselves; use this around several of them, or where parts of
-        the model are called on their own.
+        Forward passes of the model hold by themselves. Use this around several of them, where parts of the
+        model or ``model.forward`` are called directly, and from a forward pass until its backward pass. In
+        coroutines write ``async with scheme.hold():``. A hold may end in another thread or coroutine than
+        the one it began in.
+
+        Raises:
+            LifecycleError: not a connected receiver; or, from ``with`` in a coroutine, another coroutine of
+                this thread holds as well.
         """
-        with self._require_receiver().gate.hold():
-            yield
+        return self._require_receiver().gate.hold()
 
     def guarded(self, function: _F) -> _F:
-        """``function``, holding during each call; for policies whose own hooks cannot run.
+        """Return ``function`` so that it holds during each call; for policies whose own hooks cannot run.
 
         The hooks that hold during forward passes of the model are taken off: compile or capture the model
-        after this.
+        after this. A coroutine function holds until its await ends. A generator or asynchronous generator
+        holds from its first item until it ends or is closed.
+
+        Raises:
+            LifecycleError: not a connected receiver.
+            TypeError: from a call that returned a coroutine, a generator or a future without being a
+                coroutine function or generator function, so that its end cannot be known.
         """
         receiver = self._require_receiver()
         receiver.guard_outside()
-
-        def held(*args: Any, **kwargs: Any) -> Any:
-            with receiver.gate.hold():
-                return function(*args, **kwargs)
-
-        return held  # type: ignore[return-value]
+        return receiver.gate.guarded(function)
 
     # -- state -------------------------------------------------------------------------------------
 

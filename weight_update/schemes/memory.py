@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 from weight_update.errors import LifecycleError
 from weight_update.schemes.base import End, Newcomers, WeightSyncScheme
@@ -12,8 +13,43 @@ from weight_update.transports.memory import MemoryTransport
 
 __all__ = ["MemoryWeightSyncScheme"]
 
-_waiting: dict[tuple[str, int], MemoryTransport] = {}
-_doors: dict[str, Newcomers] = {}
+
+class _Listener:
+    """The receivers' ends of one sender's links, until the sender is shut down.
+
+    Args:
+        admit: makes the link of a late joiner.
+    """
+
+    def __init__(self, admit: Newcomers) -> None:
+        self.links: dict[int, MemoryTransport] = {}
+        self._admit = admit
+        self._closed = False
+
+    def link(self, worker_idx: int) -> MemoryTransport:
+        """Return the receiver's end of a worker's link, a closed one after the sender was shut down.
+
+        Raises:
+            JoinRefusedError: see :meth:`WeightSyncScheme.newcomers`.
+        """
+        if self._closed:
+            mine, theirs = MemoryTransport.pair()
+            mine.close()
+            return theirs
+        if worker_idx not in self.links:
+            self._admit(worker_idx)
+        return self.links[worker_idx]
+
+    def start(self) -> None:
+        """Do nothing: links exist from the beginning."""
+
+    def close(self) -> None:
+        """Forget all links, and what is queued in them."""
+        self._closed = True
+        self.links.clear()
+
+
+_listeners: WeakValueDictionary[str, _Listener] = WeakValueDictionary()
 
 
 class MemoryWeightSyncScheme(WeightSyncScheme):
@@ -24,19 +60,17 @@ class MemoryWeightSyncScheme(WeightSyncScheme):
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
         """See :meth:`WeightSyncScheme.open_sender`."""
-        _doors[self._token] = self.newcomers()
+        self._door = _listeners[self._token] = _Listener(self.newcomers())
         return super().open_sender(workers, ctx)
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
         """See :meth:`WeightSyncScheme.create_transport`."""
-        key = (self._token, worker_idx)
-        if end == "sender":
-            mine, _waiting[key] = MemoryTransport.pair()
-            return mine
-        if self._token not in _doors:
+        listener = _listeners.get(self._token)
+        if listener is None:
             raise LifecycleError(
                 f"no link for worker {worker_idx}: the sender is not in this process, or not initialized"
             )
-        if key not in _waiting:
-            _doors[self._token](worker_idx)
-        return _waiting[key]
+        if end == "receiver":
+            return listener.link(worker_idx)
+        mine, listener.links[worker_idx] = MemoryTransport.pair()
+        return mine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -95,7 +96,8 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme):
             stable_addresses=stable_addresses,
         )
         self.data, self.namespace = data, namespace
-        self.name = name or f"weight_update-{self._token[:12]}"
+        # the whole cluster sees the name, so it does not hold the token
+        self.name = name or f"weight_update-{hashlib.sha256(self._token.encode()).hexdigest()[:12]}"
 
     def _reset(self) -> None:
         super()._reset()

@@ -101,7 +101,9 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
         """See :meth:`WeightSyncScheme.create_transport`."""
-        return self._sender_end() if end == "sender" else SharedMemTransport(self._address)
+        if end == "sender":
+            return self._sender_end()
+        return SharedMemTransport(self._address, token=self._token)
 
     def _sender_end(self) -> SharedMemTransport:
         device = None if self.slot_device is None else torch.device(self.slot_device)

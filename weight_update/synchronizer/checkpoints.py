@@ -39,7 +39,8 @@ class CheckpointStore:
     has it (mount option ``acdirmax``, 60 s unless set).
 
     Args:
-        directory: made if it is not there. Files in it that are not ours are left alone.
+        directory: made if it is not there, for this user alone; in one that is there, checkpoints are open
+            to those who may read it. Files in it that are not ours are left alone.
         keep: how many complete versions stay, at least 1.
         lease_seconds: how long a reader or writer may give no sign of life before it counts as dead; the same
             on all sides, and longer than anything stops a process for.
@@ -54,7 +55,7 @@ class CheckpointStore:
         if keep < 1 or lease_seconds <= 0:
             raise ValueError(f"keep is at least 1 and lease_seconds above 0, not {keep} and {lease_seconds}")
         self.directory = Path(directory)
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lease_seconds = lease_seconds
         self._catalogue = Catalogue(self.directory)
         self._sweeper = Sweeper(self._catalogue, lease_seconds, keep)

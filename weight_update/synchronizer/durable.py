@@ -74,7 +74,8 @@ def write_beside(part: Path, path: Path, write: Callable[[int], _T]) -> _T:
     Raises:
         OSError: it could not be written.
     """
-    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    mode = stat.S_IMODE(path.parent.stat().st_mode) & 0o666  # for nobody who may not read the directory
+    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
         try:
             result = write(fd)

@@ -21,12 +21,12 @@ class Journal:
     It survives the death of the process. Weights are not in it.
 
     Args:
-        directory: made if it does not exist.
+        directory: made if it does not exist, for this user alone.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._path = Path(directory) / "synchronizer.json"
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._writing = threading.Lock()
         self._unwritten: tuple[int, int] | None = None
 

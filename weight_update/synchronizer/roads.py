@@ -10,8 +10,6 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
-
 from weight_update.errors import (
     SyncFailedError,
     SyncTimeoutError,
@@ -33,7 +31,8 @@ Ticket = dict[str, Any]
 """What a receiver needs to find an :class:`Outlet`: plain values."""
 
 _log = logging.getLogger(__name__)
-_WITNESS = 0
+_WITNESS = (1 << 31) - 1
+"""Index of the receiver beside the sender; explorers are workers under their own ids."""
 
 
 class Shipment:
@@ -51,7 +50,7 @@ class Shipment:
 
     def __init__(self, handle: SendHandle, gone: frozenset[int] = frozenset()) -> None:
         self._handle, self._gone = handle, gone
-        self.ids = frozenset(idx - 1 for idx in handle.workers if idx != _WITNESS)
+        self.ids = frozenset(handle.workers) - {_WITNESS}
         self.number, self.nbytes = handle.version, handle.report.wire_bytes
 
     def settle(self, ids: Iterable[int]) -> dict[int, str]:
@@ -59,16 +58,16 @@ class Shipment:
         wanted = set(ids)
         failures = dict.fromkeys(wanted & self._gone, "it is not connected to the sender")
         try:
-            report = self._handle.of(*(id + 1 for id in wanted - self._gone)).wait()
+            report = self._handle.of(*(wanted - self._gone)).wait()
         except SyncFailedError as error:
-            failures.update({idx - 1: str(why) for idx, why in error.failures.items()})
+            failures.update({idx: str(why) for idx, why in error.failures.items()})
             report = self._handle.report
-        left = {id for id in wanted - set(failures) if id + 1 not in report.apply_seconds}
+        left = {id for id in wanted - set(failures) if id not in report.apply_seconds}
         return failures | dict.fromkeys(left, "it left before it had applied it")
 
     def failures(self) -> dict[int, str]:
         """What is known by now."""
-        return {idx - 1: str(why) for idx, why in self._handle.failures().items()}
+        return {idx: str(why) for idx, why in self._handle.failures().items()}
 
 
 class Outlet:
@@ -100,15 +99,14 @@ class Outlet:
         self._scheme = _scheme(self.ticket, strategy, timeout, backend)
         self._sending = threading.Lock()
         self._last: Shipment | None = None
-        origin = {"model": source} if isinstance(source, nn.Module) else {"weights": source}
-        self._scheme.init_on_sender(**origin, num_workers=1)
+        self._scheme.init_on_sender(params_map={_WITNESS: source})
         if isinstance(self._scheme, DistributedWeightSyncScheme):
             self.ticket["port"] = self._scheme.port
         else:
             self.ticket["address"] = self._scheme.address
         with contextlib.ExitStack() as undo:
             undo.callback(self._scheme.shutdown)
-            self._witness = Inlet(self.ticket, _WITNESS - 1, None, strategy, timeout)
+            self._witness = Inlet(self.ticket, _WITNESS, None, strategy, timeout)
             undo.callback(self._witness.close)
             self._open(timeout)
             undo.pop_all()
@@ -123,7 +121,7 @@ class Outlet:
 
     def here(self) -> list[int]:
         """Ids of the explorers that joined."""
-        return [idx - 1 for idx in self._scheme.worker_versions if idx != _WITNESS]
+        return [idx for idx in self._scheme.worker_versions if idx != _WITNESS]
 
     def send(self, ids: Iterable[int], weights: Any = None) -> Shipment:
         """Send weights to explorers; does not wait for them.
@@ -140,7 +138,7 @@ class Outlet:
             while True:
                 here = wanted & set(self.here())
                 try:
-                    handle = self._scheme.send_async(weights, [_WITNESS, *(id + 1 for id in here)])
+                    handle = self._scheme.send_async(weights, [_WITNESS, *here])
                 except UnknownWorkerError:
                     if here <= set(self.here()):
                         raise
@@ -178,7 +176,7 @@ class Inlet:
     ) -> None:
         self.ticket = ticket
         self._scheme = _scheme(ticket, strategy, timeout)
-        self._scheme.init_on_receiver(model=model, worker_idx=id + 1)
+        self._scheme.init_on_receiver(model=model, worker_idx=id)
 
     def join(self, timeout: float) -> str | None:
         """Connect; None, or why it did not succeed.

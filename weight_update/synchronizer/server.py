@@ -1,24 +1,23 @@
-"""A synchronizer for several processes: a socket, and a thread for each connection."""
+"""A synchronizer for several processes: a listener, and a thread for each connection of a client."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
 import socket
-import threading
 
 from weight_update.errors import FormatError, TransportError
+from weight_update.ratelimit import RateLimitedLog
 from weight_update.synchronizer.coordinator import Coordinator
-from weight_update.synchronizer.wire import Wire
-from weight_update.transports.stream import close_in_children
+from weight_update.synchronizer.wire import CONTEXT, Wire
+from weight_update.transports.listener import Listener
+from weight_update.transports.stream import Stream, seconds_left
 
 __all__ = ["TOKEN", "Server"]
 
 TOKEN = "WEIGHT_UPDATE_TOKEN"
 _log = logging.getLogger(__name__)
-_GREETING_SECONDS = 30.0
 _BACKLOG = 128
 
 
@@ -46,41 +45,25 @@ class Server:
     ) -> None:
         self.token = token or os.environ.get(TOKEN) or secrets.token_hex(16)
         self._coordinator, self._closed = coordinator, False
-        self._wires: set[Wire] = set()
+        self._log = RateLimitedLog(_log)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._sock = socket.create_server((address, port), family=family, backlog=_BACKLOG)
-        self.address = f"{address}:{self._sock.getsockname()[1]}"
-        close_in_children(self._sock)
-        threading.Thread(target=self._run, name="weight_update-synchronizer", daemon=True).start()
+        sock = socket.create_server((address, port), family=family, backlog=_BACKLOG)
+        self.address = f"{address}:{sock.getsockname()[1]}"
+        self._listener = Listener(sock, self.token, CONTEXT, self._serve, "weight_update-synchronizer", _log)
+        self._listener.start()
 
     def close(self) -> None:
         """Stop listening and end all connections; the coordinator lives on."""
         self._closed = True
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
-        for wire in list(self._wires):
-            wire.close()
+        self._listener.close()
 
-    def _run(self) -> None:
-        while True:
-            try:
-                sock, peer = self._sock.accept()
-            except OSError:
-                return
-            close_in_children(sock)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            name = f"weight_update-client-{peer[1]}"
-            threading.Thread(target=self._serve, args=(sock,), name=name, daemon=True).start()
-
-    def _serve(self, sock: socket.socket) -> None:
+    def _serve(self, stream: Stream, key: bytes, deadline: float) -> None:
         """Thread of a connection."""
+        stream.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        wire = Wire(stream, key, server=True)
         session: str | None = None
-        wire = None
         try:
-            wire = Wire(sock, self.token, server=True, timeout=_GREETING_SECONDS)
-            self._wires.add(wire)
-            request = wire.receive(_GREETING_SECONDS)
+            request = wire.receive(seconds_left(deadline))
             while not self._closed:
                 session = _session_of(request)
                 wire.send(self._coordinator.call(*_call_of(request)))
@@ -88,13 +71,11 @@ class Server:
                     session = None
                 request = wire.receive(None)
         except (FormatError, TimeoutError) as error:
-            _log.warning("a connection to the synchronizer was ended: %s", error)
+            self._log.warning("a connection to the synchronizer was ended: %s", error)
         except TransportError:
             pass  # it has ended
         finally:
-            if wire is not None:
-                self._wires.discard(wire)
-                wire.close()
+            wire.close()
             if session is not None and not self._closed:
                 self._coordinator.gone(session)
 

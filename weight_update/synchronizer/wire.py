@@ -1,7 +1,7 @@
 """Signed JSON over a stream socket.
 
-Each end first sends 16 random bytes. The key of the connection is HMAC-SHA256 of the token over both, so what
-was recorded on another connection is worth nothing here. Then messages, the first of them empty, each::
+A connection begins with the handshake of :mod:`weight_update.transports.handshake`, which gives it a key.
+Then come messages, each::
 
     offset  size  field
     0       4     length N of the body, little endian, at most 1 MiB
@@ -17,18 +17,19 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import os
 import socket
 import struct
 import time
 from typing import Any
 
 from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, SyncTimeoutError
+from weight_update.transports.handshake import prove_token
 from weight_update.transports.stream import Stream, deadline_of
 
-__all__ = ["Wire", "connect"]
+__all__ = ["CONTEXT", "Wire", "connect"]
 
-_NONCE = 16
+CONTEXT = "synchronizer"
+"""Of handshakes with a synchronizer's server."""
 _FRONT = struct.Struct("<I32s")
 _MAX_BODY = 1 << 20
 _SEND_SECONDS = 30.0
@@ -38,37 +39,15 @@ class Wire:
     """One end of a connection. One thread uses it at a time, but :meth:`close` may come from any.
 
     Args:
-        sock: connected.
-        token: what both ends know.
+        stream: connected, and both ends know that they have the same token.
+        key: of this connection.
         server: whether this is the end that answers.
-        timeout: seconds for the other end to send its first bytes.
-
-    Raises:
-        LinkClosedError: the other end is gone.
-        SyncTimeoutError: it says nothing.
-        FormatError: it has another token.
     """
 
-    def __init__(self, sock: socket.socket, token: str, *, server: bool, timeout: float) -> None:
-        self._stream = Stream(sock)
+    def __init__(self, stream: Stream, key: bytes, *, server: bool) -> None:
+        self._stream, self._key = stream, key
         self._mine, self._theirs = (b"S", b"C") if server else (b"C", b"S")
         self._sent = self._received = 0
-        self._key = b""
-        try:
-            self._greet(token, server, timeout)
-        except BaseException:
-            self.close()
-            raise
-
-    def _greet(self, token: str, server: bool, timeout: float) -> None:
-        mine, theirs = os.urandom(_NONCE), bytearray(_NONCE)
-        self._stream.send(mine, deadline_of(timeout))
-        self._await(timeout)
-        self._stream.recv_into(memoryview(theirs))
-        both = bytes(theirs) + mine if server else mine + bytes(theirs)
-        self._key = hmac.new(token.encode(), b"weight_update synchronizer" + both, hashlib.sha256).digest()
-        self.send({})  # both ends learn at once whether the tokens agree
-        self.receive(timeout)
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a JSON object."""
@@ -85,7 +64,8 @@ class Wire:
             SyncTimeoutError: none came in time.
             FormatError: it is not signed with our token, or not a JSON object.
         """
-        self._await(timeout)
+        if not self._stream.wait_readable(timeout):
+            raise SyncTimeoutError(f"the other end said nothing for {timeout:g} s")
         front = bytearray(_FRONT.size)
         self._stream.recv_into(memoryview(front))
         length, tag = _FRONT.unpack(front)
@@ -113,10 +93,6 @@ class Wire:
         """End the connection; whoever waits here is woken."""
         self._stream.close()
 
-    def _await(self, timeout: float | None) -> None:
-        if not self._stream.wait_readable(timeout):
-            raise SyncTimeoutError(f"the other end said nothing for {timeout:g} s")
-
     def _sign(self, who: bytes, number: int, body: bytes) -> bytes:
         return hmac.new(self._key, who + struct.pack("<Q", number) + body, hashlib.sha256).digest()
 
@@ -135,10 +111,14 @@ def connect(address: str, port: int, token: str, timeout: float) -> Wire:
     except OSError as error:
         raise LinkClosedError(f"no synchronizer at {address}:{port} ({error})") from None
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    stream = Stream(sock)
     try:
-        return Wire(sock, token, server=False, timeout=max(deadline - time.monotonic(), 0.0))
-    except FormatError as error:
-        raise JoinRefusedError(f"the synchronizer at {address}:{port}: {error}") from None
+        return Wire(stream, prove_token(stream, token, CONTEXT, deadline), server=False)
+    except BaseException as error:
+        stream.close()
+        if isinstance(error, JoinRefusedError):
+            raise JoinRefusedError(f"the synchronizer at {address}:{port}: {error}") from None
+        raise
 
 
 def _dial(address: str, port: int, deadline: float) -> socket.socket:

@@ -268,7 +268,7 @@ class JoiningTests(SchemeCase):
         wrong: list[Callable[[], Any]] = [
             crew.scheme.connect,
             crew.scheme.receive,
-            crew.scheme.hold().__enter__,
+            lambda: crew.scheme.hold().__enter__(),
         ]
         for call_too_late in wrong:
             with pytest.raises(LifecycleError):

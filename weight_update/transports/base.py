@@ -67,7 +67,11 @@ class TransportBackend(ABC):
 
     @property
     def near(self) -> bool:
-        """Whether the worker's process id means something in this process."""
+        """Whether the worker's process id, as its HELLO tells it, is its number in this process's namespace.
+
+        If so, memory that a worker read may be written again once its process has ended. If not, it is not
+        written again after the link was lost. Once false it stays so.
+        """
         return True
 
     rejoins: ClassVar[bool] = False

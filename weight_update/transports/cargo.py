@@ -8,6 +8,7 @@ import json
 import queue
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from weight_update.transports.c10d import leave_in_order
 from weight_update.transports.checksum import BLOCK, Checksum
 from weight_update.transports.pair import Pair, Pending
 
-__all__ = ["NOTE_BYTES", "Notes", "Onward", "recv_pieces", "send_pieces"]
+__all__ = ["NOTE_BYTES", "Notes", "Onward", "discarded_pieces", "pieces_of", "recv_pieces", "send_pieces"]
 
 NOTE_BYTES = 4096
 _SIGNATURE = 32
@@ -116,7 +117,7 @@ def send_pieces(pair: Pair, payload: torch.Tensor, patience: float | None) -> st
     """
     total = Checksum()
     under_way: deque[Pending] = deque()
-    for piece in _pieces(payload):
+    for piece in pieces_of(payload):
         under_way.append(pair.begin_push(piece))
         total.add(piece)  # while it travels
         if len(under_way) >= _WINDOW:
@@ -126,10 +127,13 @@ def send_pieces(pair: Pair, payload: torch.Tensor, patience: float | None) -> st
     return total.hex()
 
 
-def recv_pieces(pair: Pair, into: torch.Tensor, patience: float | None, onward: Onward) -> str:
-    """The counterpart of :func:`send_pieces`; passes each piece on as soon as it is here."""
+def recv_pieces(pair: Pair, pieces: Sequence[torch.Tensor], patience: float | None, onward: Onward) -> str:
+    """Receive what :func:`send_pieces` sends; pass each piece on as soon as it is here.
+
+    Returns:
+        the checksum of the payload.
+    """
     total = Checksum()
-    pieces = _pieces(into)
     arrivals = _Arrivals(pair, patience)
     with pair.listening(arrivals.end):
         for piece in pieces[:_WINDOW]:
@@ -184,5 +188,12 @@ class _Arrivals:
             self._outcomes.put(None)
 
 
-def _pieces(payload: torch.Tensor) -> list[torch.Tensor]:
+def pieces_of(payload: torch.Tensor) -> list[torch.Tensor]:
+    """Return the pieces that a payload travels in."""
     return [payload[start : start + BLOCK] for start in range(0, payload.numel(), BLOCK)]
+
+
+def discarded_pieces(nbytes: int) -> list[torch.Tensor]:
+    """Return pieces to receive a payload into that nobody reads: all of them are the same memory."""
+    scratch = torch.empty(min(nbytes, BLOCK), dtype=torch.uint8)
+    return [scratch[: nbytes - start] for start in range(0, nbytes, BLOCK)]

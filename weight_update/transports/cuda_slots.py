@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from weight_update.errors import FormatError, NotEnoughMemoryError, TransportError, UnreachableMemoryError
-from weight_update.transports.loans import Loan
+from weight_update.transports.loans import Loan, loan_ended
 from weight_update.transports.slots import Mapping, SharedSlot
 
 __all__ = ["CudaBuffer", "CudaHandle", "CudaMapping", "cuda_device"]
@@ -174,14 +174,23 @@ class CudaMapping(Mapping):
     """
 
     def __init__(self, key: str, handle: bytes, fd: int) -> None:
-        mine = _made_here.get(key)
-        if mine is not None:  # CUDA does not open what the same process made
-            super().__init__(mine._whole)
+        self._loan_fd: int | None = None
+        self._mine = _made_here.get(key)
+        if self._mine is not None:  # CUDA does not open what the same process made
+            super().__init__(self._mine._whole)
             return
         storage = CudaHandle.from_bytes(handle).open()
-        borrowed = weakref.finalize(storage, os.close, os.dup(fd))
+        self._loan_fd = os.dup(fd)
+        borrowed = weakref.finalize(storage, os.close, self._loan_fd)
         borrowed.atexit = False  # kernels may still run; the end of the process closes it
         super().__init__(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+
+    @property
+    def given_up(self) -> bool:
+        """See :attr:`Mapping.given_up`."""
+        if self._loan_fd is not None:
+            return loan_ended(self._loan_fd)
+        return self._mine is None or self._mine.fd < 0
 
 
 def _uuid_of(index: int) -> str:

@@ -13,7 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from weight_update.chunks import Kind, WeightChunk
-from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, TransportError
+from weight_update.errors import (
+    FormatError,
+    JoinRefusedError,
+    LinkClosedError,
+    NotEnoughMemoryError,
+    TransportError,
+)
 from weight_update.ratelimit import RateLimitedLog
 from weight_update.transports.base import Allocate, Buffer, TransportBackend
 from weight_update.transports.c10d import REPLY_SECONDS, Store
@@ -37,14 +43,21 @@ __all__ = ["DistributedListener", "DistributedTransport", "this_host"]
 _strangers = RateLimitedLog(logging.getLogger(__name__))
 _LEAVE_SECONDS = 0.5
 _ANEW_SECONDS = 1.0
+_ALONE = "/process "
 _REMEMBERED = 10_000
 """How many joins are remembered, so that none of them, written down by a stranger, is let in again."""
 
 
 def this_host() -> str:
-    """Equal in two processes exactly when they see each other's Unix sockets and processes."""
+    """Equal in two processes exactly when they see each other's Unix sockets and open files.
+
+    Where the kernel hides the files of this process from others of its user, as after setuid(), the part from
+    :data:`_ALONE` on is its own: the sockets can be seen all the same.
+    """
     spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")]
-    return "/".join([_text("/proc/sys/kernel/random/boot_id"), *spaces, str(os.geteuid())])
+    hidden = os.stat("/proc/self/fd").st_uid != os.geteuid()
+    alone = f"{_ALONE}{os.getpid()}" if hidden else ""
+    return "/".join([_text("/proc/sys/kernel/random/boot_id"), *spaces, str(os.geteuid())]) + alone
 
 
 class DistributedTransport(TransportBackend):
@@ -87,7 +100,7 @@ class DistributedTransport(TransportBackend):
         self._fresh = False  # nothing was sent on this line yet
         self._store: Store | None = None
         self._slots = SlotTable()
-        self._near = True  # until a worker came from another host
+        self._near = True  # until a worker came from another host, or from another pid namespace
 
     @property
     def near(self) -> bool:
@@ -174,9 +187,11 @@ class DistributedTransport(TransportBackend):
             ended.close()
 
     def _line_to(self, store: Store, link: str, host: str, pid: int) -> LocalLine | RemoteLine:
-        stream = call(link, self._token) if host == self._host else None
-        if stream is not None:
-            return LocalLine(stream, store, link, self._token)
+        same = host.partition(_ALONE)[0] == self._host.partition(_ALONE)[0]
+        called = call(link, self._token) if same else None
+        if called is not None:
+            self._near = self._near and called.stream.peer_pid == pid
+            return LocalLine(called, store, link, self._token)
         self._near = False
         return RemoteLine(store, link, self._token, pid, host, self._address or store.host, self._backend)
 
@@ -199,8 +214,14 @@ class DistributedTransport(TransportBackend):
             self._store.close()
 
     def _map(self, pid: int, fd: int, key: str, nbytes: int) -> torch.Tensor:
-        """What the keeper of this host keeps of the sender's slot."""
-        return self._slots.payload(key, nbytes, lambda: open_slot(pid, fd, key, self._directory))
+        """Map the copy of the sender's slot that a worker of this host keeps.
+
+        Raises:
+            NotEnoughMemoryError: that worker has none, or this one cannot map it.
+        """
+        if fd < 0:
+            raise NotEnoughMemoryError(key)
+        return self._slots.payload(key, nbytes, lambda: open_slot(pid, fd, key, self._directory), owner=pid)
 
     def _drop(self, line: Line | LocalLine | None = None) -> None:
         with self._changed:

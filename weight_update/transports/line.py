@@ -10,24 +10,30 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from weight_update.chunks import PRELUDE_BYTES, Kind, Prelude, WeightChunk, byte_view
-from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, SyncTimeoutError
+from weight_update.errors import (
+    FormatError,
+    JoinRefusedError,
+    LinkClosedError,
+    NotEnoughMemoryError,
+    SyncTimeoutError,
+    UnreachableMemoryError,
+)
 from weight_update.ratelimit import RateLimitedLog
 from weight_update.transports.base import Allocate
 from weight_update.transports.c10d import Store
 from weight_update.transports.carrier import Carrier
 from weight_update.transports.mailbox import Mailbox, UnsignedError
-from weight_update.transports.meeting import Ear
+from weight_update.transports.meeting import Call, Ear
 from weight_update.transports.mirror import Keeper
 from weight_update.transports.route import Route
 from weight_update.transports.slot_stream import SlotStream
 from weight_update.transports.slots import SlotTable
-from weight_update.transports.stream import Stream, deadline_of, seconds_left
+from weight_update.transports.stream import deadline_of, seconds_left
 
 __all__ = ["DOOR", "INLINE", "Line", "LocalLine", "MapSlot", "RemoteLine", "WorkerLine", "read_knock"]
 
@@ -94,7 +100,7 @@ class Line:
         if self.inbox.ended:
             raise LinkClosedError("the other end has ended this connection")
         if chunk.kind is Kind.HELLO:
-            chunk = _with_token(chunk, "")  # the signature shows that this end knows it
+            chunk = chunk.with_token("")  # the signature shows that this end knows it
         deadline = deadline_of(timeout)
         where = self.place(chunk, timeout) if chunk.payload_bytes else b""
         head = chunk.encode_head(checksum=not where)
@@ -104,34 +110,44 @@ class Line:
 
     def recv(self, timeout: float | None, allocate: Allocate | None, map_slot: MapSlot) -> WeightChunk | None:
         """See :meth:`TransportBackend.recv_chunk`."""
-        deadline = deadline_of(timeout)
-        while True:
-            message = self._take(deadline)
-            if message is None:
-                return None
-            kind, size, where_size = _front_of(message)
-            if kind == _CUT:
-                raise LinkClosedError("the other end has ended this connection")
-            if kind == _FRAME:
-                break
-            if kind == _ASK:
-                self.outbox.put(_FRONT.pack(_TELL, 0, 0))
-            elif kind == _PAIR:
-                self.on_pair(message[_FRONT.size :].decode())
+        message = self._next_frame(deadline_of(timeout))
+        if message is None:
+            return None
+        _, size, where_size = _front_of(message)
         message = message[_FRONT.size :]
         head, where, inline = message[:size], message[size : size + where_size], message[size + where_size :]
         prelude = Prelude.decode(head[:PRELUDE_BYTES])
         payload = None
-        if where:
-            pid, fd, key = json.loads(where)
-            payload = map_slot(pid, fd, key, prelude.payload_bytes)
-        elif prelude.payload_bytes:
-            if len(inline) != prelude.payload_bytes:
-                raise FormatError(f"{len(inline)} bytes came with a frame of {prelude.payload_bytes}")
-            payload = (allocate or _fresh)(prelude.payload_bytes)
-            byte_view(payload)[:] = inline
+        try:
+            if where:
+                pid, fd, key = json.loads(where)
+                payload = map_slot(pid, fd, key, prelude.payload_bytes)
+            elif prelude.payload_bytes:
+                if len(inline) != prelude.payload_bytes:
+                    raise FormatError(f"{len(inline)} bytes came with a frame of {prelude.payload_bytes}")
+                payload = (allocate or _fresh)(prelude.payload_bytes)
+                byte_view(payload)[:] = inline
+        except (NotEnoughMemoryError, UnreachableMemoryError) as error:
+            error.version = prelude.version_in(head[PRELUDE_BYTES:])
+            raise
         chunk = prelude.assemble(head[PRELUDE_BYTES:], payload)
-        return _with_token(chunk, self.token) if chunk.kind is Kind.HELLO else chunk
+        return chunk.with_token(self.token) if chunk.kind is Kind.HELLO else chunk
+
+    def _next_frame(self, deadline: float | None) -> bytes | None:
+        """The next message that holds a frame, or None when none came until then; acts on those before it."""
+        while True:
+            message = self._take(deadline)
+            if message is None:
+                return None
+            kind, _, _ = _front_of(message)
+            if kind == _FRAME:
+                return message
+            if kind == _CUT:
+                raise LinkClosedError("the other end has ended this connection")
+            if kind == _ASK:
+                self.outbox.put(_FRONT.pack(_TELL, 0, 0))
+            elif kind == _PAIR:
+                self.on_pair(message[_FRONT.size :].decode())
 
     def on_pair(self, backend: str) -> None:
         """The other end wants a pair for payloads."""
@@ -180,7 +196,7 @@ class LocalLine:
     """The sender's end to a worker on its own host: a Unix socket, by which slots are handed over.
 
     Args:
-        stream: the connection.
+        call: the connection; nothing is sent before the worker has answered there.
         store: tells the worker that it was called.
         name: see :class:`Line`.
         token: see :class:`Line`.
@@ -188,22 +204,39 @@ class LocalLine:
 
     local = True
 
-    def __init__(self, stream: Stream, store: Store, name: str, token: str) -> None:
-        self._stream = SlotStream(stream, SlotTable())
+    def __init__(self, call: Call, store: Store, name: str, token: str) -> None:
+        self._stream = SlotStream(call.stream, SlotTable(), token)
+        self._call: Call | None = call  # until it is answered
+        self._answering = threading.Lock()
         try:
             Mailbox(store, f"{name}/down", token).put(_FRONT.pack(_MEET, 0, 0), last=True)
         except BaseException:
-            stream.close()
+            self.close()
             raise
 
     def send(self, chunk: WeightChunk, timeout: float | None) -> None:
         """See :meth:`TransportBackend.send_chunk`."""
-        self._stream.send(chunk, deadline_of(timeout))
+        deadline = deadline_of(timeout)
+        if self._call is not None:
+            self._await_answer(deadline)
+        self._stream.send(chunk, deadline)
 
     def recv(self, timeout: float | None, allocate: Allocate | None, map_slot: MapSlot) -> WeightChunk | None:
         """See :meth:`TransportBackend.recv_chunk`."""
         del allocate, map_slot
-        return self._stream.recv(timeout)
+        deadline = deadline_of(timeout)
+        if self._call is not None:
+            try:
+                self._await_answer(deadline)
+            except SyncTimeoutError:
+                return None
+        return self._stream.recv(seconds_left(deadline))
+
+    def _await_answer(self, deadline: float | None) -> None:
+        with self._answering:  # what reads and what writes may come at once
+            if self._call is not None:
+                self._call.await_answer(deadline)
+                self._call = None
 
     def close(self) -> None:
         """End it; the other end hears of that after what was sent before."""
@@ -330,7 +363,7 @@ class WorkerLine(Line):
         """
         deadline = deadline_of(timeout)
         self._asked = hello.header
-        hello = _with_token(hello, "")
+        hello = hello.with_token("")
         info = json.dumps({"link": self.name, "host": host}).encode()
         message = struct.pack("<I", len(info)) + info + hello.encode()
         door = Mailbox(self.store, DOOR, self.token, ordered=False)
@@ -377,7 +410,7 @@ class WorkerLine(Line):
             if self._ear is None:
                 raise LinkClosedError("this end was closed")
             if kind == _MEET:
-                self._stream = SlotStream(self._ear.answer(), self._slots, self._asked)
+                self._stream = SlotStream(self._ear.answer(), self._slots, self.token, self._asked)
             elif kind != _STAY:
                 raise FormatError(f"a knock is not answered with {kind}")
             self._answered, self._asked = True, None
@@ -417,10 +450,6 @@ def _front_of(message: bytes) -> tuple[int, int, int]:
     return kind, size, where
 
 
-def _with_token(hello: WeightChunk, token: str) -> WeightChunk:
-    return replace(hello, header={**hello.header, "token": token})
-
-
 def read_knock(message: bytes, token: str) -> tuple[str, str, WeightChunk]:
     """Name of the connection, the worker's host, and its HELLO, with the token that signed the message.
 
@@ -442,7 +471,7 @@ def read_knock(message: bytes, token: str) -> tuple[str, str, WeightChunk]:
         raise FormatError("not a join request")
     if not _LINK.fullmatch(link):
         raise FormatError("a join request names its connection by 32 hexadecimal digits")
-    return link, host, _with_token(hello, token)
+    return link, host, hello.with_token(token)
 
 
 def _fresh(nbytes: int) -> torch.Tensor:

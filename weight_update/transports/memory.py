@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from dataclasses import replace
 
 from weight_update.chunks import WeightChunk
-from weight_update.errors import LinkClosedError
+from weight_update.errors import LinkClosedError, NotEnoughMemoryError
 from weight_update.transports.base import Allocate, TransportBackend
 
 __all__ = ["MemoryTransport"]
@@ -57,11 +58,18 @@ class MemoryTransport(TransportBackend):
             raise LinkClosedError("the link was closed")
         if chunk.payload is None or allocate is None:
             return chunk
-        target = allocate(chunk.payload.numel())
+        try:
+            target = allocate(chunk.payload.numel())
+        except NotEnoughMemoryError as error:
+            error.version = chunk.header.get("version")
+            raise
         return replace(chunk, payload=target.copy_(chunk.payload))
 
     def close(self) -> None:
-        """Close both ends."""
+        """Close both ends; chunks that this end did not read are dropped."""
         self._closed.set()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._inbox.get_nowait()
         self._inbox.put(None)
         self._outbox.put(None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from weight_update.errors import (
     TransportError,
 )
 from weight_update.transports.c10d import Store, leave_in_order
-from weight_update.transports.cargo import Notes, Onward, recv_pieces
+from weight_update.transports.cargo import Notes, Onward, discarded_pieces, pieces_of, recv_pieces
 from weight_update.transports.checksum import CHECKSUM
 from weight_update.transports.pair import FOREVER, Pair
 from weight_update.transports.pairs import pair_of
@@ -145,7 +145,8 @@ class Keeper:
                 onward = Onward(self._links.get("out") if order["onward"] else None)
                 answer = self._take(order, sender, onward)
                 sender.say(answer, None)
-                if order["onward"] and ("error" in answer or not onward.finish(order["patience"])):
+                whole = answer.get("fd", -1) >= 0
+                if order["onward"] and not (whole and onward.finish(order["patience"])):
                     self._unlink("out")  # the next one notices
 
     def _link(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -171,9 +172,9 @@ class Keeper:
         problem, mirror = "", None
         try:
             mirror = self._mirrors.of(order["slot"], order["size"])
-            into = mirror.tensor[: order["nbytes"]]
+            into = pieces_of(mirror.tensor[: order["nbytes"]])
         except NotEnoughMemoryError as error:
-            problem, into = str(error), torch.empty(order["nbytes"], dtype=torch.uint8)
+            problem, into, onward = str(error), discarded_pieces(order["nbytes"]), Onward(None)
         try:
             total = self._payload(order, sender.pair, into, onward)
         except (TransportError, TimeoutError) as error:
@@ -182,13 +183,15 @@ class Keeper:
             self._unlink("in")
             return {"error": f"the host before it in the chain: {error}"[:_WORDS]}
         expected = self._sum(order, sender)
+        if mirror is None:  # each worker of this host tells the sender so, and keeps the version it has
+            return {"fd": -1, "key": problem[:_WORDS]}
         if order["checksum"] == CHECKSUM and total != expected:
-            problem = problem or "the payload's checksum does not hold"
-        if problem or mirror is None:
-            return {"error": problem[:_WORDS]}
+            return {"error": "the payload's checksum does not hold"}
         return {"fd": mirror.fd, "key": mirror.key}
 
-    def _payload(self, order: dict[str, Any], sender: Pair, into: torch.Tensor, onward: Onward) -> str:
+    def _payload(
+        self, order: dict[str, Any], sender: Pair, into: Sequence[torch.Tensor], onward: Onward
+    ) -> str:
         if not order["chained"]:
             return recv_pieces(sender, into, None, onward)
         if "in" not in self._links:

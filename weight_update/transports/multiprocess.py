@@ -7,12 +7,19 @@ import os
 import queue
 import select
 import threading
+import uuid
 from typing import Any, Literal
 
 import torch
 
 from weight_update.chunks import PRELUDE_BYTES, Kind, Prelude, WeightChunk
-from weight_update.errors import FormatError, LinkClosedError, TransportError
+from weight_update.errors import (
+    FormatError,
+    LinkClosedError,
+    NotEnoughMemoryError,
+    TransportError,
+    UnreachableMemoryError,
+)
 from weight_update.transports.base import Allocate, Buffer, TransportBackend
 from weight_update.transports.slots import SharedBuffer, SlotTable, open_slot, slot_of
 from weight_update.transports.stream import deadline_of, seconds_left
@@ -61,6 +68,7 @@ class MPTransport(TransportBackend):
         self._other: int | None = None  # pidfd of the process at the other end
         self._watching = threading.RLock()  # a pidfd closed by two threads may close a stranger's file
         self._closed = False
+        self._near = True
         for side in (weight_queue, ack_queue):
             if side is not None:
                 side.cancel_join_thread()  # a dead reader must not keep this process from exiting
@@ -71,6 +79,11 @@ class MPTransport(TransportBackend):
             self._forget_other()
             with contextlib.suppress(OSError, AttributeError):
                 self._other = os.pidfd_open(pid)
+
+    @property
+    def near(self) -> bool:
+        """See :attr:`TransportBackend.near`."""
+        return self._near
 
     def allocate(self, nbytes: int) -> Buffer:
         """A shared slot; see :meth:`TransportBackend.allocate`."""
@@ -83,6 +96,8 @@ class MPTransport(TransportBackend):
         if self._outbox is None:
             raise TransportError("this end has no queue to send on")
         where = None
+        if chunk.kind is Kind.HELLO:
+            where = (os.getpid(), -1, _pid_namespace())
         if chunk.payload is not None and chunk.payload_bytes:
             slot = slot_of(chunk.payload)
             where = (os.getpid(), slot.fd, slot.key)
@@ -164,13 +179,19 @@ class MPTransport(TransportBackend):
         head, where = item
         prelude = Prelude.decode(head[:PRELUDE_BYTES])
         payload = None
-        if where is not None:
+        if where is not None and where[1] < 0:
+            self._near = self._near and where[2] == _pid_namespace()
+        elif where is not None:
             pid, fd, key = where
-            payload = self._slots.payload(
-                key, prelude.payload_bytes, lambda: open_slot(pid, fd, key, self._directory)
-            )
+            try:
+                payload = self._slots.payload(
+                    key, prelude.payload_bytes, lambda: open_slot(pid, fd, key, self._directory)
+                )
+            except (NotEnoughMemoryError, UnreachableMemoryError) as error:
+                error.version = prelude.version_in(head[PRELUDE_BYTES:])
+                raise
         chunk = prelude.assemble(head[PRELUDE_BYTES:], payload)
-        if chunk.kind is Kind.HELLO:
+        if chunk.kind is Kind.HELLO and self._near:
             self.watch(chunk.header["pid"])
         return chunk
 
@@ -187,3 +208,11 @@ class MPTransport(TransportBackend):
             if self._other is not None:
                 os.close(self._other)
                 self._other = None
+
+
+def _pid_namespace() -> str:
+    """Return a name that two processes share exactly when they number processes alike; random if unknown."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return uuid.uuid4().hex

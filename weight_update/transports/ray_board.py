@@ -21,6 +21,7 @@ __all__ = [
     "close_board",
     "find_board",
     "open_board",
+    "ray_runs",
     "require_ray",
     "running_ray",
     "with_ray",
@@ -242,13 +243,19 @@ def ask(call: Any, timeout: float | None) -> Any:
         raise LinkClosedError(f"the sender is gone ({_brief(error)})") from None
 
 
-def with_ray(call: Callable[[], object]) -> None:
-    """Do something with Ray, unless it has ended."""
+def ray_runs() -> bool:
+    """Whether Ray has not ended in this process."""
     try:
         require_ray()
     except LifecycleError:
-        return
-    call()
+        return False
+    return True
+
+
+def with_ray(call: Callable[[], object]) -> None:
+    """Do something with Ray, unless it has ended."""
+    if ray_runs():
+        call()
 
 
 def close_board(board: Any) -> None:

@@ -9,14 +9,16 @@ from typing import Any
 
 from weight_update.chunks import Kind, WeightChunk
 from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError
+from weight_update.ratelimit import RateLimitedLog
 from weight_update.transports.ray import RayTransport
-from weight_update.transports.ray_board import POLL_SECONDS, ask, running_ray, with_ray
+from weight_update.transports.ray_board import POLL_SECONDS, ask, ray_runs, running_ray, with_ray
 from weight_update.transports.ray_line import Line
 from weight_update.transports.ray_shelf import Shelf
 
 __all__ = ["RayListener"]
 
 _log = logging.getLogger(__name__)
+_BACK_OFF_SECONDS = 1.0
 
 
 class RayListener:
@@ -38,7 +40,8 @@ class RayListener:
         newcomers: Callable[[int], RayTransport],
     ) -> None:
         self._board, self._token, self._links, self._newcomers = board, token, links, newcomers
-        self._closed = False
+        self._closed = threading.Event()
+        self._log = RateLimitedLog(_log)
         self._thread = threading.Thread(target=self._run, name="weight_update-door", daemon=True)
 
     def start(self) -> None:
@@ -48,21 +51,23 @@ class RayListener:
 
     def close(self) -> None:
         """Let nobody in any more."""
-        self._closed = True
+        self._closed.set()
         with_ray(lambda: self._board.knock.remote("", (b"", b""), []))  # wakes the thread
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(5.0)
 
     def _run(self) -> None:
-        while not self._closed:
+        while not self._closed.is_set() and ray_runs():
             try:
                 knock = ask(self._board.door.remote(POLL_SECONDS), None)
-                if knock is not None and not self._closed:
+                if knock is not None and not self._closed.is_set():
                     self._admit(*knock)
-            except LinkClosedError:
-                return
-            except (JoinRefusedError, FormatError, ValueError, TypeError) as error:
-                _log.warning("refused a connection: %s", error)
+            except LinkClosedError as error:  # the actor is away, perhaps only for a moment
+                self._log.warning("accepting workers goes on after this: %s", error)
+                self._closed.wait(_BACK_OFF_SECONDS)
+            except Exception as error:  # noqa: BLE001 - if this thread ended nobody could join any more
+                expected = isinstance(error, JoinRefusedError | FormatError | ValueError | TypeError)
+                self._log.warning("refused a connection: %s", error, exc_info=None if expected else error)
 
     def _admit(self, name: str, message: tuple[str, bytes], refs: list[Any]) -> None:
         node, raw = message

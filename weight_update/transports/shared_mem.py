@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 import threading
-import time
 import uuid
 from collections.abc import Callable, Mapping
 
@@ -17,10 +15,13 @@ from weight_update.errors import (
     FormatError,
     JoinRefusedError,
     LinkClosedError,
+    SyncTimeoutError,
     TransportError,
 )
 from weight_update.transports.base import Allocate, Buffer, TransportBackend
 from weight_update.transports.cuda_slots import CudaBuffer
+from weight_update.transports.handshake import prove_token
+from weight_update.transports.listener import Listener
 from weight_update.transports.slot_stream import SlotStream
 from weight_update.transports.slots import SharedBuffer, SlotTable
 from weight_update.transports.stream import Stream, close_in_children, deadline_of, seconds_left
@@ -28,8 +29,9 @@ from weight_update.transports.stream import Stream, close_in_children, deadline_
 __all__ = ["SharedMemListener", "SharedMemTransport"]
 
 _log = logging.getLogger(__name__)
-_JOIN_SECONDS = 30.0
+_BACKLOG = 128
 _RETRY_SECONDS = 0.02
+_NO_ANSWER = "the sender did not answer in time; has it called connect()?"
 
 
 class SharedMemTransport(TransportBackend):
@@ -38,6 +40,7 @@ class SharedMemTransport(TransportBackend):
     Args:
         address: where the sender listens (receiver's end); None makes a sender's end, which is given its
             connection by :class:`SharedMemListener`.
+        token: receiver's end: the token of the listener.
         directory: see :class:`~weight_update.transports.slots.SharedBuffer`.
         device: sender's end: a CUDA device to keep slots on; None keeps them in host memory.
     """
@@ -49,22 +52,33 @@ class SharedMemTransport(TransportBackend):
         self,
         address: str | None = None,
         *,
+        token: str = "",
         directory: str | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self._address = address
+        self._address, self._token = address, token
         self._directory, self._device = directory, device
         self._lends = device is not None
         self._changed = threading.Condition()
+        self._joining: Stream | None = None  # a connection in the middle of the handshake
         self._stream: SlotStream | None = None
         self._first: WeightChunk | None = None
         self._closed = False
+        self._near = True
         self._slots = SlotTable()
 
     @property
     def lends(self) -> bool:
         """See :attr:`TransportBackend.lends`: true with slots on a GPU."""
         return self._lends
+
+    @property
+    def near(self) -> bool:
+        """See :attr:`TransportBackend.near`: false once a worker came that names itself by another number.
+
+        It is in another pid namespace, or is not who it says.
+        """
+        return self._near
 
     def allocate(self, nbytes: int) -> Buffer:
         """A shared slot; see :meth:`TransportBackend.allocate`."""
@@ -75,7 +89,7 @@ class SharedMemTransport(TransportBackend):
     def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
         """See :meth:`TransportBackend.send_chunk`."""
         deadline = deadline_of(timeout)
-        stream = self._stream or self._connect(deadline)
+        stream = self._stream or self._connect(chunk, deadline)
         try:
             stream.send(chunk, deadline)
         except (LinkClosedError, TimeoutError) as error:
@@ -107,11 +121,13 @@ class SharedMemTransport(TransportBackend):
         self._slots.release(payload)
 
     def attach(self, stream: Stream, first: WeightChunk) -> None:
-        """Sender's end: take over a connection whose first chunk was read already."""
+        """Sender's end: take over an authenticated connection whose HELLO, with the token, is ``first``."""
         with self._changed:
             if self._stream is not None:
                 self._stream.close()
-            self._stream, self._first = SlotStream(stream, self._slots), first
+            self._near = self._near and stream.peer_pid == first.header["pid"]
+            token = first.header["token"]
+            self._stream, self._first = SlotStream(stream, self._slots, token), first
             self._changed.notify_all()
 
     def disconnect(self) -> None:
@@ -129,31 +145,62 @@ class SharedMemTransport(TransportBackend):
         """See :meth:`TransportBackend.close`."""
         with self._changed:
             self._closed = True
+            if self._joining is not None:
+                self._joining.close()
             self._changed.notify_all()
         self._drop()
         self._slots.clear()
 
-    def _connect(self, deadline: float | None) -> SlotStream:
-        if self._closed:
-            raise LinkClosedError("this end was closed")
-        if self._address is None:
-            raise LinkClosedError("the worker is not connected")
+    def _connect(self, first: WeightChunk, deadline: float | None) -> SlotStream:
+        """Connect to the listener, again and again while it is too busy to admit this worker."""
+        if self._address is None or first.kind is not Kind.HELLO:
+            raise LinkClosedError("the other end is not connected")
         while True:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
-                sock.connect(self._address)
-                break
-            except OSError as error:
-                sock.close()
-                gone = isinstance(error, ConnectionRefusedError | FileNotFoundError)
-                late = deadline is not None and time.monotonic() > deadline
-                if gone or late or self._closed:
-                    raise LinkClosedError(f"the sender cannot be reached ({error})") from None
-                time.sleep(_RETRY_SECONDS)  # its backlog is full
-        close_in_children(sock)
+                return self._join(self._address, deadline)
+            except BlockingIOError:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed, _RETRY_SECONDS)
+            except SyncTimeoutError:
+                raise SyncTimeoutError(_NO_ANSWER) from None
+            if seconds_left(deadline) == 0:
+                raise SyncTimeoutError(_NO_ANSWER)
+
+    def _join(self, address: str, deadline: float | None) -> SlotStream:
+        """Connect and prove that this end knows the token; raise BlockingIOError to have it tried again."""
+        stream = self._dial(address)
+        try:
+            prove_token(stream, self._token, _context(address), deadline)
+            with self._changed:
+                self._joining = None
+                if self._closed:
+                    raise LinkClosedError("this end was closed")
+                self._stream = SlotStream(stream, self._slots, self._token)
+                return self._stream
+        except LinkClosedError:
+            stream.close()
+            raise BlockingIOError("the listener is too busy, or this end was closed") from None
+        except BaseException:
+            stream.close()
+            raise
+
+    def _dial(self, address: str) -> Stream:
+        stream = Stream(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        close_in_children(stream.sock)
         with self._changed:
-            self._stream = SlotStream(Stream(sock), self._slots)
-            return self._stream
+            if self._closed:
+                stream.close()
+                raise LinkClosedError("this end was closed")
+            self._joining = stream
+        try:
+            stream.sock.connect(address)
+        except BlockingIOError:  # its backlog is full
+            stream.close()
+            raise
+        except OSError as error:
+            stream.close()
+            raise LinkClosedError(f"the sender cannot be reached ({error})") from None
+        return stream
 
     def _await_stream(self, deadline: float | None) -> SlotStream | None:
         with self._changed:
@@ -169,11 +216,16 @@ class SharedMemTransport(TransportBackend):
             return self._stream
 
 
+def _context(address: str) -> str:
+    """Return the context of connections to ``address``; a proof is worth nothing at another address."""
+    return f"shared memory {address}"
+
+
 class SharedMemListener:
-    """The sender's door: accepts workers at any time and gives each connection to its link.
+    """Admits workers at any time and gives each connection to its link.
 
     Args:
-        token: workers must show it.
+        token: workers must prove that they know it.
         links: the sender's end for each worker index.
         newcomers: gives the link of a worker that has none, or raises
             :class:`~weight_update.JoinRefusedError`.
@@ -192,68 +244,33 @@ class SharedMemListener:
             raise TransportError("shared memory schemes need Unix sockets; use another scheme here")
         self.address = f"\0weight_update-{uuid.uuid4().hex}"
         self._token, self._links, self._newcomers = token, links, newcomers
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        close_in_children(self._sock)
-        self._sock.bind(self.address)
-        self._sock.listen(128)
-        self._thread = threading.Thread(target=self._run, name="weight_update-door", daemon=True)
-        self._knocking: set[Stream] = set()
-        self._closed = False
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.bind(self.address)
+        sock.listen(_BACKLOG)
+        self._listener = Listener(
+            sock, token, _context(self.address), self._admit, "weight_update-listener", _log
+        )
 
     def start(self) -> None:
         """Begin to accept."""
-        if not self._thread.is_alive():
-            self._thread.start()
+        self._listener.start()
 
     def close(self) -> None:
-        """Stop accepting, and send away who has not said hello yet."""
-        self._closed = True
-        for stream in list(self._knocking):
-            stream.close()
-        with contextlib.suppress(OSError):  # it may never have been started
-            self._sock.shutdown(socket.SHUT_RDWR)
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(5.0)
-        self._sock.close()
+        """Stop accepting, and send away workers that have not said hello yet."""
+        self._listener.close()
 
-    def _run(self) -> None:
-        while True:
-            try:
-                sock, _ = self._sock.accept()
-            except OSError:
-                return
-            close_in_children(sock)
-            threading.Thread(
-                target=self._admit, args=(Stream(sock),), name="weight_update-join", daemon=True
-            ).start()
-
-    def _admit(self, stream: Stream) -> None:
-        self._knocking.add(stream)
-        try:
-            if self._closed:
-                raise LinkClosedError("the scheme was shut down")
-            if not stream.wait_readable(_JOIN_SECONDS):
-                raise FormatError(f"said nothing for {_JOIN_SECONDS:.0f} s")
-            prelude, raw = stream.recv_head()
-            if prelude.kind is not Kind.HELLO or prelude.payload_bytes:
-                raise FormatError("did not say hello")
-            hello = prelude.assemble(raw, None)
-            try:
-                link = self._link_of(hello)
-            except JoinRefusedError as error:
-                refused = WeightChunk(Kind.REFUSED, {"reason": str(error), "problems": []})
-                stream.send(refused.encode(), deadline_of(_JOIN_SECONDS))
-                raise
-            link.attach(stream, hello)
-        except (FormatError, TransportError, TimeoutError) as error:
-            if not self._closed:
-                _log.warning("refused a connection: %s", error)
-            stream.close()
-        finally:
-            self._knocking.discard(stream)
-
-    def _link_of(self, hello: WeightChunk) -> SharedMemTransport:
-        if not hello.shows(self._token):
-            raise JoinRefusedError("wrong token: the scheme was not made by this sender")
+    def _admit(self, stream: Stream, key: bytes, deadline: float) -> None:
+        """Read the HELLO of a worker that knows the token, and give the connection to its link."""
+        del key  # nobody can write between the two ends of a Unix socket
+        prelude, raw = stream.recv_head(deadline)
+        if prelude.kind is not Kind.HELLO or prelude.payload_bytes:
+            raise FormatError("did not say hello")
+        hello = prelude.assemble(raw, None).with_token(self._token)
         worker: int = hello.header["worker"]
-        return self._links.get(worker) or self._newcomers(worker)
+        try:
+            link = self._links.get(worker) or self._newcomers(worker)
+        except JoinRefusedError as error:
+            refused = WeightChunk(Kind.REFUSED, {"reason": str(error), "problems": []})
+            stream.send(refused.encode(), deadline)
+            raise
+        link.attach(stream, hello)

@@ -9,39 +9,49 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import resource
+import select
 import threading
 import uuid
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 
-from weight_update.errors import FormatError, LinkClosedError, NotEnoughMemoryError, TransportError
+from weight_update.errors import (
+    FormatError,
+    LinkClosedError,
+    NotEnoughMemoryError,
+    TransportError,
+    UnreachableMemoryError,
+)
 from weight_update.transports.base import Buffer
+from weight_update.transports.memory_limits import available_memory
 
 __all__ = [
-    "SLOTS_REMEMBERED",
     "Mapping",
     "SharedBuffer",
     "SharedSlot",
     "SlotTable",
+    "may_run",
     "open_slot",
     "slot_of",
 ]
-
-SLOTS_REMEMBERED = 6
-"""How many slots the two ends of a link keep track of; both forget the least recently used."""
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; mmap has no name for it
 _PAGE = mmap.PAGESIZE
 _ENTRY = 8  # bytes of one page's entry in /proc/self/pagemap
 _PRESENT_OR_SWAPPED, _FILE_OR_SHARED = 0b11 << 62, 1 << 61
+_ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
+_SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
+_SEAL_FUTURE_WRITE = 16  # Linux 5.1: mappings that exist stay writable; Python has no name for it
+_READ_ONLY = 0o400
+_GIVEN_UP = 1  # in the last byte of a slot's file
 
 
 class SharedSlot(Buffer):
@@ -63,7 +73,12 @@ class SharedSlot(Buffer):
 
 
 class SharedBuffer(SharedSlot):
-    """A slot in host memory.
+    """A slot in host memory, which only the process that made it can write into.
+
+    The descriptor that others get is read-only. Anonymous memory is sealed: nobody can change its size, map
+    it for writing, or write to it through another descriptor.
+
+    After the payload, on a page of its own, the file has one byte more: not 0 once the slot was given up.
 
     Args:
         nbytes: size in bytes.
@@ -77,15 +92,26 @@ class SharedBuffer(SharedSlot):
     def __init__(self, nbytes: int, directory: str | None = None) -> None:
         key = uuid.uuid4().hex
         self.fd = -1
-        size = max(nbytes, 1)
-        self.fd = _anonymous_file(key, size, directory)
+        self._owner = os.getpid()
+        size = -(-nbytes // _PAGE) * _PAGE + 1
+        writable = _anonymous_file(key, size, directory)
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-        self._map: mmap.mmap | None = mmap.mmap(self.fd, size, flags=flags)
+        try:
+            with _naming_memory(f"a shared slot of {size / 1e6:.1f} MB"):
+                self._map: mmap.mmap | None = mmap.mmap(writable, size, flags=flags)
+            if directory is None:
+                _seal(writable)
+            os.fchmod(writable, _READ_ONLY)
+            self.fd = os.open(f"/proc/self/fd/{writable}", os.O_RDONLY | os.O_CLOEXEC)
+        finally:
+            os.close(writable)
         super().__init__(torch.frombuffer(self._map, dtype=torch.uint8)[:nbytes], self.fd, key)
 
     def close(self) -> None:
         """Give up the slot; workers that still point at it keep its memory until they move on."""
         if self.fd >= 0:
+            if self._map is not None and os.getpid() == self._owner:
+                self._map[-1] = _GIVEN_UP
             os.close(self.fd)
             self.fd = -1
             self.tensor = self.tensor[:0].clone()  # the mapping goes with the last tensor that uses it
@@ -127,9 +153,9 @@ def _anonymous_file(key: str, size: int, directory: str | None) -> int:
             "available to this process; free memory, or raise the container's memory limit"
         )
     if directory is None:
-        fd = os.memfd_create(anonymous_name(key), os.MFD_CLOEXEC)
-    else:
-        fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fd = os.memfd_create(anonymous_name(key), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    else:  # with O_EXCL nobody can give it a name
+        fd = os.open(directory, os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
@@ -149,26 +175,32 @@ def _anonymous_file(key: str, size: int, directory: str | None) -> int:
     return fd
 
 
+def _seal(fd: int) -> None:
+    """Fix the size of anonymous memory, and refuse every way of writing but the mappings that exist."""
+    size = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW
+    try:
+        fcntl.fcntl(fd, _ADD_SEALS, size | _SEAL_FUTURE_WRITE)
+    except OSError:  # an older kernel; the descriptors that are handed out are read-only all the same
+        fcntl.fcntl(fd, _ADD_SEALS, size)
+
+
+@contextlib.contextmanager
+def _naming_memory(needed: str) -> Iterator[None]:
+    """Raise NotEnoughMemoryError, which says what is ``needed``, where the operating system has no memory."""
+    try:
+        yield
+    except (OSError, MemoryError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+            raise
+        raise NotEnoughMemoryError(
+            f"this process could not map {needed} ({error}); free memory, or raise its limit (ulimit -v) or "
+            "the container's"
+        ) from None
+
+
 def _free_bytes(directory: str) -> int:
     stats = os.statvfs(directory)
     return stats.f_bavail * stats.f_frsize
-
-
-def available_memory() -> int | None:
-    """Bytes this process may still use, by the kernel's and the cgroup's account; None if unknown."""
-    limits = []
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        line = next(line for line in lines if line.startswith("MemAvailable:"))
-        limits.append(int(line.split()[1]) * 1024)
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        with contextlib.suppress(OSError, ValueError):
-            root = Path("/sys/fs/cgroup")
-            limits.append(int((root / limit).read_text()) - int((root / used).read_text()))
-    return min(limits) if limits else None
 
 
 class Mapping:
@@ -197,6 +229,11 @@ class Mapping:
         """Whether ``payload`` lies here."""
         return payload.data_ptr() == self._whole.data_ptr()
 
+    @property
+    def given_up(self) -> bool:
+        """Whether the sender will not name this slot any more."""
+        return False
+
     def let_go(self) -> None:
         """The weights in it are no longer in use here; the sender may write others."""
 
@@ -209,12 +246,20 @@ class HostMapping(Mapping):
     """
 
     def __init__(self, fd: int) -> None:
-        size = max(os.fstat(fd).st_size, 1)
-        self._map = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
+        size = os.fstat(fd).st_size
+        if size == 0:
+            raise FormatError("a slot without memory")
+        with _naming_memory(f"the sender's slot of {size / 1e6:.1f} MB"):
+            self._map = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
         with contextlib.suppress(OSError, ValueError):
             self._map.madvise(_MADV_POPULATE_READ)  # else the first forward pass pays the page faults
-        super().__init__(torch.frombuffer(self._map, dtype=torch.uint8))
+        super().__init__(torch.frombuffer(self._map, dtype=torch.uint8)[:-1])
         self._faults = _page_faults()
+
+    @property
+    def given_up(self) -> bool:
+        """See :attr:`Mapping.given_up`."""
+        return self._map[-1] != 0
 
     def let_go(self) -> None:
         """Drop pages that this process wrote to, so that the sender's next write is seen here.
@@ -235,7 +280,7 @@ class HostMapping(Mapping):
             with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
                 pagemap.seek(self._whole.data_ptr() // _PAGE * _ENTRY)
                 raw = pagemap.read(pages * _ENTRY)
-        except OSError:
+        except (OSError, MemoryError):
             return True
         entries = np.frombuffer(raw, dtype=np.uint64)  # not torch: its threads hang in forked processes
         there = (entries & np.uint64(_PRESENT_OR_SWAPPED)) != 0
@@ -249,10 +294,14 @@ def _page_faults() -> int:
 
 
 class SlotTable:
-    """The slots that a receiver has opened, by key; :meth:`clear` may be called from any thread."""
+    """The slots that a receiver has opened, by key; :meth:`clear` may be called from any thread.
+
+    A slot stays open until its owner gives it up or dies, so that no update maps one again.
+    """
 
     def __init__(self) -> None:
         self._slots: OrderedDict[str, Mapping] = OrderedDict()
+        self._owners: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def payload(
@@ -261,6 +310,7 @@ class SlotTable:
         nbytes: int,
         open_fd: Callable[[], int],
         mapping: Callable[[int], Mapping] = HostMapping,
+        owner: int | None = None,
     ) -> torch.Tensor:
         """The memory of a slot; the same tensor object each time.
 
@@ -269,25 +319,55 @@ class SlotTable:
             nbytes: size of the payload, which begins where the slot does.
             open_fd: gives a file descriptor when the slot is not opened yet; it is closed here.
             mapping: opens the slot that it is of.
+            owner: id of the process that holds the slot; None if it cannot end without the link.
 
         Raises:
             LinkClosedError: the slot is gone.
             FormatError: the payload is larger than the slot.
+            NotEnoughMemoryError: this process has no memory to map it.
+            UnreachableMemoryError: it may not open it.
         """
         with self._lock:
-            if key not in self._slots:
-                try:
-                    fd = open_fd()
-                except OSError as error:
-                    raise LinkClosedError(f"the sender's slot {key} cannot be opened: {error}") from None
-                try:
-                    self._slots[key] = mapping(fd)
-                finally:
-                    os.close(fd)
-                if len(self._slots) > SLOTS_REMEMBERED:
-                    self._slots.popitem(last=False)
-            self._slots.move_to_end(key)
-            return self._slots[key].first(nbytes)
+            found = self._slots.get(key)
+            if found is None:
+                self._drop_orphans()
+                found = self._slots[key] = self._open(key, open_fd, mapping)
+                if owner is not None:
+                    self._owners[key] = owner
+            self._drop_given_up()
+            return found.first(nbytes)
+
+    @staticmethod
+    def _open(key: str, open_fd: Callable[[], int], mapping: Callable[[int], Mapping]) -> Mapping:
+        try:
+            fd = open_fd()
+        except UnreachableMemoryError:
+            raise
+        except OSError as error:
+            raise LinkClosedError(f"the sender's slot {key} cannot be opened: {error}") from None
+        try:
+            return mapping(fd)
+        finally:
+            os.close(fd)
+
+    def _drop_given_up(self) -> None:
+        """Close slots that were given up; looks at one that was not, another one each time."""
+        while self._slots:
+            key, first = next(iter(self._slots.items()))
+            if not first.given_up:
+                self._slots.move_to_end(key)
+                return
+            self._drop(key)
+
+    def _drop_orphans(self) -> None:
+        """Close the slots of processes that died without giving them up."""
+        gone = {pid for pid in set(self._owners.values()) if not may_run(pid)}
+        for key in [key for key, owner in self._owners.items() if owner in gone]:
+            self._drop(key)
+
+    def _drop(self, key: str) -> None:
+        del self._slots[key]
+        self._owners.pop(key, None)
 
     def release(self, payload: torch.Tensor) -> None:
         """The weights in ``payload`` are no longer in use here."""
@@ -300,6 +380,23 @@ class SlotTable:
         """Close all slots that no tensor uses any more."""
         with self._lock:
             self._slots.clear()
+            self._owners.clear()
+
+
+def may_run(pid: int) -> bool:
+    """Return whether a process of this pid namespace may still execute; True when that cannot be told."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    except (OSError, AttributeError):  # a kernel, or a sandbox, that has no such descriptors
+        return True
+    try:
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        return not poller.poll(0)  # readable once all threads have ended, also before anybody waited for it
+    finally:
+        os.close(fd)
 
 
 def open_slot(pid: int, fd: int, key: str, directory: str | None = None) -> int:
@@ -307,10 +404,18 @@ def open_slot(pid: int, fd: int, key: str, directory: str | None = None) -> int:
 
     Raises:
         LinkClosedError: it has given it up.
+        UnreachableMemoryError: this process may not open it.
         OSError: the process is gone.
     """
     path = f"/proc/{pid}/fd/{fd}"
-    opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except PermissionError as error:
+        raise UnreachableMemoryError(
+            f"process {pid} holds the weights in a slot of shared memory that process {os.getpid()} may not "
+            f"open ({error}): run both as one user, without setuid() or file capabilities; or use "
+            "DistributedWeightSyncScheme, with another host= for each user"
+        ) from None
     if directory is None and anonymous_name(key) not in os.readlink(path):
         os.close(opened)
         raise LinkClosedError(f"the sender has given up the slot {key}")

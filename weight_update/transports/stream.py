@@ -6,14 +6,16 @@ import contextlib
 import os
 import select
 import socket
+import struct
 import time
 import weakref
 
 from weight_update.chunks import PRELUDE_BYTES, Prelude
 from weight_update.errors import LinkClosedError, SyncTimeoutError
 
-__all__ = ["Stream", "close_in_children", "deadline_of", "seconds_left"]
+__all__ = ["Stream", "close_in_children", "deadline_of", "peer_credentials", "seconds_left"]
 
+_CREDENTIALS = struct.Struct("iII")  # process, user and group, as Linux gives them
 _STALLED = 60.0
 """Seconds without progress in the middle of a frame after which the other end counts as gone."""
 
@@ -31,6 +33,17 @@ def seconds_left(deadline: float | None) -> float | None:
 def close_in_children(sock: socket.socket) -> None:
     """Have forked children close ``sock``: while one had it open the other end would not notice our end."""
     _ours.add(sock)
+
+
+def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
+    """Return process, user and group of the other end of a connected Unix socket.
+
+    The kernel takes them when the connection is made, and translates them to this process's namespaces: the
+    process is 0 if it cannot be seen from here.
+    """
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, gid = _CREDENTIALS.unpack(raw)
+    return pid, uid, gid
 
 
 _ours: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -55,6 +68,14 @@ class Stream:
         sock.setblocking(False)
         self.sock = sock
 
+    @property
+    def peer_pid(self) -> int:
+        """Process id of the other end in this pid namespace, by the kernel; 0 if it has none here."""
+        try:
+            return peer_credentials(self.sock)[0]
+        except OSError:  # it was closed meanwhile
+            return 0
+
     def wait_readable(self, timeout: float | None) -> bool:
         """Whether something (bytes, or the end) is there to read within ``timeout`` seconds."""
         return self._poll(select.POLLIN, deadline_of(timeout))
@@ -75,13 +96,21 @@ class Stream:
             except OSError as error:
                 raise LinkClosedError(f"the other end is gone ({error})") from None
 
-    def recv_into(self, view: memoryview) -> None:
-        """Fill ``view``."""
+    def recv_into(self, view: memoryview, deadline: float | None = None) -> None:
+        """Fill ``view``.
+
+        Args:
+            view: what to fill.
+            deadline: on the monotonic clock; None waits while bytes come at all.
+
+        Raises:
+            SyncTimeoutError: the deadline passed before it was full.
+        """
         while view:
             try:
                 count = self.sock.recv_into(view)
             except BlockingIOError:
-                self._await_more()
+                self._await_more(deadline)
                 continue
             except OSError as error:
                 raise LinkClosedError(f"the other end is gone ({error})") from None
@@ -89,17 +118,21 @@ class Stream:
                 raise LinkClosedError("the other end is gone")
             view = view[count:]
 
-    def recv_head(self) -> tuple[Prelude, bytes]:
+    def recv_head(self, deadline: float | None = None) -> tuple[Prelude, bytes]:
         """The prelude and the raw header of the next frame.
+
+        Args:
+            deadline: see :meth:`recv_into`.
 
         Raises:
             FormatError: it is not a frame.
+            SyncTimeoutError: the deadline passed before it was here.
         """
         raw = bytearray(PRELUDE_BYTES)
-        self.recv_into(memoryview(raw))
+        self.recv_into(memoryview(raw), deadline)
         prelude = Prelude.decode(bytes(raw))
         header = bytearray(prelude.header_bytes)
-        self.recv_into(memoryview(header))
+        self.recv_into(memoryview(header), deadline)
         return prelude, bytes(header)
 
     def send_with_fd(self, data: bytes, fd: int, deadline: float | None) -> None:
@@ -122,7 +155,7 @@ class Stream:
                 data, fds, _, _ = socket.recv_fds(self.sock, size, 1)
                 break
             except BlockingIOError:
-                self._await_more()
+                self._await_more(None)
             except OSError as error:
                 raise LinkClosedError(f"the other end is gone ({error})") from None
         if not data:
@@ -137,9 +170,12 @@ class Stream:
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
 
-    def _await_more(self) -> None:
-        if not self._poll(select.POLLIN, deadline_of(_STALLED)):
-            raise LinkClosedError(f"the other end stopped in the middle of a frame for {_STALLED:.0f} s")
+    def _await_more(self, deadline: float | None) -> None:
+        if self._poll(select.POLLIN, deadline_of(_STALLED) if deadline is None else deadline):
+            return
+        if deadline is not None:
+            raise SyncTimeoutError("the other end did not send all that it should in time")
+        raise LinkClosedError(f"the other end stopped in the middle of a frame for {_STALLED:.0f} s")
 
     def _poll(self, event: int, deadline: float | None) -> bool:
         poller = select.poll()

@@ -1,0 +1,231 @@
+"""A flood of strangers costs a trainer or a Synchronizer little, and keeps nobody out who knows the token."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import os
+import resource
+import signal
+import socket
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults_tools import WAIT, eventually
+from torch import nn
+
+from weight_update import (
+    ExplorerClient,
+    SharedMemWeightSyncScheme,
+    Synchronizer,
+    SyncTimeoutError,
+    WeightChunk,
+)
+from weight_update.chunks import Kind
+from weight_update.errors import LinkClosedError
+from weight_update.testing.processes import freeze
+
+CTX = mp.get_context("fork")
+
+
+class Host(ABC):
+    """A process that listens, seen from the test."""
+
+    def __init__(self) -> None:
+        self._pipe, theirs = CTX.Pipe()
+        self.process = CTX.Process(target=_live, args=(theirs, self.listen), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.address, self.token = self._answer()
+
+    @abstractmethod
+    def listen(self) -> tuple[str, str]:
+        """Begin to listen, in the process; return address and token."""
+
+    @abstractmethod
+    def connect(self) -> socket.socket:
+        """Connect as a stranger."""
+
+    @abstractmethod
+    def join(self, index: int, timeout: float = WAIT) -> None:
+        """Join as somebody who knows the token; raise an exception if that fails."""
+
+    def call(self, function: Any, *args: Any) -> Any:
+        self._pipe.send((function, args))
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._pipe.poll(WAIT), "the host does not answer"
+        return self._pipe.recv()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self._pipe.close()
+
+
+def _live(pipe: Any, listen: Any) -> None:
+    torch.set_num_threads(1)
+    pipe.send(listen())
+    with contextlib.suppress(EOFError):
+        while True:
+            function, args = pipe.recv()
+            pipe.send(function(*args))
+
+
+class Trainer(Host):
+    def listen(self) -> tuple[str, str]:
+        self.scheme = SharedMemWeightSyncScheme(timeout=WAIT, connect_timeout=WAIT)
+        model = nn.Linear(2, 2)
+        nn.init.constant_(model.weight, 7.0)
+        self.scheme.init_on_sender(model=model, num_workers=1)
+        threading.Thread(target=self.scheme.connect, daemon=True).start()
+        return self.scheme._address, self.scheme._token
+
+    def connect(self) -> socket.socket:
+        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        stranger.setblocking(False)
+        assert eventually(lambda: stranger.connect_ex(self.address) == 0, 5.0), "nobody accepts any more"
+        stranger.settimeout(WAIT)
+        return stranger
+
+    def join(self, index: int, timeout: float = WAIT) -> None:
+        model = nn.Linear(2, 2)
+        scheme = SharedMemWeightSyncScheme(address=self.address, token=self.token)
+        with scheme:
+            scheme.init_on_receiver(model=model, worker_idx=index)
+            scheme.connect(timeout=timeout)
+            assert model.weight.tolist() == [[7.0, 7.0], [7.0, 7.0]]
+
+
+class Service(Host):
+    def listen(self) -> tuple[str, str]:
+        self.synchronizer = Synchronizer("memory", "trainer_driven", lease=WAIT)
+        server = self.synchronizer.serve()
+        return server.address, server.token
+
+    def connect(self) -> socket.socket:
+        host, port = self.address.split(":")
+        return socket.create_connection((host, int(port)), WAIT)
+
+    def join(self, index: int, timeout: float = WAIT) -> None:
+        with ExplorerClient(self.address, nn.Linear(2, 2), token=self.token, timeout=timeout) as client:
+            assert client.blocking.latest_version() is None
+
+
+@pytest.fixture(params=[Trainer, Service])
+def host(request: pytest.FixtureRequest) -> Iterator[Host]:
+    host = request.param()
+    host.join(0)
+    yield host
+    host.end()
+
+
+# -- what is asked of a host -------------------------------------------------------------------------
+
+
+def spare_descriptors(count: int) -> None:
+    """Let the process open so many more files."""
+    limit = len(os.listdir("/proc/self/fd")) + count
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+def spare_memory(megabytes: int | None) -> None:
+    """Let the process have so much more of it; None takes the limit off again."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = -1 if megabytes is None else pages * resource.getpagesize() + (megabytes << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, -1))
+
+
+def most_memory() -> int:
+    """Return the megabytes that the process has had at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+# -- strangers ---------------------------------------------------------------------------------------
+
+
+def test_idle_connections_and_few_descriptors(host: Host) -> None:
+    host.call(spare_descriptors, 40)
+    before = host.call(threads)
+    with ExitStack() as stack:
+        for _ in range(400):
+            stack.enter_context(host.connect())
+        host.join(1)
+        assert host.call(threads) <= before + 4  # those of one more worker
+    host.join(2)
+
+
+def test_long_headers_of_strangers(host: Host) -> None:
+    before = host.call(most_memory)
+    frame = WeightChunk(Kind.GOODBYE, {}).encode()
+    head = frame[:8] + (64 << 20).to_bytes(4, "little") + frame[12:28]
+    with ExitStack() as stack:
+        for _ in range(4):
+            stranger = stack.enter_context(host.connect())
+            stranger.settimeout(1.0)
+            with contextlib.suppress(OSError):
+                stranger.sendall(head + bytes(32 << 20))
+        host.join(1)
+    assert host.call(most_memory) < before + 16
+
+
+def test_no_memory_for_threads(host: Host) -> None:
+    host.call(spare_memory, 2)
+    errors: list[Exception] = []
+
+    def join() -> None:
+        try:
+            host.join(1)
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            errors.append(error)
+
+    joining = threading.Thread(target=join)
+    with ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(host.connect())
+        joining.start()
+        time.sleep(0.3)
+        host.call(spare_memory, None)
+        joining.join()
+    assert all(isinstance(error, LinkClosedError) for error in errors), errors
+    host.join(1)
+    host.join(2)
+
+
+# -- a listener that does not answer -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["stopped", "stopped, with a full backlog"])
+def test_connect_keeps_to_its_timeout(full: bool) -> None:
+    host = Trainer()
+    try:
+        host.join(0)
+        freeze(host.process.pid)
+        with ExitStack() as stack:
+            for _ in range(1000 if full else 0):
+                stranger = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                stranger.setblocking(False)
+                try:
+                    stranger.connect(host.address)
+                except BlockingIOError:
+                    break
+            start = time.monotonic()
+            with pytest.raises(SyncTimeoutError, match="has it called"):
+                host.join(1, timeout=0.5)
+            assert 0.4 < time.monotonic() - start < 5.0
+        os.kill(host.process.pid, signal.SIGCONT)
+        host.join(1)
+    finally:
+        host.end()

@@ -1,0 +1,67 @@
+"""Memory, descriptors and threads of processes, and whether they stay flat."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+
+SHARE, BYTES, COUNT = 0.10, 16 << 20, 4
+"""Growth that counts as flat: of memory 10 % and 16 MiB, of descriptors and threads four in each process."""
+LEAST = 3
+"""Samples of a window."""
+
+Sample = dict[str, int]
+
+
+def sample(pids: Iterable[int], shared: bool = True) -> Sample:
+    """Return what processes hold together; the dead hold nothing.
+
+    Args:
+        pids: of the processes.
+        shared: whether shared memory counts. Ray's object store keeps
+            every page that was once used.
+    """
+    total = {"memory": 0, "descriptors": 0, "threads": 0}
+    for pid in pids:
+        try:
+            here = Path("/proc", str(pid))
+            one = {
+                "memory": _memory(here, shared),
+                "descriptors": len(os.listdir(here / "fd")),
+                "threads": len(os.listdir(here / "task")),
+            }
+        except OSError:
+            continue
+        total = {name: total[name] + one[name] for name in total}
+    return total
+
+
+def _memory(process: Path, shared: bool) -> int:
+    """Return the proportional set size: a page that n processes share counts 1/n for each."""
+    lines = [line.split() for line in (process / "smaps_rollup").read_text().splitlines()[1:]]
+    sizes = {line[0]: 1024 * int(line[1]) for line in lines}
+    return sizes.get("Pss:", 0) - (0 if shared else sizes.get("Pss_Shmem:", 0))
+
+
+def median(samples: list[Sample]) -> Sample:
+    """Return the median of each quantity."""
+    if not samples:
+        return {}
+    return {name: int(statistics.median(one[name] for one in samples)) for name in samples[0]}
+
+
+def growth(who: str, processes: int, first: list[Sample], last: list[Sample]) -> list[str]:
+    """Return a sentence for each quantity that is not flat between two windows."""
+    before, after = median(first), median(last)
+    allowed = {
+        "memory": before["memory"] * (1 + SHARE) + BYTES,
+        "descriptors": before["descriptors"] + COUNT * processes,
+        "threads": before["threads"] + COUNT * processes,
+    }
+    return [
+        f"{name} of {who} grew from {before[name]:,} to {after[name]:,}"
+        for name in before
+        if after[name] > allowed[name]
+    ]

@@ -1,0 +1,450 @@
+"""The schemes, the Synchronizer and TorchRL's schemes, as a soak drives them."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import socket
+import subprocess
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from soak_worker import Noted, Stamped, fill, follow
+
+from benchmarks.network import Network, why_not
+from weight_update import (
+    DistributedWeightSyncScheme,
+    ExplorerClient,
+    MultiProcessWeightSyncScheme,
+    PatchEncoding,
+    RayWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    SyncFailedError,
+    Synchronizer,
+    TrainerClient,
+    WeightStrategy,
+)
+from weight_update.testing.workers import Body, Worker, start_worker
+
+FAULTS = (
+    "kill",
+    "stop",
+    "long_stop",
+    "slow",
+    "long_slow",
+    "refuse",
+    "strangers",
+    "late_joiner",
+    "link_down",
+    "long_link_down",
+    "disk_full",
+)
+ALWAYS = ("kill", "stop", "long_stop", "slow", "long_slow")
+SYNCHRONIZER = ("nccl", "memory", "checkpoint")
+SCHEMES = ("shared_mem", "multiprocess", "distributed", "ray", *SYNCHRONIZER)
+PEERS = ("shared_mem", "multiprocess", "distributed", "ray")
+"""TorchRL's schemes that can be used without its collectors."""
+PATIENCE = 30.0
+"""Seconds in which everything must have healed, and a worker must have joined."""
+_PERIOD = 32
+_DISK_MB = 64
+
+
+def strategy_of(options: Namespace) -> WeightStrategy:
+    """Return the strategy that the options of the command line name."""
+    if options.encoding != "patch":
+        return WeightStrategy(encoding=options.encoding)
+    return WeightStrategy(encoding=PatchEncoding(compression=options.compression))
+
+
+def prepare_workers() -> None:
+    """Let workers be forked from a process that has imported everything and done nothing else."""
+    here = Path(__file__).resolve().parent
+    path = [str(here.parent.parent), str(here), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["soak_sides"])
+
+
+class Side:
+    """One way for weights to travel.
+
+    Args:
+        options: of the command line.
+
+    Attributes:
+        faults: names of the faults that this side can be given.
+        numbered: whether the first update has version 1, the next one 2, and so on.
+        peer: whether broken promises are counted only, since they are those of another library.
+    """
+
+    numbered = True
+    peer = False
+    model_class: type[Stamped] = Noted
+
+    def __init__(self, options: Namespace) -> None:
+        self.options = options
+        self.faults = [*ALWAYS, "refuse", "strangers"]
+        if options.scheme != "multiprocess":
+            self.faults.append("late_joiner")
+        self.stack = contextlib.ExitStack()
+        prepare_workers()
+        self.network: Network | None = None
+        self.scheme: Any = None
+
+    def model(self) -> Stamped:
+        """Return a model with no version."""
+        period = _PERIOD if self.options.encoding == "patch" else 1
+        return self.model_class(self.options.megabytes, 16, period)
+
+    def open(self) -> None:
+        """Initialize the sender."""
+        self.source = fill(self.model(), 0)
+        if self.options.hosts:
+            self._open_network()
+        if self.options.scheme == "ray":
+            self._open_ray()
+        self.scheme = self.make()
+        self.stack.callback(self.scheme.shutdown)
+        self.init()
+
+    def make(self) -> Any:
+        """Return the scheme, not yet initialized."""
+        options: dict[str, Any] = {"strategy": strategy_of(self.options), "timeout": self.options.timeout}
+        options["connect_timeout"] = 0.7 * PATIENCE
+        if self.options.scheme == "shared_mem":
+            return SharedMemWeightSyncScheme(**options)
+        if self.options.scheme == "multiprocess":
+            return MultiProcessWeightSyncScheme(**options)
+        if self.options.scheme == "ray":
+            return RayWeightSyncScheme(data=self.options.data, **options)
+        address = "127.0.0.1" if self.network is None else self.network.address["trainer"]
+        return DistributedWeightSyncScheme(address=address, **options)
+
+    def init(self) -> None:
+        """Call ``init_on_sender``."""
+        extra = {} if self.options.scheme == "ray" else {"ctx": multiprocessing.get_context("forkserver")}
+        self.scheme.init_on_sender(model=self.source, num_workers=self.options.workers, **extra)
+
+    def connect(self) -> None:
+        """Call ``connect`` on the sender."""
+        self.scheme.connect()
+
+    def hire(self, idx: int) -> Worker:
+        """Start a worker process that has not joined yet."""
+        return start_worker(self.scheme, idx, "ray" if self.options.scheme == "ray" else "forkserver")
+
+    def init_worker(self, worker: Worker, idx: int) -> None:
+        """Have a worker call ``init_on_receiver``."""
+        if self.options.hosts:
+            worker.call("run", follow, self.network, self.host_of(idx))
+        worker.call("init", self.model())
+
+    def join(self, worker: Worker) -> None:
+        """Have a worker begin to connect; its answer is for the caller."""
+        worker.post("connect")
+
+    def host_of(self, idx: int) -> str:
+        """Return the host that a worker lives on; all late joiners live on one."""
+        return f"host{idx}" if idx < self.options.workers else "guest"
+
+    def send(self, version: int, worker_ids: list[int] | None, burst: int) -> tuple[int, dict[int, str]]:
+        """Send ``burst`` updates, wait for the last one; return its version and the failures by worker."""
+        for number in range(version, version + burst - 1):
+            self.scheme.send_async(fill(self.source, number), worker_ids)
+        last = version + burst - 1
+        try:
+            if burst == 1:
+                report = self.scheme.send(fill(self.source, last), worker_ids)
+            else:
+                report = self.scheme.send_async(fill(self.source, last), worker_ids).wait()
+        except SyncFailedError as error:
+            return last, {idx: str(failure) for idx, failure in error.failures.items()}
+        if report.version != last:
+            raise AssertionError(f"update {last} was given version {report.version}")
+        return last, {}
+
+    def excused(self, begin: float) -> bool:
+        """Return whether an update that began at ``begin`` may fail without a worker to name."""
+        del begin
+        return False
+
+    def close(self) -> None:
+        """Shut the sender down, and remove all that was set up for it."""
+        self.stack.close()
+
+    def _open_network(self) -> None:
+        hosts = [self.host_of(idx) for idx in range(self.options.workers + 1)]
+        os.environ["WEIGHT_UPDATE_HOST"] = "trainer"
+        self.stack.callback(os.environ.pop, "WEIGHT_UPDATE_HOST", None)
+        reason = why_not()
+        if reason is not None:
+            print(f"hosts by name only, and no link goes down: {reason}")
+            return
+        self.network = self.stack.enter_context(Network(["trainer", *hosts]))
+        self.stack.enter_context(self.network.inside("trainer"))
+        self.faults += ["link_down", "long_link_down"]
+
+    def _open_ray(self) -> None:
+        import ray
+
+        ray.init(
+            num_cpus=4,
+            include_dashboard=False,
+            object_store_memory=300 << 20,
+            log_to_driver=False,
+            logging_level="error",
+        )
+        self.stack.callback(ray.shutdown)
+
+
+class SynchronizerEnd:
+    """One end of a Synchronizer, with the methods that a worker of a scheme has.
+
+    Args:
+        where: address and token of the server.
+        strategy: of both ends.
+        timeout: of all waits.
+        trainer: closes the trainer and the synchronizer.
+    """
+
+    def __init__(
+        self, where: tuple[str, str], strategy: WeightStrategy, timeout: float, trainer: contextlib.ExitStack
+    ) -> None:
+        self.where, self.strategy, self.timeout = where, strategy, timeout
+        self.trainer: contextlib.ExitStack | None = trainer
+        self.client: Any = None
+
+    def init_on_receiver(self, *, model: Any, worker_idx: int) -> None:
+        """Remember what ``connect`` needs."""
+        self.model, self.worker_idx = model, worker_idx
+
+    def connect(self) -> None:
+        """Join, and begin with the trainer's weights."""
+        address, token = self.where
+        limits = {"timeout": self.timeout, "transfer_timeout": self.timeout}
+        client = ExplorerClient(
+            address, self.model, id=self.worker_idx, token=token, strategy=self.strategy, **limits
+        )
+        self.client = client.blocking
+        deadline = time.monotonic() + PATIENCE
+        while "reason" in (said := self.client.sync_weight()):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no weights within {PATIENCE:g} s: {said['reason']}")
+
+    def hold(self) -> Any:
+        """Keep updates out."""
+        return self.client.hold()
+
+    def advance(self) -> None:
+        """Make a step, as the loop of an explorer does."""
+        self.client.step += 1
+        if self.client.need_sync():
+            self.client.sync_weight()
+
+    def shutdown(self) -> None:
+        """Leave."""
+        if self.client is not None:
+            self.client.close()
+        if self.trainer is not None:
+            self.trainer.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "client": None, "trainer": None}
+
+
+class SynchronizerSide(Side):
+    """A Synchronizer in the trainer's process, and explorers in others."""
+
+    numbered = False
+    model_class = Stamped
+
+    def __init__(self, options: Namespace) -> None:
+        super().__init__(options)
+        self.faults.remove("refuse")
+        self.disk: Path | None = None
+        self._disk_well_at = 0.0
+
+    def open(self) -> None:
+        """See :meth:`Side.open`."""
+        self.source = fill(self.model(), 0)
+        strategy = strategy_of(self.options)
+        made = Synchronizer(
+            self.options.scheme,
+            self.options.style,
+            sync_interval=1,
+            directory=self._directory(),
+            strategy=strategy,
+            lease=self.options.timeout,
+            transfer_timeout=self.options.timeout,
+        )
+        self.stack.enter_context(made)
+        server = made.serve()
+        limits = {"timeout": self.options.timeout, "transfer_timeout": self.options.timeout}
+        client = TrainerClient(server, self.source, strategy=strategy, **limits)
+        self.trainer = self.stack.enter_context(client).blocking
+        where = (server.address, server.token)
+        self.scheme = SynchronizerEnd(where, strategy, self.options.timeout, self.stack)
+        self.address = server.address
+
+    def connect(self) -> None:
+        """Publish the first weights; explorers wait for them."""
+        self.trainer.sync_weight()
+
+    def send(self, version: int, worker_ids: list[int] | None, burst: int) -> tuple[int, dict[int, str]]:
+        """See :meth:`Side.send`: there is one update, to whoever wants it. Failures have the index -1."""
+        del worker_ids, burst
+        fill(self.source, version)
+        self.trainer.step = version
+        if not self.trainer.need_sync():
+            return version, {}
+        said = self.trainer.sync_weight()
+        return version, {-1: said["reason"]} if "reason" in said else {}
+
+    def excused(self, begin: float) -> bool:
+        """See :meth:`Side.excused`: the disk was full."""
+        return begin <= self._disk_well_at
+
+    def fill_disk(self, later: Callable[[float, Callable[[], None]], None], seconds: float) -> bool:
+        """Let no byte more go to the disk for some seconds; return whether it was not so already."""
+        assert self.disk is not None
+        filler = self.disk / "filler"
+        if filler.exists():
+            return False
+        self._disk_well_at = float("inf")
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(1 << 16))
+
+        def empty() -> None:
+            filler.unlink()
+            self._disk_well_at = time.monotonic() + self.options.timeout
+
+        later(seconds, empty)
+        return True
+
+    def _directory(self) -> str | None:
+        """Return a directory for checkpoints, on a file system of its own where that can be mounted."""
+        if self.options.scheme != "checkpoint":
+            return None
+        where = self.stack.enter_context(tempfile.TemporaryDirectory())
+        command = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_MB}m", "tmpfs", where]
+        mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+        if mounted.returncode:
+            print(f"the disk does not become full: {mounted.stderr.strip()}")
+        else:
+            self.stack.callback(subprocess.run, ["umount", "-l", where], check=False)
+            self.disk = Path(where)
+            self.faults.append("disk_full")
+        checkpoints = Path(where, "checkpoints")
+        checkpoints.mkdir()
+        return str(checkpoints)
+
+
+class PeerSide(Side):
+    """TorchRL's own scheme, under the same faults."""
+
+    peer = True
+    numbered = False
+    model_class = Stamped
+
+    def __init__(self, options: Namespace) -> None:
+        if options.scheme not in PEERS:
+            raise SystemExit(f"--peer torchrl runs {', '.join(PEERS)}, not {options.scheme}")
+        super().__init__(options)
+        self.faults = [*ALWAYS, "strangers"]
+
+    def make(self) -> Any:
+        """See :meth:`Side.make`."""
+        import torchrl.weight_update as library
+
+        port = _free_port()
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return {
+            "shared_mem": library.SharedMemWeightSyncScheme,
+            "multiprocess": library.MultiProcessWeightSyncScheme,
+            "distributed": library.DistributedWeightSyncScheme,
+            "ray": library.RayWeightSyncScheme,
+        }[self.options.scheme]()
+
+    def init(self) -> None:
+        """See :meth:`Side.init`."""
+        workers = self.options.workers
+        extra: dict[str, Any] = {}
+        if self.options.scheme == "ray":
+            from soak_peer import PeerWorker
+
+            self.made = [PeerWorker(idx) for idx in range(workers)]
+            extra = {"remote_collectors": [one.actor for one in self.made]}
+        elif self.options.scheme != "distributed":
+            extra = {
+                "ctx": torch.multiprocessing.get_context("forkserver"),
+                "devices": [torch.device("cpu")] * workers,
+            }
+        self.scheme.init_on_sender(model_id="policy", model=self.source, num_workers=workers, **extra)
+
+    def hire(self, idx: int) -> Worker:
+        """See :meth:`Side.hire`."""
+        if self.options.scheme != "ray":
+            return super().hire(idx)
+        from soak_peer import PeerWorker
+
+        made = next((one for one in self.made if one.index == idx), None)
+        if made is None:
+            made = PeerWorker(idx)  # TorchRL's scheme does not learn of it
+        else:
+            self.made.remove(made)
+        made.begin(self.scheme)
+        return made
+
+    def init_worker(self, worker: Worker, idx: int) -> None:
+        """See :meth:`Side.init_worker`."""
+        worker.call("run", init_peer, self.model(), self.options.scheme == "distributed", idx)
+
+    def join(self, worker: Worker) -> None:
+        """See :meth:`Side.join`."""
+        first = self.options.scheme == "distributed"
+        worker.post("connect", worker_idx=worker.index + first)
+
+    def connect(self) -> None:
+        """See :meth:`Side.connect`."""
+        self.scheme.connect()
+
+    def send(self, version: int, worker_ids: list[int] | None, burst: int) -> tuple[int, dict[int, str]]:
+        """See :meth:`Side.send`."""
+        del worker_ids, burst
+        from tensordict import TensorDict
+
+        self.scheme.send(weights=TensorDict.from_module(fill(self.source, version)).data)
+        return version, {}
+
+
+def init_peer(body: Body, model: Stamped, ranks: bool, idx: int) -> None:
+    """Have a worker call ``init_on_receiver`` of TorchRL, whose worker index may be a rank."""
+    body.model, body.context = model, Context(model, idx + ranks)
+    body.scheme.init_on_receiver(model_id="policy", context=body.context, worker_idx=idx + ranks)
+
+
+class Context:
+    """A collector as TorchRL's schemes see it."""
+
+    def __init__(self, policy: Stamped, worker_idx: int) -> None:
+        self.policy, self.worker_idx = policy, worker_idx
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def side_of(options: Namespace) -> Side:
+    """Return the side that the options of the command line name."""
+    if options.peer:
+        return PeerSide(options)
+    return SynchronizerSide(options) if options.scheme in SYNCHRONIZER else Side(options)

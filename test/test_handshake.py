@@ -1,0 +1,197 @@
+"""Both ends prove that they know the token, and the token does not travel."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from multiprocessing import get_context
+
+import pytest
+
+from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, SyncTimeoutError
+from weight_update.testing.transports import in_background
+from weight_update.transports.handshake import Challenge, prove_token
+from weight_update.transports.stream import Stream
+
+TOKEN = "confidential"
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Stream, Stream]]:
+    """A caller and a listener that are connected."""
+    caller, listener = (Stream(sock) for sock in socket.socketpair())
+    with closing(caller), closing(listener):
+        yield caller, listener
+
+
+def read(stream: Stream, size: int) -> bytes:
+    data = bytearray(size)
+    stream.recv_into(memoryview(data), soon())
+    return bytes(data)
+
+
+def soon() -> float:
+    return time.monotonic() + 5.0
+
+
+def answer(listener: Stream, challenge: Challenge) -> bytes:
+    """Do what a listener does; return the key."""
+    listener.send(challenge.greeting, soon())
+    challenge.add(read(listener, challenge.missing))
+    last, key = challenge.verify()
+    listener.send(last, soon())
+    return key
+
+
+def call(caller: Stream, token: str = TOKEN, context: str = "here") -> tuple[list[bytes], list[Exception]]:
+    """Do what a caller does, in a thread; the lists fill with its key or its error."""
+    keys: list[bytes] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            keys.append(prove_token(caller, token, context, soon()))
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            errors.append(error)
+            caller.close()
+
+    in_background(run)
+    return keys, errors
+
+
+def settled(*lists: list) -> bool:
+    deadline = soon()
+    while not any(lists) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return any(lists)
+
+
+def test_both_ends_get_one_key(ends) -> None:
+    keys, errors = call(ends[0])
+    key = answer(ends[1], Challenge(TOKEN, "here"))
+    assert settled(keys, errors)
+    assert keys == [key]
+    assert len(key) == 32
+
+
+def test_each_connection_has_another_key() -> None:
+    found = set()
+    for _ in range(3):
+        caller, listener = (Stream(sock) for sock in socket.socketpair())
+        with closing(caller), closing(listener):
+            call(caller)
+            found.add(answer(listener, Challenge(TOKEN, "here")))
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize(("token", "context"), [("another", "here"), (TOKEN, "elsewhere"), ("", "here")])
+def test_a_wrong_token_is_refused_at_both_ends(ends, token: str, context: str) -> None:
+    keys, errors = call(ends[0], token, context)
+    challenge = Challenge(TOKEN, "here")
+    with pytest.raises(JoinRefusedError, match="wrong token"):
+        answer(ends[1], challenge)
+    ends[1].send(challenge.wrong_token, soon())
+    assert settled(keys, errors)
+    assert isinstance(errors[0], JoinRefusedError)
+    assert "wrong token" in str(errors[0])
+
+
+def test_who_answers_must_know_the_token(ends) -> None:
+    """A process that took the listener's place learns nothing and is not believed."""
+    caller, stranger = ends
+    keys, errors = call(caller)
+    greeting = Challenge("a guess", "here").greeting
+    stranger.send(greeting, soon())
+    request = read(stranger, Challenge("a guess", "here").missing)
+    assert TOKEN.encode() not in request
+    stranger.send(greeting[:5] + request[36:], soon())  # the caller's own proof, sent back
+    assert settled(keys, errors)
+    assert isinstance(errors[0], JoinRefusedError)
+    assert "does not know the token" in str(errors[0])
+
+
+def test_a_proof_is_good_for_one_connection_only(ends) -> None:
+    caller, listener = ends
+    keys, _ = call(caller)
+    first = Challenge(TOKEN, "here")
+    listener.send(first.greeting, soon())
+    request = read(listener, first.missing)
+    second = Challenge(TOKEN, "here")
+    second.add(request)
+    with pytest.raises(JoinRefusedError, match="wrong token"):
+        second.verify()
+    assert not keys
+
+
+def test_a_silent_listener_costs_no_more_than_the_timeout(ends) -> None:
+    start = time.monotonic()
+    with pytest.raises(SyncTimeoutError):
+        prove_token(ends[0], TOKEN, "here", start + 0.1)
+    assert time.monotonic() - start < 5.0
+
+
+def test_a_dripping_listener_costs_no_more_than_the_timeout(ends) -> None:
+    caller, listener = ends
+    ending = time.monotonic() + 0.3
+
+    def drip() -> None:
+        for byte in Challenge(TOKEN, "here").greeting:
+            time.sleep(0.05)
+            try:
+                listener.send(bytes([byte]), None)
+            except LinkClosedError:
+                return
+
+    in_background(drip)
+    with pytest.raises(SyncTimeoutError):
+        prove_token(caller, TOKEN, "here", ending)
+    assert time.monotonic() < ending + 1.0
+
+
+@pytest.mark.parametrize("says", [b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n", bytes(100)])
+def test_something_else_listens(ends, says: bytes) -> None:
+    ends[1].send(says, soon())
+    with pytest.raises(JoinRefusedError, match="not a listener of this library"):
+        prove_token(ends[0], TOKEN, "here", soon())
+
+
+def test_something_else_calls() -> None:
+    challenge = Challenge(TOKEN, "here")
+    challenge.add(b"WU")
+    with pytest.raises(FormatError, match="ask to join"):
+        challenge.add(b"PD")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+def test_a_listener_of_another_user_is_not_told_anything() -> None:
+    heard, theirs = get_context("fork").Pipe(duplex=False)
+    process = get_context("fork").Process(target=listen_as_another_user, args=(theirs,))
+    process.start()
+    theirs.close()
+    with closing(socket.socket(socket.AF_UNIX)) as sock, closing(heard):
+        sock.connect(heard.recv())
+        with pytest.raises(JoinRefusedError, match="user 65534"):
+            prove_token(Stream(sock), TOKEN, "here", soon())
+        sock.close()
+        assert heard.recv() == b""
+    process.join()
+
+
+def listen_as_another_user(pipe) -> None:
+    os.setuid(65534)
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind("\0weight_update-test-" + os.urandom(8).hex())
+        sock.listen()
+        pipe.send(sock.getsockname())
+        with sock.accept()[0] as caller:
+            pipe.send(caller.recv(1000))
+
+
+def test_the_messages_have_the_size_that_the_manual_tells() -> None:
+    challenge = Challenge(TOKEN, "here")
+    assert len(challenge.greeting) == len(challenge.wrong_token) == struct.calcsize("<4sB32s") == 37
+    assert challenge.missing == struct.calcsize("<4s32s32s") == 68

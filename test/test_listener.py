@@ -1,0 +1,314 @@
+"""A listener admits who knows the token, whatever strangers do meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from weight_update.errors import JoinRefusedError, LinkClosedError
+from weight_update.transports import listener as module
+from weight_update.transports.handshake import prove_token
+from weight_update.transports.listener import Listener
+from weight_update.transports.stream import Stream
+
+TOKEN = "confidential"
+LONG = 10.0
+
+
+class Service:
+    """A listener whose connections echo their first four bytes."""
+
+    def __init__(self, family: int, start: bool = True) -> None:
+        sock = socket.socket(family)
+        sock.bind(
+            "\0weight_update-test-" + os.urandom(8).hex() if family == socket.AF_UNIX else ("127.0.0.1", 0)
+        )
+        sock.listen(128)
+        self.family, self.address, self.sock = family, sock.getsockname(), sock
+        self.listener = Listener(sock, TOKEN, "test", echo, "test-listener", logging.getLogger("test"))
+        if start:
+            self.listener.start()
+
+    def stranger(self) -> socket.socket:
+        sock = socket.socket(self.family)
+        try:
+            sock.connect(self.address)
+        except OSError:
+            sock.close()
+            raise
+        sock.settimeout(LONG)
+        return sock
+
+    def join(self, token: str = TOKEN) -> Stream:
+        stream = Stream(self.stranger())
+        try:
+            prove_token(stream, token, "test", time.monotonic() + LONG)
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    def admits(self) -> bool:
+        """Whether somebody who knows the token is served."""
+        with closing(self.join()) as stream:
+            stream.send(b"ping", None)
+            return read(stream) == b"ping"
+
+
+def echo(stream: Stream, key: bytes, deadline: float) -> None:
+    assert len(key) == 32
+    data = bytearray(4)
+    stream.recv_into(memoryview(data), deadline)
+    if data == b"fail":
+        raise RuntimeError("the server has a bug")
+    stream.send(data, deadline)
+    stream.close()
+
+
+def read(stream: Stream) -> bytes:
+    data = bytearray(4)
+    stream.recv_into(memoryview(data), time.monotonic() + LONG)
+    return bytes(data)
+
+
+def ends(sock: socket.socket) -> bool:
+    """Whether the other end closes the connection."""
+    try:
+        while sock.recv(1000):
+            pass
+    except ConnectionResetError:
+        pass
+    except TimeoutError:
+        return False
+    return True
+
+
+@pytest.fixture(params=[socket.AF_UNIX, socket.AF_INET], ids=["unix", "tcp"])
+def service(request: pytest.FixtureRequest) -> Iterator[Service]:
+    before = set(threading.enumerate())
+    served = Service(request.param)
+    yield served
+    served.listener.close()
+    deadline = time.monotonic() + LONG
+    while set(threading.enumerate()) - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert set(threading.enumerate()) <= before
+
+
+def test_who_knows_the_token_is_served(service: Service) -> None:
+    assert service.admits()
+    assert service.admits()
+
+
+def test_a_wrong_token_is_refused_at_both_ends(service: Service, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(JoinRefusedError, match="wrong token"):
+        service.join("another")
+    assert eventually(lambda: "refused a connection: wrong token" in caplog.text)
+    assert service.admits()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+def test_another_user_is_refused_though_it_knows_the_token(caplog: pytest.LogCaptureFixture) -> None:
+    service = Service(socket.AF_UNIX)
+    ours, theirs = get_context("fork").Pipe(duplex=False)
+    process = get_context("fork").Process(target=join_as_another_user, args=(service, theirs))
+    process.start()
+    theirs.close()
+    with closing(ours):
+        assert "run both as one user" in ours.recv()
+    process.join()
+    assert eventually(lambda: "process of user 65534" in caplog.text)
+    service.listener.close()
+
+
+def join_as_another_user(service: Service, pipe: Connection) -> None:
+    os.setuid(65534)
+    try:
+        pipe.send(str(service.join()))
+    except JoinRefusedError as error:
+        pipe.send(str(error))
+
+
+def test_many_idle_connections_cost_little(service: Service) -> None:
+    threads, descriptors = threading.active_count(), open_descriptors()
+    with ExitStack() as stack:
+        strangers = [stack.enter_context(service.stranger()) for _ in range(400)]
+        assert service.admits()
+        assert threading.active_count() <= threads + 1  # that of who was admitted may just be ending
+        assert open_descriptors() <= descriptors + 400 + module._MAX_PENDING + 1
+        assert ends(strangers[0])  # the oldest had to go
+    assert service.admits()
+
+
+def test_those_who_never_show_the_token_are_closed(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dripping bytes does not help."""
+    monkeypatch.setattr(module, "_JOIN_SECONDS", 0.5)
+    start = time.monotonic()
+    with service.stranger() as silent, service.stranger() as dripping:
+        drops = iter(b"WUH1" + bytes(1000))
+        assert eventually(lambda: not sent(dripping, bytes([next(drops)])))
+        assert ends(silent)
+    assert time.monotonic() - start < LONG
+    assert service.admits()
+
+
+def test_the_first_request_is_due_as_well(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_JOIN_SECONDS", 0.5)
+    start = time.monotonic()
+    with closing(service.join()) as stream:
+        stream.send(b"pin", None)
+        assert ends_soon(stream)
+    assert time.monotonic() - start < LONG
+
+
+def test_a_flood_keeps_nobody_out(service: Service) -> None:
+    stop = threading.Event()
+
+    def flood() -> None:
+        with ExitStack() as stack:
+            while not stop.is_set():
+                try:
+                    stack.enter_context(service.stranger()).send(b"WUH1")
+                except OSError:
+                    stack.close()
+
+    flooding = [threading.Thread(target=flood) for _ in range(2)]
+    for thread in flooding:
+        thread.start()
+    try:
+        assert eventually(lambda: tried(service.admits))
+    finally:
+        stop.set()
+        for thread in flooding:
+            thread.join()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.ECONNABORTED, errno.EPERM])
+def test_errors_of_accept_end_nothing(service: Service, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    failing = Failing(service.listener._sock, OSError(number, os.strerror(number)), times=5)
+    monkeypatch.setattr(service.listener, "_sock", failing)
+    with service.stranger():  # wakes the thread
+        assert eventually(lambda: failing.times == 0)
+        assert service.admits()
+    monkeypatch.undo()
+
+
+def test_an_unexpected_error_ends_nothing(
+    service: Service, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = Failing(service.listener._sock, ValueError("nobody thought of this"), times=2)
+    monkeypatch.setattr(service.listener, "_sock", failing)
+    with service.stranger():
+        assert eventually(lambda: failing.times == 0)
+        assert service.admits()
+    monkeypatch.undo()
+    assert eventually(lambda: "nobody thought of this" in caplog.text)
+
+
+def test_an_error_of_the_service_ends_one_connection(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(service.join()) as stream:
+        stream.send(b"fail", None)
+        assert ends_soon(stream)
+    assert service.admits()
+    assert eventually(lambda: "the server has a bug" in caplog.text)
+
+
+def test_too_many_threads(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller is not told that it is admitted, and may try again."""
+
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(LinkClosedError):
+            service.join()
+    assert service.admits()
+
+
+def test_strangers_cannot_fill_the_log(service: Service, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(50):
+        with service.stranger() as stranger:
+            stranger.send(b"GET / HTTP/1.1")
+            assert ends(stranger)
+    assert service.admits()
+    assert len(caplog.records) <= 20
+
+
+def test_close_ends_all(service: Service) -> None:
+    with service.stranger() as stranger, closing(service.join()) as admitted:
+        service.listener.close()
+        service.listener.close()
+        assert ends(stranger)
+        assert ends_soon(admitted)
+        with pytest.raises(ConnectionRefusedError):
+            service.stranger()
+
+
+def test_a_listener_that_was_never_started() -> None:
+    service = Service(socket.AF_UNIX, start=False)
+    with service.stranger() as stranger:
+        service.listener.close()
+        assert ends(stranger)
+
+
+class Failing:
+    """A listening socket whose ``accept`` fails so many times."""
+
+    def __init__(self, sock: socket.socket, error: Exception, times: int) -> None:
+        self._sock, self._error, self.times = sock, error, times
+
+    def accept(self) -> Any:
+        if self.times:
+            self.times -= 1
+            raise self._error
+        return self._sock.accept()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
+
+
+def ends_soon(stream: Stream) -> bool:
+    stream.sock.settimeout(LONG)
+    return ends(stream.sock)
+
+
+def sent(sock: socket.socket, data: bytes) -> bool:
+    try:
+        sock.send(data)
+    except ConnectionError:
+        return False
+    return True
+
+
+def tried(action: Callable[[], bool]) -> bool:
+    try:
+        return action()
+    except OSError:  # all errors of connections are of this kind
+        return False
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + LONG
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True

@@ -1,0 +1,266 @@
+"""What happens to a model between updates: autograd, parts that are replaced, tensors of odd kinds."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from weight_update import (
+    MemoryWeightSyncScheme,
+    SyncFailedError,
+    UnsupportedSourceError,
+    WeightStrategy,
+    WeightSyncScheme,
+    arena,
+)
+
+WAIT = 20.0
+
+Join = Callable[..., tuple[WeightSyncScheme, WeightSyncScheme]]
+
+
+@pytest.fixture
+def join() -> Iterator[Join]:
+    """Connect a receiver in this thread to a sender in another; the first error of the two is raised."""
+    with contextlib.ExitStack() as stack:
+
+        def connect(source: Any, target: Any, encoding: str = "dense", **options: Any) -> Any:
+            strategy = WeightStrategy("state_dict", encoding=encoding)
+            sender = stack.enter_context(MemoryWeightSyncScheme(strategy=strategy, timeout=WAIT, **options))
+            given = {"model": source} if isinstance(source, nn.Module) else {"weights": source}
+            sender.init_on_sender(num_workers=1, **given)
+            receiver = stack.enter_context(copy.copy(sender))
+            receiver.init_on_receiver(model=target, worker_idx=0)
+            errors: list[BaseException] = []
+
+            def serve() -> None:
+                try:
+                    sender.connect(timeout=WAIT)
+                except SyncFailedError as error:
+                    errors.append(error)
+
+            thread = threading.Thread(target=serve)
+            thread.start()
+            try:
+                receiver.connect(timeout=WAIT)
+            finally:
+                thread.join(WAIT)
+                receiver.errors_of_the_sender = errors
+            return sender, receiver
+
+        yield connect
+
+
+@torch.no_grad()
+def add_one(model: nn.Module) -> None:
+    for one in model.state_dict().values():
+        one += 1
+
+
+class Scale(nn.Module):
+    """Autograd keeps ``weight`` itself for the backward pass, where nn.Linear keeps a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("steps", torch.zeros(4))
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return given * self.weight
+
+
+def linear() -> nn.Module:
+    module = nn.Linear(4, 4)
+    nn.init.ones_(module.weight)
+    return module
+
+
+PATHS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "arena": {},
+    "patch": {"encoding": "patch"},
+    "dense copied": {"stable_addresses": True},
+    "patch copied": {"encoding": "patch", "stable_addresses": True},
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("make", [linear, Scale])
+def test_a_backward_pass_across_an_update_raises(
+    join: Join, monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module], path: str
+) -> None:
+    monkeypatch.setattr(arena, "_MANY", 1 if path == "arena" else 1 << 30)
+    source, target = make(), make()
+    sender, receiver = join(source, target, **PATHS[path])
+    for _ in range(2):
+        given = torch.ones(1, 4, requires_grad=True)
+        output = target(given).sum()
+        add_one(source)
+        sender.send()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.backward()
+    with receiver.hold():
+        given = torch.ones(1, 4, requires_grad=True)
+        output = target(given).sum()
+        handle = sender.send_async()
+        output.backward()
+    handle.wait(WAIT)
+    assert torch.equal(given.grad, torch.full((1, 4), 3.0 if make is Scale else 12.0))
+
+
+def test_patches_stay_patches_when_writes_are_counted(join: Join) -> None:
+    source = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    source[1].weight = source[0].weight  # a tie is counted twice
+    target = copy.deepcopy(source)
+    sender, _ = join(source, target, "patch")
+    for _ in range(4):
+        with torch.no_grad():
+            source[0].bias[1] += 1
+            source[0].weight[1, 1] += 1
+        assert sender.send().encoding == "patch"
+    assert same(source, target)
+
+
+# -- parts that are replaced ---------------------------------------------------------------------------
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+
+
+def same(source: nn.Module, target: nn.Module) -> bool:
+    mine = target.state_dict()
+    return all(torch.equal(mine[name], value) for name, value in source.state_dict().items())
+
+
+def replace_inner(model: nn.Module) -> None:
+    model[1][0] = nn.Linear(4, 4)
+
+
+def replace_outer(model: nn.Module) -> None:
+    model[1] = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+
+def replace_parameter(model: nn.Module) -> None:
+    model[1][0].weight = nn.Parameter(torch.zeros(4, 4))
+
+
+def replace_with_double(model: nn.Module) -> None:
+    model[1][0] = nn.Linear(4, 4, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("replace", [replace_inner, replace_outer, replace_parameter])
+def test_a_part_that_was_replaced_is_kept_current(
+    join: Join, monkeypatch: pytest.MonkeyPatch, path: str, waits: bool, replace: Callable[[nn.Module], None]
+) -> None:
+    monkeypatch.setattr(arena, "_MANY", 1 if path == "arena" else 1 << 30)
+    source, target = net(), net()
+    sender, receiver = join(source, target, **PATHS[path])
+    add_one(source)
+    if waits:
+        with receiver.hold():
+            handle = sender.send_async()
+            while not receiver._receiver.gate._jobs:
+                pass
+            replace(target)
+        with contextlib.suppress(SyncFailedError):  # a change of weights that are not there any more
+            handle.wait(WAIT)
+    else:
+        replace(target)
+    for _ in range(2):
+        add_one(source)
+        sender.send()
+        assert same(source, target)
+
+
+def test_a_part_of_another_dtype(join: Join) -> None:
+    source, target = net(), net()
+    sender, receiver = join(source, target)
+    with receiver.hold():
+        handle = sender.send_async()
+        while not receiver._receiver.gate._jobs:
+            pass
+        replace_with_double(target)
+    handle.wait(WAIT)
+    assert target[1][0].weight.dtype is torch.float64
+    assert torch.equal(target[1][0].weight.float(), source[1][0].weight)
+
+
+def test_a_part_that_does_not_fit_is_named_on_both_sides_until_it_does(join: Join) -> None:
+    source, target = net(), net()
+    sender, receiver = join(source, target)
+    before = target[0].weight.detach().clone()
+    target[1][0] = nn.Linear(4, 5)
+    for _ in range(2):
+        add_one(source)
+        with pytest.raises(SyncFailedError, match=r"a part of which was replaced(.|\n)*1\.0\.weight"):
+            sender.send()
+        assert torch.equal(target[0].weight, before)
+    target[1][0] = nn.Linear(4, 4)
+    sender.send()
+    assert same(source, target)
+    assert receiver.version == sender.version
+
+
+def test_a_dict_within_a_dict(join: Join) -> None:
+    source = {"a": {"b": torch.ones(3)}, "c": torch.ones(3)}
+    target: dict[str, Any] = {"a": {"b": torch.zeros(3)}, "c": torch.zeros(3)}
+    sender, _ = join(source, target)
+    target["a"] = {"b": torch.zeros(3)}
+    sender.send()
+    assert torch.equal(target["a"]["b"], torch.ones(3))
+
+
+# -- tensors of odd kinds ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_model_of_inference_tensors_is_refused(join: Join, path: str) -> None:
+    with torch.inference_mode():
+        target = linear()
+    with pytest.raises(UnsupportedSourceError, match=r"'weight' of the destination is an inference tensor"):
+        join(linear(), target, **PATHS[path])
+
+
+def test_connecting_under_inference_mode_leaves_a_model_that_learns(join: Join) -> None:
+    source, target = linear(), linear()
+    add_one(source)
+    with torch.inference_mode():
+        sender, _ = join(source, target)
+    for _ in range(2):
+        target(torch.ones(1, 4)).sum().backward()
+        assert same(source, target)
+        add_one(source)
+        sender.send()
+
+
+def conjugate() -> torch.Tensor:
+    return torch.zeros(3, dtype=torch.complex64).conj()
+
+
+def negative() -> torch.Tensor:
+    return conjugate().imag
+
+
+@pytest.mark.parametrize("encoding", ["dense", "patch"])
+@pytest.mark.parametrize("make", [conjugate, negative])
+def test_views_that_are_conjugate_or_negative(
+    join: Join, make: Callable[[], torch.Tensor], encoding: str
+) -> None:
+    source = {"a": torch.randn(3, dtype=make().dtype), "b": torch.ones(3)}
+    target = {"a": make(), "b": torch.zeros(3)}
+    sender, _ = join(source, target, encoding)
+    for _ in range(2):
+        assert torch.equal(target["a"], source["a"])
+        source["a"][1] += 1
+        sender.send()
+    assert target["a"].is_conj() or target["a"].is_neg()

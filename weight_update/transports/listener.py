@@ -1,0 +1,239 @@
+"""A listener that strangers can neither exhaust nor end."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from weight_update.errors import (
+    FormatError,
+    JoinRefusedError,
+    LinkClosedError,
+    SyncTimeoutError,
+    TransportError,
+)
+from weight_update.ratelimit import RateLimitedLog
+from weight_update.transports.handshake import Challenge, require_same_user
+from weight_update.transports.stream import Stream, close_in_children, deadline_of, seconds_left
+
+__all__ = ["Listener", "Serve"]
+
+_JOIN_SECONDS = 30.0
+"""Seconds from the connection to the end of the first request."""
+_MAX_PENDING = 128
+"""Connections that may be in the middle of the handshake at once."""
+_MAX_ACCEPTED = 16
+"""Connections accepted between two looks at those that are pending."""
+_BACK_OFF_SECONDS = 0.1
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+
+Serve = Callable[[Stream, bytes, float], None]
+"""Takes a connection, its key, and the moment by which the first request must have come."""
+
+
+class Listener:
+    """A thread that accepts connections and serves those whose other end knows the token.
+
+    The thread leads all handshakes. A connection that is not authenticated costs a descriptor and a few
+    hundred bytes, for a bounded time; if there are too many of them, or descriptors are short, the oldest is
+    closed. A connection that is authenticated gets a thread of its own. No error ends the listener before
+    :meth:`close`: errors are logged, at a limited rate, and it goes on.
+
+    Args:
+        sock: bound and listening; the listener closes it.
+        token: what the other ends must know.
+        context: see :func:`~weight_update.transports.handshake.proof`.
+        serve: called in a thread for each connection, which is closed if that raises.
+        name: of the thread.
+        log: where refused connections are logged.
+    """
+
+    def __init__(
+        self, sock: socket.socket, token: str, context: str, serve: Serve, name: str, log: logging.Logger
+    ) -> None:
+        close_in_children(sock)
+        sock.setblocking(False)
+        self._sock, self._token, self._context, self._serve = sock, token, context, serve
+        self._log = RateLimitedLog(log)
+        self._pending: dict[int, _Pending] = {}  # by descriptor, the oldest first
+        self._poller = select.poll()
+        self._descriptor = sock.fileno()
+        self._poller.register(self._descriptor, select.POLLIN)
+        self._serving: set[Stream] = set()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin to accept; calling it twice is fine."""
+        if not self._thread.is_alive():
+            self._thread.start()
+
+    def close(self) -> None:
+        """Stop accepting, and end all connections that are not yet authenticated or still served."""
+        self._closed.set()
+        for stream in list(self._serving):
+            stream.close()
+        with contextlib.suppress(OSError):  # it is closed already if this is the second call
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(5.0)
+        self._sock.close()
+
+    # -- the thread that leads all handshakes --------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._step()
+            except Exception as error:  # noqa: BLE001 - if this thread ended nobody could join any more
+                if not self._closed.is_set():
+                    self._log.warning("accepting connections goes on after %r", error, exc_info=True)
+                    self._closed.wait(_BACK_OFF_SECONDS)
+        for pending in list(self._pending.values()):
+            self._remove(pending)
+            pending.stream.close()
+
+    def _step(self) -> None:
+        """Wait until there is something to do, and do it."""
+        deadline = next((pending.deadline for pending in self._pending.values()), None)
+        left = seconds_left(deadline)
+        ready = {fd for fd, _ in self._poller.poll(None if left is None else left * 1e3)}
+        for pending in [self._pending[fd] for fd in ready if fd in self._pending]:
+            self._advance(pending)
+        for pending in list(self._pending.values()):
+            if seconds_left(pending.deadline):
+                break
+            self._refuse(
+                pending, SyncTimeoutError("the other end did not show in time that it knows the token")
+            )
+        if self._descriptor in ready:
+            self._accept()
+
+    def _accept(self) -> None:
+        for _ in range(_MAX_ACCEPTED):
+            try:
+                sock, _ = self._sock.accept()
+            except BlockingIOError:
+                return
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:
+                if error.errno not in _SHORTAGES or not self._pending:
+                    raise
+                self._refuse_oldest(str(error.strerror))
+                continue
+            close_in_children(sock)
+            if len(self._pending) == _MAX_PENDING:
+                self._refuse_oldest("too many connections at once")
+            self._greet(_Pending(Stream(sock), Challenge(self._token, self._context)))
+
+    def _greet(self, pending: _Pending) -> None:
+        try:
+            pending.greet()
+            self._pending[pending.fd] = pending
+            self._poller.register(pending.fd, select.POLLIN)
+        except Exception as error:  # noqa: BLE001 - it ends this connection only
+            self._refuse(pending, error)
+
+    def _advance(self, pending: _Pending) -> None:
+        try:
+            if pending.read():
+                self._remove(pending)
+                self._hand_over(pending.stream, *pending.verify(), pending.deadline)
+        except Exception as error:  # noqa: BLE001 - it ends this connection only
+            self._refuse(pending, error)
+
+    def _hand_over(self, stream: Stream, answer: bytes, key: bytes, deadline: float) -> None:
+        """Have an authenticated connection served; the other end learns that it is one by ``answer``."""
+        thread = threading.Thread(
+            target=self._serve_one,
+            args=(stream, answer, key, deadline),
+            name="weight_update-join",
+            daemon=True,
+        )
+        self._serving.add(stream)
+        try:
+            thread.start()
+        except BaseException:  # too many threads: the other end hears no answer and may try again
+            self._serving.discard(stream)
+            raise
+
+    def _refuse_oldest(self, reason: str) -> None:
+        self._refuse(next(iter(self._pending.values())), LinkClosedError(reason))
+
+    def _refuse(self, pending: _Pending, error: Exception) -> None:
+        self._remove(pending)
+        self._end(pending.stream, error)
+
+    def _remove(self, pending: _Pending) -> None:
+        if self._pending.get(pending.fd) is pending:
+            del self._pending[pending.fd]
+            self._poller.unregister(pending.fd)
+
+    # -- threads of authenticated connections --------------------------------------------------------
+
+    def _serve_one(self, stream: Stream, answer: bytes, key: bytes, deadline: float) -> None:
+        try:
+            if self._closed.is_set():
+                raise LinkClosedError("the listener was closed")
+            stream.send(answer, deadline)
+            self._serve(stream, key, deadline)
+        except Exception as error:  # noqa: BLE001 - it ends this connection only
+            self._end(stream, error)
+        finally:
+            self._serving.discard(stream)
+
+    def _end(self, stream: Stream, error: Exception) -> None:
+        stream.close()
+        if not self._closed.is_set():
+            expected = isinstance(error, FormatError | TransportError | TimeoutError)
+            self._log.warning("refused a connection: %s", error, exc_info=None if expected else error)
+
+
+class _Pending:
+    """A connection that is not yet authenticated."""
+
+    def __init__(self, stream: Stream, challenge: Challenge) -> None:
+        self.stream, self.fd = stream, stream.sock.fileno()
+        self.deadline = time.monotonic() + _JOIN_SECONDS
+        self._challenge = challenge
+
+    def greet(self) -> None:
+        """Send the first message, or refuse a process of another user."""
+        try:
+            require_same_user(self.stream.sock)
+        except JoinRefusedError:
+            self._tell(self._challenge.other_user)
+            raise
+        self._tell(self._challenge.greeting)
+
+    def read(self) -> bool:
+        """Read what is there of the other end's message; return whether all of it is."""
+        try:
+            data = self.stream.sock.recv(self._challenge.missing)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise LinkClosedError(f"the other end is gone ({error})") from None
+        if not data:
+            raise LinkClosedError("the other end is gone")
+        self._challenge.add(data)
+        return not self._challenge.missing
+
+    def verify(self) -> tuple[bytes, bytes]:
+        """Return the last message and the key of the connection, or refuse it."""
+        try:
+            return self._challenge.verify()
+        except JoinRefusedError:
+            self._tell(self._challenge.wrong_token)
+            raise
+
+    def _tell(self, message: bytes) -> None:
+        """Send a message without waiting: so little always fits."""
+        self.stream.send(message, deadline_of(0.0))

@@ -1,0 +1,94 @@
+"""How much memory this process may still use, by the kernel's account and by those of its cgroups."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["available_memory"]
+
+
+@dataclass(frozen=True)
+class _Controller:
+    """Where a version of the cgroup interface keeps the account of memory.
+
+    Attributes:
+        mounts: where it may be mounted, below ``/sys/fs/cgroup``.
+        limit: name of the file with the limit.
+        usage: name of the file with the bytes in use, caches included.
+        reclaimable: entries of ``memory.stat`` that count caches which the kernel drops when it needs memory.
+    """
+
+    mounts: tuple[str, ...]
+    limit: str
+    usage: str
+    reclaimable: tuple[str, ...]
+
+
+_V1 = _Controller(
+    ("memory",),
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
+)
+_V2 = _Controller(
+    ("", "unified"), "memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable")
+)
+
+
+def available_memory(root: Path = Path("/")) -> int | None:
+    """Return the bytes this process may still use, None if unknown.
+
+    Page cache does not count as used: the kernel drops it when memory is needed.
+
+    Args:
+        root: of the file system in which ``/proc`` and ``/sys`` are looked up.
+    """
+    limits = list(_left_in_cgroups(root))
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        limits.append(_entries(root / "proc/meminfo")["MemAvailable:"] * 1024)
+    return max(min(limits), 0) if limits else None
+
+
+def _left_in_cgroups(root: Path) -> Iterator[int]:
+    """Yield the bytes left in each cgroup that this process is in, and in those around them."""
+    for controller, path in _memberships(root / "proc/self/cgroup"):
+        for mount in controller.mounts:
+            top = root / "sys/fs/cgroup" / mount
+            own = top / path.lstrip("/")
+            for directory in [own, *own.parents]:
+                if directory.is_relative_to(top):
+                    with contextlib.suppress(OSError, ValueError):
+                        yield _left_in(directory, controller)
+
+
+def _memberships(table: Path) -> Iterator[tuple[_Controller, str]]:
+    """Yield the cgroups of this process that account for memory; the topmost ones where it cannot be told."""
+    lines = [":memory:/", "0::/"]
+    with contextlib.suppress(OSError):
+        lines = table.read_text().splitlines()
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            yield _V1, path
+        elif not controllers:
+            yield _V2, path
+
+
+def _left_in(directory: Path, controller: _Controller) -> int:
+    """Return the bytes left in a cgroup; raise ValueError where it has no limit."""
+    limit = int((directory / controller.limit).read_text())
+    usage = int((directory / controller.usage).read_text())
+    cached = 0
+    with contextlib.suppress(OSError, ValueError):
+        stat = _entries(directory / "memory.stat")
+        cached = sum(stat.get(name, 0) for name in controller.reclaimable)
+    return limit - max(usage - cached, 0)
+
+
+def _entries(table: Path) -> dict[str, int]:
+    """Return the names and numbers in a file of lines ``name number``."""
+    rows = (line.split() for line in table.read_text().splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1}
