@@ -25,10 +25,10 @@ from weight_update.errors import FormatError, NotEnoughMemoryError
 from weight_update.testing import Apart, ApartInTwos, Body, Crew, fingerprint, mlp
 from weight_update.testing.processes import freeze
 from weight_update.testing.workers import Worker, context_of
-from weight_update.transports.c10d import Store, TCPStore
+from weight_update.transports.c10d import Store
 from weight_update.transports.cargo import Notes
 from weight_update.transports.checksum import BLOCK, Checksum
-from weight_update.transports.mailbox import open_store
+from weight_update.transports.mailbox import find_store, open_store
 from weight_update.transports.mirror import Mirrors
 from weight_update.transports.pair import Pair
 
@@ -388,11 +388,11 @@ def checksum(data: torch.Tensor) -> str:
 @pytest.fixture
 def pairs() -> Iterator[tuple[Pair, Pair]]:
     server = open_store("127.0.0.1")
-    client = Store(TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False))
+    client = find_store("127.0.0.1", server.port, 5.0)
     made: dict[int, Pair] = {}
 
     def make(store: Store, rank: int) -> None:
-        made[rank] = Pair(store, "pair", rank, "127.0.0.1")
+        made[rank] = Pair(store, "pair", "token", rank, "127.0.0.1")
         made[rank].on_loss(lambda: None)
 
     other = threading.Thread(target=make, args=(client, 1))

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import select
 import socket
 import struct
 from collections.abc import Iterator
 
+import psutil
 import pytest
-from torch.distributed import TCPStore
 
 from weight_update.errors import LinkClosedError, TransportError
-from weight_update.transports import mailbox
 from weight_update.transports.c10d import Store
-from weight_update.transports.mailbox import Mailbox, UnsignedError, open_store
+from weight_update.transports.mailbox import Mailbox, UnsignedError, find_store, open_store
 
 
 @pytest.fixture
@@ -26,7 +24,7 @@ def server() -> Iterator[Store]:
 
 
 def client(server: Store) -> Store:
-    return Store(TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False))
+    return find_store("127.0.0.1", server.port, 5.0)
 
 
 def test_messages_arrive_in_order(server: Store) -> None:
@@ -71,10 +69,10 @@ def test_another_token(server: Store) -> None:
 def test_what_comes_again_is_skipped(server: Store) -> None:
     here, there = Mailbox(server, "box", "token"), Mailbox(client(server), "box", "token")
     there.put(b"one")
-    stranger = server.clone()
-    seen = bytes(stranger.queue_pop("box"))
+    stranger = server.connect()
+    seen = stranger.pop("box")
     for _ in range(3):
-        stranger.queue_push("box", seen)
+        stranger.push("box", seen, 5.0)
     there.put(b"two")
     assert [here.take(5.0), here.take(5.0)] == [b"one", b"two"]
     here.close()
@@ -114,27 +112,47 @@ def test_strangers_on_the_port_do_not_stop_it(server: Store) -> None:
     here.close()
 
 
-def test_a_child_keeps_nothing_open_that_got_the_number_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers of descriptors come back: what was a store's may be the end of a pipe by now."""
-    reading, writing = os.pipe()
-    monkeypatch.setitem(mailbox._listening, writing, 1)
+def test_a_child_keeps_nothing_open_of_a_store(server: Store) -> None:
+    """Else clients of a process that died would wait for as long as one of its children lives."""
+    waiting = client(server)
     ours, theirs = socket.socketpair()
-    child = multiprocessing.get_context("fork").Process(target=close_and_wait, args=(writing, theirs))
+    child = multiprocessing.get_context("fork").Process(target=look_and_wait, args=(server.port, theirs))
     child.start()
-    os.close(writing)
     try:
-        assert ours.recv(1) == b"!"
-        assert select.select([reading], [], [], 5.0)[0]
-        assert os.read(reading, 1) == b""  # nobody can write any more
+        assert ours.recv(1) == b"0"
+        waiting.queue_push("box", b"x")
+        assert waiting.queue_len("box") == 1  # what was closed there is open here
     finally:
         ours.send(b".")
         child.join(10.0)
-        os.close(reading)
         ours.close()
         theirs.close()
+        waiting.close()
 
 
-def close_and_wait(writing: int, theirs: socket.socket) -> None:
-    os.close(writing)
-    theirs.send(b"!")
+def look_and_wait(port: int, theirs: socket.socket) -> None:
+    sockets = psutil.Process().net_connections("tcp")
+    theirs.send(b"%d" % sum(one.laddr.port == port for one in sockets))
     theirs.recv(1)
+
+
+def test_a_child_keeps_what_is_not_of_a_store(server: Store) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as other,
+        socket.create_connection(other.getsockname()) as one,
+    ):
+        reading, writing = os.pipe()
+        child = multiprocessing.get_context("fork").Process(target=say, args=(one, writing))
+        child.start()
+        child.join(10.0)
+        os.close(writing)
+        assert os.read(reading, 100) == b"from a pipe"
+        os.close(reading)
+        with other.accept()[0] as accepted:
+            accepted.settimeout(5.0)
+            assert accepted.recv(13) == b"from a socket"
+
+
+def say(sock: socket.socket, pipe: int) -> None:
+    sock.sendall(b"from a socket")
+    os.write(pipe, b"from a pipe")

@@ -6,7 +6,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -175,9 +175,9 @@ def test_the_token_does_not_cross_the_network(monkeypatch: pytest.MonkeyPatch) -
     sent: list[bytes] = []
     put = Mailbox.put
 
-    def overheard(self: Mailbox, message: bytes, *, last: bool = False) -> None:
+    def overheard(self: Mailbox, message: bytes, **options: Any) -> None:
         sent.append(message)
-        put(self, message, last=last)
+        put(self, message, **options)
 
     monkeypatch.setattr(Mailbox, "put", overheard)
     with opened(case) as (sender, receiver):

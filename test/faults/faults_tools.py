@@ -194,6 +194,10 @@ class Remote:
         """Let it run ``function(worker, *args)``."""
         self._pipe.send((function, args))
 
+    def answered(self) -> bool:
+        """Whether :meth:`result` has something to return."""
+        return bool(self._pipe.poll())
+
     def result(self, timeout: float = WAIT) -> Any:
         """What the function returned."""
         if not self._pipe.poll(timeout):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +25,7 @@ from faults_tools import (
 from hosts_crew import HostsCrew
 
 from weight_update import DistributedWeightSyncScheme, SyncFailedError, TransportError
-from weight_update.transports import c10d
+from weight_update.transports import store_client
 
 LIMIT = 1.0
 CHAIN_LIMIT = 6.0
@@ -162,9 +164,32 @@ def test_trainer_restarted_on_the_same_port(crew: HostsCrew, way: str) -> None:
     second.result()
 
 
+def fork(me: Worker) -> int:
+    child = os.fork()
+    if child == 0:
+        time.sleep(30.0)
+        os._exit(0)
+    return child
+
+
+def test_trainer_killed_while_a_forked_child_lives(crew: HostsCrew) -> None:
+    trainer, worker = alone(crew, "trainer"), alone(crew, "one")
+    trainer.begin(train, 1.0)
+    worker.call(join_there, HOME)
+    trainer.result()
+    worker.begin(await_end)
+    child = trainer.call(fork)
+    try:
+        trainer.signal(signal.SIGKILL)
+        with within(5.0):
+            assert "LinkClosedError" in worker.result()
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
 def test_trainer_whose_machine_vanishes(crew: HostsCrew, monkeypatch: pytest.MonkeyPatch) -> None:
     """No packet tells of it."""
-    monkeypatch.setattr(c10d, "_VANISHED_SECONDS", 3)
+    monkeypatch.setattr(store_client, "_VANISHED_SECONDS", 3)
     trainer, worker = alone(crew, "trainer"), alone(crew, "one")
     trainer.begin(train, 1.0)
     worker.call(join_there, HOME)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import queue
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from datetime import timedelta
@@ -16,8 +18,11 @@ from weight_update.schemes.context import first_worker_of
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
 from weight_update.schemes.sources import DeviceMap
 from weight_update.strategy import ExtractAs, WeightStrategy
+from weight_update.transports.c10d import leave_in_order
 
 __all__ = ["DistributedWeightSyncScheme"]
+
+_GRACE_SECONDS = 0.2  # for the store to say itself that there was nothing in time
 
 
 class DistributedWeightSyncScheme(RemoteWeightSyncScheme):
@@ -139,15 +144,32 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme):
                 "init_on_sender(), or give both sides address, port and token, or initialize "
                 "torch.distributed"
             )
-        store = _default_store()
-        try:
-            store.wait([self._notice], timedelta(seconds=self.connect_timeout))
-        except dist.DistError as error:
+        answer = self._ask_default_store()
+        if isinstance(answer, Exception):
             raise SyncTimeoutError(
                 f"no sender of {self._notice!r} announced itself in the store of the default process group "
-                f"within {self.connect_timeout:g} s ({str(error).partition(chr(10))[0]})"
+                f"within {self.connect_timeout:g} s ({str(answer).partition(chr(10))[0]})"
             ) from None
-        return Whereabouts(*json.loads(store.get(self._notice)))
+        return Whereabouts(*json.loads(answer))
+
+    def _ask_default_store(self) -> bytes | Exception:
+        """The notice, or why there is none; in time, also where the store is stopped."""
+        store, answers = _default_store(), queue.SimpleQueue[bytes | Exception]()
+
+        def ask() -> None:
+            try:
+                store.wait([self._notice], timedelta(seconds=self.connect_timeout))
+                answers.put(store.get(self._notice))
+            except dist.DistError as error:
+                answers.put(error)
+
+        thread = threading.Thread(target=ask, name="weight_update-look-up", daemon=True)
+        leave_in_order(thread)
+        thread.start()
+        try:
+            return answers.get(timeout=self.connect_timeout + _GRACE_SECONDS)
+        except queue.Empty:
+            return SyncTimeoutError("the store does not answer")
 
     @property
     def _notice(self) -> str:

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
-import socket
-import stat
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from weight_update.errors import LinkClosedError, SyncTimeoutError, TransportError
+from weight_update.transports.forks import InheritedSockets
+from weight_update.transports.store_client import DroppedError, StoreClient
+
 __all__ = [
+    "REPLY_SECONDS",
     "DistError",
     "PrefixStore",
     "ProcessGroupGloo",
     "Store",
+    "StoreBase",
     "TCPStore",
     "disown",
-    "keep_alive",
     "leave_in_order",
     "own",
     "process_group_nccl",
@@ -31,14 +34,16 @@ __all__ = [
 _DRAIN_SECONDS, _LOOK_SECONDS = 0.5, 0.005
 _AWAITED = 63
 """Queues of readers that were killed are never read: of so many, the oldest are not waited for."""
-_VANISHED_SECONDS = 180
-"""A machine that is silent for so long is gone; a link may be down for less."""
-_PROBES = 9
 _FAREWELL_SECONDS = 2.0
+REPLY_SECONDS = 10.0
+"""Seconds that the server of a store may take for an answer where the caller sets no limit."""
+
+_T = TypeVar("_T")
 
 _dist: Any = dist
 DistError: type[RuntimeError] = _dist.DistError
 PrefixStore: Any = _dist.PrefixStore
+StoreBase: Any = _dist.Store
 ProcessGroupGloo: Any = _dist.ProcessGroupGloo
 TCPStore: Any = _dist.TCPStore
 
@@ -49,99 +54,137 @@ def process_group_nccl() -> Any:
 
 
 class Store:
-    """A ``torch.distributed.TCPStore``, server or client, that goes away when :meth:`close` says so.
+    """A TCPStore: the server in this process, or a connection to one in another.
+
+    A connection that fails is opened once more, as the server may have dropped it and live on.
 
     Args:
-        raw: the store; nobody else keeps it.
-        server: whether it is the server.
+        host: where the server listens.
+        port: where the server listens.
+        timeout: seconds to reach the server.
+        server: the ``torch.distributed.TCPStore`` that listens, if it is in this process.
+        sockets: those of that server.
+
+    Raises:
+        LinkClosedError: nobody listens there.
+        SyncTimeoutError: the server did not answer in time.
     """
 
-    def __init__(self, raw: Any, *, server: bool = False) -> None:
-        self._raw: Any = own(raw)
-        self._server = server
-        if not server:
-            _keep_clients_alive(raw.port)
-        self.host: str = raw.host
-        self.port: int = raw.port
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        timeout: float = REPLY_SECONDS,
+        *,
+        server: Any = None,
+        sockets: InheritedSockets | None = None,
+    ) -> None:
+        self.host, self.port = host, port
+        self._server = server if server is None else own(server)
+        self._sockets = sockets
+        self._using = threading.Lock()
+        self._closed = False
+        self._lost: LinkClosedError | None = None
         self._unread: list[str] = []
-        self._spare: list[Any] = []
-        self._lending = threading.Lock()
+        self._client: StoreClient | None = StoreClient(host, port, timeout)
 
-    def clone(self) -> Any:
-        """Another client connection, to a plain TCPStore.
+    def connect(self) -> StoreClient:
+        """Open another connection, for a thread of its own; raise as the constructor."""
+        if self._closed:
+            raise LinkClosedError("this store was closed")
+        return StoreClient(self.host, self.port, REPLY_SECONDS)
 
-        Raises:
-            DistError: the store is gone.
-        """
-        clone = self._open().clone()
-        _keep_clients_alive(self.port)
+    def give_up(self, error: LinkClosedError) -> None:
+        """Try no more to reach a server of another process, after ``error``."""
+        if self._server is None:
+            self._lost = error
+
+    def c10d(self) -> Any:
+        """Return a client that process groups of torch take."""
+        clone = TCPStore(self.host, self.port, is_master=False, wait_for_workers=False)
+        clone.set_timeout(timedelta(seconds=REPLY_SECONDS))
         return clone
 
-    @contextlib.contextmanager
-    def lend(self) -> Iterator[Any]:
-        """A client connection that nobody else uses meanwhile; raises as :meth:`clone`.
+    def queue_push(self, name: str, item: bytes, timeout: float | None = None) -> None:
+        """Add ``item`` to a queue; do not wait until the server has it.
 
-        It is used again: making one looks names up, which takes seconds where a resolver is slow.
+        Args:
+            name: of the queue.
+            item: at most :data:`LARGEST_VALUE` bytes.
+            timeout: seconds; None takes :data:`REPLY_SECONDS`.
+
+        Raises:
+            LinkClosedError: the store is gone.
+            SyncTimeoutError: the server does not read.
         """
-        with self._lending:
-            client = self._spare.pop() if self._spare else None
-        if client is None:
-            client = self.clone()
-        yield client
-        with self._lending:
-            self._spare.append(client)
+        self._use(lambda client, left: client.push(name, item, left), timeout)
 
-    def queue_push(self, name: str, item: bytes) -> None:
-        """Add ``item`` to a queue; raises as :meth:`clone`."""
-        self._open().queue_push(name, item)
-
-    def reach(self) -> None:
-        """Return when the server has what was put; raises as :meth:`clone`."""
-        self._open().queue_len("")
+    def queue_len(self, name: str, timeout: float | None = None) -> int:
+        """Return how many items a queue has, after all that was pushed; raise as :meth:`queue_push`."""
+        return self._use(lambda client, left: client.length(name, left), timeout)
 
     def await_reader(self, name: str) -> None:
-        """A server's :meth:`close` waits a little until the queue, to which nothing more is put, was read."""
-        raw = self._raw
-        if self._server and raw is not None:
-            unread = [one for one in self._unread if one != name and raw.queue_len(one)]
+        """Have a server's :meth:`close` wait until a queue was read, to which nothing more is added."""
+        if self._server is not None:
+            unread = [one for one in self._unread if one != name and self.queue_len(one)]
             self._unread = [*unread[-_AWAITED:], name]
 
     def close(self) -> None:
-        """End it; a server when what it put last was read, else clients complain in the C++ log."""
-        raw, self._raw = self._raw, None
-        self._spare.clear()
+        """End it; the server does when what was added last has been read, or some time has passed."""
         deadline = time.monotonic() + _DRAIN_SECONDS
-        with contextlib.suppress(DistError):
-            while raw is not None and self._server and any(map(raw.queue_len, self._unread)):
+        with contextlib.suppress(TransportError, TimeoutError):
+            while self._server is not None and not self._closed and any(map(self.queue_len, self._unread)):
                 if time.monotonic() > deadline:
                     break
                 time.sleep(_LOOK_SECONDS)
-        disown(raw)
+        self._closed = True
+        client = self._client
+        if client is not None:
+            client.close()  # wakes the thread that uses it
+        with self._using:
+            self._drop()
+        server, self._server = self._server, None
+        disown(server)
+        if self._sockets is not None:
+            self._sockets.forget()
 
-    def _open(self) -> Any:
-        raw = self._raw
-        if raw is None:
-            raise DistError("this store was closed")
-        return raw
+    def _use(self, action: Callable[[StoreClient, float], _T], timeout: float | None) -> _T:
+        deadline = time.monotonic() + (REPLY_SECONDS if timeout is None else timeout)
+        if not self._using.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
+            raise SyncTimeoutError("the store is busy with what other threads send")
+        try:
+            if self._client is not None:
+                try:
+                    return action(self._client, deadline - time.monotonic())
+                except DroppedError:
+                    self._drop()
+                except LinkClosedError as error:
+                    self._drop()
+                    self.give_up(error)
+                    raise
+                except SyncTimeoutError:
+                    self._drop()  # half of a request may be under way
+                    raise
+            if self._lost is not None:
+                raise LinkClosedError(str(self._lost))
+            return self._once(action, deadline)
+        finally:
+            self._using.release()
 
+    def _once(self, action: Callable[[StoreClient, float], _T], deadline: float) -> _T:
+        if self._closed:
+            raise LinkClosedError("this store was closed")
+        self._client = StoreClient(self.host, self.port, deadline - time.monotonic())
+        try:
+            return action(self._client, deadline - time.monotonic())
+        except (LinkClosedError, SyncTimeoutError):
+            self._drop()
+            raise
 
-def keep_alive(sock: socket.socket) -> None:
-    """Have the kernel end this connection, or those to be accepted here, when the other machine vanishes."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(_VANISHED_SECONDS // _PROBES, 1))
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(_VANISHED_SECONDS // _PROBES, 1))
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _VANISHED_SECONDS)
-
-
-def _keep_clients_alive(port: int) -> None:
-    """:meth:`keep_alive` for what a TCPStore connected to ``port``: it does not show its sockets."""
-    for fd in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # it is closed by now, or not connected
-            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(fd)) as sock:
-                if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getpeername()[1] == port:
-                    keep_alive(sock)
+    def _drop(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.release()
 
 
 _owned: list[Any] = []

@@ -129,7 +129,7 @@ class Carrier:
 
     def _run(self) -> None:
         try:
-            pair = self._make_pair(self._store, f"{self._name}/pair", 0, self._address)
+            pair = self._make_pair(self._store, f"{self._name}/pair", self._token, 0, self._address)
         except LinkClosedError as error:
             if not self._closed:
                 _log.warning("%s: only small payloads can be sent: %s", self._name, error)

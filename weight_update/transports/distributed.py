@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import struct
 import threading
 import uuid
 from collections import OrderedDict
@@ -21,8 +20,9 @@ from weight_update.errors import (
     NotEnoughMemoryError,
     TransportError,
 )
+from weight_update.ratelimit import RateLimitedLog
 from weight_update.transports.base import Allocate, Buffer, TransportBackend
-from weight_update.transports.c10d import Store
+from weight_update.transports.c10d import REPLY_SECONDS, Store
 from weight_update.transports.line import (
     DOOR,
     Line,
@@ -40,8 +40,9 @@ from weight_update.transports.stream import deadline_of, seconds_left
 
 __all__ = ["DistributedListener", "DistributedTransport", "this_host"]
 
-_log = logging.getLogger(__name__)
+_strangers = RateLimitedLog(logging.getLogger(__name__))
 _LEAVE_SECONDS = 0.5
+_ANEW_SECONDS = 1.0
 _ALONE = "/process "
 _REMEMBERED = 10_000
 """How many joins are remembered, so that none of them, written down by a stranger, is let in again."""
@@ -138,7 +139,7 @@ class DistributedTransport(TransportBackend):
         try:
             if self._fresh and isinstance(line, WorkerLine):
                 self._fresh = False
-                line.knock(chunk, self._host)
+                line.knock(chunk, self._host, timeout)
             else:
                 line.send(chunk, timeout)
         except (LinkClosedError, TimeoutError) as error:
@@ -264,6 +265,7 @@ class DistributedListener:
         self._door = Mailbox(store, DOOR, token, ordered=False)
         self._route = Route.of(store)
         self._known: OrderedDict[str, None] = OrderedDict()
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weight_update-door", daemon=True)
 
     def start(self) -> None:
@@ -278,6 +280,7 @@ class DistributedListener:
 
     def close(self) -> None:
         """Let nobody in any more."""
+        self._closing.set()
         self._door.close()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(5.0)
@@ -285,26 +288,51 @@ class DistributedListener:
         self._store.close()
 
     def _run(self) -> None:
-        while True:
+        while not self._closing.is_set():
             try:
-                message = self._door.take(None)
+                message = self._next()
                 if message is not None:
                     self._admit(message)
-            except LinkClosedError:
-                return
             except UnsignedError as error:
-                _log.warning("refused a connection: %s", str(error))  # a record that keeps no message
+                _strangers.warning("refused a connection: %s", error)  # a record that keeps no message
                 self._answer_stranger(error.message)
-            except (JoinRefusedError, FormatError, ValueError, KeyError, struct.error) as error:
-                _log.warning("refused a connection: %s", error)
+            except Exception as error:  # noqa: BLE001 - whatever it is, others must be able to join
+                known = isinstance(error, TransportError | FormatError | TimeoutError)
+                _strangers.warning("refused a connection: %s", error, exc_info=None if known else error)
+                if not known:
+                    self._closing.wait(_ANEW_SECONDS)  # it may come again at once
+
+    def _next(self) -> bytes | None:
+        """The next join request; None where this thread is to look anew."""
+        try:
+            return self._door.take(None)
+        except LinkClosedError as error:
+            if not self._closing.is_set():
+                _strangers.warning("the queue of join requests is read anew: %s", error)
+                self._door.close()
+                self._door = Mailbox(self._store, DOOR, self._token, ordered=False)
+                self._closing.wait(_ANEW_SECONDS)
+                if self._closing.is_set():
+                    self._door.close()
+            return None
 
     def _answer_stranger(self, message: bytes) -> None:
-        """Whoever has another token cannot read our answer, but learns from that."""
-        nonsense = (ValueError, KeyError, TypeError, RecursionError, struct.error)
-        with contextlib.suppress(TransportError, *nonsense):
+        """Send a worker that has another token what it cannot read; it learns from that.
+
+        A connection of its own is used, which the server may drop without harm.
+        """
+        try:
             link, _, _ = read_knock(message, "")
-            if link not in self._known:
-                Mailbox(self._store, f"{link}/down", self._token).put(b"")
+        except FormatError:
+            return
+        if link in self._known:
+            return
+        with contextlib.suppress(TransportError, TimeoutError):
+            client = self._store.connect()
+            try:
+                client.push(f"{link}/down", b"", REPLY_SECONDS)
+            finally:
+                client.release()
 
     def _admit(self, message: bytes) -> None:
         link, host, hello = read_knock(message, self._token)

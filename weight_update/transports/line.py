@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +23,7 @@ from weight_update.errors import (
     SyncTimeoutError,
     UnreachableMemoryError,
 )
+from weight_update.ratelimit import RateLimitedLog
 from weight_update.transports.base import Allocate
 from weight_update.transports.c10d import Store
 from weight_update.transports.carrier import Carrier
@@ -34,16 +37,25 @@ from weight_update.transports.stream import deadline_of, seconds_left
 
 __all__ = ["DOOR", "INLINE", "Line", "LocalLine", "MapSlot", "RemoteLine", "WorkerLine", "read_knock"]
 
-_log = logging.getLogger(__name__)
+_log = RateLimitedLog(logging.getLogger(__name__))
 DOOR = "door"
 """Name of the queue that workers knock at."""
 
 _CUT, _FRAME = 0, 1  # the end; a frame
 _PAIR = 2  # the worker is on another host and makes a pair
 _STAY, _MEET = 3, 4  # to a knock: frames come here; the worker was called where it listens, they come there
+_ASK, _TELL = 5, 6  # whether the worker has all messages; an answer, from which the sender learns it as well
 _FRONT = struct.Struct("<BII")  # kind of message, bytes of the frame's head, and of where its payload lies
+_LINK = re.compile("[0-9a-f]{32}")
+_LARGEST_INFO = 4096  # bytes of what a join request says beside its HELLO
 INLINE = 64 << 10
 """Bytes of a payload that travels with the signal: a further message would cost more than it."""
+
+_DOUBT_SECONDS = 1.0
+"""Seconds that an answer with our token may come later than one without it, which strangers can write."""
+
+_ASK_SECONDS, _LONGEST_PAUSE = 2.0, 60.0
+"""Seconds without an answer after which the sender asks for one; doubled each time."""
 
 _LAST_WORDS = 0.5
 """Seconds that a farewell through the store may be slower than the end of the pair."""
@@ -73,7 +85,8 @@ class Line:
         self.inbox = Mailbox(store, f"{name}/{back}", token)
         self._closing = threading.Lock()
         self._closed = False
-        self._greeted = False
+        self._greeted = rank == 0  # a worker has shown that it knows the token
+        self._doubted: float | None = None  # until when a signed answer may still follow one that is not
         if rank == 0:
             self.outbox.put(_FRONT.pack(_STAY, 0, 0))
 
@@ -88,24 +101,19 @@ class Line:
             raise LinkClosedError("the other end has ended this connection")
         if chunk.kind is Kind.HELLO:
             chunk = chunk.with_token("")  # the signature shows that this end knows it
+        deadline = deadline_of(timeout)
         where = self.place(chunk, timeout) if chunk.payload_bytes else b""
         head = chunk.encode_head(checksum=not where)
         inline = bytes(byte_view(chunk.payload)) if chunk.payload is not None and not where else b""
-        self.outbox.put(_FRONT.pack(_FRAME, len(head), len(where)) + head + where + inline)
+        front = _FRONT.pack(_FRAME, len(head), len(where))
+        self.outbox.put(front + head + where + inline, timeout=seconds_left(deadline))
 
     def recv(self, timeout: float | None, allocate: Allocate | None, map_slot: MapSlot) -> WeightChunk | None:
         """See :meth:`TransportBackend.recv_chunk`."""
-        deadline = deadline_of(timeout)
-        while True:
-            message = self._take(deadline)
-            if message is None:
-                return None
-            kind, size, where_size = _front_of(message)
-            if kind == _CUT:
-                raise LinkClosedError("the other end has ended this connection")
-            if kind == _FRAME:
-                break
-            self.on_pair(message[_FRONT.size :].decode())
+        message = self._next_frame(deadline_of(timeout))
+        if message is None:
+            return None
+        _, size, where_size = _front_of(message)
         message = message[_FRONT.size :]
         head, where, inline = message[:size], message[size : size + where_size], message[size + where_size :]
         prelude = Prelude.decode(head[:PRELUDE_BYTES])
@@ -125,6 +133,22 @@ class Line:
         chunk = prelude.assemble(head[PRELUDE_BYTES:], payload)
         return chunk.with_token(self.token) if chunk.kind is Kind.HELLO else chunk
 
+    def _next_frame(self, deadline: float | None) -> bytes | None:
+        """The next message that holds a frame, or None when none came until then; acts on those before it."""
+        while True:
+            message = self._take(deadline)
+            if message is None:
+                return None
+            kind, _, _ = _front_of(message)
+            if kind == _FRAME:
+                return message
+            if kind == _CUT:
+                raise LinkClosedError("the other end has ended this connection")
+            if kind == _ASK:
+                self.outbox.put(_FRONT.pack(_TELL, 0, 0))
+            elif kind == _PAIR:
+                self.on_pair(message[_FRONT.size :].decode())
+
     def on_pair(self, backend: str) -> None:
         """The other end wants a pair for payloads."""
         del backend
@@ -137,8 +161,8 @@ class Line:
                 return
             self._closed = True
         if not self.inbox.ended:
-            with contextlib.suppress(LinkClosedError):
-                self.outbox.put(_FRONT.pack(_CUT, 0, 0), last=True)
+            with contextlib.suppress(LinkClosedError, SyncTimeoutError):
+                self.outbox.put(_FRONT.pack(_CUT, 0, 0), last=True, timeout=_LAST_WORDS)
         self.inbox.close()
         self.release()
 
@@ -146,16 +170,25 @@ class Line:
         """Let go of what belongs to this line, once."""
 
     def _take(self, deadline: float | None) -> bytes | None:
+        """The next message that is signed with our token, or None when none came until then."""
         while True:
-            left = seconds_left(deadline)
+            until = deadline
+            if self._doubted is not None and not self._greeted:
+                until = self._doubted if deadline is None else min(self._doubted, deadline)
+            left = seconds_left(until)
             try:
                 message = self.inbox.take(left)
             except UnsignedError as error:
-                if not self._greeted:
-                    raise JoinRefusedError("the tokens of the two ends differ") from None
-                _log.warning("%s: %s", self.name, str(error))
-                continue
+                if self._greeted:
+                    _log.warning("a message to a connection was ignored: %s", error)
+                elif self._doubted is None:
+                    self._doubted = time.monotonic() + _DOUBT_SECONDS
+                if left != 0:
+                    continue
+                message = None
             self._greeted = self._greeted or message is not None
+            if message is None and self._doubted is not None and not self._greeted:
+                raise JoinRefusedError("the tokens of the two ends differ")
             return message
 
 
@@ -238,8 +271,28 @@ class RemoteLine(Line):
         self._backend = backend
         self._route = Route.of(store)
         self._opened = False
+        self._heard_after = self.outbox.count  # messages that were sent when the last one came
+        self._pause = _ASK_SECONDS
 
     lost: Exception | None
+
+    def _take(self, deadline: float | None) -> bytes | None:
+        """See :meth:`Line._take`.
+
+        Strangers can take messages out of the store. A later message shows the gap and ends the connection,
+        and the worker joins again. Where there is no answer to a message, another one is sent for that.
+        """
+        while True:
+            ask_at = time.monotonic() + self._pause
+            message = super()._take(ask_at if deadline is None else min(ask_at, deadline))
+            if message is not None:
+                self._heard_after, self._pause = self.outbox.count, _ASK_SECONDS
+                return message
+            if deadline is not None and time.monotonic() >= deadline:
+                return None
+            if self.outbox.count > self._heard_after:
+                self.outbox.put(_FRONT.pack(_ASK, 0, 0))
+                self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def send(self, chunk: WeightChunk, timeout: float | None) -> None:
         """See :meth:`Line.send`; the first frame comes with a pair, by which its end is noticed."""
@@ -301,15 +354,21 @@ class WorkerLine(Line):
         self._answered = False
         self._asked: Mapping[str, Any] | None = None  # the HELLO of the knock, while it has no answer
 
-    def knock(self, hello: WeightChunk, host: str) -> None:
-        """Ask to be let in."""
+    def knock(self, hello: WeightChunk, host: str, timeout: float | None) -> None:
+        """Ask to be let in.
+
+        Raises:
+            LinkClosedError: the store is gone.
+            SyncTimeoutError: the store does not answer in time.
+        """
+        deadline = deadline_of(timeout)
         self._asked = hello.header
         hello = hello.with_token("")
         info = json.dumps({"link": self.name, "host": host}).encode()
         message = struct.pack("<I", len(info)) + info + hello.encode()
         door = Mailbox(self.store, DOOR, self.token, ordered=False)
-        door.put(message)
-        door.flush()
+        door.put(message, timeout=seconds_left(deadline))
+        door.flush(seconds_left(deadline))
 
     def send(self, chunk: WeightChunk, timeout: float | None) -> None:
         """See :meth:`Line.send`; a HELLO other than that of the knock waits until the knock is answered.
@@ -392,10 +451,27 @@ def _front_of(message: bytes) -> tuple[int, int, int]:
 
 
 def read_knock(message: bytes, token: str) -> tuple[str, str, WeightChunk]:
-    """Name of the connection, the worker's host, and its HELLO, with the token that signed the message."""
-    (size,) = struct.unpack("<I", message[:4])
-    info = json.loads(message[4 : 4 + size])
-    return str(info["link"]), str(info["host"]), WeightChunk.decode(message[4 + size :]).with_token(token)
+    """Name of the connection, the worker's host, and its HELLO, with the token that signed the message.
+
+    Raises:
+        FormatError: it is something else.
+    """
+    (size,) = struct.unpack_from("<I", message) if len(message) >= 4 else (0,)
+    if not 0 < size <= min(_LARGEST_INFO, len(message) - 4):
+        raise FormatError(f"a join request does not begin with {size} bytes of {len(message)}")
+    try:
+        info = json.loads(message[4 : 4 + size])
+        link, host = info["link"], info["host"]
+        hello = WeightChunk.decode(message[4 + size :])
+        worker, pid = hello.header["worker"], hello.header["pid"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise FormatError(f"not a join request ({type(error).__name__})") from None
+    kinds = [(link, str), (host, str), (worker, int), (pid, int)]
+    if hello.kind is not Kind.HELLO or not all(isinstance(value, kind) for value, kind in kinds):
+        raise FormatError("not a join request")
+    if not _LINK.fullmatch(link):
+        raise FormatError("a join request names its connection by 32 hexadecimal digits")
+    return link, host, hello.with_token(token)
 
 
 def _fresh(nbytes: int) -> torch.Tensor:

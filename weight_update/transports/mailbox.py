@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
-import os
 import queue
 import socket
-import stat
 import struct
 import threading
 import time
-from datetime import timedelta
+from typing import NamedTuple
 
-from weight_update.errors import FormatError, LinkClosedError, TransportError
-from weight_update.transports.c10d import DistError, Store, TCPStore, disown, keep_alive, leave_in_order, own
+from weight_update.errors import FormatError, LinkClosedError, SyncTimeoutError, TransportError
+from weight_update.transports.c10d import REPLY_SECONDS, Store, TCPStore
+from weight_update.transports.forks import InheritedSockets, packed_address
+from weight_update.transports.store_client import LARGEST_VALUE, DroppedError, StoreClient, keep_alive
 from weight_update.transports.stream import deadline_of, seconds_left
 
 __all__ = ["Mailbox", "UnsignedError", "find_store", "open_store"]
 
 _FRONT = struct.Struct("<Q16s?")  # number of the message, its signature, and whether it is the last
-_FOREVER = timedelta(days=3650)
 _BACKLOG = 512
-_LARGEST = (8 << 20) - _FRONT.size  # a TCPStore cuts off who sends more
-_PATIENCE = timedelta(seconds=10)
+_LARGEST = LARGEST_VALUE - _FRONT.size
 _RETRY_SECONDS = 0.1
+_PORT_END = 4  # family and port come first in a packed address
+_AHEAD = 4  # messages that are read before they are taken: strangers can write any number of them
+_ATTEMPTS = 5
+"""Connections that fail one after the other, each after a longer pause, before the store counts as gone."""
 
 
 def open_store(address: str, port: int = 0) -> Store:
@@ -51,10 +52,16 @@ def open_store(address: str, port: int = 0) -> Store:
                 "this machine, port= a free one, or 0 for any",
             ) from None
         sock.listen(_BACKLOG)
-        port = sock.getsockname()[1]
-        _listening[sock.fileno()] = port
+        host, port = sock.getsockname()[:2]
+        sockets = InheritedSockets(_local_address(host, port))
         raw = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach())
-        return Store(raw, server=True)
+        return Store(address, port, server=raw, sockets=sockets)
+
+
+def _local_address(host: str, port: int) -> bytes:
+    """The packed address of all sockets that are accepted there."""
+    packed = packed_address((host, port))
+    return packed[:_PORT_END] if host in ("0.0.0.0", "::") else packed
 
 
 def find_store(address: str, port: int, timeout: float | None) -> Store:
@@ -62,105 +69,85 @@ def find_store(address: str, port: int, timeout: float | None) -> Store:
 
     Raises:
         LinkClosedError: it could not be reached within ``timeout`` seconds (None: some).
+        SyncTimeoutError: somebody listens there, and did not answer in that time.
     """
-    limit = _PATIENCE.total_seconds() if timeout is None else timeout
-    _await_listener(address, port, limit)
-    try:
-        raw = TCPStore(
-            address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=limit)
-        )
-    except DistError as error:
-        raise LinkClosedError(f"no sender at {address}:{port} ({_brief(error)})") from None
-    raw.set_timeout(_PATIENCE)
-    return Store(raw)
-
-
-def _await_listener(address: str, port: int, limit: float) -> None:
-    """Wait here: a store that cannot connect complains at length in the C++ log."""
+    limit = REPLY_SECONDS if timeout is None else timeout
     deadline = time.monotonic() + limit
     while True:
         try:
-            left = max(deadline - time.monotonic(), _RETRY_SECONDS)
-            return socket.create_connection((address, port), left).close()
-        except OSError as error:
+            return Store(address, port, max(deadline - time.monotonic(), _RETRY_SECONDS))
+        except LinkClosedError as error:
             if time.monotonic() + _RETRY_SECONDS > deadline:
                 raise LinkClosedError(
                     f"no sender at {address}:{port} within {limit:g} s ({error}); if it is on another "
                     "machine, give it address= of a network interface that this one can reach"
                 ) from None
+        except SyncTimeoutError:
+            raise SyncTimeoutError(
+                f"the sender at {address}:{port} did not answer within {limit:g} s: it is stopped, something "
+                "else listens there, or a network between the two drops what is sent"
+            ) from None
         time.sleep(_RETRY_SECONDS)
 
 
-_listening: dict[int, int] = {}
-"""Ports by the descriptor of the socket that listens there, or did."""
-
-
-def _close_inherited() -> None:
-    """In a forked child: nobody may knock there when the sender is gone."""
-    for fd, port in _listening.items():
-        with contextlib.suppress(OSError):
-            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-                continue  # that store is gone, and its number was given to something else
-            with socket.socket(fileno=os.dup(fd)) as sock:
-                listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                if listens and sock.getsockname()[1] == port:
-                    os.close(fd)
-    _listening.clear()
-
-
-os.register_at_fork(after_in_child=_close_inherited)
-
-
 class Mailbox:
-    """One direction of messages, in order. One thread puts, one thread takes, at the same time if need be.
+    """One direction of messages, in order. Any thread puts, one takes, at the same time if need be.
 
     A store has no access control: whoever reaches its port may write into its queues. Each message is
-    therefore numbered and signed with the token.
+    therefore numbered and signed with the token, and the reader goes on whatever stands there.
 
     Args:
-        store: a client connection; for taking, another one like it is opened.
+        store: for putting; for taking, another connection is made.
         name: of the queue.
         token: what both ends know.
         ordered: whether one end alone puts, so that the numbers must follow each other.
 
     Attributes:
+        count: how many messages were put here.
         ended: whether the last message is here; the other end of the store may be gone by now.
     """
 
     def __init__(self, store: Store, name: str, token: str, *, ordered: bool = True) -> None:
         self._store, self.name, self._key, self._ordered = store, name, token.encode(), ordered
-        self._arrived: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[_Item | Exception] = queue.SimpleQueue()
+        self._room = threading.Semaphore(_AHEAD)
         self._reader: threading.Thread | None = None
+        self._client: StoreClient | None = None
         self._reading = False
         self._read_all = threading.Event()
+        self._putting = threading.Lock()
         self.ended = False
-        self._put = self._taken = 0
-        self._closed = False
+        self.count = self._taken = 0
+        self._closed = threading.Event()
 
-    def put(self, message: bytes, *, last: bool = False) -> None:
-        """Add a message; does not wait. After the ``last`` one nobody reads on.
+    def put(self, message: bytes, *, last: bool = False, timeout: float | None = None) -> None:
+        """Add a message; do not wait until the store has it. After the ``last`` one nobody reads on.
+
+        Args:
+            message: what to add.
+            last: whether it is the last one.
+            timeout: see :meth:`Store.queue_push`.
 
         Raises:
             LinkClosedError: the store is gone.
-            TransportError: it is larger than a store takes.
+            SyncTimeoutError: the store does not read.
+            TransportError: the message is larger than a store takes.
         """
         if len(message) > _LARGEST:
             raise TransportError(
                 f"{len(message) / 1e6:.1f} MB of names and extra state do not fit into one message through "
                 f"a TCPStore ({_LARGEST / 1e6:.1f} MB): fewer tensors, or less extra state"
             )
-        front = _FRONT.pack(self._put, self._sign(self._put, message, last), last)
-        self._put += 1
-        self._push(front + message)
+        with self._putting:
+            front = _FRONT.pack(self.count, self._sign(self.count, message, last), last)
+            self.count += 1
+            self._store.queue_push(self.name, front + message, timeout)
         if last:
             self._store.await_reader(self.name)
 
-    def flush(self) -> None:
-        """Wait until the store has what was put; raises as :meth:`put`."""
-        try:
-            self._store.reach()
-        except DistError as error:
-            raise LinkClosedError(f"the store is gone ({_brief(error)})") from None
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until the store has what was put; raise as :meth:`put`."""
+        self._store.queue_len(self.name, timeout)
 
     def take(self, timeout: float | None) -> bytes | None:
         """The next message, or None when none came within ``timeout`` seconds (None: wait for ever).
@@ -170,65 +157,93 @@ class Mailbox:
             UnsignedError: what came was not signed with our token.
             FormatError: a message is missing.
         """
-        if self._reader is None and not self._closed:
-            self._reader = threading.Thread(target=self._read, name=f"weight_update-{self.name}", daemon=True)
-            leave_in_order(self._reader)
-            self._reading = True
-            self._reader.start()
+        if self._reader is None and not self._closed.is_set():
+            self._begin()
         deadline = deadline_of(timeout)
         while True:
             try:
                 left = seconds_left(deadline)
-                raw = self._arrived.get(timeout=left)
+                item = self._arrived.get(timeout=left)
             except queue.Empty:
                 return None
-            if isinstance(raw, Exception):
-                self._arrived.put(raw)  # for the next who asks
-                raise raw
-            message = self._checked(raw)
-            if message is not None:
+            if isinstance(item, Exception):
+                self._arrived.put(item)  # for the next who asks
+                raise item
+            self._room.release()
+            message = self._checked(item)
+            if message is not None or left == 0:
                 return message
 
-    def _checked(self, raw: bytes) -> bytes | None:
+    def _begin(self) -> None:
+        reader = threading.Thread(target=self._read, name=f"weight_update-{self.name}", daemon=True)
+        self._reading = True
+        try:
+            reader.start()
+        except RuntimeError as error:
+            self._reading = False
+            raise LinkClosedError(f"no thread to read the store with ({error})") from None
+        self._reader = reader
+
+    def _checked(self, item: _Item) -> bytes | None:
         """The message, or None if it came before."""
-        number, _, message, genuine = self._open(raw)
-        if not genuine:
-            raise UnsignedError(message)
-        if self._ordered and number > self._taken:
-            raise FormatError(f"message {number} came, {self._taken} was next")
-        if self._ordered and number < self._taken:
+        if not item.genuine:
+            raise UnsignedError(item.message)
+        if self._ordered and item.number > self._taken:
+            raise FormatError(f"message {item.number} came, {self._taken} was next")
+        if self._ordered and item.number < self._taken:
             return None  # somebody put it back
         self._taken += 1
-        return message
+        return item.message
 
-    def _is_last(self, raw: bytes) -> bool:
-        _, last, _, genuine = self._open(raw)
-        return last and genuine
-
-    def _open(self, raw: bytes) -> tuple[int, bool, bytes, bool]:
-        """Number, whether it is the last, message, and whether it was signed with our token."""
+    def _open(self, raw: bytes | bytearray) -> _Item:
         number, signature, last = _FRONT.unpack(raw[: _FRONT.size].ljust(_FRONT.size, b"\0"))
-        message = raw[_FRONT.size :]
-        return number, last, message, hmac.compare_digest(signature, self._sign(number, message, last))
+        message = bytes(memoryview(raw)[_FRONT.size :])
+        genuine = hmac.compare_digest(signature, self._sign(number, message, last))
+        return _Item(number, last and genuine, genuine, message)
 
     def _read(self) -> None:
-        """Thread: wait on the store; it alone uses this client, which serves nobody else while it waits."""
-        store = None
+        """Wait on the store, in a thread that alone uses its connection."""
         try:
-            store = own(self._store.clone())
-            store.set_timeout(_FOREVER)
             last = False
-            while not self._closed and not last:
-                raw = bytes(store.queue_pop(self.name))
-                last = self.ended = self._is_last(raw)
-                if not self._closed:
-                    self._arrived.put(raw)
-        except DistError as error:
-            self._arrived.put(LinkClosedError(f"the store is gone ({_brief(error)})"))
+            while not self._closed.is_set() and not last:
+                self._room.acquire()
+                item = self._open(self._pop())
+                last = self.ended = item.last
+                if not self._closed.is_set():
+                    self._arrived.put(item)
+        except (TransportError, TimeoutError) as error:
+            self._arrived.put(error if isinstance(error, LinkClosedError) else LinkClosedError(str(error)))
+        except Exception as error:  # noqa: BLE001 - whoever takes must hear of it
+            self._arrived.put(error)
         finally:
             self._reading = False
             self._read_all.set()
-            disown(store)
+            if self._client is not None:
+                self._client.release()
+
+    def _pop(self) -> bytes | bytearray:
+        """The next item of the queue, also if the connection has to be made anew."""
+        for attempt in range(_ATTEMPTS):
+            try:
+                if self._client is None:
+                    self._client = self._store.connect()
+                    if self._closed.is_set():  # and close() did not see it
+                        break
+                return self._client.pop(self.name)
+            except DroppedError:
+                client, self._client = self._client, None
+                if client is not None:
+                    client.release()
+                if attempt + 1 == _ATTEMPTS:
+                    raise
+                self._closed.wait(attempt * _RETRY_SECONDS)
+                if self._closed.is_set():
+                    break
+            except LinkClosedError as error:
+                if not self._closed.is_set():
+                    self._store.give_up(error)
+                raise
+        raise LinkClosedError("this end was closed")
 
     def end(self, error: Exception | None = None) -> None:
         """The other end is gone: whoever takes gets what came before, then ``error``."""
@@ -241,24 +256,29 @@ class Mailbox:
 
     def close(self) -> None:
         """Wake whoever takes; no more messages are taken."""
-        if self._closed:
+        if self._closed.is_set():
             return
-        self._closed = True
+        self._closed.set()
         self._arrived.put(LinkClosedError("this end was closed"))
-        if self._reading:
-            with contextlib.suppress(LinkClosedError):
-                self._push(b"")  # the reader is waiting for something
-                self._store.await_reader(self.name)
+        self._room.release()
+        client = self._client
+        if client is not None:
+            client.close()
 
     def _sign(self, number: int, message: bytes, last: bool) -> bytes:
         signed = b"%s %d %d %d " % (self.name.encode(), number, last, len(message))
-        return hmac.new(self._key, signed + message, hashlib.sha256).digest()[:16]
+        digest = hmac.new(self._key, signed, hashlib.sha256)
+        digest.update(message)
+        return digest.digest()[:16]
 
-    def _push(self, raw: bytes) -> None:
-        try:
-            self._store.queue_push(self.name, raw)
-        except DistError as error:
-            raise LinkClosedError(f"the store is gone ({_brief(error)})") from None
+
+class _Item(NamedTuple):
+    """A message as a queue held it; ``genuine`` tells whether it was signed with our token."""
+
+    number: int
+    last: bool
+    genuine: bool
+    message: bytes
 
 
 class UnsignedError(Exception):
@@ -271,7 +291,3 @@ class UnsignedError(Exception):
     def __init__(self, message: bytes) -> None:
         self.message = message
         super().__init__("wrong token: a message was not signed with ours")
-
-
-def _brief(error: Exception) -> str:
-    return str(error).partition("\n")[0][:120]

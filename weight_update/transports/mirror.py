@@ -115,7 +115,7 @@ class Keeper:
 
     def _run(self) -> None:
         try:
-            pair = self._make_pair(self._store, f"{self._name}/pair", 1, self._address)
+            pair = self._make_pair(self._store, f"{self._name}/pair", self._token, 1, self._address)
         except LinkClosedError as error:
             if not self._closed:
                 _log.warning("%s: only small payloads can be received: %s", self._name, error)
@@ -154,7 +154,8 @@ class Keeper:
         self._unlink(way)
         try:
             rank = 0 if way == "out" else 1
-            made = self._make_pair(self._store, order["name"], rank, self._address, order["patience"])
+            name, patience = order["name"], order["patience"]
+            made = self._make_pair(self._store, name, self._token, rank, self._address, patience)
         except LinkClosedError as error:
             return {"error": str(error)[:_WORDS]}
         made.on_loss(lambda: None)

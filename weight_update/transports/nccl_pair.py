@@ -39,17 +39,17 @@ class NcclPair(Pair):
     """
 
     def __init__(
-        self, store: Store, name: str, rank: int, address: str, timeout: float | None = None
+        self, store: Store, name: str, token: str, rank: int, address: str, timeout: float | None = None
     ) -> None:
         try:
             require_nccl()
         except ValueError as error:
             raise LinkClosedError(str(error)) from None
-        super().__init__(store, name, rank, address, timeout)
+        super().__init__(store, name, token, rank, address, timeout)
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._nccl: Any = None
-        with store.lend() as client, _errors_are_ours():
-            self._nccl = own(process_group_nccl()(PrefixStore(f"{name}/nccl", client), rank, 2))
+        with _errors_are_ours():
+            self._nccl = own(process_group_nccl()(PrefixStore(f"{name}/nccl", store.c10d()), rank, 2))
 
     def begin_push(self, piece: torch.Tensor) -> Pending:
         """See :meth:`Pair.begin_push`."""

@@ -12,8 +12,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from weight_update.errors import LinkClosedError, SyncTimeoutError
-from weight_update.transports.c10d import PrefixStore, ProcessGroupGloo, Store, disown, leave_in_order, own
+from weight_update.errors import FormatError, LinkClosedError, SyncTimeoutError, TransportError
+from weight_update.transports.c10d import ProcessGroupGloo, Store, disown, leave_in_order, own
+from weight_update.transports.forks import InheritedSockets
+from weight_update.transports.rendezvous import SignedRendezvous
 
 __all__ = ["FOREVER", "STALLED", "Pair", "Pending", "address_towards", "brief"]
 
@@ -46,6 +48,7 @@ class Pair:
     Args:
         store: where the two ends find each other.
         name: a name that is used once.
+        token: what both ends know.
         rank: 0 on one end, 1 on the other.
         address: of the interface that this end listens on.
         timeout: seconds to wait for the other end.
@@ -55,13 +58,14 @@ class Pair:
     """
 
     def __init__(
-        self, store: Store, name: str, rank: int, address: str, timeout: float | None = None
+        self, store: Store, name: str, token: str, rank: int, address: str, timeout: float | None = None
     ) -> None:
         self._other = 1 - rank
         self._pending: set[Pending] = set()
         self._beginning = threading.Lock()
         self._listeners: list[Callable[[], None]] = []
-        self._group, problem = _meet(store, name, rank, address, STALLED if timeout is None else timeout)
+        limit = STALLED if timeout is None else timeout
+        self._group, self._sockets, problem = _meet(store, name, token, rank, address, limit)
         if self._group is None:
             raise LinkClosedError(f"no connection for payloads ({problem})")
 
@@ -159,6 +163,7 @@ class Pair:
             self._pending.clear()
             listeners = list(self._listeners)
         disown(group)
+        self._sockets.forget()
         for call in listeners:
             call()
 
@@ -184,16 +189,24 @@ def address_towards(host: str, port: int) -> str:
         return str(sock.getsockname()[0])
 
 
-def _meet(store: Store, name: str, rank: int, address: str, timeout: float) -> tuple[Any, str]:
-    """The group of two, or why there is none."""
+def _meet(
+    store: Store, name: str, token: str, rank: int, address: str, timeout: float
+) -> tuple[Any, InheritedSockets, str]:
+    """The group of two, or None; its sockets; and why there is no group."""
     options = ProcessGroupGloo._Options()
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timedelta(seconds=timeout)
+    sockets = InheritedSockets()
+    rendezvous = SignedRendezvous(store, name, token, rank, sockets)
     try:
-        with store.lend() as client:
-            return own(ProcessGroupGloo(PrefixStore(name, client), rank, 2, options)), ""
-    except RuntimeError as error:
-        return None, brief(error)
+        group = own(ProcessGroupGloo(rendezvous, rank, 2, options))
+        sockets.keep_from_programs()
+        return group, sockets, ""
+    except (RuntimeError, TransportError, TimeoutError, FormatError) as error:
+        sockets.forget()
+        return None, sockets, brief(error)
+    finally:
+        rendezvous.close()
 
 
 def brief(error: object) -> str:

@@ -1,0 +1,90 @@
+"""The store through which the two ends of a process group find each other."""
+
+from __future__ import annotations
+
+import logging
+import struct
+import time
+from datetime import timedelta
+
+from weight_update.errors import FormatError, SyncTimeoutError
+from weight_update.ratelimit import RateLimitedLog
+from weight_update.transports.c10d import Store, StoreBase
+from weight_update.transports.forks import InheritedSockets, listening_sockets
+from weight_update.transports.mailbox import Mailbox, UnsignedError
+
+__all__ = ["SignedRendezvous"]
+
+_log = RateLimitedLog(logging.getLogger(__name__))
+_SIZE = struct.Struct("<I")  # of a key
+
+
+class SignedRendezvous(StoreBase):  # type: ignore[misc] # it has no type stubs
+    """A store of torch.distributed for one group of two, whose ends send each other all that they set.
+
+    Args:
+        store: carries it, signed: what strangers write there is ignored.
+        name: of the group; used once.
+        token: what both ends know.
+        rank: 0 or 1.
+        sockets: learns the addresses that the two ends of the group listen on.
+    """
+
+    def __init__(self, store: Store, name: str, token: str, rank: int, sockets: InheritedSockets) -> None:
+        super().__init__()
+        self._outbox = Mailbox(store, f"{name}/{rank}", token)
+        self._inbox = Mailbox(store, f"{name}/{1 - rank}", token)
+        self._values: dict[str, bytes] = {}
+        self._sockets = sockets
+        self._place: slice | None = None  # of the address that an end listens on, in what it sets
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Set a value for both ends."""
+        value = value.encode() if isinstance(value, str) else bytes(value)
+        for address in listening_sockets():
+            if address in value:
+                start = value.index(address)
+                self._place = slice(start, start + len(address))
+                self._sockets.local.append(address)
+        self._values[key] = value
+        name = key.encode()
+        self._outbox.put(_SIZE.pack(len(name)) + name + value)
+
+    def get(self, key: str) -> bytes:
+        """Return a value that was waited for."""
+        return self._values[key]
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        """Wait until all of ``keys`` are set.
+
+        Raises:
+            SyncTimeoutError: they were not set in time.
+        """
+        deadline = time.monotonic() + timeout.total_seconds()
+        while not all(key in self._values for key in keys):
+            left = deadline - time.monotonic()
+            message = self._take(left) if left > 0 else None
+            if message is not None:
+                self._keep(message)
+            elif time.monotonic() >= deadline:
+                raise SyncTimeoutError("the other end did not come in time")
+
+    def close(self) -> None:
+        """Wait for nothing any more."""
+        self._inbox.close()
+
+    def _take(self, seconds: float) -> bytes | None:
+        try:
+            return self._inbox.take(seconds)
+        except UnsignedError as error:
+            _log.warning("ignored in the rendezvous of two ends: %s", error)
+            return None
+
+    def _keep(self, message: bytes) -> None:
+        if len(message) < _SIZE.size:
+            raise FormatError(f"a message of {len(message)} bytes")
+        end = _SIZE.size + _SIZE.unpack_from(message)[0]
+        key, value = message[_SIZE.size : end].decode(), message[end:]
+        self._values[key] = value
+        if self._place is not None:
+            self._sockets.remote.append(value[self._place])
