@@ -98,7 +98,15 @@ class LinkClosedError(TransportError):
 
 
 class JoinRefusedError(TransportError):
-    """The sender refused this receiver (wrong token, unknown worker id, ...)."""
+    """The sender refused this receiver (wrong token, unknown worker id, replaced by another process, ...).
+
+    Attributes:
+        problems: one line for each weight that differs, if that is the reason.
+    """
+
+    def __init__(self, message: str, problems: tuple[str, ...] = ()) -> None:
+        self.problems = tuple(problems)
+        super().__init__(message)
 
 
 class UnreachableMemoryError(TransportError):

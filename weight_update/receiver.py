@@ -59,6 +59,7 @@ class Receiver:
             keeps the weights for :meth:`receive`.
         worker: index of this receiver.
         token: what lets it in.
+        instance: random; tells this receiver from others that join as ``worker``.
         stable_addresses: copy into the model's tensors instead of pointing them at received memory.
         timeout: seconds that an update waits for the running forward pass to end.
         on_switched: called with the version at the moment it becomes visible, inside the gate.
@@ -78,6 +79,7 @@ class Receiver:
         model: Any,
         worker: int,
         token: str,
+        instance: str,
         stable_addresses: bool,
         timeout: float,
         on_switched: Callable[[int], None],
@@ -86,6 +88,7 @@ class Receiver:
         self.link, self.gate, self.worker = link, gate, worker
         self.error: Exception | None = None
         self._strategy, self._token, self._timeout = strategy, token, timeout
+        self._instance = instance
         self._on_switched, self._on_applied = on_switched, on_applied
         self._to = Destination(strategy, gate, stable_addresses=stable_addresses, release=link.release)
         self._unwanted: int | None = None  # a version that failed: the rest of it is not read
@@ -142,9 +145,9 @@ class Receiver:
             wanted = self._to.wanted()
         except Exception as reason:
             with contextlib.suppress(TransportError, TimeoutError):
-                self._greet(deadline, None, reason)
+                self._greet(deadline, None, reason, again)
             raise
-        self._greet(deadline, wanted, None)
+        self._greet(deadline, wanted, None, again)
         reply = self._expect(deadline)
         while reply.kind in (Kind.UPDATE, Kind.COMMIT, Kind.ABORT):  # meant for the worker before this one
             reply = self._expect(deadline)
@@ -161,7 +164,9 @@ class Receiver:
         if error is not None:
             raise error
 
-    def _greet(self, deadline: float, wanted: WeightSchema | None, error: Exception | None) -> None:
+    def _greet(
+        self, deadline: float, wanted: WeightSchema | None, error: Exception | None, again: bool
+    ) -> None:
         """Say hello: with what the model wants, or why it cannot join."""
         hello = {
             "token": self._token,
@@ -170,6 +175,8 @@ class Receiver:
             "version": self.version,
             "schema": None if wanted is None else wanted.to_header(),
             "error": None if error is None else "\n\n".join(_told(error))[:_LONGEST],
+            "instance": self._instance,
+            "again": again,
         }
         self.link.restart(seconds_left(deadline))
         self.link.send_chunk(WeightChunk(Kind.HELLO, hello), seconds_left(deadline))
@@ -258,8 +265,9 @@ class Receiver:
             except (TransportError, FormatError, TimeoutError) as error:
                 if isinstance(error, FormatError):
                     _log.warning("worker %d joins again, because of what came: %s", self.worker, error)
-                if self._closing or not self._rejoin():
-                    self._end(error)
+                reason = error if self._closing else self._rejoin(error)
+                if reason is not None:
+                    self._end(reason)
                     return
             except Exception as error:  # noqa: BLE001 - the thread ends in order, whatever it is
                 _log.exception("worker %d: receiving updates ended", self.worker)
@@ -312,16 +320,20 @@ class Receiver:
                 error,
             )
 
-    def _rejoin(self) -> bool:
+    def _rejoin(self, lost: Exception) -> Exception | None:
+        """Join again after ``lost``; return the error that ends this receiver, or None."""
         try:
             with self._busy:
                 self.connect(_REJOIN_SECONDS, again=True)
+        except (JoinRefusedError, SchemaMismatchError) as refusal:
+            self.link.disconnect()
+            return refusal
         except Exception as error:  # noqa: BLE001 - the thread ends in order, whatever it is
             if not isinstance(error, TransportError | TimeoutError):
                 _log.warning("worker %d could not join again", self.worker, exc_info=error)
             self.link.disconnect()  # the sender learns of it, if it lives
-            return False
-        return True
+            return lost
+        return None
 
     def _expect(self, deadline: float) -> WeightChunk:
         left = deadline - time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -29,7 +30,7 @@ from weight_update.frames import Step
 from weight_update.lane import Lane, Staged
 from weight_update.lanes import Lanes
 from weight_update.named import NamedWeights
-from weight_update.peer import Peer
+from weight_update.peer import Holder, Peer
 from weight_update.report import SyncReport
 from weight_update.roll import Roll
 from weight_update.strategy import WeightStrategy
@@ -44,6 +45,10 @@ _log = logging.getLogger(__name__)
 _MAX_UPDATES = 4
 _LOOK_SECONDS = 0.2
 _PARTING_SECONDS = 5.0
+_ADMITTED_SECONDS = 30.0
+"""Seconds within which a connection reaches its link once its worker was admitted."""
+_ABSENT_SECONDS = 60.0
+"""Seconds that a late joiner which was refused, or lost, has to come back on the connection it has."""
 
 
 class Sender:
@@ -75,6 +80,8 @@ class Sender:
         self.timeout = timeout
         self._strategy, self._token = strategy, token
         self.roll = Roll(Peer(idx, link, schemas[idx], tracked[idx]) for idx, link in links.items())
+        for peer in self.roll:
+            self._screen_at(peer)
         self._lanes = Lanes(self.roll, strategy.encoding, self._borrow)
         self._delivery = Delivery(self.roll.moved, timeout)
         self._streams = Streams(self.roll, self._lanes, strategy, self._free_slot, self._delivery)
@@ -109,10 +116,14 @@ class Sender:
         with self.roll.moved:
             if idx not in self.roll:
                 like = next(iter(self.roll))
-                self.roll.add(Peer(idx, make_link(), like.schema, like.tracked, guest=True))
+                peer = Peer(idx, make_link(), like.schema, like.tracked, guest=True)
+                self._screen_at(peer)
+                self.roll.add(peer)
+            peer = self.roll[idx]
+            peer.admitted = time.monotonic() + _ADMITTED_SECONDS
             if self.serving:
-                self._listen_to(self.roll[idx])
-            return self.roll[idx].link
+                self._listen_to(peer)
+            return peer.link
 
     # -- joining -----------------------------------------------------------------------------------
 
@@ -179,31 +190,74 @@ class Sender:
                     peer.thread = None  # the worker's next attempt to join tries it again
                     raise
 
+    def _screen_at(self, peer: Peer) -> None:
+        """Have the link of a worker screen join requests."""
+        peer.link.on_join_request = functools.partial(self._screen, peer)
+
+    def _screen(self, peer: Peer, hello: WeightChunk) -> None:
+        """Note which receiver an index belongs to from now on.
+
+        A new receiver replaces the one that is connected, if its model fits. A receiver that was replaced, and
+        joins again by itself, is refused.
+
+        Raises:
+            JoinRefusedError: the connected worker stays.
+        """
+        header = hello.header
+        who, again = Holder(header.get("instance"), header["pid"]), header.get("again", False)
+        if peer.holder == who:
+            return
+        misfit = None if again else self._misfit(peer, hello)
+        with self.roll.moved:
+            former = peer.holder
+            replaces = former is not None and former.instance != who.instance
+            if again and replaces:
+                assert former is not None
+                raise JoinRefusedError(
+                    f"worker {peer.idx} (process {who.pid}) was replaced by process {former.pid}"
+                )
+            if misfit is None:
+                peer.holder = who
+            elif replaces and peer.joined:
+                raise JoinRefusedError(str(misfit).partition("\n")[0], getattr(misfit, "problems", ()))
+            if misfit is None and replaces and peer.joined:
+                _log.info("worker %d: process %d replaces process %d", peer.idx, who.pid, peer.pid)
+
+    def _misfit(self, peer: Peer, hello: WeightChunk) -> Exception | None:
+        """Return why a receiver cannot be the worker, or None."""
+        try:
+            self._schema_of(peer, hello)
+        except (WorkerError, JoinRefusedError, SchemaMismatchError, FormatError) as error:
+            return error
+        return None
+
+    def _schema_of(self, peer: Peer, hello: WeightChunk) -> WeightSchema:
+        """Return the schema of the model of a receiver that fits.
+
+        Raises:
+            JoinRefusedError: it does not know the token.
+            WorkerError: it cannot join.
+            SchemaMismatchError, FormatError: its model has other weights.
+        """
+        header = hello.header
+        if not hello.shows(self._token):
+            raise JoinRefusedError("wrong token")
+        if header["error"] is not None:
+            raise WorkerError(header["error"])
+        if header["schema"] is None:
+            return peer.schema
+        theirs = WeightSchema.from_header(header["schema"])
+        peer.schema.require_same(theirs, f"worker {peer.idx}", more=self._strategy.partial)
+        return theirs
+
     def _welcome(self, peer: Peer, hello: WeightChunk) -> None:
         header = hello.header
-        error: Exception | None = None
-        theirs = peer.schema
-        if not hello.shows(self._token):
-            error = JoinRefusedError("wrong token")
-        elif header["error"] is not None:
-            with self.roll.moved:
-                peer.joined, peer.lost = False, WorkerError(header["error"])
-                self.roll.moved.notify_all()
-            return
-        elif header["schema"] is not None:
-            try:
-                theirs = WeightSchema.from_header(header["schema"])
-                peer.schema.require_same(theirs, f"worker {peer.idx}", more=self._strategy.partial)
-            except (SchemaMismatchError, FormatError) as mismatch:
-                error = mismatch
-        if error is not None:
-            problems = error.problems if isinstance(error, SchemaMismatchError) else ()
-            reason = str(error).partition("\n")[0]
-            refused = {"reason": reason, "problems": list(problems)}
-            self._delivery.say(peer, WeightChunk(Kind.REFUSED, refused))
-            with self.roll.moved:
-                peer.joined, peer.lost = False, error
-                self.roll.moved.notify_all()
+        peer.admitted = 0.0
+        try:
+            theirs = self._schema_of(peer, hello)
+            self._screen(peer, hello)
+        except (WorkerError, JoinRefusedError, SchemaMismatchError, FormatError) as error:
+            self._refuse(peer, error)
             return
         with self.roll.moved:
             peer.let_go()
@@ -215,7 +269,20 @@ class Sender:
             with self.roll.moved:
                 peer.joined, peer.left, peer.lost, peer.pid = True, False, None, header["pid"]
                 peer.failures.clear()  # it is another process, or has begun anew
+        _log.info("worker %d (process %d) joined", peer.idx, peer.pid)
         self._delivery.bring_up(peer)
+
+    def _refuse(self, peer: Peer, error: Exception) -> None:
+        """Tell a worker why it is not admitted, unless it told us, and note that for who waits for it."""
+        if not isinstance(error, WorkerError):
+            header = {
+                "reason": str(error).partition("\n")[0],
+                "problems": list(getattr(error, "problems", ())),
+            }
+            self._delivery.say(peer, WeightChunk(Kind.REFUSED, header))
+        with self.roll.moved:
+            peer.joined, peer.lost = False, error
+            self.roll.moved.notify_all()
 
     def _lane_to_join(self, peer: Peer, wire: WeightSchema) -> Lane:
         """The lane for a joining worker whose weights best travel as ``wire``."""

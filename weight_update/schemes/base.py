@@ -131,6 +131,7 @@ class WeightSyncScheme(ABC):
         self._unchecked: list[SendHandle] = []
         self._door: Door | None = None
         self._owner = os.getpid()
+        self._instance = secrets.token_hex(8)
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._sending = threading.Lock()
 
@@ -391,6 +392,7 @@ class WeightSyncScheme(ABC):
             model=self._model,
             worker=idx,
             token=self._token,
+            instance=self._instance,
             stable_addresses=self.stable_addresses,
             timeout=self.timeout,
             on_switched=lambda version: _on_switched(myself),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,14 +51,14 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
             stable_addresses=stable_addresses,
         )
         self.directory = directory
-        self._queues: dict[int, tuple[Any, Any]] = {}
+        self._queues: dict[int, tuple[Any, Any, str]] = {}
         self._sender_pid = 0
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
         """See :meth:`WeightSyncScheme.open_sender`."""
         ctx = ctx or mp.get_context()
         self._sender_pid = os.getpid()
-        self._queues = {idx: (ctx.Queue(), ctx.Queue()) for idx in workers}
+        self._queues = {idx: (ctx.Queue(), ctx.Queue(), secrets.token_hex(8)) for idx in workers}
         return super().open_sender(workers, ctx)
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
@@ -67,7 +68,8 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
                 f"no queues for worker {worker_idx}; pass the scheme to the worker's process after "
                 "init_on_sender()"
             )
-        link = MPTransport(*self._queues[worker_idx], end=end, directory=self.directory)
+        down, up, name = self._queues[worker_idx]
+        link = MPTransport(down, up, end=end, directory=self.directory, name=name)
         if end == "receiver":
             link.watch(self._sender_pid)
         return link

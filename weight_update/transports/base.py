@@ -74,6 +74,20 @@ class TransportBackend(ABC):
     """Whether, on the sender's end, ``recv_chunk`` may be called again after
     :class:`~weight_update.errors.LinkClosedError` and waits for the worker to come back."""
 
+    on_join_request: Callable[[WeightChunk], None] | None = None
+    """Sender's end: set by the sender, called by :meth:`screen`."""
+
+    def screen(self, hello: WeightChunk) -> None:
+        """Sender's end: check a join request before its connection replaces the one that this link has.
+
+        A listener calls this with the HELLO of a worker that has proved to know the token.
+
+        Raises:
+            JoinRefusedError: the worker is not admitted; this link stays as it is.
+        """
+        if self.on_join_request is not None:
+            self.on_join_request(hello)
+
     @abstractmethod
     def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
         """Hand over one chunk; its payload may be reused when this returns, unless memory is shared.

@@ -295,10 +295,12 @@ class DistributedListener:
         worker = hello.header["worker"]
         try:
             end = self._links.get(worker) or self._newcomers(worker)
+            end.screen(hello)
             end.attach(self._store, link, host, hello)
         except JoinRefusedError as error:
             refused = Line(self._store, link, self._token)
-            refused.send(WeightChunk(Kind.REFUSED, {"reason": str(error), "problems": []}), None)
+            header = {"reason": str(error), "problems": list(error.problems)}
+            refused.send(WeightChunk(Kind.REFUSED, header), None)
             raise
 
 

@@ -77,9 +77,11 @@ class RayListener:
         local = node == running_ray().get_runtime_context().get_node_id()
         try:
             link = self._link_of(hello)
+            link.screen(hello)
         except JoinRefusedError as error:
             refused = Line(self._board, name, 0, Shelf(), local)
-            refused.send(WeightChunk(Kind.REFUSED, {"reason": str(error), "problems": []}))
+            header = {"reason": str(error), "problems": list(error.problems)}
+            refused.send(WeightChunk(Kind.REFUSED, header))
             refused.close()
             raise
         line = Line(self._board, name, 0, link.shelf, local)

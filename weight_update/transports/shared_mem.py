@@ -114,6 +114,9 @@ class SharedMemTransport(TransportBackend):
     def attach(self, stream: Stream, first: WeightChunk) -> None:
         """Sender's end: take over an authenticated connection whose HELLO, with the token, is ``first``."""
         with self._changed:
+            if self._closed:
+                stream.close()  # the worker hears of it at once
+                return
             if self._stream is not None:
                 self._stream.close()
             token = first.header["token"]
@@ -259,8 +262,10 @@ class SharedMemListener:
         worker: int = hello.header["worker"]
         try:
             link = self._links.get(worker) or self._newcomers(worker)
+            link.screen(hello)
         except JoinRefusedError as error:
-            refused = WeightChunk(Kind.REFUSED, {"reason": str(error), "problems": []})
+            header = {"reason": str(error), "problems": list(error.problems)}
+            refused = WeightChunk(Kind.REFUSED, header)
             stream.send(refused.encode(), deadline)
             raise
         link.attach(stream, hello)
