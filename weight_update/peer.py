@@ -60,6 +60,7 @@ class Peer:
         failures: why it did not apply a version, for the last few.
         guest: whether it came beyond the first number of workers; nobody waits for it when it has gone.
         left: whether it said goodbye.
+        replaced: whether another receiver is about to join in its place.
         holder: the receiver that was last admitted under this index.
         admitted: until when, on the monotonic clock, a connection that was admitted may reach the link.
     """
@@ -77,6 +78,7 @@ class Peer:
         self.guest, self.left = guest, False
         self.lane: Lane | None = None
         self.joined = False
+        self.replaced = False
         self.holder: Holder | None = None
         self.admitted = 0.0
         self.pid = 0

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -47,6 +47,8 @@ _LOOK_SECONDS = 0.2
 _PARTING_SECONDS = 5.0
 _ADMITTED_SECONDS = 30.0
 """Seconds within which a connection reaches its link once its worker was admitted."""
+_REPLACED_KEPT = 1024
+"""How many receivers that were replaced are remembered, beside those whose index is in use."""
 _ABSENT_SECONDS = 60.0
 """Seconds that a late joiner which was refused, or lost, has to come back on the connection it has."""
 
@@ -65,6 +67,7 @@ class Sender:
     Attributes:
         roll: the workers.
         version: the last one that a worker applied.
+        refusals: why the listener refused join requests, for :meth:`connect` to say.
     """
 
     def __init__(
@@ -86,6 +89,10 @@ class Sender:
         self._delivery = Delivery(self.roll.moved, timeout)
         self._streams = Streams(self.roll, self._lanes, strategy, self._free_slot, self._delivery)
         self._numbers = -1
+        self.refusals: Iterable[str] = ()
+        self._replaced: OrderedDict[str | None, int] = (
+            OrderedDict()
+        )  # processes by the receivers they replaced
         self._publishing = threading.Lock()
         self._joining: Mapping[int, NamedWeights] = {}  # weights for whom joins while connect() waits
         first = next(iter(links.values()))
@@ -115,8 +122,9 @@ class Sender:
         """The link of a worker beyond the first number, which is to have what all others have."""
         with self.roll.moved:
             if idx not in self.roll:
-                like = next(iter(self.roll))
-                peer = Peer(idx, make_link(), like.schema, like.tracked, guest=True)
+                like, link = next(iter(self.roll)), make_link()
+                peer = self.roll.removed(idx) or Peer(idx, link, like.schema, like.tracked, guest=True)
+                peer.link = link
                 self._screen_at(peer)
                 self.roll.add(peer)
             peer = self.roll[idx]
@@ -155,9 +163,10 @@ class Sender:
             self.roll.await_none(lambda: self.roll.absent, deadline, alive)
             with self._publishing:
                 self._numbers += 1
-                report = self._streams.send(weights, Step(self._numbers), self.timeout)
+                report = self._streams.send(self._of_known(weights), Step(self._numbers), self.timeout)
         else:
             with self._publishing:
+                weights = self._of_known(weights)
                 report = self._stage(weights, weights)
                 self._joining = weights
             for peer in self.roll:
@@ -165,10 +174,10 @@ class Sender:
                 self._listen_to(peer)
         try:
             self.roll.await_none(lambda: self.roll.unsettled, deadline, alive)
-            self.roll.require_all(timeout)
+            self.roll.require_all(timeout, self.refusals)
         finally:
             with self._publishing:
-                for idx, named in weights.items():
+                for idx, named in self._of_known(weights).items():
                     if (
                         self.roll[idx].lane is None and not self.roll[idx].guest
                     ):  # it may come later, when these weights have changed
@@ -197,7 +206,7 @@ class Sender:
     def _screen(self, peer: Peer, hello: WeightChunk) -> None:
         """Note which receiver an index belongs to from now on.
 
-        A new receiver replaces the one that is connected, if its model fits. A receiver that was replaced, and
+        A new receiver replaces the one that is connected, if its model fits. A receiver that was replaced and
         joins again by itself, is refused.
 
         Raises:
@@ -209,19 +218,28 @@ class Sender:
             return
         misfit = None if again else self._misfit(peer, hello)
         with self.roll.moved:
-            former = peer.holder
-            replaces = former is not None and former.instance != who.instance
-            if again and replaces:
-                assert former is not None
+            former = peer.holder if peer.holder and peer.holder.instance != who.instance else None
+            successor = self._replaced.get(who.instance, former.pid if former is not None else None)
+            if again and successor is not None:
                 raise JoinRefusedError(
-                    f"worker {peer.idx} (process {who.pid}) was replaced by process {former.pid}"
+                    f"worker {peer.idx} (process {who.pid}) was replaced by process {successor}"
                 )
             if misfit is None:
-                peer.holder = who
-            elif replaces and peer.joined:
+                self._give_index(peer, who, former)
+            elif former is not None and peer.joined:
                 raise JoinRefusedError(str(misfit).partition("\n")[0], getattr(misfit, "problems", ()))
-            if misfit is None and replaces and peer.joined:
-                _log.info("worker %d: process %d replaces process %d", peer.idx, who.pid, peer.pid)
+
+    def _give_index(self, peer: Peer, who: Holder, former: Holder | None) -> None:
+        """Let an index belong to ``who``, in the place of ``former``."""
+        peer.holder = who
+        self._replaced.pop(who.instance, None)
+        if former is not None:
+            self._replaced[former.instance] = who.pid
+        if len(self._replaced) > _REPLACED_KEPT:
+            self._replaced.popitem(last=False)
+        if former is not None and peer.joined:
+            peer.replaced = True
+            _log.info("worker %d: process %d replaces process %d", peer.idx, who.pid, former.pid)
 
     def _misfit(self, peer: Peer, hello: WeightChunk) -> Exception | None:
         """Return why a receiver cannot be the worker, or None."""
@@ -268,6 +286,7 @@ class Sender:
             peer.link.send_chunk(WeightChunk(Kind.WELCOME, {**welcome, **lane.welcome()}), self.timeout)
             with self.roll.moved:
                 peer.joined, peer.left, peer.lost, peer.pid = True, False, None, header["pid"]
+                peer.replaced = False
                 peer.failures.clear()  # it is another process, or has begun anew
         _log.info("worker %d (process %d) joined", peer.idx, peer.pid)
         self._delivery.bring_up(peer)
@@ -324,6 +343,7 @@ class Sender:
         """
         with self._publishing:
             self._lanes.dismiss_guests()
+            weights = self._of_known(weights)
             with self.roll.moved:
                 for idx in weights:
                     self.roll[idx].forget_old_failures()
@@ -340,6 +360,10 @@ class Sender:
                 chunks = list({id(chunk.payload): chunk for chunk in chunks}.values())
             report.wire_bytes = sum(chunk.payload_bytes for chunk in chunks)
             return report
+
+    def _of_known(self, weights: Mapping[int, NamedWeights]) -> Mapping[int, NamedWeights]:
+        """Return ``weights`` without those for late joiners that were forgotten meanwhile."""
+        return {idx: named for idx, named in weights.items() if idx in self.roll}
 
     def _stage(
         self,
@@ -459,7 +483,11 @@ class Sender:
     @property
     def worker_versions(self) -> dict[int, int | None]:
         """What each worker has applied; None for one that is not connected."""
-        return {idx: self.roll[idx].version for idx in self.roll.workers}
+        return {peer.idx: peer.version for peer in self.roll.present}
+
+    def members(self, workers: Sequence[int]) -> Sequence[object]:
+        """Return what has to be held for the outcome of an update to these workers to be known."""
+        return self.roll.known(workers)
 
     def wait(self, report: SyncReport, workers: Sequence[int], timeout: float | None) -> dict[int, Exception]:
         """Wait until workers have applied an update or a newer one; the errors of those that did not.
@@ -503,7 +531,7 @@ class Sender:
             for lane in self._lanes.all():
                 if lane.pending == version:
                     lane.settle()
-        peers = [self.roll[idx] for idx in workers]
+        peers = self.roll.known(workers)
         with self.roll.moved:
             told = [p for p in peers if p.inflight is not None and p.inflight.version == version]
         self._delivery.tell(told, WeightChunk(Kind.COMMIT, {"version": version}))
@@ -511,7 +539,7 @@ class Sender:
 
     def abort(self, version: int, workers: Iterable[int]) -> None:
         """Let workers forget what they staged, and go back to the version before."""
-        peers = [self.roll[idx] for idx in workers]
+        peers = self.roll.known(workers)
         with self._publishing:
             for lane in self._lanes.all():
                 if lane.pending == version:
@@ -528,19 +556,35 @@ class Sender:
 
     def _serve(self, peer: Peer) -> None:
         """Thread of one worker: everything that comes from it."""
-        while not self._closed:
+        ended = False
+        while not self._closed and not ended:
             try:
-                chunk = peer.link.recv_chunk(None)
+                chunk = peer.link.recv_chunk(_ABSENT_SECONDS if peer.guest else None)
                 if chunk is not None:
                     self._answer(peer, chunk)
+                    continue
             except (TransportError, FormatError, TimeoutError, NotEnoughMemoryError) as error:
                 self._delivery.lose(peer, error)
-                if self._closed or not peer.link.rejoins:
-                    return
+                ended = not peer.link.rejoins
             except Exception as error:  # noqa: BLE001 - whatever it is, whoever waits must hear of it
                 _log.exception("the link to worker %d ended", peer.idx)
                 self._delivery.lose(peer, error)
-                return
+                ended = True
+            ended = self._forget(peer) or ended
+
+    def _forget(self, peer: Peer) -> bool:
+        """Forget a late joiner, unless it is connected or about to be; return whether it is forgotten."""
+        if peer.joined or not peer.guest or self._closed:
+            return False
+        with self._publishing, self.roll.moved:
+            if peer.joined or time.monotonic() < peer.admitted:
+                return False
+            self._lanes.leave(peer)
+            self.roll.remove(peer)
+            peer.thread = peer.former = None
+            link = peer.link
+        link.close()
+        return True
 
     def _answer(self, peer: Peer, chunk: WeightChunk) -> None:
         header = chunk.header

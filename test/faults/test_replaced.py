@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from faults_tools import Crew, Remote, Stripes, Worker, WorkerRaised, eventually, fill, join, version_of
+from faults_tools import Crew, Remote, Stripes, Worker, WorkerRaised, fill, join, version_of
 
 from weight_update import (
     DistributedWeightSyncScheme,

@@ -29,6 +29,7 @@ from weight_update.schemes.context import (
     resolve_model,
     resolve_path,
 )
+from weight_update.schemes.liveness import WorkerAlive, liveness
 from weight_update.schemes.sources import DeviceMap, ModelOf, Sources
 from weight_update.sender import Sender
 from weight_update.sharded import Alone, Follower, Gathering, Leader, Ranks
@@ -81,8 +82,9 @@ class WeightSyncScheme(ABC):
 
     Attributes:
         last_report: the :class:`~weight_update.SyncReport` of the last update sent; None before.
-        worker_alive: set it to a function of the worker index if you can tell whether a worker's process
-            lives; ``connect()`` then need not wait for the dead.
+        worker_alive: set it to the workers' processes, in the order of their indices or by index, or to a
+            function that tells whether the process of a worker index lives. ``connect()`` then does not wait
+            for a worker that died.
         group: name shared by schemes whose models one worker holds and that are updated together by
             :func:`~weight_update.send_together`; set by :func:`~weight_update.group_schemes`.
     """
@@ -117,7 +119,7 @@ class WeightSyncScheme(ABC):
     def _reset(self) -> None:
         """All that one process knows and another must not inherit."""
         self.last_report: SyncReport | None = None
-        self.worker_alive: Callable[[int], bool] | None = None
+        self.worker_alive: WorkerAlive | None = None
         self._sources: Sources | None = None
         self._sender: Sender | Follower | None = None
         self._ranks: Alone | Ranks = Alone()
@@ -365,6 +367,7 @@ class WeightSyncScheme(ABC):
         if worker_idx is not None:
             raise LifecycleError("connect(worker_idx=...) is for receivers")
         if self._door is not None:
+            sender.refusals = getattr(self._door, "refusals", ())
             self._door.start()
         self._give_first(sender, weights, limit)
 
@@ -374,7 +377,7 @@ class WeightSyncScheme(ABC):
             return self._sources_for(chosen).read(self.strategy, weights, chosen, first=True)
 
         with self._ranks.step("connect", read, limit + self._patience) as named:
-            self.last_report = sender.connect(named, limit, self.worker_alive)
+            self.last_report = sender.connect(named, limit, liveness(self.worker_alive))
 
     def _connect_receiver(self, worker_idx: int | None, weights: Any, limit: float) -> None:
         if weights is not None:

@@ -238,6 +238,7 @@ class _DoorAndBoard:
 
     def __init__(self, door: Door | None, board: Any) -> None:
         self._door, self._board = door, board
+        self.refusals = getattr(door, "refusals", ())
 
     def start(self) -> None:
         """Begin to let workers in."""

@@ -8,14 +8,14 @@ import os
 import struct
 import threading
 import uuid
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from weight_update.chunks import Kind, WeightChunk
 from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, TransportError
-from weight_update.transports.base import Allocate, Buffer, TransportBackend
+from weight_update.transports.base import REFUSALS_KEPT, Allocate, Buffer, TransportBackend
 from weight_update.transports.c10d import Store
 from weight_update.transports.line import (
     DOOR,
@@ -230,6 +230,9 @@ class DistributedListener:
         links: the sender's end for each worker index.
         newcomers: gives the link of a worker that has none, or raises
             :class:`~weight_update.JoinRefusedError`.
+
+    Attributes:
+        refusals: why the last join requests were refused.
     """
 
     def __init__(
@@ -243,6 +246,7 @@ class DistributedListener:
         self._door = Mailbox(store, DOOR, token, ordered=False)
         self._route = Route.of(store)
         self._known: OrderedDict[str, None] = OrderedDict()
+        self.refusals: deque[str] = deque(maxlen=REFUSALS_KEPT)
         self._thread = threading.Thread(target=self._run, name="weight_update-door", daemon=True)
 
     def start(self) -> None:
@@ -273,9 +277,11 @@ class DistributedListener:
                 return
             except UnsignedError as error:
                 _log.warning("refused a connection: %s", str(error))  # a record that keeps no message
+                self.refusals.append(str(error))
                 self._answer_stranger(error.message)
             except (JoinRefusedError, FormatError, ValueError, KeyError, struct.error) as error:
                 _log.warning("refused a connection: %s", error)
+                self.refusals.append(str(error))
 
     def _answer_stranger(self, message: bytes) -> None:
         """Whoever has another token cannot read our answer, but learns from that."""

@@ -99,7 +99,7 @@ class MPTransport(TransportBackend):
         timeout: seconds for waits that name none; None waits as long as the other end lives.
         end: which end this is.
         directory: see :class:`~weight_update.transports.slots.SharedBuffer`.
-        name: of the pair of queues, random; a receiver's end then makes sure that no other process reads them.
+        name: of the pair of queues, random; a receiver's end then makes sure that no other process reads them
     """
 
     shares_memory = True

@@ -225,6 +225,7 @@ class SharedMemListener:
 
     Attributes:
         address: an abstract Unix address; it vanishes with the process.
+        refusals: why the last join requests were refused.
     """
 
     def __init__(
@@ -243,6 +244,7 @@ class SharedMemListener:
         self._listener = Listener(
             sock, token, _context(self.address), self._admit, "weight_update-listener", _log
         )
+        self.refusals = self._listener.refusals
 
     def start(self) -> None:
         """Begin to accept."""
