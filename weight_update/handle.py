@@ -78,9 +78,7 @@ class SendHandle:
         return self._report
 
 
-def failed(
-    version: int, failures: Mapping[int, Exception], report: SyncReport | None
-) -> SyncFailedError:
+def failed(version: int, failures: Mapping[int, Exception], report: SyncReport | None) -> SyncFailedError:
     """The error for an update that some workers did not take."""
     lines = "".join(f"\n  worker {idx}: {error}" for idx, error in sorted(failures.items()))
     return SyncFailedError(f"version {version} was not applied by:{lines}", failures, report)

@@ -198,17 +198,31 @@ class Receiver:
             return  # a forked child does not speak for its parent
         self._closing = True
         self.gate.look_again()  # shutdown() inside hold() does not wait for its end
-        if self._busy.acquire(timeout=_GOODBYE_SECONDS):  # the sender hears what was applied, then goodbye
-            self._move_out()
-            with contextlib.suppress(TransportError, TimeoutError):  # the sender may have left first
-                self.link.send_chunk(WeightChunk(Kind.GOODBYE, {}), _GOODBYE_SECONDS)
-            self._to.forget()
-            self._busy.release()
-        self.link.close()
+        with (
+            contextlib.ExitStack() as rest
+        ):  # whatever one step raises, all are taken; the last entered is the first
+            rest.callback(self._tell_who_waits)
+            rest.callback(self._to.close)
+            rest.callback(self._end_thread)
+            rest.callback(self.link.close)
+            if self._busy.acquire(
+                timeout=_GOODBYE_SECONDS
+            ):  # the sender hears what was applied, then goodbye
+                rest.callback(self._busy.release)
+                rest.callback(self._to.forget)
+                rest.callback(self._say_goodbye)
+                self._move_out()
+
+    def _say_goodbye(self) -> None:
+        with contextlib.suppress(TransportError, TimeoutError):  # the sender may have left first
+            self.link.send_chunk(WeightChunk(Kind.GOODBYE, {}), _GOODBYE_SECONDS)
+
+    def _end_thread(self) -> None:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(5.0)
-        self._to.close()
         self._left = []
+
+    def _tell_who_waits(self) -> None:
         with self._news:
             self._news.notify_all()
 
@@ -271,8 +285,10 @@ class Receiver:
                     return
             except Exception as error:  # noqa: BLE001 - the thread ends in order, whatever it is
                 _log.exception("worker %d: receiving updates ended", self.worker)
-                self.link.disconnect()  # the sender learns of it, if it lives
-                self._end(error)
+                try:
+                    self.link.disconnect()  # the sender learns of it, if it lives
+                finally:
+                    self._end(error)
                 return
         with self._busy:
             self._to.forget()
@@ -286,15 +302,14 @@ class Receiver:
             raise
 
     def _end(self, error: Exception) -> None:
-        with self._busy:
-            self._to.forget()
         with self._news:
             self.error = without_frames(error)
             self._news.notify_all()
-        if self.link.lends:
-            with self._busy:
-                self._move_out()
-                self.link.close()  # the sender waits for that
+        with self._busy, contextlib.ExitStack() as rest:
+            if self.link.lends:
+                rest.callback(self.link.close)  # the sender waits for that
+                rest.callback(self._move_out)
+            self._to.forget()
 
     def _move_out(self) -> None:
         """Take the weights out of memory that ends with the sender, and refer to none of it any more."""

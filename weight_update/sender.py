@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 
 import torch
 
@@ -646,15 +647,25 @@ class Sender:
         """Say goodbye, end all threads, free all memory."""
         if self._closed or os.getpid() != self._pid:
             return
-        self._recall()
+        with ExitStack() as rest:  # whatever one step raises, all are taken; the last entered is the first
+            rest.callback(self._free_memory)
+            rest.callback(self._end_threads)
+            for peer in self.roll:
+                rest.callback(peer.link.close)
+            rest.callback(self._delivery.close)
+            rest.callback(self._say_goodbye)
+            self._recall()
+
+    def _say_goodbye(self) -> None:
         self._closed = True
         self._delivery.tell(self.roll, WeightChunk(Kind.GOODBYE, {}))
-        for peer in self.roll:
-            peer.link.close()
+
+    def _end_threads(self) -> None:
         for peer in self.roll:
             if peer.thread is not None and peer.thread is not threading.current_thread():
                 peer.thread.join(5.0)
-        self._delivery.close()
+
+    def _free_memory(self) -> None:
         with self.roll.moved:
             for lane in self._lanes.all():
                 lane.close()

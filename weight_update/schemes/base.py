@@ -9,7 +9,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.util import Finalize
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -630,9 +630,9 @@ class WeightSyncScheme(ABC):
 
     def shutdown(self) -> None:
         """End all threads and free all memory; calling it twice is fine. Models keep their weights."""
+        self._connected = False
         if self._owner == os.getpid() and self._finalizer is not None:
             self._finalizer()
-        self._connected = False
 
     def __enter__(self) -> WeightSyncScheme:
         """The scheme itself; ``shutdown()`` is called at the end."""
@@ -715,9 +715,10 @@ def _require_seconds(option: str, given: Any) -> None:
 
 
 def _close_all(*parts: Sender | Follower | TransportBackend | Door | Alone | Ranks | None) -> None:
-    for part in parts:
-        if part is not None:
-            part.close()
+    with ExitStack() as rest:  # whatever one of them raises, all are closed
+        for part in reversed(parts):
+            if part is not None:
+                rest.callback(part.close)
 
 
 def _on_switched(scheme: weakref.ref[WeightSyncScheme]) -> None:

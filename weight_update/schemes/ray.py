@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -247,6 +248,7 @@ class _DoorAndBoard:
 
     def close(self) -> None:
         """Let nobody in any more, and end the actor."""
-        if self._door is not None:
-            self._door.close()
-        close_board(self._board)
+        with ExitStack() as rest:
+            rest.callback(close_board, self._board)
+            if self._door is not None:
+                self._door.close()

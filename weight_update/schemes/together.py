@@ -73,7 +73,7 @@ def send_together(
     return {scheme: handle.report for scheme, handle in handles.items()}
 
 
-def _outcome(handle: SendHandle) -> Mapping[int, Exception]:
+def _outcome(handle: SendHandle) -> dict[int, Exception]:
     """Wait for an update and return the errors of workers that do not have it."""
     try:
         handle.wait()
