@@ -17,6 +17,7 @@ import torch
 
 from weight_update.chunks import WeightSchema
 from weight_update.errors import FormatError, JoinRefusedError, LifecycleError, TransportError
+from weight_update.forked import warn_if_forked
 from weight_update.gate import shared_gate
 from weight_update.handle import SendHandle, failed
 from weight_update.named import NamedWeights
@@ -317,6 +318,7 @@ class WeightSyncScheme(ABC):
                 "this scheme is initialized already; give each receiver its own copy (a scheme that is "
                 "pickled, as by passing it to a process, arrives fresh)"
             )
+        warn_if_forked()
         if context is not None and model is None:
             if model_id is None:
                 raise ValueError("init_on_receiver(context=...) needs model_id as well")
