@@ -91,9 +91,7 @@ class Sender:
         self._streams = Streams(self.roll, self._lanes, strategy, self._free_slot, self._delivery)
         self._numbers = -1
         self.refusals: Iterable[str] = ()
-        self._replaced: OrderedDict[str | None, int] = (
-            OrderedDict()
-        )  # processes by the receivers they replaced
+        self._replaced: OrderedDict[str | None, int] = OrderedDict()  # replaced instance: pid of the new one
         self._publishing = threading.Lock()
         self._joining: Mapping[int, NamedWeights] = {}  # weights for whom joins while connect() waits
         first = next(iter(links.values()))
@@ -208,7 +206,7 @@ class Sender:
         """Note which receiver an index belongs to from now on.
 
         A new receiver replaces the one that is connected, if its model fits. A receiver that was replaced and
-        joins again by itself, is refused.
+        joins again by itself is refused.
 
         Raises:
             JoinRefusedError: the connected worker stays.
@@ -364,6 +362,8 @@ class Sender:
 
     def _of_known(self, weights: Mapping[int, NamedWeights]) -> Mapping[int, NamedWeights]:
         """Return ``weights`` without those for late joiners that were forgotten meanwhile."""
+        if all(idx in self.roll for idx in weights):
+            return weights
         return {idx: named for idx, named in weights.items() if idx in self.roll}
 
     def _stage(

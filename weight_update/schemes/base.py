@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from multiprocessing.util import Finalize
@@ -176,7 +177,8 @@ class WeightSyncScheme(ABC):
         """For doors: a function that gives a worker beyond the first number its link.
 
         It takes the worker's index and raises :class:`~weight_update.JoinRefusedError` where that worker
-        cannot be let in. It keeps no reference to the scheme.
+        cannot be let in. It keeps no reference to the scheme. Before a listener gives a connection to a
+        link, it calls :meth:`TransportBackend.screen` of that link.
         """
         myself = weakref.ref(self)
 
@@ -369,7 +371,9 @@ class WeightSyncScheme(ABC):
         if worker_idx is not None:
             raise LifecycleError("connect(worker_idx=...) is for receivers")
         if self._door is not None:
-            sender.refusals = getattr(self._door, "refusals", ())
+            refusals: deque[str] = getattr(self._door, "refusals", deque())
+            refusals.clear()  # of an earlier call
+            sender.refusals = refusals
             self._door.start()
         self._give_first(sender, weights, limit)
 

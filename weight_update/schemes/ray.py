@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -239,7 +240,7 @@ class _DoorAndBoard:
 
     def __init__(self, door: Door | None, board: Any) -> None:
         self._door, self._board = door, board
-        self.refusals = getattr(door, "refusals", ())
+        self.refusals: deque[str] = getattr(door, "refusals", deque())
 
     def start(self) -> None:
         """Begin to let workers in."""
