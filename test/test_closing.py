@@ -33,7 +33,9 @@ class StubbornScheme(SharedMemWeightSyncScheme):
         return links
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
-        return Stubborn(self.address)
+        link = super().create_transport(worker_idx=worker_idx, end=end)
+        link.__class__ = Stubborn
+        return link
 
 
 def test_all_is_closed_though_one_close_raises() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 import hashlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
