@@ -223,7 +223,7 @@ def generate(model: nn.Module, prompts: torch.Tensor, temperature: float) -> tor
 
 def serve(scheme: WeightSyncScheme, pipe: Connection) -> None:
     """The engine's process: answers prompts while updates come in the background."""
-    torch.set_num_threads(1)  # a forked process must not use several
+    torch.set_num_threads(1)  # the model is small
     engine = Engine(Split().bfloat16())
     with scheme:
         scheme.init_on_receiver(model=engine, worker_idx=0)
@@ -284,8 +284,9 @@ def main() -> None:
         WeightStrategy("state_dict", encoding=encoding, convert=convert, max_in_flight=2)
     )
     scheme.init_on_sender(model=model, num_workers=1)
-    pipe, theirs = mp.Pipe()
-    process = mp.Process(target=serve, args=(scheme, theirs), daemon=True)
+    context = mp.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(scheme, theirs), daemon=True)
     process.start()
     theirs.close()
     rows = problems(100, torch.Generator().manual_seed(1))

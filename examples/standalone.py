@@ -40,7 +40,7 @@ def checksum(policy: nn.Module) -> float:
 
 
 def work(scheme: WeightSyncScheme, index: int, results: Queue) -> None:
-    torch.set_num_threads(1)  # workers share the cores; a forked one must not use several threads at all
+    torch.set_num_threads(1)  # workers share the cores
     policy = make_policy()
     with scheme:  # shut down at the end
         scheme.init_on_receiver(model=policy, worker_idx=index)
@@ -88,6 +88,7 @@ def main() -> None:
         ]
         for worker in workers:
             worker.start()
+        scheme.worker_alive = workers  # connect() then notices at once when one of them dies
         scheme.connect()  # waits until every worker has version 0
 
         for _ in range(UPDATES - 1):

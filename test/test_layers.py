@@ -15,7 +15,7 @@ OTHERS = {"torchrl", "ray", "collectors", "gymnasium", "vllm", "sglang"}
 
 # From the bottom up. A module imports from its own row or from rows before it.
 LAYERS: list[set[str]] = [
-    {"errors", "ratelimit", "report", "chunks", "kernels"},
+    {"errors", "forked", "ratelimit", "report", "chunks", "kernels"},
     {"convert"},
     {"agreed", "extra_state", "gate"},
     {"compression"},

@@ -1,5 +1,10 @@
 """Workers beyond the first number, over every scheme that can have them."""
 
+import copy
+import gc
+import os
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -14,6 +19,7 @@ from weight_update import (
     WeightStrategy,
     WeightSyncScheme,
 )
+from weight_update.sender import Sender
 from weight_update.testing import Crew, NewcomerContract, mlp
 from weight_update.testing.newcomers import KilledNewcomerTests
 from weight_update.testing.workers import context_of
@@ -53,3 +59,50 @@ def test_queues_must_exist_before_the_process() -> None:
         with pytest.raises(LifecycleError, match="no queues for worker 1"):
             crew.workers[1].call("connect")
         scheme.send(mlp(4))
+
+
+@pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, DistributedWeightSyncScheme])
+@pytest.mark.parametrize("count", [30, pytest.param(200, marks=pytest.mark.slow)])
+def test_late_joiners_are_forgotten(kind: type[WeightSyncScheme], count: int) -> None:
+    source = mlp(1)
+    with kind(timeout=20.0) as scheme:
+        scheme.init_on_sender(model=source, num_workers=1)
+        first = copy.copy(scheme)
+        first.init_on_receiver(model=mlp(2), worker_idx=0)
+        joining = threading.Thread(target=first.connect)
+        joining.start()
+        scheme.connect()
+        joining.join()
+        before = (0, 0)
+        for index in range(1, count + 1):
+            come_and_go(scheme, index)
+            if index == 10:
+                before = settled_usage(scheme)
+        assert settled_usage(scheme) == before
+        assert scheme.send().apply_seconds.keys() == {0}
+        first.shutdown()
+
+
+def come_and_go(scheme: WeightSyncScheme, index: int) -> None:
+    with copy.copy(scheme) as late:
+        late.init_on_receiver(model=mlp(3), worker_idx=index)
+        late.connect()
+    deadline = time.monotonic() + 10.0
+    while index in scheme.worker_versions and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+def settled_usage(scheme: WeightSyncScheme) -> tuple[int, int]:
+    """Threads and descriptors, when the sender knows the first worker only."""
+    sender = scheme._sender
+    assert isinstance(sender, Sender)
+    deadline = time.monotonic() + 10.0
+    while len(list(sender.roll)) > 1 or any("peer-" in name for name in late_threads()):
+        assert time.monotonic() < deadline, (list(sender.roll), late_threads())
+        time.sleep(0.01)
+    gc.collect()  # receivers of this process leave cycles that hold descriptors
+    return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+
+def late_threads() -> list[str]:
+    return [one.name for one in threading.enumerate() if one.name != "weight_update-peer-0"]

@@ -374,6 +374,7 @@ _REQUIRED: dict[Kind, dict[str, type | tuple[type, ...]]] = {
     Kind.BEHIND: {"version": int},
     Kind.TAKEN: {"version": int, "index": int},
 }
+_OPTIONAL: dict[Kind, dict[str, type | tuple[type, ...]]] = {Kind.HELLO: {"instance": str, "again": bool}}
 
 
 @dataclass(frozen=True, eq=False)
@@ -382,7 +383,7 @@ class WeightChunk:
 
     Attributes:
         kind: what the frame is for.
-        header: JSON-able; the required fields of each kind are checked, others are refused.
+        header: JSON-able; the fields of each kind are checked, others are refused.
         payload: 1-D uint8 tensor on the CPU, or None for no bytes.
 
     Raises:
@@ -394,13 +395,13 @@ class WeightChunk:
     payload: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        fields = _REQUIRED[self.kind]
-        if set(self.header) != set(fields):
+        fields, optional = _REQUIRED[self.kind], _OPTIONAL.get(self.kind, {})
+        if not fields.keys() <= self.header.keys() <= {**fields, **optional}.keys():
             raise FormatError(
                 f"{self.kind.name} frame has fields {sorted(self.header)}, not {sorted(fields)}"
             )
-        for name, expected in fields.items():
-            value = self.header[name]
+        for name, value in self.header.items():
+            expected = fields.get(name) or optional[name]
             wrong_bool = isinstance(value, bool) and expected is not bool
             if wrong_bool or not isinstance(value, expected) or not _in_range(value):
                 raise FormatError(f"{self.kind.name} frame: {name} is {value!r:.80}")

@@ -36,6 +36,7 @@ class Delivery:
     def __init__(self, moved: threading.Condition, timeout: float) -> None:
         self.timeout = timeout
         self._moved = moved
+        self._closed = False
         self._writers = ThreadPoolExecutor(_WRITERS, "weight_update-send")
 
     def bring_up(self, peer: Peer) -> Shipment | None:
@@ -108,6 +109,9 @@ class Delivery:
     def lose(self, peer: Peer, error: Exception) -> None:
         """Stop counting on a worker, and cut it off unless its link failed by itself."""
         with self._moved:
+            if peer.joined and not peer.replaced and not self._closed:
+                what = "left" if peer.left else f"was lost: {error}"
+                _log.info("worker %d (process %d) %s", peer.idx, peer.pid, what)
             if peer.joined or peer.lost is None:
                 peer.lost = without_frames(error)
             peer.let_go()
@@ -126,6 +130,7 @@ class Delivery:
 
     def close(self) -> None:
         """Begin nothing more; does not wait for what is being sent."""
+        self._closed = True
         self._writers.shutdown(wait=False, cancel_futures=True)
 
     def _load_or_lose(self, peer: Peer) -> Shipment | None:

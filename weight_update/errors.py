@@ -20,6 +20,7 @@
      ├── SyncTimeoutError          (TimeoutError)  a wait ran out; the message says for whom
      └── WorkerError               (RuntimeError)  something raised inside a worker; carries its traceback
           └── SyncFailedError                      some workers failed in one send; ``failures`` by worker
+               └── GroupSyncFailedError            the same of several models sent as one step
 
 Each also derives from the builtin in parentheses, so ``except TimeoutError`` works as expected.
 """
@@ -104,7 +105,15 @@ class LinkClosedError(TransportError):
 
 
 class JoinRefusedError(TransportError):
-    """The sender refused this receiver (wrong token, unknown worker id, ...)."""
+    """The sender refused this receiver (wrong token, unknown worker id, replaced by another process, ...).
+
+    Attributes:
+        problems: one line for each weight that differs, if that is the reason.
+    """
+
+    def __init__(self, message: str, problems: tuple[str, ...] = ()) -> None:
+        self.problems = tuple(problems)
+        super().__init__(message)
 
 
 class UnreachableMemoryError(TransportError):
@@ -143,6 +152,34 @@ class SyncFailedError(WorkerError):
     def __reduce__(self) -> tuple[Any, ...]:
         """Errors travel between processes."""
         return type(self), (str(self), self.failures, self.report)
+
+
+class GroupSyncFailedError(SyncFailedError):
+    """One or more workers did not take an update of several models.
+
+    In another process this error arrives as a :class:`SyncFailedError`.
+
+    Attributes:
+        by_scheme: the exceptions by scheme and worker index; schemes without failures are left out.
+        reports: the report of every scheme.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        by_scheme: Mapping[Any, Mapping[int, Exception]],
+        reports: Mapping[Any, SyncReport],
+    ) -> None:
+        self.by_scheme = {scheme: dict(failures) for scheme, failures in by_scheme.items()}
+        self.reports = dict(reports)
+        merged: dict[int, Exception] = {}
+        for failures in reversed(self.by_scheme.values()):
+            merged.update(failures)
+        super().__init__(message, merged, self.reports.get(next(iter(self.by_scheme), None)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Schemes do not travel with an error."""
+        return SyncFailedError, (str(self), self.failures, self.report)
 
 
 def without_frames(error: _E) -> _E:

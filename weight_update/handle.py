@@ -26,6 +26,7 @@ class SendHandle:
 
     def __init__(self, sender: Sender | Follower, report: SyncReport, workers: tuple[int, ...]) -> None:
         self._sender, self._report, self.workers = sender, report, workers
+        self._members = sender.members(workers)
         self.version = report.version
 
     def __repr__(self) -> str:
@@ -77,7 +78,7 @@ class SendHandle:
         return self._report
 
 
-def failed(version: int, failures: Mapping[int, Exception], report: SyncReport) -> SyncFailedError:
+def failed(version: int, failures: Mapping[int, Exception], report: SyncReport | None) -> SyncFailedError:
     """The error for an update that some workers did not take."""
     lines = "".join(f"\n  worker {idx}: {error}" for idx, error in sorted(failures.items()))
     return SyncFailedError(f"version {version} was not applied by:{lines}", failures, report)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from weight_update.errors import SyncTimeoutError
+from weight_update.errors import SyncTimeoutError, WorkerError
 
 __all__ = ["run_jointly"]
 
@@ -34,13 +34,13 @@ def run_jointly(
         size: how many there are.
         member: this one.
         action: called once with all members.
-        timeout: seconds to wait.
+        timeout: seconds to wait for the last one to come.
 
     Returns:
         what ``action`` returned. What it raises is raised for each member.
 
     Raises:
-        SyncTimeoutError: others did not come.
+        SyncTimeoutError: others did not come; ``action`` is not called then.
     """
     with _lock:
         joint = _joints.setdefault(key, _Joint(size))
@@ -51,15 +51,18 @@ def run_jointly(
     if last:
         try:
             joint.seconds = action(joint.members)
-        except Exception as error:  # noqa: BLE001 - every member reports it
-            joint.error = error
-        joint.done.set()
+        except BaseException as error:
+            joint.error = error if isinstance(error, Exception) else WorkerError(f"it ended with {error!r}")
+            raise
+        finally:
+            joint.done.set()
     elif not joint.done.wait(timeout):
         with _lock:
-            if not joint.done.is_set():
-                _joints.pop(key, None)
+            if _joints.get(key) is joint:
+                del _joints[key]
                 joint.error = SyncTimeoutError("the other models of the group did not arrive")
                 joint.done.set()
+        joint.done.wait()  # else the last one came: the outcome of the action is the only true answer
     if joint.error is not None:
         raise joint.error
     return joint.seconds

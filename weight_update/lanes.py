@@ -93,8 +93,13 @@ class Lanes:
         with self._roll.moved:
             for peer in self._roll:
                 if peer.guest and not peer.joined and peer.lost is not None:
-                    left, peer.lane = peer.lane, None
-                    self._close_unused([left])
+                    self.leave(peer)
+
+    def leave(self, peer: Peer) -> None:
+        """Take a worker out of its lane."""
+        with self._roll.moved:
+            left, peer.lane = peer.lane, None
+            self._close_unused([left])
 
     def kinds(
         self, weights: Mapping[int, NamedWeights], workers: Iterable[int], *, apart: bool

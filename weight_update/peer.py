@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from weight_update.buffers import MIXED, Content, Shipment
 from weight_update.chunks import WeightSchema
@@ -32,6 +32,18 @@ class Arriving(Protocol):
         """Whether a thread still writes to a worker that left."""
 
 
+class Holder(NamedTuple):
+    """The receiver that an index belongs to.
+
+    Attributes:
+        instance: its random name; None if it gave none.
+        pid: its process.
+    """
+
+    instance: str | None
+    pid: int
+
+
 class Peer:
     """One worker: its link, what it is meant to have, what it has, and how it was lost.
 
@@ -48,6 +60,9 @@ class Peer:
         failures: why it did not apply a version, for the last few.
         guest: whether it came beyond the first number of workers; nobody waits for it when it has gone.
         left: whether it said goodbye.
+        replaced: whether another receiver is about to join in its place.
+        holder: the receiver that was last admitted under this index.
+        admitted: until when, on the monotonic clock, a connection that was admitted may reach the link.
     """
 
     def __init__(
@@ -63,6 +78,9 @@ class Peer:
         self.guest, self.left = guest, False
         self.lane: Lane | None = None
         self.joined = False
+        self.replaced = False
+        self.holder: Holder | None = None
+        self.admitted = 0.0
         self.pid = 0
         self.has: Content | None = None
         self.reached = -1

@@ -61,6 +61,7 @@ class Receiver:
             keeps the weights for :meth:`receive`.
         worker: index of this receiver.
         token: what lets it in.
+        instance: random; tells this receiver from others that join as ``worker``.
         stable_addresses: copy into the model's tensors instead of pointing them at received memory.
         timeout: seconds that an update waits for the running forward pass to end.
         on_switched: called with the version at the moment it becomes visible, inside the gate.
@@ -80,6 +81,7 @@ class Receiver:
         model: Any,
         worker: int,
         token: str,
+        instance: str,
         stable_addresses: bool,
         timeout: float,
         on_switched: Callable[[int], None],
@@ -88,6 +90,7 @@ class Receiver:
         self.link, self.gate, self.worker = link, gate, worker
         self.error: Exception | None = None
         self._strategy, self._token, self._timeout = strategy, token, timeout
+        self._instance = instance
         self._on_switched, self._on_applied = on_switched, on_applied
         self._to = Destination(strategy, gate, stable_addresses=stable_addresses, release=link.release)
         self._unwanted: int | None = None  # a version that failed: the rest of it is not read
@@ -145,9 +148,9 @@ class Receiver:
             wanted = self._to.wanted()
         except Exception as reason:
             with contextlib.suppress(TransportError, TimeoutError):
-                self._greet(deadline, None, reason)
+                self._greet(deadline, None, reason, again)
             raise
-        self._greet(deadline, wanted, None)
+        self._greet(deadline, wanted, None, again)
         reply = self._expect(deadline)
         while reply.kind in (Kind.UPDATE, Kind.COMMIT, Kind.ABORT):  # meant for the worker before this one
             reply = self._expect(deadline)
@@ -164,7 +167,9 @@ class Receiver:
         if error is not None:
             raise error
 
-    def _greet(self, deadline: float, wanted: WeightSchema | None, error: Exception | None) -> None:
+    def _greet(
+        self, deadline: float, wanted: WeightSchema | None, error: Exception | None, again: bool
+    ) -> None:
         """Say hello: with what the model wants, or why it cannot join."""
         hello = {
             "token": self._token,
@@ -173,6 +178,8 @@ class Receiver:
             "version": self.version,
             "schema": None if wanted is None else wanted.to_header(),
             "error": None if error is None else "\n\n".join(_told(error))[:_LONGEST],
+            "instance": self._instance,
+            "again": again,
         }
         self.link.restart(seconds_left(deadline))
         self.link.send_chunk(WeightChunk(Kind.HELLO, hello), seconds_left(deadline))
@@ -194,17 +201,28 @@ class Receiver:
             return  # a forked child does not speak for its parent
         self._closing = True
         self.gate.look_again()  # shutdown() inside hold() does not wait for its end
-        if self._busy.acquire(timeout=_GOODBYE_SECONDS):  # the sender hears what was applied, then goodbye
-            self._move_out()
-            with contextlib.suppress(TransportError, TimeoutError):  # the sender may have left first
-                self.link.send_chunk(WeightChunk(Kind.GOODBYE, {}), _GOODBYE_SECONDS)
-            self._to.forget()
-            self._busy.release()
-        self.link.close()
+        with contextlib.ExitStack() as rest:  # all steps are taken whatever one raises, in reverse order
+            rest.callback(self._tell_who_waits)
+            rest.callback(self._to.close)
+            rest.callback(self._end_thread)
+            rest.callback(self.link.close)
+            # The sender hears what was applied, then goodbye.
+            if self._busy.acquire(timeout=_GOODBYE_SECONDS):
+                rest.callback(self._busy.release)
+                rest.callback(self._to.forget)
+                rest.callback(self._say_goodbye)
+                self._move_out()
+
+    def _say_goodbye(self) -> None:
+        with contextlib.suppress(TransportError, TimeoutError):  # the sender may have left first
+            self.link.send_chunk(WeightChunk(Kind.GOODBYE, {}), _GOODBYE_SECONDS)
+
+    def _end_thread(self) -> None:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(5.0)
-        self._to.close()
         self._left = []
+
+    def _tell_who_waits(self) -> None:
         with self._news:
             self._news.notify_all()
 
@@ -263,13 +281,16 @@ class Receiver:
             except (TransportError, FormatError, TimeoutError) as error:
                 if isinstance(error, FormatError):
                     _log.warning("worker %d joins again, because of what came: %s", self.worker, error)
-                if self._closing or not self._rejoin():
-                    self._end(error)
+                reason = error if self._closing else self._rejoin(error)
+                if reason is not None:
+                    self._end(reason)
                     return
             except Exception as error:  # noqa: BLE001 - the thread ends in order, whatever it is
                 _log.exception("worker %d: receiving updates ended", self.worker)
-                self.link.disconnect()  # the sender learns of it, if it lives
-                self._end(error)
+                try:
+                    self.link.disconnect()  # the sender learns of it, if it lives
+                finally:
+                    self._end(error)
                 return
         with self._busy:
             self._to.forget()
@@ -296,15 +317,14 @@ class Receiver:
             raise _named(error) from None
 
     def _end(self, error: Exception) -> None:
-        with self._busy:
-            self._to.forget()
         with self._news:
             self.error = without_frames(error)
             self._news.notify_all()
-        if self.link.lends:
-            with self._busy:
-                self._move_out()
-                self.link.close()  # the sender waits for that
+        with self._busy, contextlib.ExitStack() as rest:
+            if self.link.lends:
+                rest.callback(self.link.close)  # the sender waits for that
+                rest.callback(self._move_out)
+            self._to.forget()
 
     def _move_out(self) -> None:
         """Take the weights out of memory that ends with the sender, and refer to none of it any more."""
@@ -330,18 +350,22 @@ class Receiver:
                 error,
             )
 
-    def _rejoin(self) -> bool:
+    def _rejoin(self, lost: Exception) -> Exception | None:
+        """Join again after ``lost``; return the error that ends this receiver, or None."""
         try:
             with self._busy:
                 self.connect(_REJOIN_SECONDS, again=True)
         except NotEnoughMemoryError as error:  # it is connected, and the sender was told
             _log.warning("worker %d keeps version %s: %s", self.worker, self.version, error)
+        except (JoinRefusedError, SchemaMismatchError) as refusal:
+            self.link.disconnect()
+            return refusal
         except Exception as error:  # noqa: BLE001 - the thread ends in order, whatever it is
             if not isinstance(error, TransportError | TimeoutError):
                 _log.warning("worker %d could not join again", self.worker, exc_info=error)
             self.link.disconnect()  # the sender learns of it, if it lives
-            return False
-        return True
+            return lost
+        return None
 
     def _expect(self, deadline: float) -> WeightChunk:
         left = deadline - time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from weight_update.errors import LinkClosedError, SchemaMismatchError, SyncFailedError, SyncTimeoutError
@@ -18,6 +19,9 @@ _LOOK_SECONDS = 0.2
 class Roll:
     """All workers; who waits for one of them waits here.
 
+    A late joiner that has gone is removed. It is remembered for as long as somebody holds it, such as the
+    handle of an update that it missed.
+
     Args:
         peers: the workers, by index.
 
@@ -28,6 +32,7 @@ class Roll:
     def __init__(self, peers: Iterable[Peer]) -> None:
         self.moved = threading.Condition(threading.RLock())
         self._peers = {peer.idx: peer for peer in peers}
+        self._removed: weakref.WeakValueDictionary[int, Peer] = weakref.WeakValueDictionary()
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(self._peers.values())
@@ -43,10 +48,31 @@ class Roll:
         with self.moved:
             self._peers = {**self._peers, peer.idx: peer}
 
+    def remove(self, peer: Peer) -> None:
+        """Forget a late joiner that has gone."""
+        with self.moved:
+            self._peers = {idx: one for idx, one in self._peers.items() if one is not peer}
+            self._removed[peer.idx] = peer
+
+    def known(self, workers: Iterable[int]) -> list[Peer]:
+        """Return the workers of these indices, without late joiners that are forgotten."""
+        with self.moved:
+            found = [self._peers.get(idx) or self._removed.get(idx) for idx in workers]
+        return [peer for peer in found if peer is not None]
+
+    def removed(self, idx: int) -> Peer | None:
+        """Return a late joiner that has gone, if somebody still holds it."""
+        return self._removed.get(idx)
+
+    @property
+    def present(self) -> list[Peer]:
+        """Return all initial workers and the late joiners that are connected, by index."""
+        return sorted((peer for peer in self if peer.joined or not peer.guest), key=lambda peer: peer.idx)
+
     @property
     def workers(self) -> tuple[int, ...]:
-        """Indices of all workers; of those beyond the first number, of who is here now."""
-        return tuple(sorted(peer.idx for peer in self if peer.joined or not peer.guest))
+        """Return the indices of :attr:`present`."""
+        return tuple(peer.idx for peer in self.present)
 
     @property
     def expected(self) -> list[Peer]:
@@ -84,8 +110,12 @@ class Roll:
                         peer.lost = LinkClosedError("its process died before it connected")
                 self.moved.wait(_LOOK_SECONDS)
 
-    def require_all(self, timeout: float) -> None:
+    def require_all(self, timeout: float, refusals: Iterable[str] = ()) -> None:
         """Raise the error of those of the first number that have no weights after so many seconds, if any.
+
+        Args:
+            timeout: seconds that were waited.
+            refusals: why the listener refused join requests meanwhile.
 
         Raises:
             SchemaMismatchError, SyncTimeoutError, SyncFailedError: see ``WeightSyncScheme.connect``.
@@ -94,7 +124,8 @@ class Roll:
             failures = {peer.idx: error for peer in self.expected if (error := peer.trouble()) is not None}
             late = [peer.idx for peer in self.unsettled]
             guests = [peer.idx for peer in self if peer.guest and peer.joined]
-        _raise_connect(failures, late, guests, timeout)
+            refused = [f"worker {peer.idx}: {peer.lost}" for peer in self if peer.guest and peer.lost]
+        _raise_connect(failures, late, guests, timeout, [*refusals, *refused])
 
     def wait_staged(self, version: int, workers: Iterable[int], timeout: float) -> dict[int, Exception]:
         """Wait until workers have ``version`` staged; the errors of those that do not."""
@@ -133,7 +164,7 @@ class Roll:
         good: Callable[[Peer], bool],
         patient: bool,
     ) -> dict[int, Exception]:
-        peers = [self[idx] for idx in workers]
+        peers = self.known(workers)
         deadline = time.monotonic() + timeout
         with self.moved:
             while waited_for := [peer for peer in peers if not settled(peer)]:
@@ -149,12 +180,11 @@ class Roll:
         """The errors known by now of workers that will not apply ``version``; does not wait."""
         with self.moved:
             found = {}
-            for idx in workers:
-                peer = self[idx]
+            for peer in self.known(workers):
                 if version in peer.failures:
-                    found[idx] = peer.failures[version]
+                    found[peer.idx] = peer.failures[version]
                 elif not peer.joined and peer.reached < version and peer.missed:
-                    found[idx] = peer.lost or LinkClosedError("it is not connected")
+                    found[peer.idx] = peer.lost or LinkClosedError("it is not connected")
             return found
 
     def settled(self, version: int, workers: Iterable[int]) -> bool:
@@ -162,17 +192,16 @@ class Roll:
         with self.moved:
             return all(
                 not peer.joined or peer.reached >= version or peer.failure(version) is not None
-                for peer in (self[idx] for idx in workers)
+                for peer in self.known(workers)
             )
 
     def fill(self, report: SyncReport, workers: Iterable[int]) -> None:
         """Enter into ``report`` what the workers said."""
         with self.moved:
-            for idx in workers:
-                peer = self[idx]
+            for peer in self.known(workers):
                 if peer.reached >= report.version:
-                    report.apply_seconds[idx] = peer.apply_seconds
-                    report.stall_seconds[idx] = peer.stall_seconds
+                    report.apply_seconds[peer.idx] = peer.apply_seconds
+                    report.stall_seconds[peer.idx] = peer.stall_seconds
 
 
 def _reason(peer: Peer, version: int, timeout: float) -> Exception:
@@ -188,8 +217,15 @@ def _reason(peer: Peer, version: int, timeout: float) -> Exception:
 
 
 def _raise_connect(
-    failures: Mapping[int, Exception], late: list[int], guests: list[int], timeout: float
+    failures: Mapping[int, Exception],
+    late: list[int],
+    guests: list[int],
+    timeout: float,
+    refusals: list[str],
 ) -> None:
+    refused = "".join(f"\n  {reason}" for reason in dict.fromkeys(refusals))
+    if refused:
+        refused = f"\njoin requests were refused meanwhile:{refused}"
     mismatches = [error for error in failures.values() if isinstance(error, SchemaMismatchError)]
     if mismatches:
         problems = tuple(line for error in mismatches for line in error.problems)
@@ -198,9 +234,10 @@ def _raise_connect(
         silent = {idx: SyncTimeoutError(f"did not come within {timeout:g} s") for idx in late}
         failures = {**failures, **silent}
         lines = "".join(f"\n  worker {idx}: {error}" for idx, error in sorted(failures.items()))
-        raise SyncFailedError(f"workers could not connect:{lines}", failures)
+        raise SyncFailedError(f"workers could not connect:{lines}{refused}", failures)
     if late:
         others = f" (others did: {guests}; do the indices match?)" if guests else ""
         raise SyncTimeoutError(
-            f"workers {late} did not connect within {timeout:g} s{others}; have they called connect()?"
+            f"workers {late} did not connect within {timeout:g} s{others}"
+            f"{refused or '; have they called connect()?'}"
         )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 
 import torch
 
@@ -29,7 +31,7 @@ from weight_update.frames import Step
 from weight_update.lane import Lane, Staged
 from weight_update.lanes import Lanes
 from weight_update.named import NamedWeights
-from weight_update.peer import Peer
+from weight_update.peer import Holder, Peer
 from weight_update.report import SyncReport
 from weight_update.roll import Roll
 from weight_update.strategy import WeightStrategy
@@ -44,6 +46,12 @@ _log = logging.getLogger(__name__)
 _MAX_UPDATES = 4
 _LOOK_SECONDS = 0.2
 _PARTING_SECONDS = 5.0
+_ADMITTED_SECONDS = 30.0
+"""Seconds within which a connection reaches its link once its worker was admitted."""
+_REPLACED_KEPT = 1024
+"""How many receivers that were replaced are remembered, beside those whose index is in use."""
+_ABSENT_SECONDS = 60.0
+"""Seconds that a late joiner which was refused, or lost, has to come back on the connection it has."""
 
 
 class Sender:
@@ -60,6 +68,7 @@ class Sender:
     Attributes:
         roll: the workers.
         version: the last one that a worker applied.
+        refusals: why the listener refused join requests, for :meth:`connect` to say.
     """
 
     def __init__(
@@ -75,10 +84,14 @@ class Sender:
         self.timeout = timeout
         self._strategy, self._token = strategy, token
         self.roll = Roll(Peer(idx, link, schemas[idx], tracked[idx]) for idx, link in links.items())
+        for peer in self.roll:
+            self._screen_at(peer)
         self._lanes = Lanes(self.roll, strategy.encoding, self._borrow)
         self._delivery = Delivery(self.roll.moved, timeout)
         self._streams = Streams(self.roll, self._lanes, strategy, self._free_slot, self._delivery)
         self._numbers = -1
+        self.refusals: Iterable[str] = ()
+        self._replaced: OrderedDict[str | None, int] = OrderedDict()  # replaced instance: pid of the new one
         self._publishing = threading.Lock()
         self._joining: Mapping[int, NamedWeights] = {}  # weights for whom joins while connect() waits
         first = next(iter(links.values()))
@@ -108,11 +121,16 @@ class Sender:
         """The link of a worker beyond the first number, which is to have what all others have."""
         with self.roll.moved:
             if idx not in self.roll:
-                like = next(iter(self.roll))
-                self.roll.add(Peer(idx, make_link(), like.schema, like.tracked, guest=True))
+                like, link = next(iter(self.roll)), make_link()
+                peer = self.roll.removed(idx) or Peer(idx, link, like.schema, like.tracked, guest=True)
+                peer.link = link
+                self._screen_at(peer)
+                self.roll.add(peer)
+            peer = self.roll[idx]
+            peer.admitted = time.monotonic() + _ADMITTED_SECONDS
             if self.serving:
-                self._listen_to(self.roll[idx])
-            return self.roll[idx].link
+                self._listen_to(peer)
+            return peer.link
 
     # -- joining -----------------------------------------------------------------------------------
 
@@ -144,9 +162,10 @@ class Sender:
             self.roll.await_none(lambda: self.roll.absent, deadline, alive)
             with self._publishing:
                 self._numbers += 1
-                report = self._streams.send(weights, Step(self._numbers), self.timeout)
+                report = self._streams.send(self._of_known(weights), Step(self._numbers), self.timeout)
         else:
             with self._publishing:
+                weights = self._of_known(weights)
                 report = self._stage(weights, weights)
                 self._joining = weights
             for peer in self.roll:
@@ -154,10 +173,10 @@ class Sender:
                 self._listen_to(peer)
         try:
             self.roll.await_none(lambda: self.roll.unsettled, deadline, alive)
-            self.roll.require_all(timeout)
+            self.roll.require_all(timeout, self.refusals)
         finally:
             with self._publishing:
-                for idx, named in weights.items():
+                for idx, named in self._of_known(weights).items():
                     if (
                         self.roll[idx].lane is None and not self.roll[idx].guest
                     ):  # it may come later, when these weights have changed
@@ -179,31 +198,83 @@ class Sender:
                     peer.thread = None  # the worker's next attempt to join tries it again
                     raise
 
+    def _screen_at(self, peer: Peer) -> None:
+        """Have the link of a worker screen join requests."""
+        peer.link.on_join_request = functools.partial(self._screen, peer)
+
+    def _screen(self, peer: Peer, hello: WeightChunk) -> None:
+        """Note which receiver an index belongs to from now on.
+
+        A new receiver replaces the one that is connected, if its model fits. A receiver that was replaced and
+        joins again by itself is refused.
+
+        Raises:
+            JoinRefusedError: the connected worker stays.
+        """
+        header = hello.header
+        who, again = Holder(header.get("instance"), header["pid"]), header.get("again", False)
+        if peer.holder == who:
+            return
+        misfit = None if again else self._misfit(peer, hello)
+        with self.roll.moved:
+            former = peer.holder if peer.holder and peer.holder.instance != who.instance else None
+            successor = self._replaced.get(who.instance, former.pid if former is not None else None)
+            if again and successor is not None:
+                raise JoinRefusedError(
+                    f"worker {peer.idx} (process {who.pid}) was replaced by process {successor}"
+                )
+            if misfit is None:
+                self._give_index(peer, who, former)
+            elif former is not None and peer.joined:
+                raise JoinRefusedError(str(misfit).partition("\n")[0], getattr(misfit, "problems", ()))
+
+    def _give_index(self, peer: Peer, who: Holder, former: Holder | None) -> None:
+        """Let an index belong to ``who``, in the place of ``former``."""
+        peer.holder = who
+        self._replaced.pop(who.instance, None)
+        if former is not None:
+            self._replaced[former.instance] = who.pid
+        if len(self._replaced) > _REPLACED_KEPT:
+            self._replaced.popitem(last=False)
+        if former is not None and peer.joined:
+            peer.replaced = True
+            _log.info("worker %d: process %d replaces process %d", peer.idx, who.pid, former.pid)
+
+    def _misfit(self, peer: Peer, hello: WeightChunk) -> Exception | None:
+        """Return why a receiver cannot be the worker, or None."""
+        try:
+            self._schema_of(peer, hello)
+        except (WorkerError, JoinRefusedError, SchemaMismatchError, FormatError) as error:
+            return error
+        return None
+
+    def _schema_of(self, peer: Peer, hello: WeightChunk) -> WeightSchema:
+        """Return the schema of the model of a receiver that fits.
+
+        Raises:
+            JoinRefusedError: it does not know the token.
+            WorkerError: it cannot join.
+            SchemaMismatchError, FormatError: its model has other weights.
+        """
+        header = hello.header
+        if not hello.shows(self._token):
+            raise JoinRefusedError("wrong token")
+        if header["error"] is not None:
+            raise WorkerError(header["error"])
+        if header["schema"] is None:
+            return peer.schema
+        theirs = WeightSchema.from_header(header["schema"])
+        peer.schema.require_same(theirs, f"worker {peer.idx}", more=self._strategy.partial)
+        return theirs
+
     def _welcome(self, peer: Peer, hello: WeightChunk) -> None:
         header = hello.header
-        error: Exception | None = None
-        theirs = peer.schema
-        if not hello.shows(self._token):
-            error = JoinRefusedError("wrong token")
-        elif header["error"] is not None:
-            with self.roll.moved:
-                peer.joined, peer.lost = False, WorkerError(header["error"])
-                self.roll.moved.notify_all()
-            return
-        elif header["schema"] is not None:
-            try:
-                theirs = WeightSchema.from_header(header["schema"])
-                peer.schema.require_same(theirs, f"worker {peer.idx}", more=self._strategy.partial)
-            except (SchemaMismatchError, FormatError) as mismatch:
-                error = mismatch
-        if error is not None:
-            problems = error.problems if isinstance(error, SchemaMismatchError) else ()
-            reason = str(error).partition("\n")[0]
-            refused = {"reason": reason, "problems": list(problems)}
-            self._delivery.say(peer, WeightChunk(Kind.REFUSED, refused))
-            with self.roll.moved:
-                peer.joined, peer.lost = False, error
-                self.roll.moved.notify_all()
+        peer.admitted = 0.0
+        try:
+            theirs = self._schema_of(peer, hello)
+            self._screen(peer, hello)
+        except (WorkerError, JoinRefusedError, SchemaMismatchError, FormatError) as error:
+            self._refuse(peer, error)
             return
         with self.roll.moved:
             peer.let_go()
@@ -214,8 +285,22 @@ class Sender:
             peer.link.send_chunk(WeightChunk(Kind.WELCOME, {**welcome, **lane.welcome()}), self.timeout)
             with self.roll.moved:
                 peer.joined, peer.left, peer.lost, peer.pid = True, False, None, header["pid"]
+                peer.replaced = False
                 peer.failures.clear()  # it is another process, or has begun anew
+        _log.info("worker %d (process %d) joined", peer.idx, peer.pid)
         self._delivery.bring_up(peer)
+
+    def _refuse(self, peer: Peer, error: Exception) -> None:
+        """Tell a worker why it is not admitted, unless it told us, and note that for who waits for it."""
+        if not isinstance(error, WorkerError):
+            header = {
+                "reason": str(error).partition("\n")[0],
+                "problems": list(getattr(error, "problems", ())),
+            }
+            self._delivery.say(peer, WeightChunk(Kind.REFUSED, header))
+        with self.roll.moved:
+            peer.joined, peer.lost = False, error
+            self.roll.moved.notify_all()
 
     def _lane_to_join(self, peer: Peer, wire: WeightSchema) -> Lane:
         """The lane for a joining worker whose weights best travel as ``wire``."""
@@ -257,6 +342,7 @@ class Sender:
         """
         with self._publishing:
             self._lanes.dismiss_guests()
+            weights = self._of_known(weights)
             with self.roll.moved:
                 for idx in weights:
                     self.roll[idx].forget_old_failures()
@@ -278,6 +364,12 @@ class Sender:
         """Give the next update a number above ``version``."""
         with self._publishing:
             self._numbers = max(self._numbers, version)
+
+    def _of_known(self, weights: Mapping[int, NamedWeights]) -> Mapping[int, NamedWeights]:
+        """Return ``weights`` without those for late joiners that were forgotten meanwhile."""
+        if all(idx in self.roll for idx in weights):
+            return weights
+        return {idx: named for idx, named in weights.items() if idx in self.roll}
 
     def _stage(
         self,
@@ -397,7 +489,11 @@ class Sender:
     @property
     def worker_versions(self) -> dict[int, int | None]:
         """What each worker has applied; None for one that is not connected."""
-        return {idx: self.roll[idx].version for idx in self.roll.workers}
+        return {peer.idx: peer.version for peer in self.roll.present}
+
+    def members(self, workers: Sequence[int]) -> Sequence[object]:
+        """Return what has to be held for the outcome of an update to these workers to be known."""
+        return self.roll.known(workers)
 
     def wait(self, report: SyncReport, workers: Sequence[int], timeout: float | None) -> dict[int, Exception]:
         """Wait until workers have applied an update or a newer one; the errors of those that did not.
@@ -441,7 +537,7 @@ class Sender:
             for lane in self._lanes.all():
                 if lane.pending == version:
                     lane.settle()
-        peers = [self.roll[idx] for idx in workers]
+        peers = self.roll.known(workers)
         with self.roll.moved:
             told = [p for p in peers if p.inflight is not None and p.inflight.version == version]
         self._delivery.tell(told, WeightChunk(Kind.COMMIT, {"version": version}))
@@ -449,7 +545,7 @@ class Sender:
 
     def abort(self, version: int, workers: Iterable[int]) -> None:
         """Let workers forget what they staged, and go back to the version before."""
-        peers = [self.roll[idx] for idx in workers]
+        peers = self.roll.known(workers)
         with self._publishing:
             for lane in self._lanes.all():
                 if lane.pending == version:
@@ -466,19 +562,35 @@ class Sender:
 
     def _serve(self, peer: Peer) -> None:
         """Thread of one worker: everything that comes from it."""
-        while not self._closed:
+        ended = False
+        while not self._closed and not ended:
             try:
-                chunk = peer.link.recv_chunk(None)
+                chunk = peer.link.recv_chunk(_ABSENT_SECONDS if peer.guest else None)
                 if chunk is not None:
                     self._answer(peer, chunk)
+                    continue
             except (TransportError, FormatError, TimeoutError, NotEnoughMemoryError) as error:
                 self._delivery.lose(peer, error)
-                if self._closed or not peer.link.rejoins:
-                    return
+                ended = not peer.link.rejoins
             except Exception as error:  # noqa: BLE001 - whatever it is, whoever waits must hear of it
                 _log.exception("the link to worker %d ended", peer.idx)
                 self._delivery.lose(peer, error)
-                return
+                ended = True
+            ended = self._forget(peer) or ended
+
+    def _forget(self, peer: Peer) -> bool:
+        """Forget a late joiner, unless it is connected or about to be; return whether it is forgotten."""
+        if peer.joined or not peer.guest or self._closed:
+            return False
+        with self._publishing, self.roll.moved:
+            if peer.joined or time.monotonic() < peer.admitted:
+                return False
+            self._lanes.leave(peer)
+            self.roll.remove(peer)
+            peer.thread = peer.former = None
+            link = peer.link
+        link.close()
+        return True
 
     def _answer(self, peer: Peer, chunk: WeightChunk) -> None:
         header = chunk.header
@@ -540,15 +652,25 @@ class Sender:
         """Say goodbye, end all threads, free all memory."""
         if self._closed or os.getpid() != self._pid:
             return
-        self._recall()
+        with ExitStack() as rest:  # whatever one step raises, all are taken; the last entered is the first
+            rest.callback(self._free_memory)
+            rest.callback(self._end_threads)
+            for peer in self.roll:
+                rest.callback(peer.link.close)
+            rest.callback(self._delivery.close)
+            rest.callback(self._say_goodbye)
+            self._recall()
+
+    def _say_goodbye(self) -> None:
         self._closed = True
         self._delivery.tell(self.roll, WeightChunk(Kind.GOODBYE, {}))
-        for peer in self.roll:
-            peer.link.close()
+
+    def _end_threads(self) -> None:
         for peer in self.roll:
             if peer.thread is not None and peer.thread is not threading.current_thread():
                 peer.thread.join(5.0)
-        self._delivery.close()
+
+    def _free_memory(self) -> None:
         with self.roll.moved:
             for lane in self._lanes.all():
                 lane.close()

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +18,14 @@ from torch import nn
 from weight_update import (
     BucketEncoding,
     DenseEncoding,
+    LifecycleError,
+    MultiProcessWeightSyncScheme,
     PatchEncoding,
     WeightStrategy,
     WeightSyncScheme,
 )
 
+ROOT = Path(__file__).parents[2]
 ENCODINGS = {
     "dense": DenseEncoding(),
     "bucket": BucketEncoding(bucket_size=1 << 20),
@@ -59,3 +68,96 @@ def test_workers_do_not_hang(kind: type[WeightSyncScheme], encoding: str) -> Non
             worker.kill()
             worker.join()
             torch.set_num_threads(threads)
+
+
+WARNED = """
+import logging, multiprocessing
+import torch
+from torch import nn
+from weight_update import SharedMemWeightSyncScheme
+
+logging.basicConfig(format="%(message)s")
+
+def follow(scheme, threads):
+    torch.set_num_threads(threads)
+    for _ in range(2):
+        scheme.__class__().init_on_receiver(model=nn.Linear(2, 2), worker_idx=0)
+
+def start(what, threads):
+    print(what, flush=True)
+    process = multiprocessing.get_context("fork").Process(target=follow, args=(scheme, threads))
+    process.start()
+    process.join()
+
+scheme = SharedMemWeightSyncScheme()
+start("nothing was computed", 2)
+nn.Linear(1000, 1000)(torch.ones(1000, 1000))
+start("one thread", 1)
+start("two threads", 2)
+"""
+
+
+def test_a_warning_names_the_cure(tmp_path: Path) -> None:
+    """Once in each worker that may hang, and nowhere else."""
+    done = run(WARNED, tmp_path)
+    assert done.returncode == 0, done.stdout
+    before, *after = done.stdout.partition("two threads\n")
+    assert before == "nothing was computed\none thread\n"
+    assert after[1].count("get_context('spawn')") == 1
+
+
+@pytest.mark.slow
+def test_the_program_of_the_readme(tmp_path: Path) -> None:
+    """As it is printed, with a trainer and workers that compute with several threads."""
+    text = (ROOT / "README.rst").read_text()
+    section = text[text.index("Without collectors") :]
+    block = re.search(r"\.\. code-block:: python\n\n((?:    .*\n|\n)+)", section)
+    assert block is not None
+    program = textwrap.dedent(block[1]).replace("Linear(4, 2)", "Linear(1000, 1000)")
+    program = program.replace("connect()              #", "connect(); compute(policy) #")
+    program = program.replace("scheme.init_on_sender(", "compute(policy); scheme.init_on_sender(")
+    assert program.count("compute(policy)") == 2
+    compute = "import torch\ndef compute(policy):\n    policy(torch.ones(1000, 1000))\n"
+    done = run(f"{compute}{program}    print('all of it ran')\n", tmp_path)
+    assert (done.returncode, done.stdout) == (0, "all of it ran\n")
+
+
+def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    file = folder / "program.py"
+    file.write_text(program)
+    return subprocess.run(
+        [sys.executable, "-W", "error", str(file)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=80,
+        check=False,
+    )
+
+
+def report_version(scheme: WeightSyncScheme, pipe: Any) -> None:
+    scheme.init_on_receiver(model=nn.Linear(2, 2), worker_idx=0)
+    scheme.connect()
+    pipe.send(scheme.version)
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_queues_of_no_context_serve_processes_of_any(method: str) -> None:
+    ctx = mp.get_context(method)
+    ours, theirs = ctx.Pipe()
+    with MultiProcessWeightSyncScheme(connect_timeout=60.0) as scheme:
+        scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+        worker = ctx.Process(target=report_version, args=(scheme, theirs), daemon=True)
+        worker.start()
+        scheme.connect()
+        assert ours.recv() == 0
+        worker.join()
+
+
+def test_queues_of_another_context_are_refused_by_name() -> None:
+    with MultiProcessWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1, ctx=mp.get_context("fork"))
+        worker = mp.get_context("spawn").Process(target=report_version, args=(scheme, None), daemon=True)
+        with pytest.raises(LifecycleError, match="ctx="):
+            worker.start()

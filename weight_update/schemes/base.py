@@ -8,7 +8,9 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
@@ -16,6 +18,7 @@ import torch
 
 from weight_update.chunks import WeightSchema
 from weight_update.errors import FormatError, JoinRefusedError, LifecycleError, TransportError
+from weight_update.forked import warn_if_forked
 from weight_update.gate import Hold, shared_gate
 from weight_update.handle import SendHandle, failed
 from weight_update.named import NamedWeights
@@ -28,6 +31,7 @@ from weight_update.schemes.context import (
     resolve_model,
     resolve_path,
 )
+from weight_update.schemes.liveness import WorkerAlive, liveness
 from weight_update.schemes.sources import DeviceMap, ModelOf, Sources
 from weight_update.sender import Sender
 from weight_update.sharded import Alone, Follower, Gathering, Leader, Ranks
@@ -83,8 +87,9 @@ class WeightSyncScheme(ABC):
 
     Attributes:
         last_report: the :class:`~weight_update.SyncReport` of the last update sent; None before.
-        worker_alive: set it to a function of the worker index if you can tell whether a worker's process
-            lives; ``connect()`` then need not wait for the dead.
+        worker_alive: set it to the workers' processes, in the order of their indices or by index, or to a
+            function that tells whether the process of a worker index lives. ``connect()`` then does not wait
+            for a worker that died.
         group: name shared by schemes whose models one worker holds and that are updated together by
             :func:`~weight_update.send_together`; set by :func:`~weight_update.group_schemes`.
     """
@@ -136,7 +141,7 @@ class WeightSyncScheme(ABC):
     def _reset(self) -> None:
         """All that one process knows and another must not inherit."""
         self.last_report: SyncReport | None = None
-        self.worker_alive: Callable[[int], bool] | None = None
+        self.worker_alive: WorkerAlive | None = None
         self._sources: Sources | None = None
         self._sender: Sender | Follower | None = None
         self._ranks: Alone | Ranks = Alone()
@@ -150,6 +155,7 @@ class WeightSyncScheme(ABC):
         self._unchecked: list[SendHandle] = []
         self._door: Door | None = None
         self._owner = os.getpid()
+        self._instance = secrets.token_hex(8)
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._sending = threading.Lock()
 
@@ -191,7 +197,8 @@ class WeightSyncScheme(ABC):
         """For doors: a function that gives a worker beyond the first number its link.
 
         It takes the worker's index and raises :class:`~weight_update.JoinRefusedError` where that worker
-        cannot be let in. It keeps no reference to the scheme.
+        cannot be let in. It keeps no reference to the scheme. Before a listener gives a connection to a
+        link, it calls :meth:`TransportBackend.screen` of that link.
         """
         myself = weakref.ref(self)
 
@@ -333,6 +340,7 @@ class WeightSyncScheme(ABC):
                 "this scheme is initialized already; give each receiver its own copy (a scheme that is "
                 "pickled, as by passing it to a process, arrives fresh)"
             )
+        warn_if_forked()
         if context is not None and model is None:
             if model_id is None:
                 raise ValueError("init_on_receiver(context=...) needs model_id as well")
@@ -383,6 +391,9 @@ class WeightSyncScheme(ABC):
         if worker_idx is not None:
             raise LifecycleError("connect(worker_idx=...) is for receivers")
         if self._door is not None:
+            refusals: deque[str] = getattr(self._door, "refusals", deque())
+            refusals.clear()  # of an earlier call
+            sender.refusals = refusals
             self._door.start()
         self._give_first(sender, weights, limit)
 
@@ -392,7 +403,7 @@ class WeightSyncScheme(ABC):
             return self._sources_for(chosen).read(self.strategy, weights, chosen, first=True)
 
         with self._ranks.step("connect", read, limit + self._patience) as named:
-            self.last_report = sender.connect(named, limit, self.worker_alive)
+            self.last_report = sender.connect(named, limit, liveness(self.worker_alive))
 
     def _connect_receiver(self, worker_idx: int | None, weights: Any, limit: float) -> None:
         if weights is not None:
@@ -410,6 +421,7 @@ class WeightSyncScheme(ABC):
             model=self._model,
             worker=idx,
             token=self._token,
+            instance=self._instance,
             stable_addresses=self.stable_addresses,
             timeout=self.timeout,
             on_switched=lambda version: _on_switched(myself),
@@ -659,9 +671,9 @@ class WeightSyncScheme(ABC):
 
     def shutdown(self) -> None:
         """End all threads and free all memory; calling it twice is fine. Models keep their weights."""
+        self._connected = False
         if self._owner == os.getpid() and self._finalizer is not None:
             self._finalizer()
-        self._connected = False
 
     def __enter__(self) -> WeightSyncScheme:
         """The scheme itself; ``shutdown()`` is called at the end."""
@@ -744,9 +756,10 @@ def _require_seconds(option: str, given: Any) -> None:
 
 
 def _close_all(*parts: Sender | Follower | TransportBackend | Door | Alone | Ranks | None) -> None:
-    for part in parts:
-        if part is not None:
-            part.close()
+    with ExitStack() as rest:  # whatever one of them raises, all are closed
+        for part in reversed(parts):
+            if part is not None:
+                rest.callback(part.close)
 
 
 def _on_switched(scheme: weakref.ref[WeightSyncScheme]) -> None:

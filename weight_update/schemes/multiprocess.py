@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Sequence
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import torch.multiprocessing as mp
@@ -50,14 +52,16 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
             stable_addresses=stable_addresses,
         )
         self.directory = directory
-        self._queues: dict[int, tuple[Any, Any]] = {}
+        self._queues: dict[int, tuple[Any, Any, str]] = {}
         self._sender_pid = 0
+        self._start_method = ""
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
         """See :meth:`WeightSyncScheme.open_sender`."""
-        ctx = ctx or mp.get_context()
+        ctx = ctx or mp.get_context("spawn")  # processes started in any way take queues of this context
         self._sender_pid = os.getpid()
-        self._queues = {idx: (ctx.Queue(), ctx.Queue()) for idx in workers}
+        self._start_method = ctx.get_start_method()
+        self._queues = {idx: (ctx.Queue(), ctx.Queue(), secrets.token_hex(8)) for idx in workers}
         return super().open_sender(workers, ctx)
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
@@ -67,7 +71,21 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
                 f"no queues for worker {worker_idx}; pass the scheme to the worker's process after "
                 "init_on_sender()"
             )
-        link = MPTransport(*self._queues[worker_idx], end=end, directory=self.directory)
+        down, up, name = self._queues[worker_idx]
+        link = MPTransport(down, up, end=end, directory=self.directory, name=name)
         if end == "receiver":
             link.watch(self._sender_pid)
         return link
+
+    def __getstate__(self) -> dict[str, Any]:
+        """See :meth:`WeightSyncScheme.__getstate__`.
+
+        Raises:
+            LifecycleError: a process is being started by another method than ``ctx=`` was for.
+        """
+        if self._start_method == "fork" and get_spawning_popen() is not None:
+            raise LifecycleError(
+                "init_on_sender(ctx=...) was given a context whose processes are forked, and this worker is "
+                "started in another way: start the workers with that context, or leave ctx= out"
+            )
+        return super().__getstate__()

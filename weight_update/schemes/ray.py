@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -238,6 +240,7 @@ class _DoorAndBoard:
 
     def __init__(self, door: Door | None, board: Any) -> None:
         self._door, self._board = door, board
+        self.refusals: deque[str] = getattr(door, "refusals", deque())
 
     def start(self) -> None:
         """Begin to let workers in."""
@@ -246,6 +249,7 @@ class _DoorAndBoard:
 
     def close(self) -> None:
         """Let nobody in any more, and end the actor."""
-        if self._door is not None:
-            self._door.close()
-        close_board(self._board)
+        with ExitStack() as rest:
+            rest.callback(close_board, self._board)
+            if self._door is not None:
+                self._door.close()

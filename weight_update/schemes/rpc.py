@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent import futures
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -265,16 +266,17 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme):
     def shutdown(self) -> None:
         """See :meth:`WeightSyncScheme.shutdown`."""
         self._leaving = True
-        if self._notice is not None:
-            self._notice()
-        joining = self._joining
-        if joining is not None and not joining.done():
-            if self._question is not None:
-                self._question.cancel()
-            if self._opening is not None:
-                self._opening.close()
-            futures.wait([joining], _LEAVE_SECONDS)
-        super().shutdown()
+        with ExitStack() as rest:  # whatever one step raises, all are taken; the last entered is the first
+            rest.callback(super().shutdown)
+            joining = self._joining
+            if joining is not None and not joining.done():
+                rest.callback(futures.wait, [joining], _LEAVE_SECONDS)
+                if self._opening is not None:
+                    rest.callback(self._opening.close)
+                if self._question is not None:
+                    rest.callback(self._question.cancel)
+            if self._notice is not None:
+                self._notice()
 
     def __getstate__(self) -> dict[str, Any]:
         """See :meth:`WeightSyncScheme.__getstate__`; with the name of this process in the RPC world."""

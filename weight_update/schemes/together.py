@@ -5,9 +5,10 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
-from weight_update.errors import LifecycleError, SyncFailedError
+from weight_update.errors import GroupSyncFailedError, LifecycleError, SyncFailedError
 from weight_update.handle import SendHandle, failed
 from weight_update.report import SyncReport
 from weight_update.schemes.base import WeightSyncScheme
@@ -45,7 +46,8 @@ def send_together(
 
     Raises:
         LifecycleError: a scheme is not connected, or they are not of one group.
-        SyncFailedError: a worker could not stage or apply; if staging failed, no worker changed.
+        GroupSyncFailedError: workers could not stage or apply; it holds the failures and the reports of all
+            schemes. If staging failed, no worker changed.
     """
     schemes = list(weights)
     groups = {scheme.group for scheme in schemes}
@@ -53,29 +55,45 @@ def send_together(
         raise LifecycleError("call group_schemes([...]) on these schemes before their workers start")
     step = f"{secrets.token_hex(8)}/{len(schemes)}"
     handles: dict[WeightSyncScheme, SendHandle] = {}
-    try:
+    with ExitStack() as aborts:
         for scheme in schemes:
-            handles[scheme] = scheme.stage(weights[scheme], worker_ids, step)
-        _require_staged(handles)
-    except BaseException:
-        for handle in handles.values():
-            handle.abort()
-        raise
+            handles[scheme] = handle = scheme.stage(weights[scheme], worker_ids, step)
+            aborts.callback(handle.abort)
+        failures = {scheme: handle.wait_staged() for scheme, handle in handles.items()}
+        _raise_failures(handles, failures, "no model was updated on any worker")
+        aborts.pop_all()
     start = time.perf_counter()
+    with ExitStack() as commits:
+        for handle in reversed(handles.values()):
+            commits.callback(handle.commit)
+    failures = {scheme: _outcome(handle) for scheme, handle in handles.items()}
     for handle in handles.values():
-        handle.commit()
-    reports = {scheme: handle.wait() for scheme, handle in handles.items()}
-    for report in reports.values():
-        report.seconds["ack"] = time.perf_counter() - start
-    return reports
+        handle.report.seconds["ack"] = time.perf_counter() - start
+    _raise_failures(handles, failures, "not every worker has all models")
+    return {scheme: handle.report for scheme, handle in handles.items()}
 
 
-def _require_staged(handles: Mapping[WeightSyncScheme, SendHandle]) -> None:
-    problems: dict[int, Exception] = {}
-    for handle in handles.values():
-        problems.update(handle.wait_staged())
-    if problems:
-        version = max(handle.version for handle in handles.values())
-        first = next(iter(handles.values()))
-        error = failed(version, problems, first.report)
-        raise SyncFailedError(f"no model was updated on any worker; {error}", problems, first.report)
+def _outcome(handle: SendHandle) -> dict[int, Exception]:
+    """Wait for an update and return the errors of workers that do not have it."""
+    try:
+        handle.wait()
+    except SyncFailedError as error:
+        return error.failures
+    return {}
+
+
+def _raise_failures(
+    handles: Mapping[WeightSyncScheme, SendHandle],
+    failures: Mapping[WeightSyncScheme, Mapping[int, Exception]],
+    message: str,
+) -> None:
+    """Raise one error for all ``failures``, if there are any."""
+    by_scheme = {scheme: errors for scheme, errors in failures.items() if errors}
+    if not by_scheme:
+        return
+    lines = [
+        f"{scheme.model_id or type(scheme).__name__}: {failed(handles[scheme].version, errors, None)}"
+        for scheme, errors in by_scheme.items()
+    ]
+    reports = {scheme: handle.report for scheme, handle in handles.items()}
+    raise GroupSyncFailedError("\n".join([f"{message}:", *lines]), by_scheme, reports)

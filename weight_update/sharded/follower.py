@@ -93,6 +93,10 @@ class Follower:
             found = self._follow()["outcomes"]
         return [(settled, _failures(failures)) for settled, failures in found]
 
+    def members(self, workers: Sequence[int]) -> Sequence[object]:
+        """See :meth:`Sender.members`; the leader holds them."""
+        return ()
+
     def one(self, weights: Mapping[int, NamedWeights]) -> None:
         """Take part; the leader alone has the whole weights."""
         self._ranks.follow()

@@ -14,6 +14,7 @@ from weight_update.errors import (
     SyncTimeoutError,
     UnknownWorkerError,
 )
+from weight_update.sender import Sender
 from weight_update.testing.cases import Assemble, SchemeCase, assert_equal
 from weight_update.testing.joining import times_index
 from weight_update.testing.models import mlp, scramble
@@ -83,6 +84,24 @@ class NewcomerContract(SchemeCase):
         assert 2 not in handle.wait(20.0).apply_seconds
         assert_equal(crew, mlp(2))
 
+    def test_a_second_one_replaces_it(self, assemble: Assemble) -> None:
+        """The first learns that and stops; it does not join again by itself."""
+        if not self.returns:
+            pytest.skip("an index is used once here")
+        source = mlp(1)
+        crew = assemble(source)
+        first = join(crew, 2)
+        crew.workers.remove(first)
+        try:
+            join(crew, 2)
+            with pytest.raises(JoinRefusedError, match="replaced by process"):
+                first.call("receive", timeout=20.0)
+            scramble(source, 2)
+            assert set(crew.scheme.send().apply_seconds) == {0, 1, 2}
+            assert_equal(crew, source)
+        finally:
+            first.stop()
+
     def test_it_must_fit(self, assemble: Assemble) -> None:
         """A newcomer with another model is refused; nobody else is disturbed."""
         crew = assemble(mlp(1))
@@ -140,12 +159,35 @@ class KilledNewcomerTests(SchemeCase):
         join(crew, 2)
         assert_equal(crew, source)
 
+    def test_an_update_that_it_missed_names_it(self, assemble: Assemble) -> None:
+        """For as long as somebody holds the handle, also when the late joiner itself is forgotten."""
+        crew = assemble(mlp(1))
+        join(crew, 2).call("hold")
+        handle = crew.scheme.send_async(mlp(2))
+        worker = crew.workers.pop()
+        worker.runner.kill()
+        worker.runner.join()
+        forgotten(crew, 2)
+        crew.scheme.send(mlp(3))
+        with pytest.raises(SyncFailedError, match="worker 2"):
+            handle.wait(20.0)
+
 
 def join(crew: Crew, index: int) -> Worker:
     """A new worker, connected."""
     worker = crew.hire(index, mlp(200 + index))
     worker.call("connect")
     return worker
+
+
+def forgotten(crew: Crew, index: int) -> None:
+    """Wait until the sender has forgotten a worker."""
+    sender = crew.scheme._sender
+    assert isinstance(sender, Sender)
+    deadline = time.monotonic() + 10
+    while index in sender.roll:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def gone(crew: Crew, index: int) -> None:

@@ -16,7 +16,10 @@ from weight_update.frames import Step, extra_of, frames_of, payloads_of
 from weight_update.named import NamedWeights
 from weight_update.strategy import WeightStrategy
 
-__all__ = ["Allocate", "Buffer", "TransportBackend"]
+__all__ = ["REFUSALS_KEPT", "Allocate", "Buffer", "TransportBackend"]
+
+REFUSALS_KEPT = 8
+"""How many refused join requests a listener remembers, for the error of ``connect()`` to name them."""
 
 Allocate = Callable[[int], torch.Tensor]
 """Gives a 1-D uint8 CPU tensor of exactly so many bytes to receive a payload into."""
@@ -77,6 +80,20 @@ class TransportBackend(ABC):
     rejoins: ClassVar[bool] = False
     """Whether, on the sender's end, ``recv_chunk`` may be called again after
     :class:`~weight_update.errors.LinkClosedError` and waits for the worker to come back."""
+
+    on_join_request: Callable[[WeightChunk], None] | None = None
+    """Sender's end: set by the sender, called by :meth:`screen`."""
+
+    def screen(self, hello: WeightChunk) -> None:
+        """Sender's end: check a join request before its connection replaces the one that this link has.
+
+        A listener calls this with the HELLO of a worker that has proved to know the token.
+
+        Raises:
+            JoinRefusedError: the worker is not admitted; this link stays as it is.
+        """
+        if self.on_join_request is not None:
+            self.on_join_request(hello)
 
     @abstractmethod
     def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import uuid
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -21,7 +21,7 @@ from weight_update.errors import (
     TransportError,
 )
 from weight_update.ratelimit import RateLimitedLog
-from weight_update.transports.base import Allocate, Buffer, TransportBackend
+from weight_update.transports.base import REFUSALS_KEPT, Allocate, Buffer, TransportBackend
 from weight_update.transports.c10d import REPLY_SECONDS, Store
 from weight_update.transports.line import (
     DOOR,
@@ -252,6 +252,9 @@ class DistributedListener:
         links: the sender's end for each worker index.
         newcomers: gives the link of a worker that has none, or raises
             :class:`~weight_update.JoinRefusedError`.
+
+    Attributes:
+        refusals: why the last join requests were refused.
     """
 
     def __init__(
@@ -266,6 +269,7 @@ class DistributedListener:
         self._route = Route.of(store)
         self._known: OrderedDict[str, None] = OrderedDict()
         self._closing = threading.Event()
+        self.refusals: deque[str] = deque(maxlen=REFUSALS_KEPT)
         self._thread = threading.Thread(target=self._run, name="weight_update-door", daemon=True)
 
     def start(self) -> None:
@@ -294,10 +298,13 @@ class DistributedListener:
                 if message is not None:
                     self._admit(message)
             except UnsignedError as error:
+                self.refusals.append(str(error))
                 _strangers.warning("refused a connection: %s", error)  # a record that keeps no message
                 self._answer_stranger(error.message)
             except Exception as error:  # noqa: BLE001 - whatever it is, others must be able to join
                 known = isinstance(error, TransportError | FormatError | TimeoutError)
+                if known:
+                    self.refusals.append(str(error))
                 _strangers.warning("refused a connection: %s", error, exc_info=None if known else error)
                 if not known:
                     self._closing.wait(_ANEW_SECONDS)  # it may come again at once
@@ -344,10 +351,12 @@ class DistributedListener:
         worker = hello.header["worker"]
         try:
             end = self._links.get(worker) or self._newcomers(worker)
+            end.screen(hello)
             end.attach(self._store, link, host, hello)
         except JoinRefusedError as error:
             refused = Line(self._store, link, self._token)
-            refused.send(WeightChunk(Kind.REFUSED, {"reason": str(error), "problems": []}), None)
+            header = {"reason": str(error), "problems": list(error.problems)}
+            refused.send(WeightChunk(Kind.REFUSED, header), None)
             raise
 
 

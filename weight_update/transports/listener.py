@@ -9,6 +9,7 @@ import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from weight_update.errors import (
@@ -19,6 +20,7 @@ from weight_update.errors import (
     TransportError,
 )
 from weight_update.ratelimit import RateLimitedLog
+from weight_update.transports.base import REFUSALS_KEPT
 from weight_update.transports.handshake import Challenge, require_same_user
 from weight_update.transports.stream import Stream, close_in_children, deadline_of, seconds_left
 
@@ -52,6 +54,9 @@ class Listener:
         serve: called in a thread for each connection, which is closed if that raises.
         name: of the thread.
         log: where refused connections are logged.
+
+    Attributes:
+        refusals: why the last connections were refused.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class Listener:
         sock.setblocking(False)
         self._sock, self._token, self._context, self._serve = sock, token, context, serve
         self._log = RateLimitedLog(log)
+        self.refusals: deque[str] = deque(maxlen=REFUSALS_KEPT)
         self._pending: dict[int, _Pending] = {}  # by descriptor, the oldest first
         self._poller = select.poll()
         self._descriptor = sock.fileno()
@@ -194,6 +200,7 @@ class Listener:
         if not self._closed.is_set():
             expected = isinstance(error, FormatError | TransportError | TimeoutError)
             self._log.warning("refused a connection: %s", error, exc_info=None if expected else error)
+            self.refusals.append(str(error))
 
 
 class _Pending:

@@ -6,7 +6,9 @@ import contextlib
 import os
 import queue
 import select
+import socket
 import threading
+import time
 import uuid
 from typing import Any, Literal
 
@@ -15,6 +17,7 @@ import torch
 from weight_update.chunks import PRELUDE_BYTES, Kind, Prelude, WeightChunk
 from weight_update.errors import (
     FormatError,
+    JoinRefusedError,
     LinkClosedError,
     NotEnoughMemoryError,
     TransportError,
@@ -22,13 +25,70 @@ from weight_update.errors import (
 )
 from weight_update.transports.base import Allocate, Buffer, TransportBackend
 from weight_update.transports.slots import SharedBuffer, SlotTable, open_slot, slot_of
-from weight_update.transports.stream import deadline_of, seconds_left
+from weight_update.transports.stream import close_in_children, deadline_of, peer_credentials, seconds_left
 
 __all__ = ["MPTransport"]
 
 _Item = tuple[bytes, tuple[int, int, str] | None]
 _LOOK_SECONDS = 0.2
 """How often a waiting end looks whether the other process still lives; messages do not wait for it."""
+_BACKLOG = 128
+_TRIES, _RETRY_SECONDS = 10, 0.02
+
+
+class Claim:
+    """The right to read a queue, held by one process until it closes the claim or ends.
+
+    A process of another user that holds the name is no reader of the queue, and is ignored.
+
+    Args:
+        name: of the queue, random.
+
+    Raises:
+        JoinRefusedError: another process holds it.
+    """
+
+    def __init__(self, name: str) -> None:
+        address = f"\0weight_update-claim-{name}"
+        for _ in range(_TRIES):
+            self._sock = _unix_socket()
+            try:
+                self._sock.bind(address)
+                self._sock.listen(_BACKLOG)
+                return
+            except OSError:
+                self._sock.close()
+            if (owner := _owner_of(address)) is not None:
+                break
+            time.sleep(_RETRY_SECONDS)  # it has ended, or does not listen yet
+        pid, user = owner or ("unknown", os.geteuid())
+        if user in (os.geteuid(), 0):
+            raise JoinRefusedError(
+                f"process {pid} uses the queues of this worker: end it before another takes its place, or "
+                "give each worker an index of its own"
+            )
+
+    def close(self) -> None:
+        """Let another process have it."""
+        self._sock.close()
+
+
+def _unix_socket() -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    close_in_children(sock)
+    sock.setblocking(False)
+    return sock
+
+
+def _owner_of(address: str) -> tuple[int, int] | None:
+    """Return process and user that listen on a Unix address; None where nobody does."""
+    with _unix_socket() as sock:
+        try:
+            sock.connect(address)
+        except OSError:
+            return None
+        pid, user, _ = peer_credentials(sock)
+    return pid, user
 
 
 class MPTransport(TransportBackend):
@@ -44,6 +104,7 @@ class MPTransport(TransportBackend):
         timeout: seconds for waits that name none; None waits as long as the other end lives.
         end: which end this is.
         directory: see :class:`~weight_update.transports.slots.SharedBuffer`.
+        name: of the pair of queues, random; a receiver's end then makes sure that no other process reads them
     """
 
     shares_memory = True
@@ -57,8 +118,10 @@ class MPTransport(TransportBackend):
         *,
         end: Literal["sender", "receiver"] = "sender",
         directory: str | None = None,
+        name: str | None = None,
     ) -> None:
-        self._end = end
+        self._end, self._name = end, name
+        self._claim: Claim | None = None
         self._outbox, self._inbox = weight_queue, ack_queue
         if end == "receiver":
             self._outbox, self._inbox = ack_queue, weight_queue
@@ -93,6 +156,8 @@ class MPTransport(TransportBackend):
         """See :meth:`TransportBackend.send_chunk`; never waits."""
         if self._closed or self._other_is_dead():
             raise LinkClosedError("the other process is gone")
+        if self._end == "receiver" and self._name is not None and self._claim is None:
+            raise LinkClosedError("another process uses the queues of this worker")
         if self._outbox is None:
             raise TransportError("this end has no queue to send on")
         where = None
@@ -138,7 +203,12 @@ class MPTransport(TransportBackend):
 
         A worker that was killed while it waited left the queue's lock taken. Each queue has one reader and
         one writer, this process from now on, so a lock that is taken is such a relic.
+
+        Raises:
+            JoinRefusedError: another process uses these queues.
         """
+        if self._name is not None and self._claim is None:
+            self._claim = Claim(self._name)
         for lock in (getattr(self._inbox, "_rlock", None), getattr(self._outbox, "_wlock", None)):
             if lock is not None:
                 lock.acquire(timeout=_LOOK_SECONDS)
@@ -155,6 +225,8 @@ class MPTransport(TransportBackend):
                 side.close()
         self._forget_other()
         self._slots.clear()
+        if self._claim is not None:
+            self._claim.close()
 
     def _put(self, item: _Item | None) -> None:
         try:

@@ -92,11 +92,10 @@ class RayTransport(TransportBackend):
     def attach(self, line: Line, hello: WeightChunk) -> None:
         """Sender's end: take over a worker that knocked."""
         with self._changed:
-            if self._closed:
-                return
-            old, self._first = self._line, hello
-            self._line = line
-            self._changed.notify_all()
+            old = line if self._closed else self._line  # on a closed link the worker hears of it at once
+            if not self._closed:
+                self._line, self._first = line, hello
+                self._changed.notify_all()
         if old is not None:
             old.close()
 

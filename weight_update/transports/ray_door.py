@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from weight_update.chunks import Kind, WeightChunk
 from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError
 from weight_update.ratelimit import RateLimitedLog
+from weight_update.transports.base import REFUSALS_KEPT
 from weight_update.transports.ray import RayTransport
 from weight_update.transports.ray_board import POLL_SECONDS, ask, ray_runs, running_ray, with_ray
 from weight_update.transports.ray_line import Line
@@ -30,6 +32,9 @@ class RayListener:
         links: the sender's end for each worker index.
         newcomers: gives the link of a worker that has none, or raises
             :class:`~weight_update.JoinRefusedError`.
+
+    Attributes:
+        refusals: why the last join requests were refused.
     """
 
     def __init__(
@@ -42,6 +47,7 @@ class RayListener:
         self._board, self._token, self._links, self._newcomers = board, token, links, newcomers
         self._closed = threading.Event()
         self._log = RateLimitedLog(_log)
+        self.refusals: deque[str] = deque(maxlen=REFUSALS_KEPT)
         self._thread = threading.Thread(target=self._run, name="weight_update-door", daemon=True)
 
     def start(self) -> None:
@@ -68,6 +74,7 @@ class RayListener:
             except Exception as error:  # noqa: BLE001 - if this thread ended nobody could join any more
                 expected = isinstance(error, JoinRefusedError | FormatError | ValueError | TypeError)
                 self._log.warning("refused a connection: %s", error, exc_info=None if expected else error)
+                self.refusals.append(str(error))
 
     def _admit(self, name: str, message: tuple[str, bytes], refs: list[Any]) -> None:
         node, raw = message
@@ -77,9 +84,11 @@ class RayListener:
         local = node == running_ray().get_runtime_context().get_node_id()
         try:
             link = self._link_of(hello)
+            link.screen(hello)
         except JoinRefusedError as error:
             refused = Line(self._board, name, 0, Shelf(), local)
-            refused.send(WeightChunk(Kind.REFUSED, {"reason": str(error), "problems": []}))
+            header = {"reason": str(error), "problems": list(error.problems)}
+            refused.send(WeightChunk(Kind.REFUSED, header))
             refused.close()
             raise
         line = Line(self._board, name, 0, link.shelf, local)

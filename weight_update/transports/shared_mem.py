@@ -123,6 +123,9 @@ class SharedMemTransport(TransportBackend):
     def attach(self, stream: Stream, first: WeightChunk) -> None:
         """Sender's end: take over an authenticated connection whose HELLO, with the token, is ``first``."""
         with self._changed:
+            if self._closed:
+                stream.close()  # the worker hears of it at once
+                return
             if self._stream is not None:
                 self._stream.close()
             self._near = self._near and stream.peer_pid == first.header["pid"]
@@ -232,6 +235,7 @@ class SharedMemListener:
 
     Attributes:
         address: an abstract Unix address; it vanishes with the process.
+        refusals: why the last join requests were refused.
     """
 
     def __init__(
@@ -250,6 +254,7 @@ class SharedMemListener:
         self._listener = Listener(
             sock, token, _context(self.address), self._admit, "weight_update-listener", _log
         )
+        self.refusals = self._listener.refusals
 
     def start(self) -> None:
         """Begin to accept."""
@@ -269,8 +274,10 @@ class SharedMemListener:
         worker: int = hello.header["worker"]
         try:
             link = self._links.get(worker) or self._newcomers(worker)
+            link.screen(hello)
         except JoinRefusedError as error:
-            refused = WeightChunk(Kind.REFUSED, {"reason": str(error), "problems": []})
+            header = {"reason": str(error), "problems": list(error.problems)}
+            refused = WeightChunk(Kind.REFUSED, header)
             stream.send(refused.encode(), deadline)
             raise
         link.attach(stream, hello)

@@ -1,0 +1,105 @@
+"""A process that joins under an index in use replaces the one that has it, for good."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+import pytest
+from faults_tools import Crew, Remote, Stripes, Worker, WorkerRaised, fill, join, version_of
+
+from weight_update import (
+    DistributedWeightSyncScheme,
+    MultiProcessWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    SyncFailedError,
+    WeightSyncScheme,
+)
+
+LIMIT = 1.0
+KINDS: dict[str, tuple[type[WeightSyncScheme], dict[str, Any]]] = {
+    "shared_mem": (SharedMemWeightSyncScheme, {}),
+    "distributed": (DistributedWeightSyncScheme, {}),
+    "another host": (DistributedWeightSyncScheme, {"host": "the sender's"}),
+}
+
+
+def small() -> Stripes:
+    return Stripes(8, 64)
+
+
+def join_from_another_host(me: Worker) -> int | None:
+    if getattr(me.scheme, "host", None) is not None:
+        me.scheme.host = "another"
+    return join(me)
+
+
+def await_end(me: Worker, timeout: float) -> str:
+    """Return the error that ends the receiver."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        try:
+            me.scheme.receive(timeout=0.1)
+        except Exception as error:  # noqa: BLE001 - the test reads it
+            return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def start_pair(kind: str, crew: Crew) -> tuple[WeightSyncScheme, Stripes, list[Remote]]:
+    """Return a connected sender and the workers 0 and 1."""
+    cls, options = KINDS[kind]
+    scheme, model = crew.scheme(cls, timeout=LIMIT, **options), fill(small(), 0)
+    scheme.init_on_sender(model=model, num_workers=2)
+    workers = [crew.start(scheme, idx, small) for idx in range(2)]
+    for worker in workers:
+        worker.begin(join_from_another_host)
+    scheme.connect(timeout=20.0)
+    for worker in workers:
+        worker.result()
+    return scheme, model, workers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hung_worker_that_was_replaced_stays_out(kind: str, crew: Crew) -> None:
+    scheme, model, (other, hung) = start_pair(kind, crew)
+    hung.signal(signal.SIGSTOP)
+    with pytest.raises(SyncFailedError, match="worker 1"):
+        scheme.send(fill(model, 1))
+    fresh = crew.start(scheme, 1, small)
+    assert fresh.call(join_from_another_host) == 1
+    hung.signal(signal.SIGCONT)
+    error = hung.call(await_end, 15.0)
+    assert error.startswith("JoinRefusedError"), error
+    assert f"replaced by process {fresh.pid}" in error
+    for version in (2, 3):
+        scheme.send(fill(model, version))
+        assert [worker.call(version_of) for worker in (other, fresh)] == [version, version]
+    assert hung.call(version_of) != 3
+
+
+@pytest.mark.parametrize("kind", [name for name in KINDS if name != "another host"])
+def test_a_worker_that_does_not_fit_replaces_nobody(kind: str, crew: Crew) -> None:
+    scheme, model, workers = start_pair(kind, crew)
+    stranger = crew.start(scheme, 1, lambda: Stripes(10, 64))
+    with pytest.raises(WorkerRaised, match="SchemaMismatchError"):
+        stranger.call(join)
+    scheme.send(fill(model, 1))
+    assert [worker.call(version_of) for worker in workers] == [1, 1]
+
+
+def test_queues_are_read_by_one_process(crew: Crew) -> None:
+    """A stopped process holds the locks of its queues, so a second one is told to wait for its end."""
+    scheme, model = crew.scheme(MultiProcessWeightSyncScheme, timeout=LIMIT), fill(small(), 0)
+    (first,) = crew.launch(scheme, model, small, 1)
+    second = crew.start(scheme, 0, small)
+    with pytest.raises(WorkerRaised, match=rf"JoinRefusedError: process {first.pid} uses the queues"):
+        second.call(join)
+    for version in (1, 2, 3):
+        scheme.send(fill(model, version))
+        assert first.call(version_of) == version
+    first.kill()
+    third = crew.start(scheme, 0, small)
+    assert third.call(join) == 3
+    scheme.send(fill(model, 4))
+    assert third.call(version_of) == 4

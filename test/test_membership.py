@@ -1,0 +1,143 @@
+"""Messages about workers that join, are refused, leave, die and are replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch import nn
+
+from weight_update import (
+    DistributedWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    SyncFailedError,
+    SyncTimeoutError,
+    WeightSyncScheme,
+)
+from weight_update.schemes.liveness import liveness
+from weight_update.testing import Crew, mlp
+from weight_update.testing.newcomers import forgotten, gone, join
+from weight_update.testing.workers import context_of
+
+KINDS = pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, DistributedWeightSyncScheme])
+
+
+def receiver_of(scheme: WeightSyncScheme, token: str) -> WeightSyncScheme:
+    """Return a scheme that finds the sender of ``scheme`` and shows ``token``."""
+    where: dict[str, Any] = {"address": scheme.address}  # type: ignore[attr-defined]
+    if isinstance(scheme, DistributedWeightSyncScheme):
+        where["port"] = scheme.port
+    return type(scheme)(token=token, connect_timeout=3.0, **where)
+
+
+def try_to_join(scheme: WeightSyncScheme, index: int, model: nn.Module) -> None:
+    with contextlib.suppress(Exception):
+        scheme.init_on_receiver(model=model, worker_idx=index)
+        scheme.connect()
+
+
+@contextlib.contextmanager
+def joining(*receivers: tuple[WeightSyncScheme, int, nn.Module]) -> Iterator[None]:
+    threads = [threading.Thread(target=try_to_join, args=one) for one in receivers]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        for thread in threads:
+            thread.join()
+        for scheme, _, _ in receivers:
+            scheme.shutdown()
+
+
+@KINDS
+def test_connect_names_the_refusals_it_saw(kind: type[WeightSyncScheme]) -> None:
+    with kind() as scheme:
+        scheme.init_on_sender(params_map={0: mlp(1), 1: mlp(2)})
+        token = scheme._token
+        receivers = (
+            (receiver_of(scheme, "another"), 0, mlp(3)),
+            (receiver_of(scheme, token), 7, mlp(3)),
+        )
+        with joining(*receivers), pytest.raises(SyncTimeoutError, match=r"workers \[0, 1\]") as caught:
+            scheme.connect(timeout=1.0)
+        assert "token" in str(caught.value)
+        assert "unknown worker index 7 (known: 0, 1)" in str(caught.value)
+        assert "have they called connect()?" not in str(caught.value)
+
+
+@KINDS
+def test_connect_names_a_late_joiner_that_does_not_fit(kind: type[WeightSyncScheme]) -> None:
+    """Such as a worker that counts from 1 and has another model."""
+    with kind() as scheme:
+        scheme.init_on_sender(model=mlp(1), num_workers=1)
+        with (
+            joining((receiver_of(scheme, scheme._token), 1, mlp(3)[:1])),
+            pytest.raises(SyncTimeoutError, match=r"workers \[0\]") as caught,
+        ):
+            scheme.connect(timeout=1.0)
+        assert "refused" in str(caught.value)
+        assert "missing in worker 1" in str(caught.value)
+
+
+def exit_at_once() -> None:
+    os._exit(1)
+
+
+@pytest.mark.parametrize("form", ["list", "mapping"])
+def test_connect_notices_a_process_that_died(form: str) -> None:
+    process = context_of("fork").Process(target=exit_at_once)
+    process.start()
+    with SharedMemWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model=mlp(1), num_workers=1)
+        scheme.worker_alive = [process] if form == "list" else {0: process}
+        with pytest.raises(SyncFailedError, match="worker 0: its process died before it connected"):
+            scheme.connect(timeout=30.0)
+    process.join()
+
+
+def test_liveness_of_subprocesses() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    lives = liveness([process])
+    assert lives is not None
+    assert lives(0)
+    assert lives(1)  # nobody knows
+    process.communicate(b"\n")
+    assert not lives(0)
+    with pytest.raises(TypeError, match="not 17"):
+        liveness([17])
+    assert liveness(None) is None
+
+
+@KINDS
+def test_log(kind: type[WeightSyncScheme], caplog: pytest.LogCaptureFixture) -> None:
+    scheme = kind(timeout=10.0)
+    scheme.init_on_sender(model=mlp(1), num_workers=1, ctx=context_of("fork"))
+    with caplog.at_level(logging.INFO, "weight_update"), Crew(scheme) as crew:
+        crew.hire(0, mlp(2))
+        crew.connect()
+        first = join(crew, 5)
+        second = join(crew, 5)
+        pids = [worker.runner.pid for worker in (crew.workers[0], first, second)]
+        second.call("shutdown")
+        gone(crew, 5)
+        third = join(crew, 6)
+        third.runner.kill()
+        forgotten(crew, 6)
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    assert lines[:5] == [
+        f"worker 0 (process {pids[0]}) joined",
+        f"worker 5 (process {pids[1]}) joined",
+        f"worker 5: process {pids[2]} replaces process {pids[1]}",
+        f"worker 5 (process {pids[2]}) joined",
+        f"worker 5 (process {pids[2]}) left",
+    ]
+    assert lines[5] == f"worker 6 (process {third.runner.pid}) joined"
+    assert lines[6].startswith(f"worker 6 (process {third.runner.pid}) was lost: ")

@@ -1,0 +1,170 @@
+"""Several models as one step: the answer covers all of them, and is true."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from weight_update import (
+    GroupSyncFailedError,
+    MemoryWeightSyncScheme,
+    SyncFailedError,
+    SyncTimeoutError,
+    WeightSyncScheme,
+    group_schemes,
+    send_together,
+)
+from weight_update.joint import run_jointly
+from weight_update.testing import mlp
+
+LIMIT = 0.3
+
+
+class Models:
+    """Two schemes of a group, each with workers 0 and 1 in this process."""
+
+    def __init__(self) -> None:
+        self.schemes: list[WeightSyncScheme] = [MemoryWeightSyncScheme(timeout=LIMIT) for _ in range(2)]
+        self.receivers: dict[tuple[int, int], WeightSyncScheme] = {}
+        self.models: dict[tuple[int, int], nn.Module] = {}
+        group_schemes(self.schemes)
+        for position, scheme in enumerate(self.schemes):
+            scheme.init_on_sender(model=mlp(1), model_id=f"model{position}", num_workers=2)
+            joining = [threading.Thread(target=self.join, args=(position, idx)) for idx in range(2)]
+            for thread in joining:
+                thread.start()
+            scheme.connect()
+            for thread in joining:
+                thread.join()
+
+    def join(self, position: int, idx: int) -> None:
+        receiver = copy.copy(self.schemes[position])
+        self.models[position, idx] = mlp(2)
+        receiver.init_on_receiver(model=self.models[position, idx], worker_idx=idx)
+        receiver.connect()
+        self.receivers[position, idx] = receiver
+
+
+@pytest.fixture
+def models() -> Iterator[Models]:
+    found = Models()
+    try:
+        yield found
+    finally:
+        for scheme in (*found.receivers.values(), *found.schemes):
+            scheme.shutdown()
+
+
+def test_an_error_covers_all_models(models: Models) -> None:
+    """The workers compute for too long: those of one process share a gate."""
+    first, second = models.schemes
+    with models.receivers[0, 1].hold(), pytest.raises(GroupSyncFailedError) as caught:
+        in_thread(lambda: send_together({first: mlp(5), second: mlp(6)}))
+    error = caught.value
+    assert {scheme: set(failures) for scheme, failures in error.by_scheme.items()} == {
+        first: {0, 1},
+        second: {0, 1},
+    }
+    assert {scheme: report.version for scheme, report in error.reports.items()} == {first: 1, second: 1}
+    assert set(error.failures) == {0, 1}
+    assert str(error).count("worker 1:") == 2
+    assert "model0" in str(error)
+    assert "model1" in str(error)
+    arrived = pickle.loads(pickle.dumps(error))  # schemes stay where they are
+    assert type(arrived) is SyncFailedError
+    assert str(arrived) == str(error)
+
+
+def in_thread(action: Any) -> None:
+    """Run ``action`` in a thread and raise what it raises: hold() belongs to the thread of the caller."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            action()
+        except SyncFailedError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_a_failure_to_stage_covers_all_models(models: Models) -> None:
+    first, second = models.schemes
+    for position in range(2):
+        models.receivers[position, 1].shutdown()
+    wait_until(lambda: all(scheme.worker_versions[1] is None for scheme in models.schemes))
+    before = [tensor.clone() for tensor in models.models[0, 0].state_dict().values()]
+    with pytest.raises(GroupSyncFailedError, match="no model was updated on any worker") as caught:
+        send_together({first: mlp(5), second: mlp(6)})
+    assert {scheme: set(failures) for scheme, failures in caught.value.by_scheme.items()} == {
+        first: {1},
+        second: {1},
+    }
+    after = models.models[0, 0].state_dict().values()
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + 10.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_slow_switch_is_no_failure() -> None:
+    """Once all members are there, each waits for the outcome, however long the last one takes."""
+    came: list[float] = []
+
+    def first() -> None:
+        came.append(run_jointly("slow", 2, "first", slow_switch, LIMIT / 3))
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert run_jointly("slow", 2, "second", slow_switch, 10.0) == 7.0
+    thread.join(10.0)
+    assert came == [7.0]
+
+
+def slow_switch(members: list[str]) -> float:
+    assert sorted(members) == ["first", "second"]
+    time.sleep(LIMIT)
+    return 7.0
+
+
+def test_a_member_that_does_not_come_in_time_switches_nobody() -> None:
+    with pytest.raises(SyncTimeoutError, match="did not arrive"):
+        run_jointly("late", 2, "first", slow_switch, 0.05)
+    with pytest.raises(SyncTimeoutError, match="did not arrive"):
+        run_jointly("late", 2, "second", slow_switch, 0.05)
+
+
+def test_an_end_of_the_switch_reaches_all() -> None:
+    errors: list[BaseException] = []
+
+    def end(_: list[str]) -> float:
+        raise SystemExit(3)
+
+    def member(name: str) -> None:
+        try:
+            run_jointly("ended", 2, name, end, 5.0)
+        except BaseException as error:  # noqa: BLE001 - the test looks at it
+            errors.append(error)
+
+    threads = [threading.Thread(target=member, args=(name,)) for name in ("first", "second")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(3.0)
+    assert len(errors) == 2
