@@ -217,7 +217,7 @@ def assert_not_taken_over(crew: Crew, user: int) -> None:
         assert worker.call(wait_version, 7, 1.0) == 0
         weights = worker.call(weights_of)
         assert {value for tensor in weights.values() for value in tensor.tolist()} == {5.0}
-        with pytest.raises(WorkerRaised, match="LinkClosedError"):
+        with pytest.raises(WorkerRaised, match="JoinRefusedError"):
             worker.call(receive)
     finally:
         for process in (trainer, stranger):
