@@ -52,6 +52,8 @@ _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 _SEAL_FUTURE_WRITE = 16  # Linux 5.1: mappings that exist stay writable; Python has no name for it
 _READ_ONLY = 0o400
 _GIVEN_UP = 1  # in the last byte of a slot's file
+_LOOKED_AT = 4
+"""Slots in use that are looked at for each payload."""
 
 
 class SharedSlot(Buffer):
@@ -351,13 +353,16 @@ class SlotTable:
             os.close(fd)
 
     def _drop_given_up(self) -> None:
-        """Close slots that were given up; looks at one that was not, another one each time."""
-        while self._slots:
-            key, first = next(iter(self._slots.items()))
-            if not first.given_up:
-                self._slots.move_to_end(key)
+        """Close slots that were given up; look at a few that were not, and at others the next time."""
+        looked_at = 0
+        for key in list(self._slots):
+            if self._slots[key].given_up:
+                self._drop(key)
+                continue
+            self._slots.move_to_end(key)
+            looked_at += 1
+            if looked_at == _LOOKED_AT:
                 return
-            self._drop(key)
 
     def _drop_orphans(self) -> None:
         """Close the slots of processes that died without giving them up."""
