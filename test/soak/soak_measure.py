@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 SHARE, BYTES, DESCRIPTORS, THREADS = 0.10, 16 << 20, 16, 4
-"""Growth that counts as flat: of memory 10 % and 16 MiB; in each process four threads, and 16 descriptors, since
+"""Growth that counts as flat: of memory 10 % and 16 MiB; in each process four threads and 16 descriptors, as
 patches of many sizes take that many slots."""
 LEAST = 3
 """Samples of a window."""
