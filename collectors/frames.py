@@ -230,7 +230,8 @@ class BatchQueue:
     def lost_all(self, workers: Iterable[int]) -> bool:
         """Return whether all these workers are lost; those that failed just now may still be ending."""
         wanted = set(workers)
-        wait([one.sentinel for idx, one in self._alive() if idx in wanted], _GONE_SECONDS)
+        if ending := [one.sentinel for idx, one in self._alive() if idx in wanted]:
+            wait(ending, _GONE_SECONDS)  # of nothing, it would sleep all that time
         self.look()
         return wanted <= self.lost.keys()
 

@@ -16,6 +16,7 @@ from torch import nn
 import weight_update
 from weight_update import (
     DistributedWeightSyncScheme,
+    LifecycleError,
     MemoryWeightSyncScheme,
     PatchEncoding,
     SchemaMismatchError,
@@ -87,6 +88,15 @@ def test_a_timeout_is_a_number_of_seconds(option: str, given: Any, kind: type[Ex
 def test_a_strategy_in_the_place_of_the_backend(strategy: Any) -> None:
     with pytest.raises(ValueError, match=r"first argument is the backend.*strategy="):
         DistributedWeightSyncScheme(strategy)
+
+
+def test_a_scheme_that_was_made_in_the_worker() -> None:
+    scheme = SharedMemWeightSyncScheme()
+    scheme.init_on_receiver(model=nn.Linear(2, 2), worker_idx=0)
+    with pytest.raises(
+        LifecycleError, match=r"pass it to the worker after init_on_sender\(\), or give address="
+    ):
+        scheme.connect(timeout=1.0)
 
 
 def test_a_compiled_model_is_recognized(connected: Callable[..., MemoryWeightSyncScheme]) -> None:

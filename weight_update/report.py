@@ -47,7 +47,7 @@ class SyncReport:
         if self.stall_seconds:
             parts.append(f"longest stall {1e3 * max(self.stall_seconds.values()):.2f} ms")
         took = ", ".join(f"{name} {1e3 * value:.2f}" for name, value in self.seconds.items())
-        return ", ".join(parts) + (f" in {1e3 * self.total_seconds:.2f} ms ({took})" if took else "")
+        return ", ".join(parts) + (f"; took {1e3 * self.total_seconds:.2f} ms ({took})" if took else "")
 
     def _how(self) -> str:
         """Return the encoding, with the compression where there is one."""

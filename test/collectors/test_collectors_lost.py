@@ -142,3 +142,22 @@ def test_what_cannot_be_had_is_refused_at_once(options, message):
 def test_the_choice_of_a_class_passes_the_policy_on():
     with pytest.raises(ValueError, match="needs a MultiAsyncCollector"):
         make(MultiCollector, sync=True, on_worker_lost="continue")
+
+
+def test_updates_are_no_slower_once_a_worker_is_lost():
+    collector = make(MultiAsyncCollector, on_worker_lost="continue")
+    try:
+        frames = collector.iterator()
+        next(frames)
+        collector.procs[1].kill()
+        while 1 not in collector.queue_out.lost:
+            next(frames)
+        collector.update_policy_weights_()
+        waits = []
+        for _ in range(3):
+            start = time.monotonic()
+            collector.update_policy_weights_()
+            waits.append(time.monotonic() - start)
+        assert min(waits) < 0.9
+    finally:
+        collector.shutdown()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from weight_update.errors import LifecycleError
 from weight_update.schemes.base import End, WeightSyncScheme
 from weight_update.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
@@ -103,6 +104,11 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         """See :meth:`WeightSyncScheme.create_transport`."""
         if end == "sender":
             return self._sender_end()
+        if self._address is None:
+            raise LifecycleError(
+                "this scheme does not know where its sender is: pass it to the worker after "
+                "init_on_sender(), or give address= (what scheme.address says on the sender) and the same token="
+            )
         return SharedMemTransport(self._address, token=self._token)
 
     def _sender_end(self) -> SharedMemTransport:

@@ -188,7 +188,10 @@ class Line:
                 message = None
             self._greeted = self._greeted or message is not None
             if message is None and self._doubted is not None and not self._greeted:
-                raise JoinRefusedError("the tokens of the two ends differ")
+                raise JoinRefusedError(
+                    "the tokens of the two ends differ: pass the scheme to the worker after "
+                    "init_on_sender(), or give both ends the same token= (or WEIGHT_UPDATE_TOKEN)"
+                )
             return message
 
 
