@@ -107,7 +107,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         if self._address is None:
             raise LifecycleError(
                 "this scheme does not know where its sender is: pass it to the worker after "
-                "init_on_sender(), or give address= (what scheme.address says on the sender) and the same token="
+                "init_on_sender(), or give address= (scheme.address of the sender) and the same token="
             )
         return SharedMemTransport(self._address, token=self._token)
 
