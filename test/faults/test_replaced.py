@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import struct
 import time
+import uuid
+from contextlib import closing
 from typing import Any
 
 import pytest
-from faults_tools import Crew, Remote, Stripes, Worker, WorkerRaised, fill, join, version_of
+from faults_tools import Crew, Remote, Stripes, Worker, WorkerRaised, eventually, fill, join, version_of
 
 from weight_update import (
     DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     SharedMemWeightSyncScheme,
     SyncFailedError,
+    WeightChunk,
     WeightSyncScheme,
 )
+from weight_update.chunks import Kind
+from weight_update.transports.distributed import this_host
+from weight_update.transports.line import DOOR
+from weight_update.transports.mailbox import Mailbox, find_store
 
 LIMIT = 1.0
 KINDS: dict[str, tuple[type[WeightSyncScheme], dict[str, Any]]] = {
@@ -84,6 +93,38 @@ def test_a_worker_that_does_not_fit_replaces_nobody(kind: str, crew: Crew) -> No
     stranger = crew.start(scheme, 1, lambda: Stripes(10, 64))
     with pytest.raises(WorkerRaised, match="SchemaMismatchError"):
         stranger.call(join)
+    scheme.send(fill(model, 1))
+    assert [worker.call(version_of) for worker in workers] == [1, 1]
+
+
+def ask_to_join_and_die(scheme: DistributedWeightSyncScheme, worker: int) -> None:
+    """Ask to join as a process of this host that is gone when the sender calls it."""
+    schema = next(peer.schema for peer in scheme._sender.roll if peer.idx == worker)
+    hello = {
+        "token": "",
+        "worker": worker,
+        "pid": 99_999,
+        "version": None,
+        "schema": schema.to_header(),
+        "error": None,
+        "instance": "another",
+        "again": False,
+    }
+    info = json.dumps({"link": uuid.uuid4().hex, "host": this_host()}).encode()
+    with closing(find_store(scheme.address, scheme.port, 5.0)) as store:
+        requests = Mailbox(store, DOOR, scheme._token, ordered=False)
+        requests.put(struct.pack("<I", len(info)) + info + WeightChunk(Kind.HELLO, hello).encode())
+        requests.flush(5.0)
+
+
+def test_a_worker_that_dies_while_it_joins_replaces_nobody(crew: Crew) -> None:
+    scheme, model, workers = start_pair("distributed", crew)
+    scheme._door.refusals.clear()
+    ask_to_join_and_die(scheme, 1)
+    assert eventually(lambda: any("not there any more" in one for one in scheme._door.refusals), 5.0)
+    next(peer for peer in scheme._sender.roll if peer.idx == 1).link.disconnect()
+    assert eventually(lambda: scheme.worker_versions[1] is None, 5.0)
+    assert eventually(lambda: scheme.worker_versions[1] is not None, 5.0), "the healthy worker is out"
     scheme.send(fill(model, 1))
     assert [worker.call(version_of) for worker in workers] == [1, 1]
 

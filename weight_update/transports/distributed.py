@@ -32,7 +32,7 @@ from weight_update.transports.line import (
     read_knock,
 )
 from weight_update.transports.mailbox import Mailbox, UnsignedError
-from weight_update.transports.meeting import call
+from weight_update.transports.meeting import Call, call
 from weight_update.transports.pair import address_towards
 from weight_update.transports.route import Route
 from weight_update.transports.slots import SharedBuffer, SlotTable, open_slot
@@ -171,13 +171,18 @@ class DistributedTransport(TransportBackend):
         if remotes and remotes[0].carries(payload):
             Route.of(remotes[0].store).expect(payload, remotes)
 
-    def attach(self, store: Store, link: str, host: str, hello: WeightChunk) -> None:
-        """Sender's end: take over a worker that knocked.
+    def reach(self, link: str, host: str) -> Call | None:
+        """Sender's end: connect to a worker that is said to be on this host; return None if it is on another.
 
         Raises:
             JoinRefusedError: it is said to be on this host, and cannot be reached there.
         """
-        line = self._line_to(store, link, host, hello.header["pid"])
+        same = host.partition(_ALONE)[0] == self._host.partition(_ALONE)[0]
+        return call(link, self._token) if same else None
+
+    def attach(self, store: Store, link: str, host: str, hello: WeightChunk, called: Call | None) -> None:
+        """Sender's end: take over a worker; ``called`` is what :meth:`reach` returned for it."""
+        line = self._line_to(store, link, host, hello.header["pid"], called)
         with self._changed:
             ended = line if self._closed else self._line
             if not self._closed:
@@ -186,9 +191,9 @@ class DistributedTransport(TransportBackend):
         if ended is not None:
             ended.close()
 
-    def _line_to(self, store: Store, link: str, host: str, pid: int) -> LocalLine | RemoteLine:
-        same = host.partition(_ALONE)[0] == self._host.partition(_ALONE)[0]
-        called = call(link, self._token) if same else None
+    def _line_to(
+        self, store: Store, link: str, host: str, pid: int, called: Call | None
+    ) -> LocalLine | RemoteLine:
         if called is not None:
             self._near = self._near and called.stream.peer_pid == pid
             return LocalLine(called, store, link, self._token)
@@ -351,8 +356,14 @@ class DistributedListener:
         worker = hello.header["worker"]
         try:
             end = self._links.get(worker) or self._newcomers(worker)
-            end.screen(hello)
-            end.attach(self._store, link, host, hello)
+            called = end.reach(link, host)  # what can fail comes before the index belongs to this worker
+            try:
+                end.screen(hello)
+            except BaseException:
+                if called is not None:
+                    called.stream.close()
+                raise
+            end.attach(self._store, link, host, hello, called)
         except JoinRefusedError as error:
             refused = Line(self._store, link, self._token)
             header = {"reason": str(error), "problems": list(error.problems)}
