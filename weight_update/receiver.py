@@ -41,9 +41,12 @@ __all__ = ["Receiver"]
 
 _log = logging.getLogger(__name__)
 _REJOIN_SECONDS = 10.0
+_RETRY_SECONDS = 0.2
 _GOODBYE_SECONDS = 1.0
 _IDLE_SECONDS = 0.05
 _PARTING_SECONDS = 3.0
+_NO_MEMORY = "no memory to receive"
+_SHORTAGES = ("can't allocate memory", "can't start new thread", _NO_MEMORY)  # texts of errors
 _LONGEST = 64 << 10  # characters of an error that a HELLO tells
 
 
@@ -96,6 +99,7 @@ class Receiver:
         self._unwanted: int | None = None  # a version that failed: the rest of it is not read
         self._left: list[torch.Tensor] = []  # payloads switched away from, not yet released
         self._applied = 0
+        self._welcomed = False  # whether the last attempt to join was successful
         self._pid = os.getpid()
         self._returned: int | None = None
         self._news = threading.Condition()
@@ -142,6 +146,7 @@ class Receiver:
 
     def _join(self, timeout: float, again: bool) -> None:
         deadline = time.monotonic() + timeout
+        self._welcomed = False
         try:
             if self._model is not None:
                 self.bind(self._model)
@@ -160,7 +165,8 @@ class Receiver:
             raise FormatError(f"expected WELCOME, got {reply.kind.name}")
         applied = self._applied
         error = self._handle(reply)
-        if again and reply.header["version"] is None:
+        self._welcomed = error is None
+        if error is None and again and reply.header["version"] is None:
             return  # nothing will come before the next send()
         while error is None and self._applied == applied:
             error = self._handle(self._expect(deadline))
@@ -303,7 +309,7 @@ class Receiver:
             version = getattr(error, "version", None)
             if version is None:  # a part of a frame is lost, and nobody knows of which
                 self.link.disconnect()
-                raise LinkClosedError(f"no memory to receive ({error})") from None
+                raise LinkClosedError(f"{_NO_MEMORY} ({error})") from None
             with self._busy:
                 if version != self._unwanted:
                     self._refuse(version, error)
@@ -351,21 +357,35 @@ class Receiver:
             )
 
     def _rejoin(self, lost: Exception) -> Exception | None:
-        """Join again after ``lost``; return the error that ends this receiver, or None."""
-        try:
-            with self._busy:
-                self.connect(_REJOIN_SECONDS, again=True)
-        except NotEnoughMemoryError as error:  # it is connected, and the sender was told
-            _log.warning("worker %d keeps version %s: %s", self.worker, self.version, error)
-        except (JoinRefusedError, SchemaMismatchError) as refusal:
-            self.link.disconnect()
-            return refusal
-        except Exception as error:  # noqa: BLE001 - the thread ends in order, whatever it is
-            if not isinstance(error, TransportError | TimeoutError):
-                _log.warning("worker %d could not join again", self.worker, exc_info=error)
-            self.link.disconnect()  # the sender learns of it, if it lives
-            return lost
-        return None
+        """Join again after ``lost``; return the error that ends this receiver, or None.
+
+        While there is too little memory to join, it is tried again.
+        """
+        deadline = time.monotonic() + _REJOIN_SECONDS
+        while True:
+            try:
+                with self._busy:
+                    self.connect(deadline - time.monotonic(), again=True)
+                return None
+            except (JoinRefusedError, SchemaMismatchError) as refusal:
+                self.link.disconnect()
+                return refusal
+            except Exception as error:  # noqa: BLE001 - the thread ends in order, whatever it is
+                if self._welcomed and isinstance(error, NotEnoughMemoryError):  # the sender was told
+                    _log.warning("worker %d keeps version %s: %s", self.worker, self.version, error)
+                    return None
+                self.link.disconnect()  # the sender learns of it, if it lives
+                if not self._tries_again_after(error, deadline):
+                    return lost
+
+    def _tries_again_after(self, error: Exception, deadline: float) -> bool:
+        """Return whether to join again after an attempt failed; wait a moment first."""
+        if isinstance(_named(error), NotEnoughMemoryError):
+            time.sleep(_RETRY_SECONDS)
+            return time.monotonic() < deadline and not self._closing
+        if not isinstance(error, TransportError | TimeoutError):
+            _log.warning("worker %d could not join again", self.worker, exc_info=error)
+        return False
 
     def _expect(self, deadline: float) -> WeightChunk:
         left = deadline - time.monotonic()
@@ -378,7 +398,7 @@ class Receiver:
 
     def _handle(self, chunk: WeightChunk) -> Exception | None:
         """Act on one frame; an error goes to the sender and is returned."""
-        version = chunk.header.get("version", 0)
+        version = chunk.header.get("version") or 0  # a WELCOME has None where there is no version yet
         try:
             if chunk.kind is Kind.UPDATE:
                 try:
@@ -507,7 +527,9 @@ def _named(error: Exception) -> Exception:
     """Return ``error``, or a NotEnoughMemoryError where it says that there is no memory."""
     if isinstance(error, NotEnoughMemoryError):
         return error
-    short = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    short = isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
+        text in str(error) for text in _SHORTAGES
+    )
     if not short and getattr(error, "errno", None) != errno.ENOMEM:
         return error
     named = NotEnoughMemoryError(f"no memory for this update: {type(error).__name__}: {error}")

@@ -9,19 +9,23 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from faults_tools import START, Crew, Stripes, Worker, fill, hold, let_go, version_of, wait_version
+from faults_tools import START, Crew, Stripes, Worker, eventually, fill, hold, let_go, version_of, wait_version
 
 from weight_update import (
     BucketEncoding,
     MemoryWeightSyncScheme,
     NotEnoughMemoryError,
+    SharedMemWeightSyncScheme,
     SyncFailedError,
     WeightStrategy,
 )
 from weight_update.destination import Destination
+from weight_update.errors import LinkClosedError
+from weight_update.receiver import Receiver
 from weight_update.transports import slots
 
 
@@ -175,6 +179,54 @@ def test_no_memory_to_receive_into(crew: Crew, monkeypatch: pytest.MonkeyPatch, 
     scheme.send(fill(model, 2))
     assert set(mine(START).tolist()) == {2.0}
     receiver.shutdown()
+
+
+HELLO, WELCOME = (Receiver, "_greet"), (Destination, "begin_with")
+SHORTAGES: dict[str, tuple[tuple[type, str], Exception, dict[str, Any]]] = {
+    "memory": (HELLO, MemoryError(), {}),
+    "thread": (HELLO, RuntimeError("can't start new thread"), {}),
+    "reader": (HELLO, LinkClosedError("no thread to read the store with (can't start new thread)"), {}),
+    "welcome": (WELCOME, MemoryError(), {}),
+    "welcome without a version": (WELCOME, MemoryError(), {"encoding": "bucket", "max_in_flight": 2}),
+}
+
+
+@pytest.mark.parametrize(("step", "shortage", "options"), SHORTAGES.values(), ids=SHORTAGES)
+def test_no_memory_to_join_again(
+    crew: Crew,
+    monkeypatch: pytest.MonkeyPatch,
+    step: tuple[type, str],
+    shortage: Exception,
+    options: dict[str, Any],
+) -> None:
+    """The receiver tries again while memory is short, instead of ending for good."""
+    scheme = crew.scheme(SharedMemWeightSyncScheme, timeout=20.0, strategy=WeightStrategy(**options))
+    model, mine = half_a_megabyte(), half_a_megabyte()
+    scheme.init_on_sender(model=model, num_workers=1)
+    receiver = SharedMemWeightSyncScheme(
+        strategy=scheme.strategy, address=scheme.address, token=scheme._token
+    )
+    receiver.init_on_receiver(model=mine, worker_idx=0)
+    joining = threading.Thread(target=receiver.connect)
+    joining.start()
+    scheme.connect()
+    joining.join()
+    (peer,) = scheme._sender.roll
+    failed = threading.Event()
+
+    def fail(*args: object) -> None:
+        failed.set()
+        raise shortage
+
+    with receiver:
+        with monkeypatch.context() as patch:
+            patch.setattr(*step, fail)
+            peer.link.disconnect()
+            assert failed.wait(5.0)
+            assert eventually(lambda: not peer.joined, 5.0)
+        assert eventually(lambda: peer.joined, 5.0), receiver._receiver.error
+        scheme.send(fill(model, 1))
+        assert set(mine(START).tolist()) == {1.0}
 
 
 def _refuse(*args: object, **options: object) -> None:
