@@ -21,10 +21,13 @@ from weight_update import (
     SyncTimeoutError,
     WeightSyncScheme,
 )
+from weight_update.errors import JoinRefusedError, LinkClosedError
 from weight_update.schemes.liveness import liveness
+from weight_update.sender import Sender
 from weight_update.testing import Crew, mlp
 from weight_update.testing.newcomers import forgotten, gone, join
 from weight_update.testing.workers import context_of
+from weight_update.transports.shared_mem import SharedMemTransport
 
 KINDS = pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, DistributedWeightSyncScheme])
 
@@ -85,6 +88,22 @@ def test_connect_names_a_late_joiner_that_does_not_fit(kind: type[WeightSyncSche
             scheme.connect(timeout=1.0)
         assert "refused" in str(caught.value)
         assert "missing in worker 1" in str(caught.value)
+
+
+def test_a_late_joiner_admitted_during_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection is closed like all others; after that nobody is admitted."""
+    scheme = SharedMemWeightSyncScheme()
+    scheme.init_on_sender(model=mlp(1), num_workers=1)
+    admit, sender = scheme.newcomers(), scheme._sender
+    assert isinstance(sender, Sender)
+    late: list[SharedMemTransport] = []
+    monkeypatch.setattr(sender, "_recall", lambda: late.append(admit(5)))
+    sender.close()
+    with pytest.raises(LinkClosedError):
+        late[0].recv_chunk(timeout=0.0)
+    with pytest.raises(JoinRefusedError, match="shut down"):
+        admit(6)
+    scheme.shutdown()
 
 
 def exit_at_once() -> None:

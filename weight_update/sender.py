@@ -118,8 +118,14 @@ class Sender:
         return self._numbers >= 0 and not self._closed
 
     def let_in(self, idx: int, make_link: Callable[[], TransportBackend]) -> TransportBackend:
-        """The link of a worker beyond the first number, which is to have what all others have."""
+        """Return the link of a late joiner, which is to have what all others have.
+
+        Raises:
+            JoinRefusedError: :meth:`close` was called.
+        """
         with self.roll.moved:
+            if self._closed:
+                raise JoinRefusedError("the sender was shut down")
             if idx not in self.roll:
                 like, link = next(iter(self.roll)), make_link()
                 peer = self.roll.removed(idx) or Peer(idx, link, like.schema, like.tracked, guest=True)
@@ -655,15 +661,20 @@ class Sender:
         with ExitStack() as rest:  # whatever one step raises, all are taken; the last entered is the first
             rest.callback(self._free_memory)
             rest.callback(self._end_threads)
-            for peer in self.roll:
-                rest.callback(peer.link.close)
+            rest.callback(self._close_links)
             rest.callback(self._delivery.close)
             rest.callback(self._say_goodbye)
             self._recall()
 
     def _say_goodbye(self) -> None:
-        self._closed = True
+        with self.roll.moved:
+            self._closed = True  # no late joiner is admitted from now on
         self._delivery.tell(self.roll, WeightChunk(Kind.GOODBYE, {}))
+
+    def _close_links(self) -> None:
+        with ExitStack() as rest:
+            for peer in self.roll:
+                rest.callback(peer.link.close)
 
     def _end_threads(self) -> None:
         for peer in self.roll:
