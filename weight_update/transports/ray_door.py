@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from weight_update.chunks import Kind, WeightChunk
-from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError
+from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, TransportError
 from weight_update.ratelimit import RateLimitedLog
 from weight_update.transports.base import REFUSALS_KEPT
 from weight_update.transports.ray import RayTransport
@@ -65,16 +65,22 @@ class RayListener:
     def _run(self) -> None:
         while not self._closed.is_set() and ray_runs():
             try:
-                knock = ask(self._board.door.remote(POLL_SECONDS), None)
-                if knock is not None and not self._closed.is_set():
-                    self._admit(*knock)
-            except LinkClosedError as error:  # the actor is away, perhaps only for a moment
-                self._log.warning("accepting workers goes on after this: %s", error)
-                self._closed.wait(_BACK_OFF_SECONDS)
+                request = self._next()
+                if request is not None and not self._closed.is_set():
+                    self._admit(*request)
             except Exception as error:  # noqa: BLE001 - if this thread ended nobody could join any more
-                expected = isinstance(error, JoinRefusedError | FormatError | ValueError | TypeError)
+                expected = isinstance(error, TransportError | FormatError | ValueError | TypeError)
                 self._log.warning("refused a connection: %s", error, exc_info=None if expected else error)
                 self.refusals.append(str(error))
+
+    def _next(self) -> Any | None:
+        """Return the next join request, or None if there is none yet."""
+        try:
+            return ask(self._board.door.remote(POLL_SECONDS), None)
+        except LinkClosedError as error:  # the actor is away, perhaps only for a moment
+            self._log.warning("accepting workers goes on after this: %s", error)
+            self._closed.wait(_BACK_OFF_SECONDS)
+            return None
 
     def _admit(self, name: str, message: tuple[str, bytes], refs: list[Any]) -> None:
         node, raw = message
