@@ -19,9 +19,12 @@ from weight_update import (
     SharedMemWeightSyncScheme,
     SyncFailedError,
     SyncTimeoutError,
+    WeightChunk,
     WeightSyncScheme,
 )
+from weight_update.chunks import Kind
 from weight_update.errors import JoinRefusedError, LinkClosedError
+from weight_update.peer import Holder
 from weight_update.schemes.liveness import liveness
 from weight_update.sender import Sender
 from weight_update.testing import Crew, mlp
@@ -104,6 +107,54 @@ def test_a_late_joiner_admitted_during_shutdown(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(JoinRefusedError, match="shut down"):
         admit(6)
     scheme.shutdown()
+
+
+class LockProbe(logging.Handler):
+    """A handler that notes whether another thread can take a lock while a record is written."""
+
+    def __init__(self, lock: threading.Condition) -> None:
+        super().__init__()
+        self._lock = lock
+        self.free: list[bool] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        thread = threading.Thread(target=self._probe)
+        thread.start()
+        thread.join()
+
+    def _probe(self) -> None:
+        self.free.append(self._lock.acquire(timeout=0.5))
+        if self.free[-1]:
+            self._lock.release()
+
+
+def test_a_slow_log_does_not_hold_the_sender_up(caplog: pytest.LogCaptureFixture) -> None:
+    with SharedMemWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model=mlp(1), num_workers=1)
+        sender = scheme._sender
+        assert isinstance(sender, Sender)
+        (peer,) = sender.roll
+        peer.joined, peer.holder = True, Holder("former", 1)
+        header = {
+            "token": scheme._token,
+            "worker": 0,
+            "pid": 2,
+            "version": None,
+            "schema": None,
+            "error": None,
+            "instance": "new",
+        }
+        probe = LockProbe(sender.roll.moved)
+        log = logging.getLogger("weight_update")
+        log.addHandler(probe)
+        try:
+            with caplog.at_level(logging.INFO, "weight_update"):
+                sender._screen(peer, WeightChunk(Kind.HELLO, header))
+                peer.replaced = False
+                sender._delivery.lose(peer, LinkClosedError("the other end is gone"))
+        finally:
+            log.removeHandler(probe)
+    assert probe.free == [True, True]
 
 
 def exit_at_once() -> None:

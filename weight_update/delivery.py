@@ -109,13 +109,14 @@ class Delivery:
     def lose(self, peer: Peer, error: Exception) -> None:
         """Stop counting on a worker, and cut it off unless its link failed by itself."""
         with self._moved:
-            if peer.joined and not peer.replaced and not self._closed:
-                what = "left" if peer.left else f"was lost: {error}"
-                _log.info("worker %d (process %d) %s", peer.idx, peer.pid, what)
+            departed = peer.joined and not peer.replaced and not self._closed
+            pid, what = peer.pid, "left" if peer.left else f"was lost: {error}"
             if peer.joined or peer.lost is None:
                 peer.lost = without_frames(error)
             peer.let_go()
             self._moved.notify_all()
+        if departed:
+            _log.info("worker %d (process %d) %s", peer.idx, pid, what)
         if not isinstance(error, TransportError):
             peer.link.disconnect()
 

@@ -229,10 +229,13 @@ class Sender:
                 raise JoinRefusedError(
                     f"worker {peer.idx} (process {who.pid}) was replaced by process {successor}"
                 )
+            replaces = former is not None and peer.joined and misfit is None
             if misfit is None:
                 self._give_index(peer, who, former)
             elif former is not None and peer.joined:
                 raise JoinRefusedError(str(misfit).partition("\n")[0], getattr(misfit, "problems", ()))
+        if former is not None and replaces:
+            _log.info("worker %d: process %d replaces process %d", peer.idx, who.pid, former.pid)
 
     def _give_index(self, peer: Peer, who: Holder, former: Holder | None) -> None:
         """Let an index belong to ``who``, in the place of ``former``."""
@@ -244,7 +247,6 @@ class Sender:
             self._replaced.popitem(last=False)
         if former is not None and peer.joined:
             peer.replaced = True
-            _log.info("worker %d: process %d replaces process %d", peer.idx, who.pid, former.pid)
 
     def _misfit(self, peer: Peer, hello: WeightChunk) -> Exception | None:
         """Return why a receiver cannot be the worker, or None."""

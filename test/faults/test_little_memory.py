@@ -13,7 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from faults_tools import START, Crew, Stripes, Worker, eventually, fill, hold, let_go, version_of, wait_version
+from faults_tools import (
+    START,
+    Crew,
+    Stripes,
+    Worker,
+    eventually,
+    fill,
+    hold,
+    let_go,
+    version_of,
+    wait_version,
+)
 
 from weight_update import (
     BucketEncoding,
