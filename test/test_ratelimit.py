@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from weight_update.ratelimit import RateLimitedLog
+from weight_update.errors import LinkClosedError
+from weight_update.ratelimit import RateLimitedLog, Refusals
 
 
 @pytest.fixture
@@ -39,3 +40,26 @@ def test_each_message_has_its_own_limit(log: logging.Logger, caplog: pytest.LogC
 def test_records_name_the_caller(log: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
     RateLimitedLog(log).warning("here")
     assert caplog.records[0].funcName == "test_records_name_the_caller"
+
+
+def test_refusals(log: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
+    refusals = Refusals(log)
+    for number in range(20):
+        refusals.note(LinkClosedError(f"number {number}"))
+    assert list(refusals)[-1] == "number 19"
+    assert len(list(refusals)) < 20
+    refusals.clear()
+    refusals.note(KeyError("a defect"))
+    refusals.note(KeyError("a stranger's"), expected=True)
+    assert len(list(refusals)) == 2
+    assert len(caplog.records) == 10
+
+
+def test_only_unexpected_refusals_have_a_traceback(
+    log: logging.Logger, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusals = Refusals(log)
+    refusals.note(LinkClosedError("gone"))
+    refusals.note(KeyError("a stranger's"), expected=True)
+    refusals.note(KeyError("a defect"))
+    assert [record.exc_info is not None for record in caplog.records] == [False, False, True]

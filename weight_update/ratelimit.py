@@ -5,9 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["RateLimitedLog"]
+from weight_update.errors import FormatError, TransportError
+
+__all__ = ["RateLimitedLog", "Refusals"]
+
+_KEPT = 8
 
 
 class RateLimitedLog:
@@ -45,6 +51,31 @@ class RateLimitedLog:
             period.written += 1
             omitted, period.omitted = period.omitted, 0
             return omitted
+
+
+class Refusals:
+    """The last refusals of a listener, for the error of ``connect()`` to name them.
+
+    Args:
+        log: where each refusal is logged, at a limited rate.
+    """
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = RateLimitedLog(log)
+        self._kept: deque[str] = deque(maxlen=_KEPT)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kept.copy())
+
+    def note(self, error: Exception, *, expected: bool = False) -> None:
+        """Keep and log a refusal, with a traceback unless its cause is a known one or ``expected``."""
+        expected = expected or isinstance(error, FormatError | TransportError | TimeoutError)
+        self._log.warning("refused a connection: %s", error, exc_info=None if expected else error)
+        self._kept.append(str(error))
+
+    def clear(self) -> None:
+        """Forget all refusals."""
+        self._kept.clear()
 
 
 class _Period:

@@ -32,8 +32,7 @@ from torch.distributed import DistError, TCPStore
 
 from weight_update import DistributedWeightSyncScheme, SyncFailedError, WeightChunk
 from weight_update.chunks import Kind
-from weight_update.ratelimit import RateLimitedLog
-from weight_update.transports import distributed
+from weight_update.ratelimit import Refusals
 from weight_update.transports.mailbox import Mailbox
 
 SHAPE = (8, 4096)  # more than what travels with a signal
@@ -115,9 +114,9 @@ def join_request(link: str) -> bytes:
 
 
 @pytest.fixture(autouse=True)
-def all_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+def all_is_logged(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin a new period of the limit, so that each test sees what it causes."""
-    monkeypatch.setattr(distributed, "_strangers", RateLimitedLog(logging.getLogger("strangers")))
+    monkeypatch.setattr(training.scheme._door, "refusals", Refusals(logging.getLogger("strangers")))
 
 
 @pytest.mark.parametrize("link", ["x" * 9000, "x" * 100, "", "../door"], ids=["long", "odd", "empty", "path"])

@@ -35,8 +35,7 @@ from torch.distributed import DistError, TCPStore
 
 from weight_update import DistributedWeightSyncScheme, WeightChunk
 from weight_update.chunks import Kind
-from weight_update.ratelimit import RateLimitedLog
-from weight_update.transports import distributed
+from weight_update.ratelimit import Refusals
 
 WORKERS = 2
 SHAPE = (24, 4096)  # 400 KB: more than what travels with a signal
@@ -78,9 +77,9 @@ def busy() -> Iterator[DistributedWeightSyncScheme]:
 
 
 @pytest.fixture(autouse=True)
-def all_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+def all_is_logged(busy: DistributedWeightSyncScheme, monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin a new period of the limit, so that each test sees what it causes."""
-    monkeypatch.setattr(distributed, "_strangers", RateLimitedLog(logging.getLogger("strangers")))
+    monkeypatch.setattr(busy._door, "refusals", Refusals(logging.getLogger("strangers")))
 
 
 def call(port: int, data: bytes) -> socket.socket:

@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from multiprocessing.util import Finalize
@@ -22,6 +21,7 @@ from weight_update.forked import warn_if_forked
 from weight_update.gate import Hold, shared_gate
 from weight_update.handle import SendHandle, failed
 from weight_update.named import NamedWeights
+from weight_update.ratelimit import Refusals
 from weight_update.receiver import Receiver
 from weight_update.report import SyncReport
 from weight_update.schemes.context import (
@@ -53,7 +53,13 @@ _REMEMBERED = 64
 
 
 class Door(Protocol):
-    """Something that lets workers in while the sender lives."""
+    """A listener that admits workers while the sender lives.
+
+    Attributes:
+        refusals: why the last join requests were refused.
+    """
+
+    refusals: Refusals
 
     def start(self) -> None:
         """Begin to listen."""
@@ -391,9 +397,8 @@ class WeightSyncScheme(ABC):
         if worker_idx is not None:
             raise LifecycleError("connect(worker_idx=...) is for receivers")
         if self._door is not None:
-            refusals: deque[str] = getattr(self._door, "refusals", deque())
-            refusals.clear()  # of an earlier call
-            sender.refusals = refusals
+            self._door.refusals.clear()  # of an earlier call
+            sender.refusals = self._door.refusals
             self._door.start()
         self._give_first(sender, weights, limit)
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
 from weight_update.errors import LifecycleError
+from weight_update.ratelimit import Refusals
 from weight_update.schemes.base import End, Newcomers, WeightSyncScheme
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.memory import MemoryTransport
 
 __all__ = ["MemoryWeightSyncScheme"]
+
+_log = logging.getLogger(__name__)
 
 
 class _Listener:
@@ -24,6 +28,7 @@ class _Listener:
     def __init__(self, admit: Newcomers) -> None:
         self.links: dict[int, MemoryTransport] = {}
         self._admit = admit
+        self.refusals = Refusals(_log)  # none: the receiver's own thread gets the error
         self._closed = False
 
     def link(self, worker_idx: int) -> MemoryTransport:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -178,6 +177,7 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme):
         except BaseException:
             close_board(self._board)
             raise
+        assert self._door is not None, "a listener was made for either kind of data"
         self._door = _DoorAndBoard(self._door, self._board)
         return links
 
@@ -238,18 +238,16 @@ class _StoreLink(ActorLink, RayTransport):
 class _DoorAndBoard:
     """Closed together, the board last: workers read the end of their lines there."""
 
-    def __init__(self, door: Door | None, board: Any) -> None:
+    def __init__(self, door: Door, board: Any) -> None:
         self._door, self._board = door, board
-        self.refusals: deque[str] = getattr(door, "refusals", deque())
+        self.refusals = door.refusals
 
     def start(self) -> None:
         """Begin to let workers in."""
-        if self._door is not None:
-            self._door.start()
+        self._door.start()
 
     def close(self) -> None:
         """Let nobody in any more, and end the actor."""
         with ExitStack() as rest:
             rest.callback(close_board, self._board)
-            if self._door is not None:
-                self._door.close()
+            self._door.close()

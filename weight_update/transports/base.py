@@ -16,10 +16,7 @@ from weight_update.frames import Step, extra_of, frames_of, payloads_of
 from weight_update.named import NamedWeights
 from weight_update.strategy import WeightStrategy
 
-__all__ = ["REFUSALS_KEPT", "Allocate", "Buffer", "TransportBackend"]
-
-REFUSALS_KEPT = 8
-"""How many refused join requests a listener remembers, for the error of ``connect()`` to name them."""
+__all__ = ["Allocate", "Buffer", "TransportBackend"]
 
 Allocate = Callable[[int], torch.Tensor]
 """Gives a 1-D uint8 CPU tensor of exactly so many bytes to receive a payload into."""

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import uuid
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -20,8 +20,8 @@ from weight_update.errors import (
     NotEnoughMemoryError,
     TransportError,
 )
-from weight_update.ratelimit import RateLimitedLog
-from weight_update.transports.base import REFUSALS_KEPT, Allocate, Buffer, TransportBackend
+from weight_update.ratelimit import RateLimitedLog, Refusals
+from weight_update.transports.base import Allocate, Buffer, TransportBackend
 from weight_update.transports.c10d import REPLY_SECONDS, Store
 from weight_update.transports.line import (
     DOOR,
@@ -40,7 +40,7 @@ from weight_update.transports.stream import deadline_of, seconds_left
 
 __all__ = ["DistributedListener", "DistributedTransport", "this_host"]
 
-_strangers = RateLimitedLog(logging.getLogger(__name__))
+_log = logging.getLogger(__name__)
 _LEAVE_SECONDS = 0.5
 _ANEW_SECONDS = 1.0
 _ALONE = "/process "
@@ -274,7 +274,8 @@ class DistributedListener:
         self._route = Route.of(store)
         self._known: OrderedDict[str, None] = OrderedDict()
         self._closing = threading.Event()
-        self.refusals: deque[str] = deque(maxlen=REFUSALS_KEPT)
+        self._log = RateLimitedLog(_log)
+        self.refusals = Refusals(_log)
         self._thread = threading.Thread(target=self._run, name="weight_update-door", daemon=True)
 
     def start(self) -> None:
@@ -303,15 +304,11 @@ class DistributedListener:
                 if message is not None:
                     self._admit(message)
             except UnsignedError as error:
-                self.refusals.append(str(error))
-                _strangers.warning("refused a connection: %s", error)  # a record that keeps no message
+                self.refusals.note(error, expected=True)
                 self._answer_stranger(error.message)
             except Exception as error:  # noqa: BLE001 - whatever it is, others must be able to join
-                known = isinstance(error, TransportError | FormatError | TimeoutError)
-                if known:
-                    self.refusals.append(str(error))
-                _strangers.warning("refused a connection: %s", error, exc_info=None if known else error)
-                if not known:
+                self.refusals.note(error)
+                if not isinstance(error, TransportError | FormatError | TimeoutError):
                     self._closing.wait(_ANEW_SECONDS)  # it may come again at once
 
     def _next(self) -> bytes | None:
@@ -320,7 +317,7 @@ class DistributedListener:
             return self._door.take(None)
         except LinkClosedError as error:
             if not self._closing.is_set():
-                _strangers.warning("the queue of join requests is read anew: %s", error)
+                self._log.warning("the queue of join requests is read anew: %s", error)
                 self._door.close()
                 self._door = Mailbox(self._store, DOOR, self._token, ordered=False)
                 self._closing.wait(_ANEW_SECONDS)

@@ -9,18 +9,14 @@ import select
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 
 from weight_update.errors import (
-    FormatError,
     JoinRefusedError,
     LinkClosedError,
     SyncTimeoutError,
-    TransportError,
 )
-from weight_update.ratelimit import RateLimitedLog
-from weight_update.transports.base import REFUSALS_KEPT
+from weight_update.ratelimit import RateLimitedLog, Refusals
 from weight_update.transports.handshake import Challenge, require_same_user
 from weight_update.transports.stream import Stream, close_in_children, deadline_of, seconds_left
 
@@ -66,7 +62,7 @@ class Listener:
         sock.setblocking(False)
         self._sock, self._token, self._context, self._serve = sock, token, context, serve
         self._log = RateLimitedLog(log)
-        self.refusals: deque[str] = deque(maxlen=REFUSALS_KEPT)
+        self.refusals = Refusals(log)
         self._pending: dict[int, _Pending] = {}  # by descriptor, the oldest first
         self._poller = select.poll()
         self._descriptor = sock.fileno()
@@ -198,9 +194,7 @@ class Listener:
     def _end(self, stream: Stream, error: Exception) -> None:
         stream.close()
         if not self._closed.is_set():
-            expected = isinstance(error, FormatError | TransportError | TimeoutError)
-            self._log.warning("refused a connection: %s", error, exc_info=None if expected else error)
-            self.refusals.append(str(error))
+            self.refusals.note(error)
 
 
 class _Pending:

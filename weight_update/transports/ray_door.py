@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from weight_update.chunks import Kind, WeightChunk
-from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, TransportError
-from weight_update.ratelimit import RateLimitedLog
-from weight_update.transports.base import REFUSALS_KEPT
+from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError
+from weight_update.ratelimit import RateLimitedLog, Refusals
 from weight_update.transports.ray import RayTransport
 from weight_update.transports.ray_board import POLL_SECONDS, ask, ray_runs, running_ray, with_ray
 from weight_update.transports.ray_line import Line
@@ -47,7 +45,7 @@ class RayListener:
         self._board, self._token, self._links, self._newcomers = board, token, links, newcomers
         self._closed = threading.Event()
         self._log = RateLimitedLog(_log)
-        self.refusals: deque[str] = deque(maxlen=REFUSALS_KEPT)
+        self.refusals = Refusals(_log)
         self._thread = threading.Thread(target=self._run, name="weight_update-door", daemon=True)
 
     def start(self) -> None:
@@ -69,9 +67,7 @@ class RayListener:
                 if request is not None and not self._closed.is_set():
                     self._admit(*request)
             except Exception as error:  # noqa: BLE001 - if this thread ended nobody could join any more
-                expected = isinstance(error, TransportError | FormatError | ValueError | TypeError)
-                self._log.warning("refused a connection: %s", error, exc_info=None if expected else error)
-                self.refusals.append(str(error))
+                self.refusals.note(error, expected=isinstance(error, ValueError | TypeError))
 
     def _next(self) -> Any | None:
         """Return the next join request, or None if there is none yet."""
