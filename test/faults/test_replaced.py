@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import struct
 import time
@@ -117,14 +118,17 @@ def ask_to_join_and_die(scheme: DistributedWeightSyncScheme, worker: int) -> Non
         requests.flush(5.0)
 
 
-def test_a_worker_that_dies_while_it_joins_replaces_nobody(crew: Crew) -> None:
+def test_a_worker_that_dies_while_it_joins_replaces_nobody(
+    crew: Crew, caplog: pytest.LogCaptureFixture
+) -> None:
     scheme, model, workers = start_pair("distributed", crew)
     scheme._door.refusals.clear()
     ask_to_join_and_die(scheme, 1)
     assert eventually(lambda: any("not there any more" in one for one in scheme._door.refusals), 5.0)
-    next(peer for peer in scheme._sender.roll if peer.idx == 1).link.disconnect()
-    assert eventually(lambda: scheme.worker_versions[1] is None, 5.0)
-    assert eventually(lambda: scheme.worker_versions[1] is not None, 5.0), "the healthy worker is out"
+    rejoined = f"worker 1 (process {workers[1].pid}) joined"
+    with caplog.at_level(logging.INFO, "weight_update"):
+        next(peer for peer in scheme._sender.roll if peer.idx == 1).link.disconnect()
+        assert eventually(lambda: rejoined in caplog.messages, 5.0), "the healthy worker is out"
     scheme.send(fill(model, 1))
     assert [worker.call(version_of) for worker in workers] == [1, 1]
 
