@@ -446,6 +446,7 @@ class WeightSyncScheme(ABC):
 
     def _find_sender(self, timeout: float) -> None:
         """Receiver: find out where the sender is, if that takes communication."""
+        del timeout
 
     # -- phase 3: updates --------------------------------------------------------------------------
 

@@ -160,7 +160,7 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme):
             try:
                 store.wait([self._notice], timedelta(seconds=timeout))
                 answers.put(store.get(self._notice))
-            except dist.DistError as error:
+            except Exception as error:  # noqa: BLE001 - whatever a store raises, the caller hears of it
                 answers.put(error)
 
         thread = threading.Thread(target=ask, name="weight_update-look-up", daemon=True)

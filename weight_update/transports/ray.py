@@ -24,8 +24,8 @@ class RayTransport(TransportBackend):
     node fetches it once. A worker copies it once out of there, for what Ray maps is read-only.
 
     Args:
-        find_board: gives the handle of the actor where both ends meet, within so many seconds; called when the
-            link is first used. None makes a sender's end, which ``RayListener`` gives its connection.
+        find_board: gives the handle of the actor where both ends meet, within so many seconds; called when
+            the link is first used. None makes a sender's end, which ``RayListener`` gives its connection.
         shelf: shared by the sender's ends.
     """
 
