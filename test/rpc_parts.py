@@ -231,11 +231,11 @@ def pid_of(body: Any) -> int:
 
 
 def join(body: Any, model: Any, model_id: str, options: dict[str, Any]) -> int | None:
-    worker_idx = options.pop("worker_idx", body.index)
+    worker_idx, within = options.pop("worker_idx", body.index), options.pop("within", None)
     scheme = RPCWeightSyncScheme(**{**LIMITS, **options})
     scheme.init_on_receiver(model=model, model_id=model_id, worker_idx=worker_idx)
     _desk.schemes[model_id], _desk.models[model_id] = scheme, model
-    scheme.connect()
+    scheme.connect(timeout=within)
     return scheme.version
 
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import socket
 import struct
+import threading
+import time
+import uuid
 from collections.abc import Iterator
 
 import psutil
 import pytest
 
-from weight_update.errors import LinkClosedError, TransportError
+from weight_update.chunks import Kind, WeightChunk
+from weight_update.errors import LinkClosedError, SyncTimeoutError, TransportError
 from weight_update.transports.c10d import Store
+from weight_update.transports.forks import listening_sockets
+from weight_update.transports.line import LocalLine
 from weight_update.transports.mailbox import Mailbox, UnsignedError, find_store, open_store
+from weight_update.transports.meeting import Ear, call
 
 
 @pytest.fixture
@@ -156,3 +164,65 @@ def test_a_child_keeps_what_is_not_of_a_store(server: Store) -> None:
 def say(sock: socket.socket, pipe: int) -> None:
     sock.sendall(b"from a socket")
     os.write(pipe, b"from a pipe")
+
+
+def test_a_store_that_cannot_be_opened_listens_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = listening_sockets()
+
+    def fail(*_: object) -> None:
+        raise LinkClosedError("no descriptors")
+
+    monkeypatch.setattr("weight_update.transports.c10d.StoreClient", fail)
+    try:
+        open_store("127.0.0.1")
+    except LinkClosedError:
+        assert listening_sockets() == before
+
+
+def test_a_put_waits_no_longer_for_another_thread_than_it_may(server: Store) -> None:
+    mailbox = Mailbox(server, "q", "token")
+    begun, go_on = threading.Event(), threading.Event()
+
+    def push(*_: object) -> None:
+        begun.set()
+        go_on.wait(5.0)
+
+    server.queue_push = push  # type: ignore[method-assign] # stands for a server that does not read
+    other = threading.Thread(target=mailbox.put, args=(b"first",))
+    other.start()
+    begun.wait(5.0)
+    start = time.monotonic()
+    with pytest.raises(SyncTimeoutError):
+        mailbox.put(b"second", timeout=0.1)
+    assert time.monotonic() - start < 3.0
+    go_on.set()
+    other.join()
+    assert mailbox.count == 1
+
+
+def test_a_send_waits_no_longer_for_the_answer_than_it_may(server: Store) -> None:
+    name = uuid.uuid4().hex
+    with contextlib.closing(Ear(name, "token")):  # it never answers
+        line = LocalLine(call(name, "token"), server, name, "token")
+        reader = threading.Thread(target=receive_until_closed, args=(line,))
+        reader.start()
+        time.sleep(0.1)  # until it waits
+        start = time.monotonic()
+        sender = threading.Thread(target=send_in_vain, args=(line,))
+        sender.start()
+        sender.join(3.0)
+        took = time.monotonic() - start
+        line.close()
+        reader.join()
+        sender.join()
+    assert took < 3.0
+
+
+def receive_until_closed(line: LocalLine) -> None:
+    with pytest.raises(LinkClosedError):
+        line.recv(None, None, lambda *_: None)
+
+
+def send_in_vain(line: LocalLine) -> None:
+    with pytest.raises(SyncTimeoutError):
+        line.send(WeightChunk(Kind.REFUSED, {"reason": "", "problems": []}), 0.1)

@@ -95,7 +95,7 @@ class TestRayTransport(TransportContract):
         sender = RayTransport()
         self.listener = RayListener(self.board, "token", {0: sender}, lambda worker: sender)
         self.listener.start()
-        receiver = RayTransport(lambda: find_board("test of transports", None, 10.0))
+        receiver = RayTransport(lambda _: find_board("test of transports", None, 10.0))
         greet(sender, receiver)
         return sender, receiver
 
@@ -281,9 +281,10 @@ def test_strangers_and_the_end(data: str, troupe: Troupe) -> None:
     other.name, other.port = scheme.name, scheme.port  # but not its token
     with pytest.raises(TransportError, match="token"):
         troupe.hire(other, 0).call("connect", timeout=20.0)
+    early = troupe.hire(troupe.scheme(data=data), 0)
     start = time.monotonic()
     with pytest.raises(SyncTimeoutError, match="no sender"):
-        troupe.hire(troupe.scheme(data=data, connect_timeout=0.5), 0).call("connect")
+        early.call("connect", timeout=0.5)
     assert time.monotonic() - start < 10
     scheme.send(mlp(2))
     assert worker.call("fingerprint") == fingerprint(mlp(2))

@@ -71,9 +71,9 @@ def test_same_bits(world: World, name: str) -> None:
 
 @in_world()
 def test_nobody_announces_a_sender(world: World) -> None:
-    world.post_join(mlp(2), connect_timeout=0.5)
+    world.post_join(mlp(2), within=0.5)
     for worker in world.workers:
-        with pytest.raises(SyncTimeoutError, match="sender="):
+        with pytest.raises(SyncTimeoutError, match=r"within 0\.5 s.*sender="):
             worker.answer()
 
 

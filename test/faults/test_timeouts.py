@@ -29,6 +29,7 @@ from weight_update import (
     WeightSyncScheme,
 )
 from weight_update.synchronizer import ExplorerClient, TrainerClient
+from weight_update.transports.c10d import Store
 
 LIMIT = 0.5
 SLACK = 4.0
@@ -202,12 +203,37 @@ def test_a_default_process_group_whose_store_stops(crew: Crew) -> None:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         peer.signal(signal.SIGSTOP)
-        scheme = DistributedWeightSyncScheme()
-        scheme.connect_timeout = LIMIT
-        assert isinstance(in_time(lambda: join_and_leave(scheme)), SyncTimeoutError)
+        assert isinstance(in_time(lambda: join_and_leave(DistributedWeightSyncScheme())), SyncTimeoutError)
     finally:
         peer.kill()
         dist.destroy_process_group()
+
+
+class FailingStore:
+    """Raises at once, as a store of a file does when its time is up, with what is no ``DistError``."""
+
+    def wait(self, *_: Any) -> None:
+        raise RuntimeError("Wait timeout")
+
+
+def test_what_a_default_store_raises_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weight_update.schemes.distributed._default_store", FailingStore)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    result = in_time(lambda: join_and_leave(DistributedWeightSyncScheme()))
+    assert isinstance(result, SyncTimeoutError)
+    assert "Wait timeout" in str(result)
+
+
+def test_a_process_group_of_nccl_whose_store_stops(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weight_update.transports.c10d.REPLY_SECONDS", LIMIT)
+    peer = crew.start(None, 0, make)
+    store = Store("127.0.0.1", peer.call(open_default_store))
+    peer.signal(signal.SIGSTOP)
+    try:
+        assert isinstance(in_time(store.c10d), SyncTimeoutError)
+    finally:
+        peer.kill()
+        store.close()
 
 
 # -- connections whose other end stops -----------------------------------------------------------------

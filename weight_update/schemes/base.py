@@ -417,6 +417,8 @@ class WeightSyncScheme(ABC):
         if idx is None:
             raise ValueError("a receiver needs worker_idx, in init_on_receiver() or connect()")
         self._worker_idx = idx
+        deadline = time.monotonic() + limit
+        self._find_sender(limit)
         myself = weakref.ref(self)
         link, self._link = self._link or self.create_transport(worker_idx=idx, end="receiver"), None
         receiver = Receiver(
@@ -433,7 +435,7 @@ class WeightSyncScheme(ABC):
             on_applied=lambda version, weights: _on_applied(myself, weights),
         )
         try:
-            receiver.connect(limit)
+            receiver.connect(max(deadline - time.monotonic(), 0.0))
         except (TransportError, FormatError):
             receiver.close()
             raise
@@ -446,6 +448,10 @@ class WeightSyncScheme(ABC):
         receiver.start()
         self._receiver = receiver
         self._close_at_end(receiver.close)
+
+    def _find_sender(self, timeout: float) -> None:
+        """Receiver: find out where the sender is, if that takes communication."""
+        del timeout
 
     # -- phase 3: updates --------------------------------------------------------------------------
 

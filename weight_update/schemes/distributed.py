@@ -136,7 +136,7 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme):
         if dist.is_initialized():
             _default_store().set(self._notice, json.dumps(astuple(where)))
 
-    def look_up(self) -> Whereabouts:
+    def look_up(self, timeout: float) -> Whereabouts:
         """See :meth:`RemoteWeightSyncScheme.look_up`: in the store of the default group."""
         if not dist.is_initialized():
             raise LifecycleError(
@@ -144,30 +144,30 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme):
                 "init_on_sender(), or give both sides address, port and token, or initialize "
                 "torch.distributed"
             )
-        answer = self._ask_default_store()
+        answer = self._ask_default_store(timeout)
         if isinstance(answer, Exception):
             raise SyncTimeoutError(
                 f"no sender of {self._notice!r} announced itself in the store of the default process group "
-                f"within {self.connect_timeout:g} s ({str(answer).partition(chr(10))[0]})"
+                f"within {timeout:g} s ({str(answer).partition(chr(10))[0]})"
             ) from None
         return Whereabouts(*json.loads(answer))
 
-    def _ask_default_store(self) -> bytes | Exception:
+    def _ask_default_store(self, timeout: float) -> bytes | Exception:
         """The notice, or why there is none; in time, also where the store is stopped."""
         store, answers = _default_store(), queue.SimpleQueue[bytes | Exception]()
 
         def ask() -> None:
             try:
-                store.wait([self._notice], timedelta(seconds=self.connect_timeout))
+                store.wait([self._notice], timedelta(seconds=timeout))
                 answers.put(store.get(self._notice))
-            except dist.DistError as error:
+            except Exception as error:  # noqa: BLE001 - whatever a store raises, the caller hears of it
                 answers.put(error)
 
         thread = threading.Thread(target=ask, name="weight_update-look-up", daemon=True)
         leave_in_order(thread)
         thread.start()
         try:
-            return answers.get(timeout=self.connect_timeout + _GRACE_SECONDS)
+            return answers.get(timeout=timeout + _GRACE_SECONDS)
         except queue.Empty:
             return SyncTimeoutError("the store does not answer")
 

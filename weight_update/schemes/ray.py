@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -24,6 +25,8 @@ from weight_update.transports.ray_door import RayListener
 from weight_update.transports.ray_shelf import Shelf
 
 __all__ = ["RayWeightSyncScheme"]
+
+_GRACE_SECONDS = 1.0  # for the actor to say itself that there was nothing in time
 
 
 class RayWeightSyncScheme(RemoteWeightSyncScheme):
@@ -186,10 +189,12 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme):
         node = require_ray().util.get_node_ip_address()
         self._board.announce.remote((where.address, where.port, node))
 
-    def look_up(self) -> Whereabouts:
+    def look_up(self, timeout: float) -> Whereabouts:
         """See :meth:`RemoteWeightSyncScheme.look_up`."""
-        board = find_board(self.name, self.namespace, self.connect_timeout)
-        found = ask(board.look_up.remote(self.connect_timeout), None)
+        deadline = time.monotonic() + timeout
+        board = find_board(self.name, self.namespace, timeout)
+        left = max(deadline - time.monotonic(), 0.0)
+        found = ask(board.look_up.remote(left), left + _GRACE_SECONDS)
         if found is None:
             raise SyncTimeoutError(f"no sender announced itself to {self.name!r} in time")
         address, port, node = found
@@ -207,7 +212,14 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme):
             return super().create_transport(worker_idx=worker_idx, end=end)
         if end == "sender":
             return self._stored(worker_idx)
-        return RayTransport(lambda: find_board(self.name, self.namespace, self.connect_timeout))
+        return RayTransport(self._find_board)
+
+    def _find_sender(self, timeout: float) -> None:
+        if self.data == "torch":
+            super()._find_sender(timeout)
+
+    def _find_board(self, timeout: float | None) -> Any:
+        return find_board(self.name, self.namespace, self.connect_timeout if timeout is None else timeout)
 
     def sender_end(self, worker_idx: int) -> DistributedTransport:
         """See :meth:`RemoteWeightSyncScheme.sender_end`."""

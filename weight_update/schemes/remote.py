@@ -104,8 +104,11 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         """Sender: tell those who will ask. Called once, by ``init_on_sender``; does not wait."""
 
     @abstractmethod
-    def look_up(self) -> Whereabouts:
-        """Receiver: what the sender announced; waits for it up to ``connect_timeout`` seconds.
+    def look_up(self, timeout: float) -> Whereabouts:
+        """Receiver: return what the sender announced.
+
+        Args:
+            timeout: seconds to wait for it.
 
         Raises:
             LifecycleError: this scheme cannot ask anybody here; the message says what to do.
@@ -126,12 +129,14 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         """See :meth:`WeightSyncScheme.create_transport`."""
         if end == "sender":
             return self.sender_end(worker_idx)
-        if self.port == 0:
-            where = self.look_up()
-            self.address, self.port, self._token = where.address, where.port, where.token
         return DistributedTransport(
             self._find_store, token=self._token, host=self.host_name(), directory=self.directory
         )
+
+    def _find_sender(self, timeout: float) -> None:
+        if self.port == 0:
+            where = self.look_up(timeout)
+            self.address, self.port, self._token = where.address, where.port, where.token
 
     @property
     def network_bytes(self) -> int:

@@ -176,7 +176,7 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme):
 
     # -- receiver ----------------------------------------------------------------------------------
 
-    def look_up(self) -> Whereabouts:
+    def look_up(self, timeout: float) -> Whereabouts:
         """See :meth:`RemoteWeightSyncScheme.look_up`: asks the RPC worker ``sender``."""
         if own_name() is None:
             raise LifecycleError(
@@ -185,7 +185,7 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme):
                 "and token"
             )
         self._question = Question(self._model_name)
-        return self._question.ask(0 if self.sender is None else self.sender, self.connect_timeout)
+        return self._question.ask(0 if self.sender is None else self.sender, timeout)
 
     def connect(
         self,

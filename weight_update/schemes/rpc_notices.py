@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 import uuid
 
 from torch.distributed import rpc
@@ -13,6 +14,8 @@ from weight_update.errors import LinkClosedError, SyncTimeoutError
 from weight_update.schemes.remote import Whereabouts
 
 __all__ = ["Question", "own_name", "post", "withdraw"]
+
+_LEAST_SECONDS = 0.001  # RPC waits for ever with 0
 
 _lock = threading.Lock()
 _posted: dict[str, Whereabouts] = {}
@@ -69,9 +72,11 @@ class Question:
             SyncTimeoutError: it posted nothing in time.
         """
         _questions[self._name] = self._answers
+        deadline = time.monotonic() + timeout
         try:
-            where = rpc.rpc_sync(sender, _answer, args=(self._key, own_name(), self._name), timeout=timeout)
-            found = where or self._answers.get(timeout=timeout)
+            limit = max(timeout, _LEAST_SECONDS)
+            where = rpc.rpc_sync(sender, _answer, args=(self._key, own_name(), self._name), timeout=limit)
+            found = where or self._answers.get(timeout=max(deadline - time.monotonic(), 0.0))
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise LinkClosedError(f"RPC worker {sender!r} cannot be asked ({reason})") from None

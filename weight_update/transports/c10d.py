@@ -86,7 +86,14 @@ class Store:
         self._closed = False
         self._lost: LinkClosedError | None = None
         self._unread: list[str] = []
-        self._client: StoreClient | None = StoreClient(host, port, timeout)
+        try:
+            self._client: StoreClient | None = StoreClient(host, port, timeout)
+        except BaseException:
+            disown(server)
+            self._server = server = None  # it listens while anything refers to it
+            if sockets is not None:
+                sockets.forget()
+            raise
 
     def connect(self) -> StoreClient:
         """Open another connection, for a thread of its own; raise as the constructor."""
@@ -100,10 +107,10 @@ class Store:
             self._lost = error
 
     def c10d(self) -> Any:
-        """Return a client that process groups of torch take."""
-        clone = TCPStore(self.host, self.port, is_master=False, wait_for_workers=False)
-        clone.set_timeout(timedelta(seconds=REPLY_SECONDS))
-        return clone
+        """Return a client that process groups of torch take; raise as the constructor."""
+        self.connect().release()  # torch's client would wait for minutes for a server that is stopped
+        limit = timedelta(seconds=REPLY_SECONDS)
+        return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=limit)
 
     def queue_push(self, name: str, item: bytes, timeout: float | None = None) -> None:
         """Add ``item`` to a queue; do not wait until the server has it.

@@ -236,10 +236,15 @@ class LocalLine:
         return self._stream.recv(seconds_left(deadline))
 
     def _await_answer(self, deadline: float | None) -> None:
-        with self._answering:  # what reads and what writes may come at once
+        left = seconds_left(deadline)
+        if not self._answering.acquire(timeout=-1 if left is None else left):  # another thread waits as well
+            raise SyncTimeoutError("the worker did not answer in time")
+        try:
             if self._call is not None:
                 self._call.await_answer(deadline)
                 self._call = None
+        finally:
+            self._answering.release()
 
     def close(self) -> None:
         """End it; the other end hears of that after what was sent before."""

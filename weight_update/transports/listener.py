@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import select
 import socket
@@ -18,7 +17,7 @@ from weight_update.errors import (
 )
 from weight_update.ratelimit import RateLimitedLog, Refusals
 from weight_update.transports.handshake import Challenge, require_same_user
-from weight_update.transports.stream import Stream, close_in_children, deadline_of, seconds_left
+from weight_update.transports.stream import SHORTAGES, Stream, close_in_children, deadline_of, seconds_left
 
 __all__ = ["Listener", "Serve"]
 
@@ -29,7 +28,6 @@ _MAX_PENDING = 128
 _MAX_ACCEPTED = 16
 """Connections accepted between two looks at those that are pending."""
 _BACK_OFF_SECONDS = 0.1
-_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
 Serve = Callable[[Stream, bytes, float], None]
 """Takes a connection, its key, and the moment by which the first request must have come."""
@@ -126,7 +124,7 @@ class Listener:
             except ConnectionAbortedError:
                 continue
             except OSError as error:
-                if error.errno not in _SHORTAGES or not self._pending:
+                if error.errno not in SHORTAGES or not self._pending:
                     raise
                 self._refuse_oldest(str(error.strerror))
                 continue

@@ -54,8 +54,14 @@ def open_store(address: str, port: int = 0) -> Store:
         sock.listen(_BACKLOG)
         host, port = sock.getsockname()[:2]
         sockets = InheritedSockets(_local_address(host, port))
-        raw = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach())
-        return Store(address, port, server=raw, sockets=sockets)
+        return Store(
+            address,
+            port,
+            server=TCPStore(
+                address, port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach()
+            ),
+            sockets=sockets,
+        )
 
 
 def _local_address(host: str, port: int) -> bytes:
@@ -138,10 +144,15 @@ class Mailbox:
                 f"{len(message) / 1e6:.1f} MB of names and extra state do not fit into one message through "
                 f"a TCPStore ({_LARGEST / 1e6:.1f} MB): fewer tensors, or less extra state"
             )
-        with self._putting:
+        deadline = time.monotonic() + (REPLY_SECONDS if timeout is None else timeout)
+        if not self._putting.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
+            raise SyncTimeoutError("the store is busy with what another thread sends here")
+        try:
             front = _FRONT.pack(self.count, self._sign(self.count, message, last), last)
             self.count += 1
-            self._store.queue_push(self.name, front + message, timeout)
+            self._store.queue_push(self.name, front + message, seconds_left(deadline))
+        finally:
+            self._putting.release()
         if last:
             self._store.await_reader(self.name)
 

@@ -24,14 +24,16 @@ class RayTransport(TransportBackend):
     node fetches it once. A worker copies it once out of there, for what Ray maps is read-only.
 
     Args:
-        find_board: gives the handle of the actor where both ends meet; called when the link is first used.
-            None makes a sender's end, which ``RayListener`` gives its connection.
+        find_board: gives the handle of the actor where both ends meet, within so many seconds; called when
+            the link is first used. None makes a sender's end, which ``RayListener`` gives its connection.
         shelf: shared by the sender's ends.
     """
 
     rejoins = True
 
-    def __init__(self, find_board: Callable[[], Any] | None = None, shelf: Shelf | None = None) -> None:
+    def __init__(
+        self, find_board: Callable[[float | None], Any] | None = None, shelf: Shelf | None = None
+    ) -> None:
         self._find_board, self._shelf = find_board, shelf or Shelf()
         self._board: Any = None
         self._changed = threading.Condition()
@@ -50,7 +52,7 @@ class RayTransport(TransportBackend):
         if self._find_board is None or self._closed:
             raise LinkClosedError("this end was closed")
         if self._line is None:
-            self._board = self._board or self._find_board()
+            self._board = self._board or self._find_board(timeout)
             self._line = Line(self._board, uuid.uuid4().hex, 1, self._shelf)
             self._fresh = True
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import socket
 import struct
 import threading
@@ -11,7 +10,7 @@ import time
 import weakref
 
 from weight_update.errors import LinkClosedError, SyncTimeoutError
-from weight_update.transports.stream import close_in_children
+from weight_update.transports.stream import SHORTAGES, close_in_children
 
 __all__ = ["LARGEST_VALUE", "DroppedError", "StoreClient", "keep_alive"]
 
@@ -27,7 +26,6 @@ _LEAST_SECONDS = 0.001  # 0 would not wait at all
 _FULL_SPEED_WAKES = 3  # wakes without a message; after so many the next one is delayed
 _DELAY_SECONDS = 0.05
 
-_SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _VANISHED_SECONDS = 180
 """A machine that is silent for so long is gone; a link may be down for less."""
 _PROBES = 9
@@ -62,7 +60,7 @@ class StoreClient:
         try:
             self._sock = socket.create_connection((host, port), max(timeout, _LEAST_SECONDS))
         except OSError as error:
-            kind = DroppedError if error.errno in _SHORT_OF else LinkClosedError
+            kind = DroppedError if error.errno in SHORTAGES else LinkClosedError
             raise kind(f"nobody answers at {self._where} ({error})") from None
         weakref.finalize(self, self._sock.close).atexit = False
         close_in_children(self._sock)
@@ -94,7 +92,7 @@ class StoreClient:
 
         Raises:
             DroppedError: the server ended the connection.
-        LinkClosedError: the server is gone, or this connection was closed.
+            LinkClosedError: the server is gone, or this connection was closed.
         """
         empty = 0
         while True:

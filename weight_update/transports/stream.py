@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -13,8 +14,10 @@ import weakref
 from weight_update.chunks import PRELUDE_BYTES, Prelude
 from weight_update.errors import LinkClosedError, SyncTimeoutError
 
-__all__ = ["Stream", "close_in_children", "deadline_of", "peer_credentials", "seconds_left"]
+__all__ = ["SHORTAGES", "Stream", "close_in_children", "deadline_of", "peer_credentials", "seconds_left"]
 
+SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+"""Errors of the system that pass when others free descriptors or memory."""
 _CREDENTIALS = struct.Struct("iII")  # process, user and group, as Linux gives them
 _STALLED = 60.0
 """Seconds without progress in the middle of a frame after which the other end counts as gone."""
