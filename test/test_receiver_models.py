@@ -243,6 +243,17 @@ def test_connecting_under_inference_mode_leaves_a_model_that_learns(join: Join) 
         sender.send()
 
 
+@pytest.mark.parametrize("kind", [{"dtype": torch.float64}, {"device": "meta"}])
+@pytest.mark.parametrize("inplace", [True, False])
+def test_applying_under_inference_mode_leaves_a_model_that_learns(
+    kind: dict[str, Any], inplace: bool
+) -> None:
+    target, weights = nn.Linear(4, 4, **kind), linear().state_dict()
+    with torch.inference_mode():
+        WeightStrategy().apply_weights(target, weights, inplace)
+    assert not any(one.is_inference() for one in target.parameters())
+
+
 def conjugate() -> torch.Tensor:
     return torch.zeros(3, dtype=torch.complex64).conj()
 

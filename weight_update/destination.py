@@ -483,6 +483,7 @@ class Destination:
         self._decoders.clear()
 
 
+@torch.inference_mode(False)  # the model may learn later
 def _copies(values: list[torch.Tensor]) -> list[torch.Tensor]:
     """Clones that are finished; what is tied stays tied."""
     twins = {memory_identity(value) or id(value): value for value in values}

@@ -507,7 +507,7 @@ def _as_here(action: Callable[[], float]) -> Callable[[], float]:
     context = contextvars.copy_context()
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
     on_stream: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         on_stream = torch.cuda.stream(torch.cuda.current_stream())
 
     def run() -> float:
