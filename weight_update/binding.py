@@ -47,7 +47,8 @@ class Binding:
 
     def is_stale(self) -> bool:
         """Whether a part of the destination was replaced: a submodule, or a dict or TensorDict inside one."""
-        return any(get(key) is not part for get, key, part in self._parts)
+        # A list is quicker than a generator: forward passes may be waiting.
+        return True in [get(key) is not part for get, key, part in self._parts]
 
     def _find_devices(self) -> None:
         self._devices = {self._get(name).device for name in self._places}
