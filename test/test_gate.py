@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import pickle
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +93,29 @@ def test_threads_that_overlap_without_pause_do_not_starve_an_update() -> None:
         for thread in threads:
             thread.join(WAIT)
     assert done.is_set()
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_an_update_has_the_state_of_its_caller(mode: Callable[[], Any]) -> None:
+    variable = contextvars.ContextVar("variable", default=0)
+    variable.set(7)
+
+    def state() -> tuple[Any, ...]:
+        return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), variable.get()
+
+    seen: list[tuple[Any, ...]] = []
+    with mode():
+        Gate().run(lambda: seen.append(state()))
+        assert seen == [state()]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_an_update_has_the_cuda_stream_of_its_caller() -> None:
+    seen: list[torch.cuda.Stream] = []
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        Gate().run(lambda: seen.append(torch.cuda.current_stream()))
+    assert seen == [stream]
 
 
 def test_timeout_gives_up_and_leaves_nothing_behind() -> None:

@@ -20,6 +20,7 @@ from weight_update import (
     WeightSyncScheme,
     arena,
 )
+from weight_update.own_weights import Behind, OwnWeights
 
 WAIT = 20.0
 
@@ -220,6 +221,22 @@ def test_a_dict_within_a_dict(join: Join) -> None:
     assert torch.equal(target["a"]["b"], torch.ones(3))
 
 
+def test_a_parameter_replaced_while_a_change_is_applied_is_noticed() -> None:
+    """As by ``set_extra_state()``, which runs between the two steps."""
+    model = linear()
+    binding = WeightStrategy().bind(model)
+    schema = binding.schema()
+    weights = OwnWeights(schema, binding)
+    values, _ = weights.take([torch.ones(4, 4), torch.ones(4)], [])
+    binding.write(schema.names, values, stay=False)
+    weights.switched(0)
+    weights.require(0)
+    model.weight = nn.Parameter(torch.zeros(4, 4))
+    weights.apply([], 1)
+    with pytest.raises(Behind, match="wrote into its weights"):
+        weights.require(1)
+
+
 # -- tensors of odd kinds ------------------------------------------------------------------------------
 
 
@@ -241,6 +258,17 @@ def test_connecting_under_inference_mode_leaves_a_model_that_learns(join: Join) 
         assert same(source, target)
         add_one(source)
         sender.send()
+
+
+@pytest.mark.parametrize("kind", [{"dtype": torch.float64}, {"device": "meta"}])
+@pytest.mark.parametrize("inplace", [True, False])
+def test_applying_under_inference_mode_leaves_a_model_that_learns(
+    kind: dict[str, Any], inplace: bool
+) -> None:
+    target, weights = nn.Linear(4, 4, **kind), linear().state_dict()
+    with torch.inference_mode():
+        WeightStrategy().apply_weights(target, weights, inplace)
+    assert not any(one.is_inference() for one in target.parameters())
 
 
 def conjugate() -> torch.Tensor:

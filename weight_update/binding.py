@@ -47,7 +47,8 @@ class Binding:
 
     def is_stale(self) -> bool:
         """Whether a part of the destination was replaced: a submodule, or a dict or TensorDict inside one."""
-        return any(get(key) is not part for get, key, part in self._parts)
+        # A list is quicker than a generator: forward passes may be waiting.
+        return True in [get(key) is not part for get, key, part in self._parts]
 
     def _find_devices(self) -> None:
         self._devices = {self._get(name).device for name in self._places}
@@ -102,7 +103,7 @@ class Binding:
             else:
                 torch._foreach_copy_(targets, sources)
         unreal = [(target, value) for target, value in pairs if target.is_meta]
-        self._materialise({id(t): value.to(t.dtype, copy=True) for t, value in unreal})
+        self._materialise({id(t): _convert(t, value, copy=True) for t, value in unreal})
 
     def point(self, names: tuple[str, ...], values: list[torch.Tensor]) -> None:
         """Make the destination's tensors use the memory of ``values``; nothing is copied.
@@ -292,9 +293,10 @@ def _parts(node: Any) -> Iterator[tuple[Callable[[str], Any], str, Any]]:
                 yield from _parts(part)
 
 
-def _convert(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+@torch.inference_mode(False)  # the model may learn later
+def _convert(target: torch.Tensor, value: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
     device = value.device if target.is_meta else target.device
-    return value.to(device=device, dtype=target.dtype)
+    return value.to(device=device, dtype=target.dtype, copy=copy)
 
 
 def _tensordict_places(node: TensorDictBase, prefix: str = "") -> Iterator[tuple[str, TensorDictBase, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -177,14 +178,14 @@ class Destination:
         """
         if self._binding is not None:
             return self._binding.read()
-        if self.current is None or self._schema is None:
-            return NamedWeights({})
-        copies, extra = self._gate.guarded(self._copy_of_current)()
-        return NamedWeights(dict(zip(self._schema.names, copies, strict=True)), extra)
-
-    def _copy_of_current(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
-        assert self.current is not None
-        return _copies(self.current.values), dict(self.current.extra)
+        stay = self._gate.enter(sys._getframe())
+        try:
+            if self.current is None or self._schema is None:
+                return NamedWeights({})
+            copies = _copies(self.current.values)
+            return NamedWeights(dict(zip(self._schema.names, copies, strict=True)), dict(self.current.extra))
+        finally:
+            self._gate.leave(stay)
 
     # -- what arrives ------------------------------------------------------------------------------
 
@@ -483,6 +484,7 @@ class Destination:
         self._decoders.clear()
 
 
+@torch.inference_mode(False)  # the model may learn later
 def _copies(values: list[torch.Tensor]) -> list[torch.Tensor]:
     """Clones that are finished; what is tied stays tied."""
     twins = {memory_identity(value) or id(value): value for value in values}

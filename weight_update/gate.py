@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import contextvars
 import functools
 import inspect
 import os
@@ -15,7 +16,6 @@ import types
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator
-from contextvars import ContextVar
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -84,7 +84,7 @@ class _Stay:
 
 
 # Unlike a dict of threads it tells coroutines apart, and follows them into tasks and threads of asyncio.
-_current: ContextVar[_Stay | None] = ContextVar("weight_update_stay", default=None)
+_current: contextvars.ContextVar[_Stay | None] = contextvars.ContextVar("weight_update_stay", default=None)
 _gates: weakref.WeakSet[Gate] = weakref.WeakSet()
 
 
@@ -205,9 +205,11 @@ class Gate:
     ) -> float:
         """Run ``action`` while nobody is inside; its exception is raised here.
 
-        Called by the main thread, it is run by another one, for which the caller waits. An exception of a
-        signal handler (KeyboardInterrupt) is raised here when ``action`` has ended, and prevents an
-        ``action`` that has not begun.
+        Called by the main thread, it is run by another one, for which the caller waits. There it has the
+        caller's grad mode, inference mode, CUDA device and CUDA stream, and a copy of the caller's context
+        variables; autocast and the default device (``torch.device()`` as a context manager) do not reach it.
+        An exception of a signal handler (KeyboardInterrupt) is raised here when ``action`` has ended, and
+        prevents an ``action`` that has not begun.
 
         Args:
             action: short; forward passes wait while it runs. It is inside the gate itself.
@@ -474,9 +476,11 @@ def _run_apart(action: Callable[[], float], leave: Callable[[], None]) -> float:
     ended = threading.Lock()  # not Thread.join, which does not survive an interrupt
     ended.acquire()
 
+    as_here = _as_here(action)
+
     def run() -> None:
         try:
-            results.append(action())
+            results.append(as_here())
         except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
             errors.append(error)
         ended.release()
@@ -496,6 +500,21 @@ def _run_apart(action: Callable[[], float], leave: Callable[[], None]) -> float:
     if errors:
         raise errors[0]
     return results[0]
+
+
+def _as_here(action: Callable[[], float]) -> Callable[[], float]:
+    """Return ``action`` so that it runs in another thread with the state of this one."""
+    context = contextvars.copy_context()
+    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    on_stream: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        on_stream = torch.cuda.stream(torch.cuda.current_stream())
+
+    def run() -> float:
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad), on_stream:
+            return context.run(action)
+
+    return run
 
 
 def _is_a(kind: Callable[[Any], bool], function: Any) -> bool:

@@ -42,6 +42,7 @@ class OwnWeights:
         self._next: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         self._version: int | None = None
         self._left: tuple[list[int], list[int]] = [], []  # the model's tensors, as they were left
+        self._required: list[torch.Tensor] = []  # the model's tensors, from require() to apply()
         self._copies: list[int] = []
         self.values: list[torch.Tensor] = []
 
@@ -115,22 +116,24 @@ class OwnWeights:
         self._find_copies()
 
     def require(self, base: int) -> None:
-        """Check that a change of version ``base`` may be applied.
+        """Check that a change of version ``base`` may be applied, and find the tensors that it will change.
 
         Raises:
             Behind: another version is in force, or the worker wrote into its weights.
         """
         if self._flat is None or base != self._version:
             raise Behind(f"a change of version {base}; version {self._version} is here")
-        if _as_they_are(self._targets()) != self._left:
+        targets = self._targets()
+        if _as_they_are(targets) != self._left:
             raise Behind("this worker wrote into its weights")
+        self._required = targets
 
     def forget(self) -> None:
         """The weights in force are not known any more; only whole ones may follow."""
         self._version = None
 
     def apply(self, deltas: Sequence[Delta], version: int) -> None:
-        """Change the weights in force, which :meth:`require` allowed."""
+        """Change the weights in force, which :meth:`require` allowed just before."""
         assert self._flat is not None
         for delta in deltas:
             delta.write(self._flat)
@@ -140,7 +143,7 @@ class OwnWeights:
                 stale = [i for i in self._copies if i in touched]
                 names = tuple(self._schema.names[i] for i in stale)
                 self._binding.copy(names, [self.values[i] for i in stale])
-            targets = self._binding.tensors(self._schema.names)
+            targets, self._required = self._required, []
             count_writes(targets)
             self._left = _as_they_are(targets)
         self._version = version
