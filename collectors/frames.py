@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import numbers
 import queue
 import threading
 import time
@@ -37,7 +38,7 @@ def require_seconds(frames_timeout: Any) -> float:
     """
     if (
         isinstance(frames_timeout, bool)
-        or not isinstance(frames_timeout, (int, float))
+        or not issubclass(type(frames_timeout), numbers.Real)
         or not frames_timeout > 0
     ):
         raise ValueError(
