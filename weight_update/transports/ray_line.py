@@ -50,7 +50,7 @@ class Line:
         self._life: Any = board.watch.remote(name) if end == 1 else None
 
     def knock(self, hello: WeightChunk) -> None:
-        """Ask to be let in."""
+        """Ask to join."""
         node = running_ray().get_runtime_context().get_node_id()
         refs = [self._life]
         ask(self._board.knock.remote(self.name, (node, hello.encode()), refs), _FETCH_SECONDS)
