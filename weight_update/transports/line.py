@@ -134,7 +134,7 @@ class Line:
         return chunk.with_token(self.token) if chunk.kind is Kind.HELLO else chunk
 
     def _next_frame(self, deadline: float | None) -> bytes | None:
-        """The next message that holds a frame, or None when none came until then; acts on those before it."""
+        """Act on messages up to the next that holds a frame; return that one, or None if none came."""
         while True:
             message = self._take(deadline)
             if message is None:
@@ -170,7 +170,7 @@ class Line:
         """Let go of what belongs to this line, once."""
 
     def _take(self, deadline: float | None) -> bytes | None:
-        """The next message that is signed with our token, or None when none came until then."""
+        """Return the next message that is signed with our token, or None if none came in time."""
         while True:
             until = deadline
             if self._doubted is not None and not self._greeted:
@@ -358,7 +358,7 @@ class WorkerLine(Line):
         self._asked: Mapping[str, Any] | None = None  # the HELLO of the knock, while it has no answer
 
     def knock(self, hello: WeightChunk, host: str, timeout: float | None) -> None:
-        """Ask to be let in.
+        """Ask to join.
 
         Raises:
             LinkClosedError: the store is gone.
