@@ -19,9 +19,7 @@ from weight_update.errors import (
     FormatError,
     JoinRefusedError,
     LinkClosedError,
-    NotEnoughMemoryError,
     SyncTimeoutError,
-    UnreachableMemoryError,
 )
 from weight_update.ratelimit import RateLimitedLog
 from weight_update.transports.base import Allocate
@@ -118,7 +116,7 @@ class Line:
         head, where, inline = message[:size], message[size : size + where_size], message[size + where_size :]
         prelude = Prelude.decode(head[:PRELUDE_BYTES])
         payload = None
-        try:
+        with prelude.naming_version(head[PRELUDE_BYTES:]):
             if where:
                 pid, fd, key = json.loads(where)
                 payload = map_slot(pid, fd, key, prelude.payload_bytes)
@@ -127,9 +125,6 @@ class Line:
                     raise FormatError(f"{len(inline)} bytes came with a frame of {prelude.payload_bytes}")
                 payload = (allocate or _fresh)(prelude.payload_bytes)
                 byte_view(payload)[:] = inline
-        except (NotEnoughMemoryError, UnreachableMemoryError) as error:
-            error.version = prelude.version_in(head[PRELUDE_BYTES:])
-            raise
         chunk = prelude.assemble(head[PRELUDE_BYTES:], payload)
         return chunk.with_token(self.token) if chunk.kind is Kind.HELLO else chunk
 
