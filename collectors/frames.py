@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import numbers
 import queue
 import threading
 import time
@@ -37,7 +38,7 @@ def require_seconds(frames_timeout: Any) -> float:
     """
     if (
         isinstance(frames_timeout, bool)
-        or not isinstance(frames_timeout, (int, float))
+        or not issubclass(type(frames_timeout), numbers.Real)
         or not frames_timeout > 0
     ):
         raise ValueError(
@@ -47,7 +48,7 @@ def require_seconds(frames_timeout: Any) -> float:
 
 
 class WaitingTimes:
-    """How long a collector has waited for batches while each worker handed over none.
+    """Seconds that a collector has waited for batches while each worker handed over none.
 
     Args:
         limit: seconds that a worker has.
@@ -80,11 +81,11 @@ class WaitingTimes:
 
 
 class WorkersLateError(Exception):
-    """Carries a SyncTimeoutError through TorchRL's code, which takes any TimeoutError for an empty queue."""
+    """Carrier of a SyncTimeoutError: TorchRL's code takes any TimeoutError for an empty queue."""
 
 
 class _Reader:
-    """Reads a queue in a thread: a batch takes its memory from its worker, and a stopped worker gives none.
+    """Reader of a queue, in a thread: a batch takes its memory from its worker; a stopped worker gives none.
 
     Attributes:
         stuck: whether the last :meth:`get` found a batch that cannot be read.
@@ -128,7 +129,7 @@ class _Reader:
 
 
 class BatchQueue:
-    """Stands in for the queue through which workers hand over their batches.
+    """Substitute for the queue through which workers hand over their batches.
 
     Args:
         batches: that queue.
@@ -251,7 +252,7 @@ class BatchQueue:
 
 
 class ControlPipe:
-    """Stands in for the pipe to a worker, and says what happened to it.
+    """Substitute for the pipe to a worker; its errors say what happened to the worker.
 
     Args:
         pipe: that pipe.
@@ -307,7 +308,7 @@ class ControlPipe:
 
 
 class WorkerProcess:
-    """Stands in for the process of a worker.
+    """Substitute for the process of a worker.
 
     TorchRL ends all workers when it sees one that has ended, unless that one is closed. :class:`BatchQueue`
     looks after the workers instead.

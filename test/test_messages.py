@@ -7,8 +7,11 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,6 +22,7 @@ from weight_update import (
     LifecycleError,
     MemoryWeightSyncScheme,
     PatchEncoding,
+    RPCWeightSyncScheme,
     SchemaMismatchError,
     SharedMemWeightSyncScheme,
     SyncReport,
@@ -66,22 +70,46 @@ def test_signatures_list_their_options(scheme: type[WeightSyncScheme], method: s
             assert parameters[name].default == option.default, name
 
 
+NO_TIMES = [
+    ("60", TypeError),
+    (True, TypeError),
+    (0, ValueError),
+    (-1.0, ValueError),
+    (float("nan"), ValueError),
+    (float("inf"), ValueError),
+]
+
+
 @pytest.mark.parametrize("option", ["timeout", "connect_timeout"])
-@pytest.mark.parametrize(
-    ("given", "kind"),
-    [
-        (None, TypeError),
-        ("60", TypeError),
-        (True, TypeError),
-        (0, ValueError),
-        (-1.0, ValueError),
-        (float("nan"), ValueError),
-        (float("inf"), ValueError),
-    ],
-)
+@pytest.mark.parametrize(("given", "kind"), [(None, TypeError), *NO_TIMES])
 def test_a_timeout_is_a_number_of_seconds(option: str, given: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match=f"^{option} is a .*number of seconds.*got {given!r}"):
         SharedMemWeightSyncScheme(**{option: given})
+
+
+@pytest.mark.parametrize("scheme", [SharedMemWeightSyncScheme, RPCWeightSyncScheme])
+@pytest.mark.parametrize(("given", "kind"), NO_TIMES)
+def test_the_timeout_of_connect_is_a_number_of_seconds(
+    scheme: type[WeightSyncScheme], given: Any, kind: type[Exception]
+) -> None:
+    with pytest.raises(kind, match=f"^timeout is a .*number of seconds.*got {given!r}"):
+        scheme().connect(timeout=given)
+
+
+@pytest.mark.parametrize("number", [np.float32, np.int64, Fraction])
+def test_a_timeout_may_be_any_real_number(number: Callable[[int], Any]) -> None:
+    sender = MemoryWeightSyncScheme(timeout=number(5), connect_timeout=number(10))
+    receiver = copy.copy(sender)
+    with ExitStack() as stack:
+        for scheme in (sender, receiver):
+            stack.callback(scheme.shutdown)
+        sender.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+        receiver.init_on_receiver(model=nn.Linear(2, 2), worker_idx=0)
+        with ThreadPoolExecutor(1) as pool:
+            theirs = pool.submit(receiver.connect, timeout=number(20))
+            sender.connect(timeout=number(20))
+            theirs.result()
+        assert sender.send().version == 1
 
 
 @pytest.mark.parametrize("strategy", ["state_dict", "tensordict", WeightStrategy()], ids=str)

@@ -32,13 +32,20 @@ import math
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from weight_update.errors import FormatError, SchemaMismatchError, UnsupportedSourceError
+from weight_update.errors import (
+    FormatError,
+    NotEnoughMemoryError,
+    SchemaMismatchError,
+    UnreachableMemoryError,
+    UnsupportedSourceError,
+)
 
 __all__ = ["Kind", "TensorMeta", "WeightChunk", "WeightSchema", "byte_view", "digest"]
 
@@ -513,14 +520,18 @@ class Prelude:
             raise FormatError(f"frame announces {header} + {payload} bytes, more than is allowed")
         return cls(raw, Kind(kind), flags, header, payload, head_crc, crc)
 
-    def version_in(self, header: bytes) -> int | None:
-        """Return the version that the header of a frame names, where its payload cannot be had.
+    @contextmanager
+    def naming_version(self, header: bytes) -> Iterator[None]:
+        """Give errors that say that the payload cannot be had the version that ``header`` names.
 
         Raises:
-            FormatError: the header is not valid.
+            FormatError: the payload cannot be had, and the header is not valid.
         """
-        version: int | None = replace(self, flags=0).assemble(header, None).header.get("version")
-        return version
+        try:
+            yield
+        except (NotEnoughMemoryError, UnreachableMemoryError) as error:
+            error.version = replace(self, flags=0).assemble(header, None).header.get("version")
+            raise
 
     def assemble(self, header: bytes, payload: torch.Tensor | None) -> WeightChunk:
         """Check header and payload against the prelude and build the chunk.

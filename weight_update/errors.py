@@ -79,7 +79,7 @@ class FormatError(WeightSyncError, ValueError):
 
 
 class NotEnoughMemoryError(WeightSyncError, MemoryError):
-    """There is too little memory for weights, here or in a worker; the message says how much is needed.
+    """Lack of memory for weights, here or in a worker; the message says how much is needed.
 
     Attributes:
         version: in a worker, the update that it belongs to; None if that is not known.

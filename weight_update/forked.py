@@ -30,7 +30,7 @@ def _library_threads() -> set[str]:
 
 
 class _Fork:
-    """What is known of the fork that made this process."""
+    """State of the fork that made this process."""
 
     at_import = _library_threads()
     """Threads that existed before anything was computed; those of NumPy survive a fork."""

@@ -189,7 +189,7 @@ class Gate:
         return any(one.thread == thread for one in list(self._inside))
 
     def _last(self, wanted: Callable[[_Stay], bool]) -> _Stay | None:
-        """The stretch inside this gate that this context began last."""
+        """Return the stretch inside this gate that this context began last; None if there is none."""
         stay = _current.get()
         while stay is not None and not (stay.gate is self and stay.lasts and wanted(stay)):
             stay = stay.outer

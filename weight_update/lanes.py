@@ -96,7 +96,7 @@ class Lanes:
                     self.leave(peer)
 
     def leave(self, peer: Peer) -> None:
-        """Take a worker out of its lane."""
+        """Take a worker out of its send group."""
         with self._roll.moved:
             left, peer.lane = peer.lane, None
             self._close_unused([left])

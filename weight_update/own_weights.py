@@ -170,7 +170,7 @@ class OwnWeights:
 
 
 def _as_they_are(targets: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
-    """How often each was written to, by torch's account, and where it lies."""
+    """Return how often torch has seen each written to, and where each lies."""
     counted = itertools.filterfalse(torch.Tensor.is_inference, targets)
     return list(map(_WRITES, counted)), list(map(torch.Tensor.data_ptr, targets))
 

@@ -208,7 +208,7 @@ class Receiver:
         self._closing = True
         self.gate.look_again()  # shutdown() inside hold() does not wait for its end
         with contextlib.ExitStack() as rest:  # all steps are taken whatever one raises, in reverse order
-            rest.callback(self._tell_who_waits)
+            rest.callback(self._wake_waiting)
             rest.callback(self._to.close)
             rest.callback(self._end_thread)
             rest.callback(self.link.close)
@@ -228,7 +228,7 @@ class Receiver:
             self._thread.join(5.0)
         self._left = []
 
-    def _tell_who_waits(self) -> None:
+    def _wake_waiting(self) -> None:
         with self._news:
             self._news.notify_all()
 

@@ -299,7 +299,7 @@ class Sender:
         self._delivery.bring_up(peer)
 
     def _refuse(self, peer: Peer, error: Exception) -> None:
-        """Tell a worker why it is not admitted, unless it told us, and note that for who waits for it."""
+        """Tell a worker why it is not admitted, unless it told us, and note it for waiting callers."""
         if not isinstance(error, WorkerError):
             header = {
                 "reason": str(error).partition("\n")[0],

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -15,7 +17,18 @@ from sync_parts import model_at
 from sync_programs import serve
 from test_processes import COMING, FORKSERVER
 
-from weight_update import ExplorerClient, LinkClosedError, Synchronizer, SyncMethod, TrainerClient
+from weight_update import (
+    ExplorerClient,
+    LinkClosedError,
+    Synchronizer,
+    SyncMethod,
+    SyncTimeoutError,
+    TrainerClient,
+)
+from weight_update.synchronizer.channels import SocketChannel
+from weight_update.synchronizer.wire import CONTEXT, Wire
+from weight_update.transports.listener import Listener
+from weight_update.transports.stream import Stream, seconds_left
 
 TIMEOUT = 0.5
 SOON = 8 * TIMEOUT  # other programs run on this machine, too
@@ -114,3 +127,61 @@ def test_a_host_that_lives_may_take_longer_than_the_timeout() -> None:
             began = time.monotonic()
             assert not client.blocking.need_sync()
             assert time.monotonic() - began >= 2.2
+
+
+@contextmanager
+def server_that(answers: Callable[[Stream, Wire, bytes], None]) -> Iterator[SocketChannel]:
+    """Listen, and do ``answers`` with each connection and the bytes of its reply; give a client's channel."""
+    sock = socket.create_server(("127.0.0.1", 0))
+    address = "{}:{}".format(*sock.getsockname())
+
+    def serve(stream: Stream, key: bytes, deadline: float) -> None:
+        wire = Wire(stream, key, server=True)
+        wire.receive(seconds_left(deadline))
+        answers(stream, wire, reply_of(key))
+        stream.wait_readable(10.0)  # the client ends the connection
+        stream.close()
+
+    listener = Listener(sock, "token", CONTEXT, serve, "test-listener", logging.getLogger(__name__))
+    listener.start()
+    with closing(listener), closing(SocketChannel(address, "token")) as channel:
+        yield channel
+
+
+def reply_of(key: bytes) -> bytes:
+    """Return the first reply of a server, as it travels."""
+    left, right = socket.socketpair()
+    with left, right:
+        Wire(Stream(left), key, server=True).send({"done": True})
+        return right.recv(1000)
+
+
+@pytest.mark.parametrize("longer", [0.0, 10.0])
+@pytest.mark.parametrize("sent", [1, 37], ids=["in the front", "in the body"])
+def test_a_host_that_stops_in_the_middle_of_a_reply_is_given_up_in_time(sent: int, longer: float) -> None:
+    with server_that(lambda stream, wire, reply: stream.send(reply[:sent], None)) as channel:
+        took: dict[str, float] = {}
+        call = timed(lambda: channel.call("status", {}, TIMEOUT, longer), took, "status")
+        call.join(SOON)
+        assert not call.is_alive()
+        assert took["status"] >= TIMEOUT / 2
+
+
+def test_a_reply_that_comes_in_two_parts_is_whole() -> None:
+    def in_two(stream: Stream, wire: Wire, reply: bytes) -> None:
+        stream.send(reply[:20], None)
+        time.sleep(1.2)  # longer than the first look of a client that has 2 s, and may wait longer
+        stream.send(reply[20:], None)
+
+    with server_that(in_two) as channel:
+        assert channel.call("status", {}, 2.0, 10.0) == {"done": True}
+
+
+def test_a_host_that_does_not_read_is_given_up_in_time() -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        wire = Wire(Stream(left), bytes(32), server=False)
+        began = time.monotonic()
+        with pytest.raises(SyncTimeoutError):
+            wire.send({"text": " " * (1 << 20)}, 0.1)
+        assert time.monotonic() - began < SOON

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import os
 import secrets
 import threading
@@ -109,11 +110,10 @@ class WeightSyncScheme(ABC):
         connect_timeout: float = 120.0,
         stable_addresses: bool = False,
     ) -> None:
-        _require_seconds("timeout", timeout)
-        _require_seconds("connect_timeout", connect_timeout)
         self.strategy = resolve_strategy(strategy)
         self.sync = sync
-        self.timeout, self.connect_timeout = timeout, connect_timeout
+        self.timeout = _require_seconds("timeout", timeout)
+        self.connect_timeout = _require_seconds("connect_timeout", connect_timeout)
         self.stable_addresses = stable_addresses
         self.model_id: str | None = None
         self.group: str | None = None
@@ -371,16 +371,18 @@ class WeightSyncScheme(ABC):
         Args:
             worker_idx: receiver: its index, if ``init_on_receiver`` was not told.
             weights: sender: first weights, if not those of its source.
-            timeout: seconds; None takes the scheme's ``connect_timeout``.
+            timeout: seconds, above 0; None takes the scheme's ``connect_timeout``.
 
         Raises:
             LifecycleError: called before initialization, or connected already.
+            TypeError: ``timeout`` is not a number.
+            ValueError: it is not above 0, or longer than the system can wait.
             SchemaMismatchError: the two models differ; raised on both sides, which may then try again.
             SyncTimeoutError: the other side did not come in time; the message says who.
             SyncFailedError: sender: workers died or failed; it names them.
             TransportError: receiver: the sender is gone or refuses this worker.
         """
-        limit = self.connect_timeout if timeout is None else timeout
+        limit = self._connect_limit(timeout)
         if self._connected:
             raise LifecycleError("this scheme is connected already")
         if isinstance(self._sender, Sender):
@@ -392,6 +394,9 @@ class WeightSyncScheme(ABC):
         else:
             raise LifecycleError("call init_on_sender() or init_on_receiver() before connect()")
         self._connected = True
+
+    def _connect_limit(self, timeout: float | None) -> float:
+        return self.connect_timeout if timeout is None else _require_seconds("timeout", timeout)
 
     def _connect_sender(self, sender: Sender, worker_idx: int | None, weights: Any, limit: float) -> None:
         if worker_idx is not None:
@@ -756,14 +761,15 @@ class WeightSyncScheme(ABC):
         return self._receiver
 
 
-def _require_seconds(option: str, given: Any) -> None:
-    """Raise TypeError or ValueError unless ``given`` is a length of time that the system can wait."""
-    if isinstance(given, bool) or not isinstance(given, int | float):
+def _require_seconds(option: str, given: Any) -> float:
+    """Return ``given``; raise TypeError or ValueError unless it is a time that the system can wait."""
+    if isinstance(given, bool) or not issubclass(type(given), numbers.Real):
         raise TypeError(f"{option} is a number of seconds, got {given!r}; give a large number to wait long")
     if not 0 < given <= threading.TIMEOUT_MAX:
         raise ValueError(
             f"{option} is a positive number of seconds, at most {threading.TIMEOUT_MAX:.0f}, got {given!r}"
         )
+    return float(given)  # locks and sockets take no other kind of number
 
 
 def _close_all(*parts: Sender | Follower | TransportBackend | Door | Alone | Ranks | None) -> None:

@@ -153,7 +153,7 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme):
         return Whereabouts(*json.loads(answer))
 
     def _ask_default_store(self, timeout: float) -> bytes | Exception:
-        """The notice, or why there is none; in time, also where the store is stopped."""
+        """Return the notice, or why there is none; in time, also where the store is stopped."""
         store, answers = _default_store(), queue.SimpleQueue[bytes | Exception]()
 
         def ask() -> None:

@@ -195,7 +195,7 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme):
         timeout: float | None = None,
     ) -> None:
         """See :meth:`WeightSyncScheme.connect`; a receiver with a context does not wait the first time."""
-        limit = self.connect_timeout if timeout is None else timeout
+        limit = self._connect_limit(timeout)
         idx = self._worker_idx if worker_idx is None else worker_idx
         if self._joining is not None and not self._connected:
             if not self._await_join(limit):

@@ -89,7 +89,7 @@ class SocketChannel(Channel):
         deadline = time.monotonic() + timeout
         wire = self._take(timeout)
         try:
-            wire.send({"call": name, "args": args})
+            wire.send({"call": name, "args": args}, seconds_left(deadline))
             reply = self._reply(wire, deadline, timeout, longer)
         except (LinkClosedError, FormatError, SyncTimeoutError) as error:
             self.close()  # if one is gone all are
@@ -109,17 +109,14 @@ class SocketChannel(Channel):
     def _reply(self, wire: Wire, deadline: float, timeout: float, longer: float) -> Reply:
         """Wait for the answer; while none comes, see whether the synchronizer answers others."""
         last = deadline + longer
-        while longer:
-            left = deadline - time.monotonic()
+        while longer and not wire.wait_readable(max(deadline - time.monotonic(), 0.0) / 2):
+            silent = SyncTimeoutError(f"the other end said nothing for {timeout:g} s")
+            if time.monotonic() >= last:
+                raise silent
             try:
-                return wire.receive(max(left / 2, 0.0))
-            except SyncTimeoutError:
-                if time.monotonic() >= last:
-                    raise
-            try:
-                self.call("status", {}, max(left / 2, 0.0))
+                self.call("status", {}, max(deadline - time.monotonic(), 0.0))
             except TransportError:
-                raise SyncTimeoutError(f"the other end said nothing for {timeout:g} s") from None
+                raise silent from None
             deadline = min(time.monotonic() + timeout, last)
         return wire.receive(seconds_left(deadline))
 

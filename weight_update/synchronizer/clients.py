@@ -112,6 +112,11 @@ class TrainerClient(_Client[BlockingTrainer]):
     As in Trinity-RFT's trainer: ``if await trainer.need_sync(): await trainer.sync_weight()``, while it waits
     for samples and after each step. Without asyncio: ``trainer.blocking.need_sync()``, and so on.
 
+    Call ``blocking`` from threads that stay. ``lease`` seconds (see :class:`Synchronizer`) after the end of
+    the thread that used it last, the client counts as gone until its next call: with a new, short thread for
+    each ``blocking.sync_weight()``, that happens between calls. Calls with ``await`` run in threads of the
+    client, which live until it is closed.
+
     Args:
         where: a :class:`Synchronizer` of this process, a server or its address ``"host:port"``, or an actor
             or its address ``"ray:<name>"``.
@@ -161,7 +166,8 @@ class ExplorerClient(_Client[BlockingExplorer]):
     """An explorer's side of a :class:`Synchronizer`.
 
     ``if await explorer.need_sync(): await explorer.sync_weight()`` after each step. Without asyncio:
-    ``explorer.blocking.need_sync()``, and so on.
+    ``explorer.blocking.need_sync()``, and so on; call ``blocking`` from threads that stay, see
+    :class:`TrainerClient`.
 
     Args:
         where: see :class:`TrainerClient`.

@@ -18,7 +18,8 @@ class Metrics(dict[str, Any]):
     ``sync/seconds``, ``sync/bytes``, ``sync/waited`` and ``sync/failed`` (1 if there is a reason, else 0).
 
     ``metrics["version"]``, ``"reason" in metrics`` and ``metrics.get("reason")`` work as well. The reason is
-    a text, and no item.
+    a text, and no item. Copies such as ``dict(metrics)``, ``{**metrics}`` and ``metrics.copy()`` have
+    the items only: they lose the short names and the reason.
 
     Args:
         fields: by short name.

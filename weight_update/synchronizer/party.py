@@ -52,7 +52,7 @@ class Party:
             if not seconds > 0:
                 raise ValueError(f"{name} is a positive number of seconds, got {seconds!r}")
         self.strategy = resolve_strategy(strategy)
-        self.timeout, self.transfer_timeout = timeout, transfer_timeout
+        self.timeout, self.transfer_timeout = float(timeout), float(transfer_timeout)
         self.step = step
         self.version: int | None = None
         self.id: int | None = None

@@ -49,30 +49,43 @@ class Wire:
         self._mine, self._theirs = (b"S", b"C") if server else (b"C", b"S")
         self._sent = self._received = 0
 
-    def send(self, message: dict[str, Any]) -> None:
-        """Send a JSON object."""
-        body = json.dumps(message, allow_nan=False).encode()
-        tag = self._sign(self._mine, self._sent, body)
-        self._sent += 1
-        self._stream.send(_FRONT.pack(len(body), tag) + body, deadline_of(_SEND_SECONDS))
-
-    def receive(self, timeout: float | None) -> dict[str, Any]:
-        """The next one.
+    def send(self, message: dict[str, Any], timeout: float | None = _SEND_SECONDS) -> None:
+        """Send a JSON object; where that raises, the connection is of no more use.
 
         Raises:
             LinkClosedError: the other end is gone.
-            SyncTimeoutError: none came in time.
+            SyncTimeoutError: it did not read in time.
+        """
+        body = json.dumps(message, allow_nan=False).encode()
+        tag = self._sign(self._mine, self._sent, body)
+        self._sent += 1
+        self._stream.send(_FRONT.pack(len(body), tag) + body, deadline_of(timeout))
+
+    def wait_readable(self, timeout: float) -> bool:
+        """Return whether a message begins, or the connection ends, within ``timeout`` seconds."""
+        return self._stream.wait_readable(timeout)
+
+    def receive(self, timeout: float | None) -> dict[str, Any]:
+        """Return the next message; where that raises, the connection is of no more use.
+
+        Args:
+            timeout: seconds for all of the message; None waits for its first byte without a limit.
+
+        Raises:
+            LinkClosedError: the other end is gone.
+            SyncTimeoutError: none came in time, or not all of it.
             FormatError: it is not signed with our token, or not a JSON object.
         """
+        deadline = deadline_of(timeout)
         if not self._stream.wait_readable(timeout):
             raise SyncTimeoutError(f"the other end said nothing for {timeout:g} s")
         front = bytearray(_FRONT.size)
-        self._stream.recv_into(memoryview(front))
+        self._stream.recv_into(memoryview(front), deadline)
         length, tag = _FRONT.unpack(front)
         if length > _MAX_BODY:
             raise FormatError(f"a message of {length} bytes; the other end speaks something else")
         body = bytearray(length)
-        self._stream.recv_into(memoryview(body))
+        self._stream.recv_into(memoryview(body), deadline)
         if not hmac.compare_digest(tag, self._sign(self._theirs, self._received, bytes(body))):
             raise FormatError("wrong token: a message was not signed with ours")
         self._received += 1

@@ -312,7 +312,7 @@ class DistributedListener:
                     self._closing.wait(_ANEW_SECONDS)  # it may come again at once
 
     def _next(self) -> bytes | None:
-        """The next join request; None where this thread is to look anew."""
+        """Return the next join request; None where this thread is to look anew."""
         try:
             return self._door.take(None)
         except LinkClosedError as error:

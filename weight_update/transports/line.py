@@ -19,9 +19,7 @@ from weight_update.errors import (
     FormatError,
     JoinRefusedError,
     LinkClosedError,
-    NotEnoughMemoryError,
     SyncTimeoutError,
-    UnreachableMemoryError,
 )
 from weight_update.ratelimit import RateLimitedLog
 from weight_update.transports.base import Allocate
@@ -118,7 +116,7 @@ class Line:
         head, where, inline = message[:size], message[size : size + where_size], message[size + where_size :]
         prelude = Prelude.decode(head[:PRELUDE_BYTES])
         payload = None
-        try:
+        with prelude.naming_version(head[PRELUDE_BYTES:]):
             if where:
                 pid, fd, key = json.loads(where)
                 payload = map_slot(pid, fd, key, prelude.payload_bytes)
@@ -127,14 +125,11 @@ class Line:
                     raise FormatError(f"{len(inline)} bytes came with a frame of {prelude.payload_bytes}")
                 payload = (allocate or _fresh)(prelude.payload_bytes)
                 byte_view(payload)[:] = inline
-        except (NotEnoughMemoryError, UnreachableMemoryError) as error:
-            error.version = prelude.version_in(head[PRELUDE_BYTES:])
-            raise
         chunk = prelude.assemble(head[PRELUDE_BYTES:], payload)
         return chunk.with_token(self.token) if chunk.kind is Kind.HELLO else chunk
 
     def _next_frame(self, deadline: float | None) -> bytes | None:
-        """The next message that holds a frame, or None when none came until then; acts on those before it."""
+        """Act on messages up to the next that holds a frame; return that one, or None if none came."""
         while True:
             message = self._take(deadline)
             if message is None:
@@ -170,7 +165,7 @@ class Line:
         """Let go of what belongs to this line, once."""
 
     def _take(self, deadline: float | None) -> bytes | None:
-        """The next message that is signed with our token, or None when none came until then."""
+        """Return the next message that is signed with our token, or None if none came in time."""
         while True:
             until = deadline
             if self._doubted is not None and not self._greeted:
@@ -363,7 +358,7 @@ class WorkerLine(Line):
         self._asked: Mapping[str, Any] | None = None  # the HELLO of the knock, while it has no answer
 
     def knock(self, hello: WeightChunk, host: str, timeout: float | None) -> None:
-        """Ask to be let in.
+        """Ask to join.
 
         Raises:
             LinkClosedError: the store is gone.

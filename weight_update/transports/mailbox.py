@@ -65,7 +65,7 @@ def open_store(address: str, port: int = 0) -> Store:
 
 
 def _local_address(host: str, port: int) -> bytes:
-    """The packed address of all sockets that are accepted there."""
+    """Return the packed address of all sockets that are accepted there."""
     packed = packed_address((host, port))
     return packed[:_PORT_END] if host in ("0.0.0.0", "::") else packed
 
@@ -233,7 +233,7 @@ class Mailbox:
                 self._client.release()
 
     def _pop(self) -> bytes | bytearray:
-        """The next item of the queue, also if the connection has to be made anew."""
+        """Return the next item of the queue, also if the connection has to be made anew."""
         for attempt in range(_ATTEMPTS):
             try:
                 if self._client is None:

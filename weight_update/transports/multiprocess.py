@@ -19,9 +19,7 @@ from weight_update.errors import (
     FormatError,
     JoinRefusedError,
     LinkClosedError,
-    NotEnoughMemoryError,
     TransportError,
-    UnreachableMemoryError,
 )
 from weight_update.transports.base import Allocate, Buffer, TransportBackend
 from weight_update.transports.slots import SharedBuffer, SlotTable, open_slot, slot_of
@@ -255,13 +253,10 @@ class MPTransport(TransportBackend):
             self._near = self._near and where[2] == _pid_namespace()
         elif where is not None:
             pid, fd, key = where
-            try:
+            with prelude.naming_version(head[PRELUDE_BYTES:]):
                 payload = self._slots.payload(
                     key, prelude.payload_bytes, lambda: open_slot(pid, fd, key, self._directory)
                 )
-            except (NotEnoughMemoryError, UnreachableMemoryError) as error:
-                error.version = prelude.version_in(head[PRELUDE_BYTES:])
-                raise
         chunk = prelude.assemble(head[PRELUDE_BYTES:], payload)
         if chunk.kind is Kind.HELLO and self._near:
             self.watch(chunk.header["pid"])

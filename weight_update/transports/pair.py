@@ -192,7 +192,7 @@ def address_towards(host: str, port: int) -> str:
 def _meet(
     store: Store, name: str, token: str, rank: int, address: str, timeout: float
 ) -> tuple[Any, InheritedSockets, str]:
-    """The group of two, or None; its sockets; and why there is no group."""
+    """Return the group of two, or None; its sockets; and why there is no group."""
     options = ProcessGroupGloo._Options()
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timedelta(seconds=timeout)

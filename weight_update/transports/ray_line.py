@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from weight_update.chunks import PRELUDE_BYTES, Prelude, WeightChunk, byte_view
-from weight_update.errors import FormatError, LinkClosedError, NotEnoughMemoryError
+from weight_update.errors import FormatError, LinkClosedError
 from weight_update.transports.base import Allocate
 from weight_update.transports.ray_board import POLL_SECONDS, ask, running_ray, with_ray
 from weight_update.transports.ray_shelf import Shelf
@@ -50,7 +50,7 @@ class Line:
         self._life: Any = board.watch.remote(name) if end == 1 else None
 
     def knock(self, hello: WeightChunk) -> None:
-        """Ask to be let in."""
+        """Ask to join."""
         node = running_ray().get_runtime_context().get_node_id()
         refs = [self._life]
         ask(self._board.knock.remote(self.name, (node, hello.encode()), refs), _FETCH_SECONDS)
@@ -110,11 +110,8 @@ class Line:
             data = self._fetch(refs[0]) if refs else np.frombuffer(inline, np.uint8)
             if data.nbytes != prelude.payload_bytes:
                 raise FormatError(f"{data.nbytes} bytes came with a frame of {prelude.payload_bytes}")
-            try:
+            with prelude.naming_version(head[PRELUDE_BYTES:]):
                 payload = (allocate or _fresh)(prelude.payload_bytes)
-            except NotEnoughMemoryError as error:
-                error.version = prelude.version_in(head[PRELUDE_BYTES:])
-                raise
             np.copyto(payload.numpy(), data)  # what Ray maps is read-only, and the store's to drop
         return prelude.assemble(head[PRELUDE_BYTES:], payload)
 

@@ -8,7 +8,6 @@ from typing import Any
 from weakref import WeakSet
 
 from weight_update.chunks import Kind, WeightChunk
-from weight_update.errors import NotEnoughMemoryError, UnreachableMemoryError
 from weight_update.transports.slot_records import SlotRecord, slot_record
 from weight_update.transports.slots import SharedSlot, SlotTable, slot_of
 from weight_update.transports.stream import Stream
@@ -87,10 +86,8 @@ class SlotStream:
             slot = SlotRecord.receive(self._stream)
             self.lends |= slot.handle is not None
             try:
-                payload = self._slots.payload(slot.key, prelude.payload_bytes, slot.copy_fd, slot.open)
-            except (UnreachableMemoryError, NotEnoughMemoryError) as error:
-                error.version = prelude.version_in(header)
-                raise
+                with prelude.naming_version(header):
+                    payload = self._slots.payload(slot.key, prelude.payload_bytes, slot.copy_fd, slot.open)
             finally:
                 if slot.fd is not None:
                     os.close(slot.fd)
