@@ -148,7 +148,7 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme):
         if isinstance(answer, Exception):
             raise SyncTimeoutError(
                 f"no sender of {self._notice!r} announced itself in the store of the default process group "
-                f"within {timeout:g} s ({str(answer).partition(chr(10))[0]})"
+                f"within {round(timeout, 1):g} s ({str(answer).partition(chr(10))[0]})"
             ) from None
         return Whereabouts(*json.loads(answer))
 

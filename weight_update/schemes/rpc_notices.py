@@ -82,7 +82,7 @@ class Question:
             raise LinkClosedError(f"RPC worker {sender!r} cannot be asked ({reason})") from None
         except queue.Empty:
             raise SyncTimeoutError(
-                f"RPC worker {sender!r} announced no sender of {self._key!r} within {timeout:g} s; if the "
+                f"RPC worker {sender!r} announced no sender of {self._key!r} within {round(timeout, 1):g} s; if the "
                 "sender is another worker, give its name: sender=..."
             ) from None
         finally:
