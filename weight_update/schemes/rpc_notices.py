@@ -82,8 +82,8 @@ class Question:
             raise LinkClosedError(f"RPC worker {sender!r} cannot be asked ({reason})") from None
         except queue.Empty:
             raise SyncTimeoutError(
-                f"RPC worker {sender!r} announced no sender of {self._key!r} within {round(timeout, 1):g} s; if the "
-                "sender is another worker, give its name: sender=..."
+                f"RPC worker {sender!r} announced no sender of {self._key!r} within "
+                f"{round(timeout, 1):g} s; if the sender is another worker, give its name: sender=..."
             ) from None
         finally:
             _questions.pop(self._name, None)

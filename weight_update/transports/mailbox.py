@@ -85,13 +85,13 @@ def find_store(address: str, port: int, timeout: float | None) -> Store:
         except LinkClosedError as error:
             if time.monotonic() + _RETRY_SECONDS > deadline:
                 raise LinkClosedError(
-                    f"no sender at {address}:{port} within {round(limit, 1):g} s ({error}); if it is on another "
-                    "machine, give it address= of a network interface that this one can reach"
+                    f"no sender at {address}:{port} within {round(limit, 1):g} s ({error}); if it is on "
+                    "another machine, give it address= of a network interface that this one can reach"
                 ) from None
         except SyncTimeoutError:
             raise SyncTimeoutError(
-                f"the sender at {address}:{port} did not answer within {round(limit, 1):g} s: it is stopped, something "
-                "else listens there, or a network between the two drops what is sent"
+                f"the sender at {address}:{port} did not answer within {round(limit, 1):g} s: it is stopped, "
+                "something else listens there, or a network between the two drops what is sent"
             ) from None
         time.sleep(_RETRY_SECONDS)
 

@@ -212,8 +212,9 @@ def find_board(name: str, namespace: str | None, timeout: float) -> Any:
             if time.monotonic() > deadline:
                 place = namespace or ray.get_runtime_context().namespace
                 raise SyncTimeoutError(
-                    f"no sender of scheme {name!r} in Ray namespace {place!r} within {round(timeout, 1):g} s; has it "
-                    "called init_on_sender(), and is it in this namespace (namespace=...)?"
+                    f"no sender of scheme {name!r} in Ray namespace {place!r} within "
+                    f"{round(timeout, 1):g} s; has it called init_on_sender(), and is it in this namespace "
+                    "(namespace=...)?"
                 ) from None
             time.sleep(_LOOK_SECONDS)  # Ray tells nobody that an actor was named
 
