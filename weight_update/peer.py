@@ -120,6 +120,15 @@ class Peer:
             return None
         return None if self.version is not None and self.version >= target else target
 
+    @property
+    def awaited(self) -> bool:
+        """Whether it is here, and an update is on its way to it or about to be sent.
+
+        Of a version that travels in chunks nothing is kept for a worker that joins meanwhile.
+        """
+        idle = self.inflight is None and self.pipeline is None and self.lacks is None and not self.writing
+        return self.joined and not idle
+
     def failure(self, version: int) -> Exception | None:
         """Why it has neither ``version`` nor a newer one in its place, and will not get one by itself."""
         if version in self.failures:

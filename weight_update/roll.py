@@ -151,7 +151,7 @@ class Roll:
             return peer.reached >= version
 
         def settled(peer: Peer) -> bool:
-            return has_it(peer) or not peer.joined or peer.failure(version) is not None
+            return has_it(peer) or not peer.awaited or peer.failure(version) is not None
 
         return self._wait(version, workers, timeout, settled, has_it, patient)
 
@@ -210,6 +210,10 @@ def _reason(peer: Peer, version: int, timeout: float) -> Exception:
         return error
     if not peer.joined:
         return peer.lost or LinkClosedError("it is not connected")
+    if not peer.awaited:
+        return LinkClosedError(
+            "it joined while this version was being sent; it gets weights with the next send()"
+        )
     return SyncTimeoutError(
         f"did not apply it within {timeout:g} s: it is stopped, or in hold() or a long forward pass; it gets "
         "the newest version when it goes on (or raise timeout=)"
