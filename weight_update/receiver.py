@@ -170,7 +170,9 @@ class Receiver:
             return  # nothing will come before the next send()
         while error is None and self._applied == applied:
             error = self._handle(self._expect(deadline))
-        if error is not None:
+        if error is not None and again and self._welcomed:
+            _log.warning("worker %d keeps version %s: %s", self.worker, self.version, error)
+        elif error is not None:
             raise error
 
     def _greet(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -27,7 +30,13 @@ from faults_tools import (
 )
 from torch import nn
 
-from weight_update import SchemaMismatchError, SyncFailedError, WeightSyncScheme, WorkerError
+from weight_update import (
+    SchemaMismatchError,
+    SharedMemWeightSyncScheme,
+    SyncFailedError,
+    WeightSyncScheme,
+    WorkerError,
+)
 
 
 class Fussy(nn.Module):
@@ -296,3 +305,48 @@ def test_sending_weights_that_do_not_fit_sends_nothing(kind, crew: Crew, bad) ->
         assert all(torch.equal(worker.call(weights_of)[name], value) for name, value in expected.items())
     version = scheme.send(fill(model, 7)).version
     assert [worker.call(version_of) for worker in workers] == [version, version]
+
+
+class Refusing(nn.Linear):
+    """Raises while it applies an update, as long as it is told to."""
+
+    refuses = False
+
+    def get_extra_state(self) -> int:
+        return 1
+
+    def set_extra_state(self, state: int) -> None:
+        if self.refuses:
+            raise RuntimeError("refused")
+
+
+def test_a_worker_that_refuses_the_update_it_joins_again_with_stays() -> None:
+    source, target = Refusing(4, 4), Refusing(4, 4)
+    with SharedMemWeightSyncScheme("state_dict", timeout=20.0) as sender:
+        sender.init_on_sender(model=source, num_workers=1)
+        with pickle.loads(pickle.dumps(sender)) as receiver, ThreadPoolExecutor(1) as pool:
+            receiver.init_on_receiver(model=target, worker_idx=0)
+            joining = pool.submit(receiver.connect)
+            sender.connect()
+            joining.result()
+            target.refuses = True
+            sender._sender.roll[0].link.disconnect()
+            outcomes = list(sent_until(sender, "refused"))
+            assert "refused" in outcomes[-1]
+            target.refuses = False
+            outcomes = list(sent_until(sender, "applied"))
+            assert outcomes[-1] == "applied"
+            assert torch.equal(target.weight, source.weight)
+
+
+def sent_until(scheme: WeightSyncScheme, wanted: str) -> Iterator[str]:
+    """Send until an outcome contains ``wanted``, for ten seconds at most."""
+    deadline, outcome = time.monotonic() + 10, ""
+    while wanted not in outcome and time.monotonic() < deadline:
+        try:
+            scheme.send()
+            outcome = "applied"
+        except SyncFailedError as error:
+            outcome = str(error)
+            time.sleep(0.05)
+        yield outcome
