@@ -183,6 +183,10 @@ class GroupSyncFailedError(SyncFailedError):
 
 
 def without_frames(error: _E) -> _E:
-    """``error`` without the frames it came through: where it is kept they would keep an update's memory."""
+    """Return ``error`` without the frames it and its causes came through, which keep an update's memory."""
     error.__context__ = None
+    cause = error.__cause__
+    while cause is not None:
+        cause.__traceback__ = cause.__context__ = None
+        cause = cause.__cause__
     return error.with_traceback(None)

@@ -282,8 +282,9 @@ class Receiver:
                     self._end(LinkClosedError("the sender was shut down"))
                     return
                 with self._busy:
-                    if chunk is not None and not self._closing:
-                        self._handle(chunk)
+                    refused = None if chunk is None or self._closing else self._handle(chunk)
+                if refused is not None:
+                    without_frames(refused)
             except NotEnoughMemoryError as error:  # the sender was told; there may be enough for the next
                 _log.warning("worker %d keeps version %s: %s", self.worker, self.version, error)
             except (TransportError, FormatError, TimeoutError) as error:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import pickle
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,9 +34,11 @@ from faults_tools import (
 from torch import nn
 
 from weight_update import (
+    PatchEncoding,
     SchemaMismatchError,
     SharedMemWeightSyncScheme,
     SyncFailedError,
+    WeightStrategy,
     WeightSyncScheme,
     WorkerError,
 )
@@ -350,3 +355,33 @@ def sent_until(scheme: WeightSyncScheme, wanted: str) -> Iterator[str]:
             outcome = str(error)
             time.sleep(0.05)
         yield outcome
+
+
+def test_refused_updates_keep_no_memory() -> None:
+    """Nothing waits for the collector of reference cycles, which may not run for minutes."""
+    source, target = Refusing(128, 128), Refusing(128, 128)
+    strategy = WeightStrategy("state_dict", encoding=PatchEncoding())
+    with SharedMemWeightSyncScheme(strategy, timeout=20.0) as sender:
+        sender.init_on_sender(model=source, num_workers=1)
+        with pickle.loads(pickle.dumps(sender)) as receiver, ThreadPoolExecutor(1) as pool:
+            receiver.init_on_receiver(model=target, worker_idx=0)
+            joining = pool.submit(receiver.connect)
+            sender.connect()
+            joining.result()
+            before = slots_mapped_for_reading()
+            gc.disable()
+            try:
+                for count in range(1, 61):  # patches of different sizes lie in slots of their own
+                    target.refuses = count % 2 == 1
+                    with torch.no_grad():
+                        source.weight[: count % 30 + 1] += 1
+                    with contextlib.suppress(SyncFailedError):
+                        sender.send()
+                assert slots_mapped_for_reading() - before < 25
+            finally:
+                gc.enable()
+
+
+def slots_mapped_for_reading() -> int:
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return sum("weight_update-" in line and line.split()[1].endswith("p") for line in maps)

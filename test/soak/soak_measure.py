@@ -7,9 +7,8 @@ import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
-SHARE, BYTES, DESCRIPTORS, THREADS = 0.10, 16 << 20, 16, 4
-"""Growth that counts as flat: of memory 10 % and 16 MiB; in each process four threads and 16 descriptors, as
-patches of many sizes take that many slots."""
+SHARE, BYTES, COUNT = 0.10, 16 << 20, 4
+"""Growth that counts as flat: of memory 10 % and 16 MiB, of descriptors and threads four in each process."""
 LEAST = 3
 """Samples of a window."""
 
@@ -58,8 +57,8 @@ def growth(who: str, processes: int, first: list[Sample], last: list[Sample]) ->
     before, after = median(first), median(last)
     allowed = {
         "memory": before["memory"] * (1 + SHARE) + BYTES,
-        "descriptors": before["descriptors"] + DESCRIPTORS * processes,
-        "threads": before["threads"] + THREADS * processes,
+        "descriptors": before["descriptors"] + COUNT * processes,
+        "threads": before["threads"] + COUNT * processes,
     }
     return [
         f"{name} of {who} grew from {before[name]:,} to {after[name]:,}"
