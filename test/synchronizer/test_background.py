@@ -136,6 +136,11 @@ def test_directly_who_holds_falls_behind_what_was_sent_off(tmp_path: Path) -> No
                 needs.append(explorer.blocking.need_sync())
             assert needs == [False, False, True, True]
             assert step_of(model) == 0
-        wait_until(lambda: step_of(model) == 4)
+
+        def caught_up() -> bool:
+            with explorer.hold():  # an update may land just now
+                return bool(step_of(model) == 4)
+
+        wait_until(caught_up)
         assert not explorer.blocking.need_sync()
         assert explorer.version == trainer.version
