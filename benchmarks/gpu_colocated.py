@@ -10,7 +10,7 @@ from benchmarks.gpu_sync import Key, Sent, measure_schemes, seconds_of
 from benchmarks.patch_updates import Update
 from benchmarks.report import Figure, Table, ratio
 from weight_update import BucketEncoding, SharedMemWeightSyncScheme, WeightStrategy
-from weight_update.chunks import WeightSchema
+from weight_update.wire.schema import WeightSchema
 
 __all__ = ["colocated_table", "measure_colocated", "measure_copy", "strategies_for"]
 

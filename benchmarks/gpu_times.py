@@ -12,10 +12,10 @@ import torch
 from benchmarks.patch_updates import Update
 from benchmarks.report import Figure, Table, ratio
 from weight_update import PatchEncoding
-from weight_update.chunks import WeightSchema
 from weight_update.encodings import DenseEncoding, Difference
-from weight_update.encodings.patch_format import decode_patch
-from weight_update.transports.slots import SharedBuffer
+from weight_update.encodings.patch.format import decode_patch
+from weight_update.transports.shared_memory.slots import SharedBuffer
+from weight_update.wire.schema import WeightSchema
 
 __all__ = ["Times", "Variant", "build_table", "dense_table", "measure_build", "measure_dense"]
 

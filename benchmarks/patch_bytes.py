@@ -14,7 +14,7 @@ from benchmarks.report import Table
 from weight_update import PatchEncoding
 from weight_update.compression import Compression, pack, resolve_compression
 from weight_update.encodings import Tracker
-from weight_update.encodings.patch_format import encode_patch
+from weight_update.encodings.patch.format import encode_patch
 
 __all__ = [
     "COMPRESSIONS",

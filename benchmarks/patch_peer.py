@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.patch_updates import Update
 from weight_update.compression import Compression, pack
-from weight_update.encodings.changes import BITS
+from weight_update.encodings.patch.changes import BITS
 
 __all__ = ["documented_bytes", "obvious"]
 

@@ -22,7 +22,7 @@ from weight_update import (
     WeightStrategy,
     WeightSyncScheme,
 )
-from weight_update.chunks import digest
+from weight_update.wire.memory import digest
 
 __all__ = ["digests", "empty_model", "measure_sync", "sync_table"]
 

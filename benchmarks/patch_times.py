@@ -13,7 +13,7 @@ from benchmarks.patch_bytes import COMPRESSIONS, LAYOUTS, VALUES, encoding, flat
 from benchmarks.patch_peer import obvious
 from benchmarks.patch_updates import Update
 from benchmarks.report import Figure, Table, ratio
-from weight_update.encodings.patch_format import PatchOptions, decode_patch, encode_patch
+from weight_update.encodings.patch.format import PatchOptions, decode_patch, encode_patch
 
 __all__ = [
     "ALL",

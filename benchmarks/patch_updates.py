@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from weight_update.chunks import WeightSchema
+from weight_update.wire.schema import WeightSchema
 
 __all__ = ["MOVES", "Move", "Update", "by_chance", "change", "layered"]
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.report import Figure, Table, machine, ratio, to_text
-from weight_update.chunks import WeightSchema
-from weight_update.encodings.scan import Scanner
+from weight_update.encodings.patch.diff_cpu import Scanner
+from weight_update.wire.schema import WeightSchema
 
 _PERIOD = 4_000_037  # elements after which the pattern of changes repeats; a prime
 

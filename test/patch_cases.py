@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from weight_update.chunks import WeightSchema
 from weight_update.compression import resolve_compression
-from weight_update.encodings.changes import BITS, Changes, Run, Sparse
-from weight_update.encodings.patch_format import Patch, PatchOptions, decode_patch, encode_patch
+from weight_update.encodings.patch.changes import BITS, Changes, Run, Sparse
+from weight_update.encodings.patch.format import Patch, PatchOptions, decode_patch, encode_patch
+from weight_update.wire.schema import WeightSchema
 
 DTYPES = [
     torch.bool,

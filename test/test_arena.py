@@ -22,7 +22,7 @@ from weight_update import (
     arena,
 )
 from weight_update.testing import Body, Crew, SchemeContract, fingerprint, scramble
-from weight_update.testing.workers import context_of
+from weight_update.testing.crew import context_of
 
 COUNT = 300
 PLACES = [("fork", SharedMemWeightSyncScheme), ("thread", MemoryWeightSyncScheme)]

@@ -18,8 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from weight_update import FormatError, SchemaMismatchError, UnsupportedSourceError, WeightChunk, WeightSchema
-from weight_update.chunks import DTYPES, PRELUDE_BYTES, Kind, Prelude, TensorMeta, digest
-from weight_update.extra_state import decode_extra, encode_extra
+from weight_update.wire.extra_state import decode_extra, encode_extra
+from weight_update.wire.frames import PRELUDE_BYTES, Kind, Prelude
+from weight_update.wire.memory import digest
+from weight_update.wire.schema import DTYPES, TensorMeta
 
 UPDATE = {
     "version": 7,

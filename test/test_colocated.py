@@ -16,7 +16,7 @@ from torch import nn
 from weight_update import BucketEncoding, SharedMemWeightSyncScheme, WeightStrategy
 from weight_update.encodings import bucket
 from weight_update.testing import Body, Crew, fingerprint, scramble
-from weight_update.testing.workers import context_of
+from weight_update.testing.crew import context_of
 
 LAYERS = 12
 KINDS: dict[str, WeightStrategy] = {

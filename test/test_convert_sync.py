@@ -29,7 +29,8 @@ from weight_update.convert import (
     rename,
 )
 from weight_update.testing import Crew, fingerprint
-from weight_update.testing.workers import Method, context_of
+from weight_update.testing.crew import context_of
+from weight_update.testing.workers import Method
 
 
 def crew_of(scheme: WeightSyncScheme, source: Any, target: nn.Module, method: Method = "thread") -> Crew:

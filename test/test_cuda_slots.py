@@ -28,10 +28,10 @@ from weight_update import (
     WeightStrategy,
 )
 from weight_update.testing import Body, Crew, Zoo, fingerprint, mlp, scramble
+from weight_update.testing.crew import context_of
 from weight_update.testing.processes import freeze
-from weight_update.testing.workers import context_of
-from weight_update.transports import cuda_slots
-from weight_update.transports.cuda_slots import CudaBuffer, CudaHandle
+from weight_update.transports.shared_memory import cuda_slots
+from weight_update.transports.shared_memory.cuda_slots import CudaBuffer, CudaHandle
 
 HANDLE = CudaHandle("GPU-5d1f", "00ff" * 16, 512, 4096)
 KINDS: dict[str, WeightStrategy] = {
@@ -119,7 +119,7 @@ def open_shared(handle: CudaHandle) -> torch.UntypedStorage:
 @pytest.fixture
 def hire(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hire]:
     monkeypatch.setattr("weight_update.schemes.shared_mem.cuda_device", lambda name: torch.device("cpu"))
-    monkeypatch.setattr("weight_update.sender._PARTING_SECONDS", 1.0)
+    monkeypatch.setattr("weight_update.sender.sender._PARTING_SECONDS", 1.0)
     monkeypatch.setattr(CudaHandle, "of", share)
     monkeypatch.setattr(CudaHandle, "open", open_shared)
     crews: list[Crew] = []

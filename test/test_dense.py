@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from weight_update import DenseEncoding
-from weight_update.chunks import WeightSchema
 from weight_update.testing import random_bits
+from weight_update.wire.schema import WeightSchema
 
 DTYPES = (
     torch.float32,

@@ -31,9 +31,10 @@ from weight_update import (
     group_schemes,
     send_together,
 )
-from weight_update.encodings.joining import Joiner
+from weight_update.encodings.reassembly import Joiner
 from weight_update.testing import Apart, Crew, Zoo, fingerprint, mlp, random_bits, scramble
-from weight_update.testing.workers import Method, context_of
+from weight_update.testing.crew import context_of
+from weight_update.testing.workers import Method
 
 SCHEMES: dict[str, tuple[type[WeightSyncScheme], Method]] = {
     "shared_mem": (SharedMemWeightSyncScheme, "fork"),

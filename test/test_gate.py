@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from weight_update import LifecycleError, SyncTimeoutError
-from weight_update.gate import Gate, shared_gate
+from weight_update.receiver.gate import Gate, shared_gate
 
 WAIT = 10.0
 

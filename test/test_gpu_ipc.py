@@ -19,8 +19,8 @@ from torch import nn
 
 from weight_update import BucketEncoding, SharedMemWeightSyncScheme, SyncFailedError, WeightStrategy
 from weight_update.testing import Body, Crew, Zoo, fingerprint, scramble
-from weight_update.testing.workers import context_of
-from weight_update.transports.cuda_slots import CudaBuffer
+from weight_update.testing.crew import context_of
+from weight_update.transports.shared_memory.cuda_slots import CudaBuffer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,7 +11,7 @@ from torch import nn
 
 from weight_update.schemes.base import End
 from weight_update.testing import Apart, Crew, fingerprint
-from weight_update.testing.workers import context_of
+from weight_update.testing.crew import context_of
 from weight_update.transports import TransportBackend
 
 pytestmark = [

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from weight_update.chunks import WeightSchema
 from weight_update.encodings import PatchEncoding
-from weight_update.encodings.changes import BITS
+from weight_update.encodings.patch.changes import BITS
 from weight_update.testing import random_bits
+from weight_update.wire.schema import WeightSchema
 
 pytestmark = [
     pytest.mark.gpu,

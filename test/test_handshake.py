@@ -15,7 +15,7 @@ import pytest
 from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, SyncTimeoutError
 from weight_update.testing.transports import in_background
 from weight_update.transports.handshake import Challenge, prove_token
-from weight_update.transports.stream import Stream
+from weight_update.transports.shared_memory.unix_stream import Stream
 
 TOKEN = "confidential"
 

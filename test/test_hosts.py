@@ -23,14 +23,15 @@ from weight_update import (
 )
 from weight_update.errors import FormatError, NotEnoughMemoryError
 from weight_update.testing import Apart, ApartInTwos, Body, Crew, fingerprint, mlp
+from weight_update.testing.crew import context_of
 from weight_update.testing.processes import freeze
-from weight_update.testing.workers import Worker, context_of
-from weight_update.transports.c10d import Store
-from weight_update.transports.cargo import Notes
-from weight_update.transports.checksum import BLOCK, Checksum
-from weight_update.transports.mailbox import find_store, open_store
-from weight_update.transports.mirror import Mirrors
-from weight_update.transports.pair import Pair
+from weight_update.testing.workers import Worker
+from weight_update.transports.distributed.checksum import BLOCK, Checksum
+from weight_update.transports.distributed.relay.gloo import Pair
+from weight_update.transports.distributed.relay.host_relay import Mirrors
+from weight_update.transports.distributed.relay.protocol import Notes
+from weight_update.transports.distributed.signed_queue import find_store, open_store
+from weight_update.transports.distributed.store import Store
 
 NUMEL = 6_000_000
 NBYTES = 4 * NUMEL

@@ -1,91 +1,109 @@
-"""Imports run one way."""
+"""Imports run one way: twelve floors, and no circle."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
+LIBRARY = "weight_update"
+PACKAGES = (LIBRARY, "collectors", "benchmarks")
 
-# Imported by nobody here: what users may not have installed.
-OTHERS = {"torchrl", "ray", "collectors", "gymnasium", "vllm", "sglang"}
+# Not imported at the top of any module, because users may not have them.
+OPTIONAL = {"torchrl", "ray", "gymnasium", "vllm", "sglang"}
 
-# From the bottom up. A module imports from its own row or from rows before it.
-LAYERS: list[set[str]] = [
-    {"errors", "forked", "ratelimit", "report", "chunks", "kernels"},
-    {"convert"},
-    {"agreed", "extra_state", "gate"},
-    {"compression"},
-    {"encodings", "named"},
-    {"engine"},
-    {"engines"},
-    {"binding"},
-    {"arena", "own_weights"},
-    {"shards"},
-    {"strategy"},
-    {"frames"},
-    {"engine_binding"},
-    {"transports"},
-    {"buffers"},
-    {"joint"},
-    {"lane"},
-    {"change_lane"},
-    {"peer"},
-    {"pipeline"},
-    {"roll"},
-    {"delivery", "lanes"},
-    {"streams"},
-    {"destination"},
-    {"receiver", "sender"},
-    {"sharded"},
-    {"handle"},
-    {"schemes"},
-    {"synchronizer"},
+# From the top down, as in docs/architecture.rst. A module imports from its own room or from floors below.
+FLOORS: list[set[str]] = [
+    {"collectors", "benchmarks", "testing"},
     {"__init__"},
-    {"testing"},
+    {"synchronizer"},
+    {"schemes"},
+    {"sharded", "checkpoints"},
+    {"sender", "receiver"},
+    {"transports", "engines"},
+    {"strategy"},
+    {"encodings"},
+    {"compression"},
+    {"convert", "wire"},
+    {"errors", "report"},
 ]
 
 
-def layer_of(part: str) -> int:
-    return next(height for height, row in enumerate(LAYERS) if part in row)
+def floor_of(room: str) -> int:
+    return next(len(FLOORS) - height for height, row in enumerate(FLOORS) if room in row)
+
+
+def room_of(module: str) -> str:
+    package, *rest = module.split(".")
+    return package if package != LIBRARY else rest[0] if rest else "__init__"
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
 
 
 def imports_of(path: Path) -> Iterator[str]:
+    """Yield the modules that a file imports; ``from a import b`` is ``a.b`` if that is a module."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield node.module or ""
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in MODULES else str(node.module)
 
 
-def parts(package: str) -> list[Path]:
-    return sorted((ROOT / package).rglob("*.py"))
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_imports_point_down(name: str) -> None:
+    mine = room_of(name)
+    for imported in imports_of(MODULES[name]):
+        if imported.split(".")[0] not in PACKAGES:
+            continue
+        theirs = room_of(imported)
+        same = theirs == mine or floor_of(mine) == 1
+        assert same or floor_of(theirs) < floor_of(mine), f"{name} imports {imported}"
 
 
-@pytest.mark.parametrize("path", parts("weight_update"), ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_point_down(path: Path) -> None:
-    mine = path.relative_to(ROOT / "weight_update").parts[0].removesuffix(".py")
-    for name in imports_of(path):
-        if name == "weight_update":
-            assert mine == "testing", "only what stands above the library imports its public names"
-        elif name.startswith("weight_update."):
-            theirs = name.split(".")[1]
-            assert layer_of(theirs) <= layer_of(mine), f"{mine} imports {name}"
-        elif path.name != "ray_board.py" or name != "ray":  # it alone imports ray, when Ray is used
-            assert name.split(".")[0] not in OTHERS, name
+def test_no_circle() -> None:
+    graph = {name: set(imports_of(path)) & MODULES.keys() - {name} for name, path in MODULES.items()}
+    for name, path in MODULES.items():
+        if path.name == "__init__.py":  # a package imports its modules; they may import each other
+            graph[name] = {one for one in graph[name] if not one.startswith(name + ".")}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
-@pytest.mark.parametrize("path", parts("collectors"), ids=lambda p: str(p.relative_to(ROOT)))
-def test_collectors_use_public_names(path: Path) -> None:
-    for name in imports_of(path):
-        assert not name.startswith("weight_update."), f"{path.name} reaches into {name}"
+@pytest.mark.parametrize("name", sorted(name for name in MODULES if name.startswith(LIBRARY)))
+def test_optional_packages_are_not_imported(name: str) -> None:
+    if name == f"{LIBRARY}.transports.ray.rendezvous":  # it imports Ray when Ray is used
+        return
+    for imported in imports_of(MODULES[name]):
+        assert imported.split(".")[0] not in OPTIONAL | {"collectors"}, f"{name} imports {imported}"
 
 
-def test_the_check_can_fail() -> None:
-    assert layer_of("schemes") > layer_of("transports") > layer_of("chunks")
+@pytest.mark.parametrize("name", sorted(name for name in MODULES if name.startswith("collectors")))
+def test_collectors_use_public_names(name: str) -> None:
+    for imported in imports_of(MODULES[name]):
+        assert not imported.startswith(f"{LIBRARY}."), f"{name} reaches into {imported}"
+
+
+def test_there_are_at_most_twelve_floors() -> None:
+    assert len(FLOORS) <= 12
+    rooms = {room_of(name) for name in MODULES}
+    assert rooms == set().union(*FLOORS), "a room stands on no floor, or a floor names a room that is gone"
+
+
+def test_the_checks_can_fail() -> None:
+    assert floor_of("schemes") > floor_of("transports") > floor_of("wire")
     with pytest.raises(StopIteration):
-        layer_of("no such module")
+        floor_of("no such room")
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter({"a": {"b"}, "b": {"a"}}).prepare()

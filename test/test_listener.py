@@ -20,7 +20,7 @@ from weight_update.errors import JoinRefusedError, LinkClosedError
 from weight_update.transports import listener as module
 from weight_update.transports.handshake import prove_token
 from weight_update.transports.listener import Listener
-from weight_update.transports.stream import Stream
+from weight_update.transports.shared_memory.unix_stream import Stream
 
 TOKEN = "confidential"
 LONG = 10.0

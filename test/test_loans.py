@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from weight_update.transports.loans import Loan
+from weight_update.transports.shared_memory.ipc_refcount import Loan
 
 fork = multiprocessing.get_context("fork")
 

@@ -15,13 +15,13 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from weight_update.chunks import Kind, WeightChunk
 from weight_update.errors import LinkClosedError, SyncTimeoutError, TransportError
-from weight_update.transports.c10d import Store
-from weight_update.transports.forks import listening_sockets
-from weight_update.transports.line import LocalLine
-from weight_update.transports.mailbox import Mailbox, UnsignedError, find_store, open_store
-from weight_update.transports.meeting import Ear, call
+from weight_update.transports.distributed.connection import LocalLine
+from weight_update.transports.distributed.local_rendezvous import Ear, call
+from weight_update.transports.distributed.signed_queue import Mailbox, UnsignedError, find_store, open_store
+from weight_update.transports.distributed.store import Store
+from weight_update.transports.inherited_sockets import listening_sockets
+from weight_update.wire.frames import Kind, WeightChunk
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def test_a_store_that_cannot_be_opened_listens_no_more(monkeypatch: pytest.Monke
     def fail(*_: object) -> None:
         raise LinkClosedError("no descriptors")
 
-    monkeypatch.setattr("weight_update.transports.c10d.StoreClient", fail)
+    monkeypatch.setattr("weight_update.transports.distributed.store.StoreClient", fail)
     try:
         open_store("127.0.0.1")
     except LinkClosedError:

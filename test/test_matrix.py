@@ -23,7 +23,8 @@ from weight_update import (
     WeightSyncScheme,
 )
 from weight_update.testing import Apart, Crew, Zoo, fingerprint, mlp, scramble
-from weight_update.testing.workers import Method, context_of
+from weight_update.testing.crew import context_of
+from weight_update.testing.workers import Method
 
 SCHEMES: dict[str, tuple[type[WeightSyncScheme], Method]] = {
     "shared_mem": (SharedMemWeightSyncScheme, "fork"),

@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing, suppress
 import pytest
 
 from weight_update.errors import JoinRefusedError, LinkClosedError, SyncTimeoutError
-from weight_update.transports.meeting import Call, Ear, call
+from weight_update.transports.distributed.local_rendezvous import Call, Ear, call
 
 
 @pytest.fixture

@@ -22,15 +22,15 @@ from weight_update import (
     WeightChunk,
     WeightSyncScheme,
 )
-from weight_update.chunks import Kind
 from weight_update.errors import JoinRefusedError, LinkClosedError
-from weight_update.peer import Holder
 from weight_update.schemes.liveness import liveness
-from weight_update.sender import Sender
+from weight_update.sender.peer import Holder
+from weight_update.sender.sender import Sender
 from weight_update.testing import Crew, mlp
+from weight_update.testing.crew import context_of
 from weight_update.testing.newcomers import forgotten, gone, join
-from weight_update.testing.workers import context_of
-from weight_update.transports.shared_mem import SharedMemTransport
+from weight_update.transports.shared_memory.transport import SharedMemTransport
+from weight_update.wire.frames import Kind
 
 KINDS = pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, DistributedWeightSyncScheme])
 

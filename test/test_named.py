@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictParams
 from torch import nn
 
-from weight_update.named import from_module
+from weight_update.strategy.named_weights import from_module
 
 
 class Renamed(nn.Module):

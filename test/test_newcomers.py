@@ -19,10 +19,10 @@ from weight_update import (
     WeightStrategy,
     WeightSyncScheme,
 )
-from weight_update.sender import Sender
+from weight_update.sender.sender import Sender
 from weight_update.testing import Crew, NewcomerContract, mlp
+from weight_update.testing.crew import context_of
 from weight_update.testing.newcomers import KilledNewcomerTests
-from weight_update.testing.workers import context_of
 
 
 class TestSharedMem(NewcomerContract, KilledNewcomerTests):

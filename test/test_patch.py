@@ -27,10 +27,11 @@ from weight_update import (
     group_schemes,
     send_together,
 )
-from weight_update.chunks import WeightSchema
 from weight_update.testing import Crew, fingerprint, scramble
+from weight_update.testing.crew import context_of
 from weight_update.testing.models import Brittle
-from weight_update.testing.workers import Method, context_of
+from weight_update.testing.workers import Method
+from weight_update.wire.schema import WeightSchema
 
 KINDS: dict[str, tuple[type[WeightSyncScheme], Method]] = {
     "memory": (MemoryWeightSyncScheme, "thread"),

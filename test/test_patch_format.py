@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from patch_cases import ALL_OPTIONS, Case, any_options, bf16_case, cases, lend, make_case, noise, options
 
-from weight_update.chunks import WeightSchema
-from weight_update.encodings.changes import BITS, Changes, Sparse
-from weight_update.encodings.patch_format import PatchOptions, decode_patch, encode_patch
+from weight_update.encodings.patch.changes import BITS, Changes, Sparse
+from weight_update.encodings.patch.format import PatchOptions, decode_patch, encode_patch
+from weight_update.wire.schema import WeightSchema
 
 DOCS = Path(__file__).parent.parent / "docs" / "patch_format.rst"
 

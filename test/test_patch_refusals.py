@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from patch_cases import Case, any_options, cases, lend, options
 
-from weight_update.chunks import WeightSchema
-from weight_update.encodings.changes import Changes, Run, Sparse
-from weight_update.encodings.gaps import join_units
-from weight_update.encodings.patch_format import PatchOptions, decode_patch, encode_patch
+from weight_update.encodings.patch.changes import Changes, Run, Sparse
+from weight_update.encodings.patch.format import PatchOptions, decode_patch, encode_patch
+from weight_update.encodings.patch.positions_flat import join_units
 from weight_update.errors import FormatError
+from weight_update.wire.schema import WeightSchema
 
 
 def decodes_or_refuses(payload: torch.Tensor, schema: WeightSchema) -> bool:

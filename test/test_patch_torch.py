@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from patch_cases import ALL_OPTIONS, Case, any_options, bf16_case, cases, lend, make_case, options
 
-from weight_update.chunks import WeightSchema
-from weight_update.encodings.changes import BITS, Changes, Sparse
-from weight_update.encodings.patch_format import PatchOptions, encode_patch
-from weight_update.encodings.patch_torch import encode_patch_on_device
+from weight_update.encodings.patch.changes import BITS, Changes, Sparse
+from weight_update.encodings.patch.encode_cuda import encode_patch_on_device
+from weight_update.encodings.patch.format import PatchOptions, encode_patch
+from weight_update.wire.schema import WeightSchema
 
 on_gpu = [
     pytest.mark.gpu,

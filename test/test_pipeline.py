@@ -28,8 +28,9 @@ from weight_update import (
     WeightSyncScheme,
 )
 from weight_update.testing import Apart, Crew, Zoo, fingerprint, scramble
+from weight_update.testing.crew import context_of
 from weight_update.testing.processes import freeze
-from weight_update.testing.workers import Method, context_of
+from weight_update.testing.workers import Method
 
 SCHEMES: dict[str, tuple[type[WeightSyncScheme], Method]] = {
     "shared_mem": (SharedMemWeightSyncScheme, "fork"),

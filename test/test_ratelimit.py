@@ -6,7 +6,7 @@ import time
 import pytest
 
 from weight_update.errors import LinkClosedError
-from weight_update.ratelimit import RateLimitedLog, Refusals
+from weight_update.transports.rate_limit import RateLimitedLog, Refusals
 
 
 @pytest.fixture

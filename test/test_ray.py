@@ -28,7 +28,6 @@ from weight_update import (
     WeightStrategy,
     WeightSyncScheme,
 )
-from weight_update.chunks import Kind
 from weight_update.testing import (
     NewcomerContract,
     SchemeContract,
@@ -42,10 +41,11 @@ from weight_update.testing.lifecycle import LifecycleTests
 from weight_update.testing.processes import freeze
 from weight_update.testing.ray_workers import RayWorker
 from weight_update.testing.transports import Ends
-from weight_update.transports.ray import RayTransport
-from weight_update.transports.ray_board import close_board, find_board, open_board
-from weight_update.transports.ray_door import RayListener
-from weight_update.transports.ray_shelf import Shelf
+from weight_update.transports.ray.listener import RayListener
+from weight_update.transports.ray.object_store import Shelf
+from weight_update.transports.ray.rendezvous import close_board, find_board, open_board
+from weight_update.transports.ray.transport import RayTransport
+from weight_update.wire.frames import Kind
 
 ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "weight-update[ray]"')
 from ray_parts import (  # noqa: E402

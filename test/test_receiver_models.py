@@ -20,7 +20,7 @@ from weight_update import (
     WeightSyncScheme,
     arena,
 )
-from weight_update.own_weights import Behind, OwnWeights
+from weight_update.receiver.flat_buffers import Behind, OwnWeights
 
 WAIT = 20.0
 

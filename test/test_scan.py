@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scan_parts import Tensors, check_form, flat_of, flip, same, schema_of
 
-from weight_update.chunks import DTYPES, TensorMeta, WeightSchema
-from weight_update.encodings import scan as scan_module
-from weight_update.encodings.changes import Changes
-from weight_update.encodings.scan import LARGE, PIECE, Scan, Scanner
+from weight_update.encodings.patch import diff_cpu as scan_module
+from weight_update.encodings.patch.changes import Changes
+from weight_update.encodings.patch.diff_cpu import LARGE, PIECE, Scan, Scanner
 from weight_update.testing import Zoo, random_bits
 from weight_update.testing.models import small_views
+from weight_update.wire.schema import DTYPES, TensorMeta, WeightSchema
 
 
 def scanned(scanner: Scanner, schema: WeightSchema, tensors: Tensors, snapshot: torch.Tensor) -> Scan:

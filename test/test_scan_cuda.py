@@ -8,11 +8,11 @@ import pytest
 import torch
 from scan_parts import Tensors, check_form, flat_of, flip, same, schema_of
 
-from weight_update.chunks import DTYPES, WeightSchema
-from weight_update.encodings import scan_cuda
-from weight_update.encodings.changes import Changes, Run, Sparse
-from weight_update.encodings.scan_cuda import CudaScanner, Queues
+from weight_update.encodings.patch import diff_cuda as scan_cuda
+from weight_update.encodings.patch.changes import Changes, Run, Sparse
+from weight_update.encodings.patch.diff_cuda import CudaScanner, Queues
 from weight_update.testing import random_bits
+from weight_update.wire.schema import DTYPES, WeightSchema
 
 gpu = [
     pytest.mark.gpu,

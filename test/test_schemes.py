@@ -16,8 +16,8 @@ from weight_update import (
 )
 from weight_update.testing import Apart, ApartInTwos, Crew, SchemeContract, mlp, scramble
 from weight_update.testing.cases import assert_equal
-from weight_update.testing.workers import context_of
-from weight_update.transports import line
+from weight_update.testing.crew import context_of
+from weight_update.transports.distributed import connection as line
 
 
 class TestSharedMem(SchemeContract):

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from weight_update import NotEnoughMemoryError
-from weight_update.transports import slots
-from weight_update.transports.slots import SharedBuffer, SlotTable, may_run, open_slot
+from weight_update.transports.shared_memory import slots
+from weight_update.transports.shared_memory.slots import SharedBuffer, SlotTable, may_run, open_slot
 
 
 def test_clearing_while_another_thread_releases():

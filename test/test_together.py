@@ -22,7 +22,7 @@ from weight_update import (
     group_schemes,
     send_together,
 )
-from weight_update.joint import run_jointly
+from weight_update.receiver.group_commit import run_jointly
 from weight_update.testing import mlp
 
 LIMIT = 0.3

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 import pytest
 
-from weight_update.chunks import Kind, WeightChunk
 from weight_update.errors import JoinRefusedError, LinkClosedError
 from weight_update.testing import TransportContract, greet
 from weight_update.testing.transports import (
@@ -31,9 +30,10 @@ from weight_update.transports import (
     SharedMemTransport,
     distributed,
 )
-from weight_update.transports.distributed import DistributedListener
-from weight_update.transports.mailbox import Mailbox, find_store, open_store
-from weight_update.transports.shared_mem import SharedMemListener
+from weight_update.transports.distributed.signed_queue import Mailbox, find_store, open_store
+from weight_update.transports.distributed.transport import DistributedListener
+from weight_update.transports.shared_memory.transport import SharedMemListener
+from weight_update.wire.frames import Kind, WeightChunk
 
 
 class TestMemoryTransport(TransportContract):

@@ -1,6 +1,5 @@
 """Synchronize the weights of a policy from its trainer to its rollout workers."""
 
-from weight_update.chunks import TensorMeta, WeightChunk, WeightSchema
 from weight_update.compression import Compression, register_compression
 from weight_update.encodings import (
     BucketEncoding,
@@ -11,7 +10,7 @@ from weight_update.encodings import (
     WholeEncoding,
     register_encoding,
 )
-from weight_update.engine import InferenceEngine
+from weight_update.engines.base import InferenceEngine
 from weight_update.errors import (
     ConversionError,
     CorruptCheckpointError,
@@ -33,8 +32,7 @@ from weight_update.errors import (
     WeightSyncError,
     WorkerError,
 )
-from weight_update.gate import Gate
-from weight_update.handle import SendHandle
+from weight_update.receiver.gate import Gate
 from weight_update.report import SyncReport
 from weight_update.schemes import (
     DistributedWeightSyncScheme,
@@ -52,8 +50,9 @@ from weight_update.schemes import (
     group_schemes,
     send_together,
 )
-from weight_update.shards import GatherShards
-from weight_update.strategy import WeightStrategy
+from weight_update.sender.handle import SendHandle
+from weight_update.strategy.gather import GatherShards
+from weight_update.strategy.strategy import WeightStrategy
 from weight_update.synchronizer import (
     BlockingExplorer,
     BlockingTrainer,
@@ -75,6 +74,8 @@ from weight_update.transports import (
     SharedMemTransport,
     TransportBackend,
 )
+from weight_update.wire.frames import WeightChunk
+from weight_update.wire.schema import TensorMeta, WeightSchema
 
 __version__ = "0.1.0"
 

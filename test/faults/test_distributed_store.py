@@ -31,9 +31,9 @@ from faults_tools import (
 from torch.distributed import DistError, TCPStore
 
 from weight_update import DistributedWeightSyncScheme, SyncFailedError, WeightChunk
-from weight_update.chunks import Kind
-from weight_update.ratelimit import Refusals
-from weight_update.transports.mailbox import Mailbox
+from weight_update.transports.distributed.signed_queue import Mailbox
+from weight_update.transports.rate_limit import Refusals
+from weight_update.wire.frames import Kind
 
 SHAPE = (8, 4096)  # more than what travels with a signal
 

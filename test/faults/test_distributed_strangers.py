@@ -34,8 +34,8 @@ from faults_tools import (
 from torch.distributed import DistError, TCPStore
 
 from weight_update import DistributedWeightSyncScheme, WeightChunk
-from weight_update.chunks import Kind
-from weight_update.ratelimit import Refusals
+from weight_update.transports.rate_limit import Refusals
+from weight_update.wire.frames import Kind
 
 WORKERS = 2
 SHAPE = (24, 4096)  # 400 KB: more than what travels with a signal

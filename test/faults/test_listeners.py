@@ -28,9 +28,9 @@ from weight_update import (
     SyncTimeoutError,
     WeightChunk,
 )
-from weight_update.chunks import Kind
 from weight_update.errors import LinkClosedError
 from weight_update.testing.processes import freeze
+from weight_update.wire.frames import Kind
 
 CTX = mp.get_context("fork")
 

@@ -34,10 +34,10 @@ from weight_update import (
     SyncFailedError,
     WeightStrategy,
 )
-from weight_update.destination import Destination
 from weight_update.errors import LinkClosedError
-from weight_update.receiver import Receiver
-from weight_update.transports import slots
+from weight_update.receiver.receiver import Receiver
+from weight_update.receiver.targets import Destination
+from weight_update.transports.shared_memory import slots
 
 
 @pytest.fixture

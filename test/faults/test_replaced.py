@@ -22,10 +22,10 @@ from weight_update import (
     WeightChunk,
     WeightSyncScheme,
 )
-from weight_update.chunks import Kind
-from weight_update.transports.distributed import this_host
-from weight_update.transports.line import DOOR
-from weight_update.transports.mailbox import Mailbox, find_store
+from weight_update.transports.distributed.connection import DOOR
+from weight_update.transports.distributed.signed_queue import Mailbox, find_store
+from weight_update.transports.distributed.transport import this_host
+from weight_update.wire.frames import Kind
 
 LIMIT = 1.0
 KINDS: dict[str, tuple[type[WeightSyncScheme], dict[str, Any]]] = {

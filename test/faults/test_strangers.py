@@ -35,11 +35,11 @@ from faults_tools import (
 )
 
 from weight_update import SharedMemWeightSyncScheme, WeightChunk
-from weight_update.chunks import Kind
 from weight_update.errors import JoinRefusedError
 from weight_update.testing.processes import freeze
 from weight_update.transports.handshake import Challenge, prove_token
-from weight_update.transports.stream import Stream
+from weight_update.transports.shared_memory.unix_stream import Stream
+from weight_update.wire.frames import Kind
 
 WORKERS = 2
 

@@ -29,7 +29,7 @@ from weight_update import (
     WeightSyncScheme,
 )
 from weight_update.synchronizer import ExplorerClient, TrainerClient
-from weight_update.transports.c10d import Store
+from weight_update.transports.distributed.store import Store
 
 LIMIT = 0.5
 SLACK = 4.0
@@ -225,7 +225,7 @@ def test_what_a_default_store_raises_reaches_the_caller(monkeypatch: pytest.Monk
 
 
 def test_a_process_group_of_nccl_whose_store_stops(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weight_update.transports.c10d.REPLY_SECONDS", LIMIT)
+    monkeypatch.setattr("weight_update.transports.distributed.store.REPLY_SECONDS", LIMIT)
     peer = crew.start(None, 0, make)
     store = Store("127.0.0.1", peer.call(open_default_store))
     peer.signal(signal.SIGSTOP)

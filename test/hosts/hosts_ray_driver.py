@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from weight_update import RayWeightSyncScheme, SyncFailedError
-from weight_update.chunks import digest
+from weight_update.wire.memory import digest
 
 
 @ray.remote(num_cpus=0)

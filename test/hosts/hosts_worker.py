@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from weight_update import DistributedWeightSyncScheme, TransportError
-from weight_update.chunks import digest
+from weight_update.wire.memory import digest
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from faults_tools import (
 from hosts_crew import HostsCrew
 
 from weight_update import DistributedWeightSyncScheme, SyncFailedError, TransportError
-from weight_update.transports import store_client
+from weight_update.transports.distributed import store_client
 
 LIMIT = 1.0
 CHAIN_LIMIT = 6.0

@@ -12,7 +12,7 @@ import torch
 from hosts_crew import HostsCrew
 from torch import nn
 
-from weight_update.chunks import digest
+from weight_update.wire.memory import digest
 
 HERE = Path(__file__).parent
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from weight_update.testing.ray_workers import RayWorker, _Runner, _Stage
 from weight_update.testing.workers import ANSWER_SECONDS
-from weight_update.transports.ray_board import require_ray
+from weight_update.transports.ray.rendezvous import require_ray
 
 
 class PeerStage(_Stage):

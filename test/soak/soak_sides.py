@@ -30,7 +30,8 @@ from weight_update import (
     TrainerClient,
     WeightStrategy,
 )
-from weight_update.testing.workers import Body, Worker, start_worker
+from weight_update.testing.crew import start_worker
+from weight_update.testing.workers import Body, Worker
 
 FAULTS = (
     "kill",

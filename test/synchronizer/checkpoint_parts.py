@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from weight_update.chunks import DTYPES
 from weight_update.synchronizer import CheckpointStore
+from weight_update.wire.schema import DTYPES
 
 Tensors = dict[str, torch.Tensor]
 

@@ -10,7 +10,7 @@ from sync_parts import model_at
 
 from weight_update import ExplorerClient, FormatError, LifecycleError, Synchronizer, SyncMethod, TrainerClient
 from weight_update.synchronizer import wire
-from weight_update.transports.stream import Stream
+from weight_update.transports.shared_memory.unix_stream import Stream
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from sync_parts import Waiting, model_at, set_to, step_of, synchronizer, wait_un
 from torch import nn
 
 from weight_update import ExplorerClient, RunningStatus, SyncMethod, SyncStyle, TrainerClient
-from weight_update.synchronizer.machine import Machine
 from weight_update.synchronizer.plan import SyncPlan
+from weight_update.synchronizer.state_machine import Machine
 
 REQUIRE_SYNC, RUNNING = RunningStatus.REQUIRE_SYNC, RunningStatus.RUNNING
 HELD = [SyncMethod.MEMORY, SyncMethod.CHECKPOINT]

@@ -28,7 +28,7 @@ from weight_update import (
 from weight_update.synchronizer.channels import SocketChannel
 from weight_update.synchronizer.wire import CONTEXT, Wire
 from weight_update.transports.listener import Listener
-from weight_update.transports.stream import Stream, seconds_left
+from weight_update.transports.shared_memory.unix_stream import Stream, seconds_left
 
 TIMEOUT = 0.5
 SOON = 8 * TIMEOUT  # other programs run on this machine, too

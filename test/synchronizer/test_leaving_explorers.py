@@ -21,8 +21,8 @@ from weight_update import (
     TrainerClient,
 )
 from weight_update.synchronizer.register import Register
-from weight_update.synchronizer.roads import Inlet, Outlet
 from weight_update.synchronizer.state import Explorer
+from weight_update.synchronizer.transfer import Inlet, Outlet
 
 REQUIRE_SYNC = RunningStatus.REQUIRE_SYNC
 

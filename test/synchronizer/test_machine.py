@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from weight_update.synchronizer.machine import Machine
 from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncPlan, SyncStyle
 from weight_update.synchronizer.state import Outcome
+from weight_update.synchronizer.state_machine import Machine
 
 HELD = [SyncMethod.MEMORY, SyncMethod.CHECKPOINT]
 EVERY = list(SyncMethod)

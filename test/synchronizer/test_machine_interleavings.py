@@ -7,9 +7,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from weight_update.synchronizer.machine import Machine
 from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncPlan, SyncStyle
 from weight_update.synchronizer.state import Explorer
+from weight_update.synchronizer.state_machine import Machine
 
 IDS = st.integers(0, 3)
 LUCK = st.integers(0, 7)

@@ -24,8 +24,8 @@ from weight_update import (
     TrainerClient,
     TransportError,
 )
-from weight_update.synchronizer.coordinator import Coordinator
 from weight_update.synchronizer.plan import SyncPlan
+from weight_update.synchronizer.service import Coordinator
 
 EVERY = list(SyncMethod)
 

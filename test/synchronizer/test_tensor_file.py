@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weight_update import CorruptCheckpointError, UnsupportedSourceError
-from weight_update.synchronizer.tensor_file import pack, unpack
+from weight_update.checkpoints.safetensors import pack, unpack
 
 
 def packed(tensors) -> bytes:
@@ -79,7 +79,7 @@ def test_extra_state_comes_back() -> None:
 def test_extra_state_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedSourceError, match="holds a set"):
         pack({"_extra_state": {1, 2}})
-    monkeypatch.setattr("weight_update.synchronizer.tensor_file._MAX_HEADER_BYTES", 1_000_000)
+    monkeypatch.setattr("weight_update.checkpoints.safetensors._MAX_HEADER_BYTES", 1_000_000)
     with pytest.raises(UnsupportedSourceError, match=r"2 MB .* keep large tensors in parameters"):
         pack({"_extra_state": "x" * 2_000_000})
     with pytest.raises(UnsupportedSourceError, match="'w' is a int"):

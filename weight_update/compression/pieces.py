@@ -25,9 +25,9 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 
-from weight_update.chunks import byte_view
 from weight_update.compression.base import Compression
 from weight_update.errors import FormatError
+from weight_update.wire.memory import byte_view
 
 __all__ = ["PIECE_BYTES", "PiecewiseCompression"]
 

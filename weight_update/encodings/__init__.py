@@ -21,7 +21,7 @@ from weight_update.encodings.base import (
 from weight_update.encodings.bucket import BucketEncoding
 from weight_update.encodings.config import encoding_from_config
 from weight_update.encodings.dense import DenseEncoding
-from weight_update.encodings.patch import PatchEncoding
+from weight_update.encodings.patch.encoding import PatchEncoding
 
 __all__ = [
     "BucketEncoding",

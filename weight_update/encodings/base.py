@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
-from weight_update.chunks import WeightSchema
 from weight_update.errors import FormatError
+from weight_update.wire.schema import WeightSchema
 
 __all__ = [
     "Decoder",

@@ -14,12 +14,12 @@ from typing import ClassVar, Literal, get_args
 import numpy as np
 import torch
 
-from weight_update.chunks import ALIGNMENT, DTYPES, WeightSchema, byte_view, dtype_name
 from weight_update.encodings.base import Decoder, Encoder, Lend, WholeEncoding, register_encoding
-from weight_update.encodings.joining import Joiner
-from weight_update.encodings.views import ViewCache
+from weight_update.encodings.reassembly import Joiner
+from weight_update.encodings.view_cache import ViewCache
 from weight_update.errors import FormatError
-from weight_update.kernels import await_stream
+from weight_update.wire.memory import await_stream, byte_view
+from weight_update.wire.schema import ALIGNMENT, DTYPES, WeightSchema, dtype_name
 
 __all__ = ["BucketEncoding", "require_bool", "require_size"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from weight_update.encodings.base import Encoding
 from weight_update.encodings.bucket import BucketEncoding, require_bool
-from weight_update.encodings.patch import PatchEncoding
+from weight_update.encodings.patch.encoding import PatchEncoding
 
 __all__ = ["encoding_from_config"]
 

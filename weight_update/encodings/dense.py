@@ -8,12 +8,12 @@ from typing import ClassVar
 
 import torch
 
-from weight_update.chunks import TensorMeta, WeightSchema
 from weight_update.encodings.base import Decoder, Encoder, Lend, WholeEncoding, register_encoding
-from weight_update.encodings.scan import SERIAL
-from weight_update.encodings.views import ViewCache
+from weight_update.encodings.patch.diff_cpu import SERIAL
+from weight_update.encodings.view_cache import ViewCache
 from weight_update.errors import FormatError
-from weight_update.kernels import await_stream
+from weight_update.wire.memory import await_stream
+from weight_update.wire.schema import TensorMeta, WeightSchema
 
 __all__ = ["DenseEncoding"]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from weight_update.engine import InferenceEngine
+from weight_update.engines.base import InferenceEngine
 from weight_update.errors import LifecycleError, SyncTimeoutError
 
 __all__ = ["ExclusiveEngine", "batches"]

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from weight_update.chunks import WeightSchema
 from weight_update.engines.exclusive import ExclusiveEngine, batches
+from weight_update.wire.schema import WeightSchema
 
 __all__ = ["VLLMEngine", "WorkerExtension"]
 

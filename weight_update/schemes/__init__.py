@@ -1,8 +1,8 @@
 """Schemes: the lifecycle of weight synchronization, one small class for each way to connect."""
 
-from weight_update.schemes.backends import WeightSyncBackend
-from weight_update.schemes.base import WeightSyncScheme
+from weight_update.schemes.base import WeightSyncBackend, WeightSyncScheme
 from weight_update.schemes.distributed import DistributedWeightSyncScheme
+from weight_update.schemes.group import group_schemes, send_together
 from weight_update.schemes.memory import MemoryWeightSyncScheme
 from weight_update.schemes.multiprocess import MultiProcessWeightSyncScheme
 from weight_update.schemes.no_sync import NoWeightSyncScheme
@@ -11,7 +11,6 @@ from weight_update.schemes.ray_transform import RayModuleTransformScheme
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
 from weight_update.schemes.rpc import RPCWeightSyncScheme
 from weight_update.schemes.shared_mem import SharedMemWeightSyncScheme
-from weight_update.schemes.together import group_schemes, send_together
 
 __all__ = [
     "DistributedWeightSyncScheme",

@@ -12,20 +12,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from multiprocessing.util import Finalize
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import torch
 
-from weight_update.chunks import WeightSchema
 from weight_update.errors import FormatError, JoinRefusedError, LifecycleError, TransportError
-from weight_update.forked import warn_if_forked
-from weight_update.gate import Hold, shared_gate
-from weight_update.handle import SendHandle, failed
-from weight_update.named import NamedWeights
-from weight_update.ratelimit import Refusals
-from weight_update.receiver import Receiver
+from weight_update.receiver.forked_threads import warn_if_forked
+from weight_update.receiver.gate import Hold, shared_gate
+from weight_update.receiver.receiver import Receiver
 from weight_update.report import SyncReport
-from weight_update.schemes.context import (
+from weight_update.schemes.collector import (
     cascade,
     count_update,
     register_with_torchrl,
@@ -34,16 +30,24 @@ from weight_update.schemes.context import (
 )
 from weight_update.schemes.liveness import WorkerAlive, liveness
 from weight_update.schemes.sources import DeviceMap, ModelOf, Sources
-from weight_update.sender import Sender
+from weight_update.sender.handle import SendHandle, failed
+from weight_update.sender.sender import Sender
 from weight_update.sharded import Alone, Follower, Gathering, Leader, Ranks
-from weight_update.shards import GatherShards
-from weight_update.strategy import WeightStrategy, resolve_strategy
+from weight_update.strategy.gather import GatherShards
+from weight_update.strategy.named_weights import NamedWeights
+from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
 from weight_update.transports.base import TransportBackend
+from weight_update.transports.rate_limit import Refusals
+from weight_update.wire.schema import WeightSchema
 
-if TYPE_CHECKING:
-    from weight_update.schemes.backends import WeightSyncBackend
+__all__ = ["WeightSyncBackend", "WeightSyncScheme"]
 
-__all__ = ["WeightSyncScheme"]
+WeightSyncBackend = Literal[
+    "none", "direct", "shared", "thread", "process", "multiprocessing", "distributed", "rpc", "ray"
+]
+"""The names that :meth:`WeightSyncScheme.from_backend` takes, which are TorchRL's."""
+
+_ALIASES = {"direct": "none", "thread": "shared", "multiprocessing": "process"}
 
 End = Literal["sender", "receiver"]
 Newcomers = Callable[[int], Any]
@@ -133,9 +137,17 @@ class WeightSyncScheme(ABC):
         Raises:
             ValueError: an unknown backend; the message lists the known ones.
         """
-        from weight_update.schemes.backends import scheme_of  # the schemes derive from this class
+        found = _BACKENDS.get(_ALIASES.get(backend, backend))
+        if found is None:
+            known = ", ".join(map(repr, get_args(WeightSyncBackend)))
+            raise ValueError(f"Unsupported weight-sync backend {backend!r}; give one of {known}")
+        return found(**options)
 
-        return scheme_of(backend)(**options)
+    def __init_subclass__(cls, *, backend: str | None = None, **kwargs: Any) -> None:
+        """Register a scheme under the name of its backend, if it has one."""
+        super().__init_subclass__(**kwargs)
+        if backend is not None:
+            _BACKENDS[backend] = cls
 
     def _forget_parent(self) -> None:
         """In a forked child: give up the parent's side, which came along without being asked."""
@@ -759,6 +771,10 @@ class WeightSyncScheme(ABC):
                 "this is not a connected receiver; call init_on_receiver() and connect() first"
             )
         return self._receiver
+
+
+_BACKENDS: dict[str, type[WeightSyncScheme]] = {}
+"""Schemes by the name of their backend; each class registers itself."""
 
 
 def _require_seconds(option: str, given: Any) -> float:

@@ -14,18 +14,18 @@ import torch
 import torch.distributed as dist
 
 from weight_update.errors import LifecycleError, SyncTimeoutError
-from weight_update.schemes.context import first_worker_of
+from weight_update.schemes.collector import first_worker_of
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
 from weight_update.schemes.sources import DeviceMap
-from weight_update.strategy import ExtractAs, WeightStrategy
-from weight_update.transports.c10d import leave_in_order
+from weight_update.strategy.strategy import ExtractAs, WeightStrategy
+from weight_update.transports.distributed.store import leave_in_order
 
 __all__ = ["DistributedWeightSyncScheme"]
 
 _GRACE_SECONDS = 0.2  # for the store to say itself that there was nothing in time
 
 
-class DistributedWeightSyncScheme(RemoteWeightSyncScheme):
+class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed"):
     """torch.distributed, with a process group or without one; a default group is left alone.
 
     Workers find the sender by what the scheme carries when it is pickled to them after ``init_on_sender``. A

@@ -8,10 +8,10 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from weight_update.errors import LifecycleError
-from weight_update.ratelimit import Refusals
 from weight_update.schemes.base import End, Newcomers, WeightSyncScheme
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.memory import MemoryTransport
+from weight_update.transports.rate_limit import Refusals
 
 __all__ = ["MemoryWeightSyncScheme"]
 

@@ -12,14 +12,14 @@ import torch.multiprocessing as mp
 
 from weight_update.errors import LifecycleError
 from weight_update.schemes.base import End, WeightSyncScheme
-from weight_update.strategy import WeightStrategy
+from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.multiprocess import MPTransport
 
 __all__ = ["MultiProcessWeightSyncScheme"]
 
 
-class MultiProcessWeightSyncScheme(WeightSyncScheme):
+class MultiProcessWeightSyncScheme(WeightSyncScheme, backend="process"):
     """Each worker has a queue for weights and one for answers.
 
     An update is one item of the queue, however many tensors it carries: the item names a flat buffer that

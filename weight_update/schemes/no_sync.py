@@ -7,14 +7,14 @@ from typing import Any
 from weight_update.errors import LifecycleError
 from weight_update.report import SyncReport
 from weight_update.schemes.base import End, WeightSyncScheme
-from weight_update.schemes.context import register_with_torchrl
-from weight_update.strategy import WeightStrategy
+from weight_update.schemes.collector import register_with_torchrl
+from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 
 __all__ = ["NoWeightSyncScheme"]
 
 
-class NoWeightSyncScheme(WeightSyncScheme):
+class NoWeightSyncScheme(WeightSyncScheme, backend="none"):
     """For models that need no synchronization: every call succeeds at once and does nothing."""
 
     def __init__(self, strategy: str | WeightStrategy = "tensordict", sync: bool = True) -> None:

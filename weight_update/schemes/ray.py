@@ -14,22 +14,22 @@ from weight_update.errors import LifecycleError, SyncFailedError, SyncTimeoutErr
 from weight_update.schemes.base import Door, End
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
 from weight_update.schemes.sources import DeviceMap
-from weight_update.sender import Sender
-from weight_update.strategy import WeightStrategy
+from weight_update.sender.sender import Sender
+from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
-from weight_update.transports.distributed import DistributedTransport
-from weight_update.transports.ray import RayTransport
-from weight_update.transports.ray_actors import ActorLink, ActorWatch
-from weight_update.transports.ray_board import ask, close_board, find_board, open_board, require_ray
-from weight_update.transports.ray_door import RayListener
-from weight_update.transports.ray_shelf import Shelf
+from weight_update.transports.distributed.transport import DistributedTransport
+from weight_update.transports.ray.actors import ActorLink, ActorWatch
+from weight_update.transports.ray.listener import RayListener
+from weight_update.transports.ray.object_store import Shelf
+from weight_update.transports.ray.rendezvous import ask, close_board, find_board, open_board, require_ray
+from weight_update.transports.ray.transport import RayTransport
 
 __all__ = ["RayWeightSyncScheme"]
 
 _GRACE_SECONDS = 1.0  # for the actor to say itself that there was nothing in time
 
 
-class RayWeightSyncScheme(RemoteWeightSyncScheme):
+class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
     """Workers are Ray actors, on any node. Ray must run in each process (``ray.init()``, or inside an actor).
 
     Both sides meet at a small named actor that the sender starts; it costs no CPU slot, and ends with

@@ -6,9 +6,9 @@ from typing import Any
 
 from weight_update.errors import LifecycleError, SyncFailedError, WorkerError
 from weight_update.schemes.ray import RayWeightSyncScheme
-from weight_update.sender import Sender
-from weight_update.strategy import WeightStrategy
-from weight_update.transports.ray_board import require_ray
+from weight_update.sender.sender import Sender
+from weight_update.strategy.strategy import WeightStrategy
+from weight_update.transports.ray.rendezvous import require_ray
 
 __all__ = ["RayModuleTransformScheme"]
 

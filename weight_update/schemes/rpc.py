@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 from weight_update.errors import LifecycleError, SyncTimeoutError
-from weight_update.receiver import Receiver
+from weight_update.receiver.receiver import Receiver
 from weight_update.schemes.base import End
-from weight_update.schemes.context import rrefs_of
+from weight_update.schemes.collector import rrefs_of
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
 from weight_update.schemes.rpc_notices import Question, own_name, post, withdraw
 from weight_update.schemes.sources import DeviceMap
-from weight_update.strategy import WeightStrategy
+from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
-from weight_update.transports.distributed import DistributedTransport
+from weight_update.transports.distributed.transport import DistributedTransport
 from weight_update.transports.rpc import RPCTransport, called_for
 
 __all__ = ["RPCWeightSyncScheme"]
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 _LEAVE_SECONDS = 5.0
 
 
-class RPCWeightSyncScheme(RemoteWeightSyncScheme):
+class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
     """Workers find the sender, and are called by it, through torch.distributed.rpc.
 
     Weights travel as in :class:`RemoteWeightSyncScheme`, and a background thread of the worker applies

@@ -9,15 +9,15 @@ import torch
 
 from weight_update.errors import LifecycleError
 from weight_update.schemes.base import End, WeightSyncScheme
-from weight_update.strategy import WeightStrategy
+from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
-from weight_update.transports.cuda_slots import cuda_device
-from weight_update.transports.shared_mem import SharedMemListener, SharedMemTransport
+from weight_update.transports.shared_memory.cuda_slots import cuda_device
+from weight_update.transports.shared_memory.transport import SharedMemListener, SharedMemTransport
 
 __all__ = ["SharedMemWeightSyncScheme"]
 
 
-class SharedMemWeightSyncScheme(WeightSyncScheme):
+class SharedMemWeightSyncScheme(WeightSyncScheme, backend="shared"):
     """Workers on one machine point their parameters at shared memory that the sender fills.
 
     Two slots alternate: the sender copies the weights into the one that no worker reads, then names it to

@@ -12,11 +12,11 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from weight_update.errors import NothingToSendError, UnknownWorkerError, UnsupportedSourceError
-from weight_update.named import NamedWeights
-from weight_update.schemes.context import devices_of, factories_of, resolve_model
+from weight_update.schemes.collector import devices_of, factories_of, resolve_model
 from weight_update.sharded import Gathering
-from weight_update.shards import reshard, sharded
-from weight_update.strategy import WeightStrategy
+from weight_update.sharded.plan import reshard, sharded
+from weight_update.strategy.named_weights import NamedWeights
+from weight_update.strategy.strategy import WeightStrategy
 
 __all__ = ["ModelOf", "Sources"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from weight_update.shards import Batch, Item, local_of
+from weight_update.sharded.plan import Batch, Item, local_of
 
 __all__ = ["Coming", "Tensors", "flat", "whole_of"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from weight_update.named import NamedWeights
 from weight_update.report import SyncReport
-from weight_update.sender import Outcome
+from weight_update.sender.sender import Outcome
 from weight_update.sharded.errors import error_from_wire
 from weight_update.sharded.links import Message
 from weight_update.sharded.ranks import Ranks
+from weight_update.strategy.named_weights import NamedWeights
 
 __all__ = ["Follower"]
 
@@ -18,7 +18,7 @@ _PATIENCE = 8  # times the timeout: it begins on the leader when all was sent
 
 
 class Follower:
-    """Stands where the leading rank has its :class:`~weight_update.sender.Sender`.
+    """Stands where the leading rank has its :class:`~weight_update.sender.sender.Sender`.
 
     It has no links, opens no port, and takes no memory: it gives its parts of the weights when they are put
     together, and learns from the leader what became of each call.

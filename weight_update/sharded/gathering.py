@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from weight_update.errors import SyncFailedError, WeightSyncError
-from weight_update.named import NamedWeights
 from weight_update.sharded.batch import Coming, Tensors, flat, whole_of
 from weight_update.sharded.links import Message
+from weight_update.sharded.plan import Batch, Row, local_of, plan, rows_of
 from weight_update.sharded.ranks import Ranks
-from weight_update.shards import Batch, GatherShards, Row, local_of, plan, rows_of
+from weight_update.strategy.gather import GatherShards
+from weight_update.strategy.named_weights import NamedWeights
 
 __all__ = ["Gathering"]
 

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from weight_update.named import NamedWeights
 from weight_update.report import SyncReport
-from weight_update.sender import Outcome, Sender
+from weight_update.sender.sender import Outcome, Sender
 from weight_update.sharded.errors import error_to_wire
 from weight_update.sharded.links import Message
 from weight_update.sharded.ranks import Ranks
+from weight_update.strategy.named_weights import NamedWeights
 
 __all__ = ["Leader"]
 
@@ -26,7 +26,7 @@ class Leader(Sender):
 
     Args:
         ranks: the connection to the others.
-        arguments: as for :class:`~weight_update.sender.Sender`.
+        arguments: as for :class:`~weight_update.sender.sender.Sender`.
     """
 
     def __init__(self, ranks: Ranks, *arguments: Any) -> None:

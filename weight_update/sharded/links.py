@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from weight_update.errors import LifecycleError, SyncFailedError, SyncTimeoutError, WeightSyncError
 from weight_update.sharded.errors import error_from_wire, error_to_wire
-from weight_update.transports.c10d import PrefixStore, ProcessGroupGloo, disown, own
+from weight_update.transports.distributed.store import PrefixStore, ProcessGroupGloo, disown, own
 
 __all__ = ["Message", "RankLinks"]
 

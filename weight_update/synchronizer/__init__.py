@@ -1,15 +1,15 @@
 """When trainer and explorers synchronize, and by which road."""
 
-from weight_update.synchronizer.checkpoints import CheckpointStore
+from weight_update.checkpoints.manifest import Manifest
+from weight_update.checkpoints.store import CheckpointStore
 from weight_update.synchronizer.clients import ExplorerClient, TrainerClient
 from weight_update.synchronizer.explorer import BlockingExplorer
-from weight_update.synchronizer.host import Synchronizer
-from weight_update.synchronizer.machine import Machine
-from weight_update.synchronizer.manifests import Manifest
 from weight_update.synchronizer.metrics import Metrics
 from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncPlan, SyncStyle
-from weight_update.synchronizer.ray_host import RayHost
+from weight_update.synchronizer.ray_actor import RayHost
 from weight_update.synchronizer.server import Server
+from weight_update.synchronizer.state_machine import Machine
+from weight_update.synchronizer.synchronizer import Synchronizer
 from weight_update.synchronizer.trainer import BlockingTrainer
 
 __all__ = [

@@ -8,10 +8,10 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 from weight_update.errors import FormatError, LinkClosedError, SyncTimeoutError, TransportError
-from weight_update.synchronizer.coordinator import Coordinator
 from weight_update.synchronizer.desk import Reply
+from weight_update.synchronizer.service import Coordinator
 from weight_update.synchronizer.wire import Wire, connect
-from weight_update.transports.stream import seconds_left
+from weight_update.transports.shared_memory.unix_stream import seconds_left
 
 __all__ = ["Channel", "LocalChannel", "SocketChannel"]
 

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
-from weight_update.strategy import WeightStrategy
+from weight_update.strategy.strategy import WeightStrategy
 from weight_update.synchronizer.channels import Channel, LocalChannel, SocketChannel
 from weight_update.synchronizer.explorer import BlockingExplorer
-from weight_update.synchronizer.host import Synchronizer
 from weight_update.synchronizer.metrics import Metrics
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan
-from weight_update.synchronizer.ray_host import RayChannel, RayHost
+from weight_update.synchronizer.ray_actor import RayChannel, RayHost
 from weight_update.synchronizer.server import TOKEN, Server
+from weight_update.synchronizer.synchronizer import Synchronizer
 from weight_update.synchronizer.trainer import BlockingTrainer
 
 __all__ = ["ExplorerClient", "TrainerClient"]

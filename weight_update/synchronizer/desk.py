@@ -10,11 +10,11 @@ from typing import Any
 from weight_update.errors import LifecycleError
 from weight_update.synchronizer.addresses import is_loopback
 from weight_update.synchronizer.journal import Journal
-from weight_update.synchronizer.machine import Machine
 from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncPlan
 from weight_update.synchronizer.register import Client, Register
-from weight_update.synchronizer.roads import Ticket, key_of
 from weight_update.synchronizer.state import TRAINER_STOPPED, Explorer, Trainer
+from weight_update.synchronizer.state_machine import Machine
+from weight_update.synchronizer.transfer import Ticket, key_of
 
 __all__ = ["CHECKPOINT", "Desk", "Reply"]
 

@@ -10,18 +10,18 @@ from typing import Any
 
 from torch import nn
 
+from weight_update.checkpoints.files import Files
 from weight_update.errors import CorruptCheckpointError, TransportError, WeightSyncError
-from weight_update.gate import Gate
-from weight_update.strategy import WeightStrategy
+from weight_update.receiver.gate import Gate
+from weight_update.strategy.strategy import WeightStrategy
 from weight_update.synchronizer.channels import Channel
 from weight_update.synchronizer.desk import CHECKPOINT, Reply
-from weight_update.synchronizer.files import Files
 from weight_update.synchronizer.metrics import Metrics
 from weight_update.synchronizer.party import Party
 from weight_update.synchronizer.plan import SyncMethod, SyncStyle
-from weight_update.synchronizer.roads import Inlet, Ticket
 from weight_update.synchronizer.state import TRAINER_STOPPED
-from weight_update.transports.stream import deadline_of
+from weight_update.synchronizer.transfer import Inlet, Ticket
+from weight_update.transports.shared_memory.unix_stream import deadline_of
 
 __all__ = ["BlockingExplorer"]
 

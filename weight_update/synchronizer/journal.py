@@ -8,7 +8,7 @@ import os
 import threading
 from pathlib import Path
 
-from weight_update.synchronizer.durable import read_regular
+from weight_update.checkpoints.io import read_regular
 
 __all__ = ["Journal"]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from weight_update.errors import LifecycleError, LinkClosedError
-from weight_update.strategy import WeightStrategy
-from weight_update.synchronizer.roads import Inlet, Outlet, Shipment, Ticket
+from weight_update.strategy.strategy import WeightStrategy
+from weight_update.synchronizer.transfer import Inlet, Outlet, Shipment, Ticket
 
 __all__ = ["Kept", "Memory"]
 

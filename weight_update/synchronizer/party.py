@@ -11,12 +11,12 @@ import weakref
 from typing import Any, ClassVar
 
 from weight_update.errors import LifecycleError, LinkClosedError, TransportError
-from weight_update.strategy import WeightStrategy, resolve_strategy
+from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
 from weight_update.synchronizer.channels import Channel
 from weight_update.synchronizer.desk import Reply
 from weight_update.synchronizer.metrics import Metrics
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan
-from weight_update.synchronizer.roads import Ticket
+from weight_update.synchronizer.transfer import Ticket
 
 __all__ = ["Metrics", "Party"]
 

@@ -8,11 +8,11 @@ import secrets
 import socket
 
 from weight_update.errors import FormatError, TransportError
-from weight_update.ratelimit import RateLimitedLog
-from weight_update.synchronizer.coordinator import Coordinator
+from weight_update.synchronizer.service import Coordinator
 from weight_update.synchronizer.wire import CONTEXT, Wire
 from weight_update.transports.listener import Listener
-from weight_update.transports.stream import Stream, seconds_left
+from weight_update.transports.rate_limit import RateLimitedLog
+from weight_update.transports.shared_memory.unix_stream import Stream, seconds_left
 
 __all__ = ["TOKEN", "Server"]
 

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from weight_update.checkpoints.files import Files
 from weight_update.errors import LinkClosedError, SyncFailedError, SyncTimeoutError, TransportError
-from weight_update.strategy import WeightStrategy
+from weight_update.strategy.strategy import WeightStrategy
 from weight_update.synchronizer.addresses import is_loopback, require_reachable
 from weight_update.synchronizer.channels import Channel
 from weight_update.synchronizer.desk import Reply
-from weight_update.synchronizer.files import Files
 from weight_update.synchronizer.metrics import Metrics
 from weight_update.synchronizer.party import Party
 from weight_update.synchronizer.plan import RunningStatus, SyncStyle
-from weight_update.synchronizer.roads import Outlet, Shipment, Ticket
-from weight_update.transports.pairs import pair_of
-from weight_update.transports.stream import deadline_of
+from weight_update.synchronizer.transfer import Outlet, Shipment, Ticket
+from weight_update.transports.distributed.relay.pairs import pair_of
+from weight_update.transports.shared_memory.unix_stream import deadline_of
 
 __all__ = ["BlockingTrainer"]
 

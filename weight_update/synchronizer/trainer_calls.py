@@ -8,9 +8,9 @@ from weight_update.errors import WeightSyncError
 from weight_update.synchronizer.desk import Desk, Reply
 from weight_update.synchronizer.memory import Memory
 from weight_update.synchronizer.plan import RunningStatus, SyncStyle
-from weight_update.synchronizer.roads import Ticket
 from weight_update.synchronizer.state import Trainer
-from weight_update.transports.stream import deadline_of
+from weight_update.synchronizer.transfer import Ticket
+from weight_update.transports.shared_memory.unix_stream import deadline_of
 
 __all__ = ["TrainerCalls"]
 

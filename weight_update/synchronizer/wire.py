@@ -24,7 +24,7 @@ from typing import Any
 
 from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, SyncTimeoutError
 from weight_update.transports.handshake import prove_token
-from weight_update.transports.stream import Stream, deadline_of
+from weight_update.transports.shared_memory.unix_stream import Stream, deadline_of
 
 __all__ = ["CONTEXT", "Wire", "connect"]
 

@@ -10,8 +10,9 @@ import pytest
 from torch import nn
 
 from weight_update.schemes import WeightSyncScheme
+from weight_update.testing.crew import Crew, context_of
 from weight_update.testing.models import fingerprint, mlp
-from weight_update.testing.workers import Crew, Method, context_of
+from weight_update.testing.workers import Method
 
 __all__ = ["Assemble", "SchemeCase", "assert_equal"]
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from weight_update.chunks import WeightSchema
 from weight_update.encodings import (
     DeltaEncoding,
     Encoding,
@@ -19,8 +18,9 @@ from weight_update.encodings import (
     resolve_encoding,
 )
 from weight_update.errors import FormatError
-from weight_update.strategy import WeightStrategy
+from weight_update.strategy.strategy import WeightStrategy
 from weight_update.testing.models import Zoo, fingerprint, mlp, random_bits, scramble, small_views
+from weight_update.wire.schema import WeightSchema
 
 __all__ = ["EncodingContract"]
 

@@ -22,8 +22,8 @@ from weight_update.errors import (
 )
 from weight_update.report import SyncReport
 from weight_update.testing.cases import Assemble, SchemeCase, assert_equal
+from weight_update.testing.crew import context_of
 from weight_update.testing.models import Zoo, fingerprint, mlp, scramble
-from weight_update.testing.workers import context_of
 
 __all__ = ["JoiningTests"]
 

@@ -9,8 +9,8 @@ import pytest
 
 from weight_update.errors import LifecycleError, LinkClosedError, SyncFailedError, TransportError
 from weight_update.testing.cases import Assemble, SchemeCase, assert_equal
+from weight_update.testing.crew import context_of
 from weight_update.testing.models import mlp
-from weight_update.testing.workers import context_of
 
 __all__ = ["LifecycleTests"]
 

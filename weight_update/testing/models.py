@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from weight_update.chunks import DTYPES
-from weight_update.strategy import WeightStrategy
+from weight_update.strategy.strategy import WeightStrategy
+from weight_update.wire.schema import DTYPES
 
 __all__ = ["Brittle", "Stack", "Zoo", "fingerprint", "mlp", "random_bits", "scramble", "small_views"]
 

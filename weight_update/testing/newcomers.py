@@ -14,11 +14,12 @@ from weight_update.errors import (
     SyncTimeoutError,
     UnknownWorkerError,
 )
-from weight_update.sender import Sender
+from weight_update.sender.sender import Sender
 from weight_update.testing.cases import Assemble, SchemeCase, assert_equal
+from weight_update.testing.crew import Crew
 from weight_update.testing.joining import times_index
 from weight_update.testing.models import mlp, scramble
-from weight_update.testing.workers import Crew, Worker
+from weight_update.testing.workers import Worker
 
 __all__ = ["NewcomerContract"]
 

@@ -16,7 +16,7 @@ from weight_update.testing.workers import (
     loads,
     outcome,
 )
-from weight_update.transports.ray_board import require_ray
+from weight_update.transports.ray.rendezvous import require_ray
 
 __all__ = ["RayWorker"]
 

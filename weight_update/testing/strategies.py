@@ -10,7 +10,7 @@ from tensordict import TensorDict, TensorDictParams, lazy_stack
 from torch import nn
 
 from weight_update.errors import SchemaMismatchError, UnsupportedSourceError
-from weight_update.strategy import WeightStrategy
+from weight_update.strategy.strategy import WeightStrategy
 from weight_update.testing.models import Zoo, fingerprint, mlp
 
 __all__ = ["StrategyContract"]

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from weight_update.chunks import Kind, WeightChunk
 from weight_update.errors import LinkClosedError, SchemaMismatchError
-from weight_update.strategy import WeightStrategy
+from weight_update.strategy.strategy import WeightStrategy
 from weight_update.testing.models import Zoo, fingerprint, mlp, random_bits, scramble
 from weight_update.transports import TransportBackend
+from weight_update.wire.frames import Kind, WeightChunk
 
 __all__ = ["TransportContract", "greet"]
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from weight_update.chunks import WeightSchema
 from weight_update.errors import (
     LifecycleError,
     SchemaMismatchError,
@@ -21,6 +20,7 @@ from weight_update.errors import (
 from weight_update.testing.cases import Assemble, SchemeCase, assert_equal
 from weight_update.testing.models import Brittle, Stack, Zoo, fingerprint, mlp, scramble
 from weight_update.testing.workers import Body
+from weight_update.wire.schema import WeightSchema
 
 __all__ = ["UpdatingTests"]
 

@@ -1,14 +1,5 @@
 """Real workers for tests: a process or thread that holds one receiver and does what it is told.
 
-::
-
-    with Crew(scheme, method="fork") as crew:    # scheme: after init_on_sender()
-        for index in range(2):
-            crew.hire(index, model)              # starts the worker, init_on_receiver() with a copy of model
-        crew.connect()                           # connect() on both sides
-        scheme.send(...)
-        crew.workers[0].call("fingerprint")      # any method of Body, run in the worker
-
 Everything that passes between a test and its workers is pickled by value, so no memory is ever shared
 by way of the test itself.
 """
@@ -29,7 +20,7 @@ import torch
 from weight_update.schemes import WeightSyncScheme
 from weight_update.testing.models import fingerprint
 
-__all__ = ["Body", "Crew", "Method", "Worker", "WorkerDiedError", "context_of"]
+__all__ = ["Body", "Method", "Worker", "WorkerDiedError"]
 
 Method = Literal["fork", "spawn", "thread", "ray"]
 
@@ -143,7 +134,7 @@ class Worker:
             self.runner = threading.Thread(target=_serve, args=(theirs, twin, index), daemon=True)
             self.runner.start()
         else:
-            context = context_of(method)
+            context = multiprocessing.get_context(method)
             self.runner = context.Process(target=_main, args=(theirs, scheme, index), daemon=True)
             self.runner.start()
             theirs.close()
@@ -188,68 +179,6 @@ class Worker:
         self._pipe.close()
 
 
-class Crew:
-    """A sender and its workers; a context manager that leaves nothing running.
-
-    Args:
-        scheme: an initialized sender.
-        method: how to start workers; ``"ray"`` needs Ray to run.
-    """
-
-    def __init__(self, scheme: WeightSyncScheme, method: Method = "fork") -> None:
-        self.scheme, self.method = scheme, method
-        self.workers: list[Worker] = []
-
-    def hire(self, index: int, model: Any, **options: Any) -> Worker:
-        """Start a worker and have it call ``init_on_receiver`` with a copy of ``model``."""
-        worker = start_worker(self.scheme, index, self.method)
-        self.workers.append(worker)
-        worker.call("init", model, **options)
-        return worker
-
-    def connect(self) -> None:
-        """Connect both sides; raises the sender's error, else the first of a worker."""
-        errors = self.try_connect()
-        for error in errors.values():
-            if error is not None:
-                raise error
-
-    def try_connect(self) -> dict[int | None, BaseException | None]:
-        """Connect both sides; the error of each worker by index and of the sender under None."""
-        for worker in self.workers:
-            worker.post("connect")
-        errors: dict[int | None, BaseException | None] = {None: _error_of(self.scheme.connect)}
-        for worker in self.workers:
-            errors[worker.index] = _error_of(worker.answer)
-        return errors
-
-    def ask(self, command: str, *args: Any) -> list[Any]:
-        """The answers of all workers, in order."""
-        return [worker.call(command, *args) for worker in self.workers]
-
-    def __enter__(self) -> Crew:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for worker in self.workers:
-            worker.stop()
-        self.scheme.shutdown()
-
-
-def start_worker(scheme: WeightSyncScheme, index: int, method: Method) -> Worker:
-    """A new worker."""
-    if method != "ray":
-        return Worker(scheme, index, method)
-    from weight_update.testing.ray_workers import RayWorker  # it builds on this module
-
-    return RayWorker(scheme, index)
-
-
-def context_of(method: Method) -> Any:
-    """The multiprocessing context for ``init_on_sender(ctx=...)``; None where there is none."""
-    return None if method in ("thread", "ray") else multiprocessing.get_context(method)
-
-
 def dumps(value: Any) -> bytes:
     """By value."""
     # Plain pickle cannot write tensors of the newer dtypes; torch's multiprocessing would share memory.
@@ -261,14 +190,6 @@ def dumps(value: Any) -> bytes:
 def loads(data: bytes) -> Any:
     """Inverse of :func:`dumps`."""
     return torch.load(io.BytesIO(data), weights_only=False)
-
-
-def _error_of(action: Callable[[], Any]) -> BaseException | None:
-    try:
-        action()
-    except Exception as error:  # noqa: BLE001 - handed to the test, which asserts on it
-        return error
-    return None
 
 
 def _main(pipe: Connection, scheme: WeightSyncScheme, index: int) -> None:

@@ -1,12 +1,12 @@
 """Transports: links that move chunks between a sender and one receiver each."""
 
 from weight_update.transports.base import Buffer, TransportBackend
-from weight_update.transports.distributed import DistributedTransport
+from weight_update.transports.distributed.transport import DistributedTransport
 from weight_update.transports.memory import MemoryTransport
 from weight_update.transports.multiprocess import MPTransport
-from weight_update.transports.ray import RayTransport
+from weight_update.transports.ray.transport import RayTransport
 from weight_update.transports.rpc import RPCTransport
-from weight_update.transports.shared_mem import SharedMemTransport
+from weight_update.transports.shared_memory.transport import SharedMemTransport
 
 __all__ = [
     "Buffer",

@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from weight_update.chunks import Kind, WeightChunk, WeightSchema
 from weight_update.encodings import decoder_for
 from weight_update.errors import FormatError
-from weight_update.frames import Step, extra_of, frames_of, payloads_of
-from weight_update.named import NamedWeights
-from weight_update.strategy import WeightStrategy
+from weight_update.strategy.named_weights import NamedWeights
+from weight_update.strategy.strategy import WeightStrategy
+from weight_update.wire.frames import Kind, WeightChunk
+from weight_update.wire.schema import WeightSchema
+from weight_update.wire.updates import Step, extra_of, frames_of, payloads_of
 
 __all__ = ["Allocate", "Buffer", "TransportBackend"]
 
@@ -42,7 +43,7 @@ class Buffer:
 class TransportBackend(ABC):
     """One end of a link between a sender and one receiver.
 
-    A link carries :class:`~weight_update.chunks.WeightChunk` both ways, in order, each at most once. It
+    A link carries :class:`~weight_update.wire.frames.WeightChunk` both ways, in order, each at most once. It
     knows nothing of models. Subclasses write three methods: ``send_chunk``, ``recv_chunk`` and ``close``.
     ``send_chunk`` and ``recv_chunk`` may be called from two threads at once, but each from one at a time;
     ``close`` may be called from any thread and wakes both.

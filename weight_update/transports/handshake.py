@@ -23,7 +23,7 @@ import socket
 import struct
 
 from weight_update.errors import FormatError, JoinRefusedError
-from weight_update.transports.stream import Stream, peer_credentials
+from weight_update.transports.shared_memory.unix_stream import Stream, peer_credentials
 
 __all__ = ["PROOF_BYTES", "Challenge", "nonce", "proof", "prove_token", "require_same_user"]
 

@@ -15,9 +15,15 @@ from weight_update.errors import (
     LinkClosedError,
     SyncTimeoutError,
 )
-from weight_update.ratelimit import RateLimitedLog, Refusals
 from weight_update.transports.handshake import Challenge, require_same_user
-from weight_update.transports.stream import SHORTAGES, Stream, close_in_children, deadline_of, seconds_left
+from weight_update.transports.rate_limit import RateLimitedLog, Refusals
+from weight_update.transports.shared_memory.unix_stream import (
+    SHORTAGES,
+    Stream,
+    close_in_children,
+    deadline_of,
+    seconds_left,
+)
 
 __all__ = ["Listener", "Serve"]
 

@@ -7,9 +7,9 @@ import queue
 import threading
 from dataclasses import replace
 
-from weight_update.chunks import WeightChunk
 from weight_update.errors import LinkClosedError, NotEnoughMemoryError
 from weight_update.transports.base import Allocate, TransportBackend
+from weight_update.wire.frames import WeightChunk
 
 __all__ = ["MemoryTransport"]
 

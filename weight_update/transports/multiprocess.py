@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 
-from weight_update.chunks import PRELUDE_BYTES, Kind, Prelude, WeightChunk
 from weight_update.errors import (
     FormatError,
     JoinRefusedError,
@@ -22,8 +21,14 @@ from weight_update.errors import (
     TransportError,
 )
 from weight_update.transports.base import Allocate, Buffer, TransportBackend
-from weight_update.transports.slots import SharedBuffer, SlotTable, open_slot, slot_of
-from weight_update.transports.stream import close_in_children, deadline_of, peer_credentials, seconds_left
+from weight_update.transports.shared_memory.slots import SharedBuffer, SlotTable, open_slot, slot_of
+from weight_update.transports.shared_memory.unix_stream import (
+    close_in_children,
+    deadline_of,
+    peer_credentials,
+    seconds_left,
+)
+from weight_update.wire.frames import PRELUDE_BYTES, Kind, Prelude, WeightChunk
 
 __all__ = ["MPTransport"]
 
@@ -101,7 +106,7 @@ class MPTransport(TransportBackend):
             :meth:`send_weights` and :meth:`receive_weights`.
         timeout: seconds for waits that name none; None waits as long as the other end lives.
         end: which end this is.
-        directory: see :class:`~weight_update.transports.slots.SharedBuffer`.
+        directory: see :class:`~weight_update.transports.shared_memory.slots.SharedBuffer`.
         name: of the pair of queues, random; a receiver's end then makes sure that no other process reads them
     """
 

@@ -8,10 +8,10 @@ import time
 from datetime import timedelta
 
 from weight_update.errors import FormatError, SyncTimeoutError
-from weight_update.ratelimit import RateLimitedLog
-from weight_update.transports.c10d import Store, StoreBase
-from weight_update.transports.forks import InheritedSockets, listening_sockets
-from weight_update.transports.mailbox import Mailbox, UnsignedError
+from weight_update.transports.distributed.signed_queue import Mailbox, UnsignedError
+from weight_update.transports.distributed.store import Store, StoreBase
+from weight_update.transports.inherited_sockets import InheritedSockets, listening_sockets
+from weight_update.transports.rate_limit import RateLimitedLog
 
 __all__ = ["SignedRendezvous"]
 

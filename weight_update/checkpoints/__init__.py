@@ -1,0 +1,1 @@
+"""Versions of weights in a directory, written so that a crash leaves whole versions only."""

@@ -1,0 +1,133 @@
+"""Who uses which file, among all processes and machines that share a directory.
+
+Whoever reads or writes a file puts a lease beside it: an empty file whose time of change a thread renews. Who
+wants to remove the file watches that time: while it changes, the lease is alive. Times are only compared with
+themselves, and periods measured on the watcher's own monotonic clock, so clocks may differ and jump.
+
+File locks would do on one machine. Across machines several file systems keep them local without saying so,
+and there a version would vanish under its readers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import threading
+import time
+import uuid
+from pathlib import Path
+
+from weight_update.checkpoints.io import Remover, open_regular
+
+__all__ = ["LEASE", "Lease", "Leases"]
+
+LEASE = ".lease"
+"""Ending of leases."""
+
+_RENEWALS = 6  # in the time after which a lease counts as dead
+_log = logging.getLogger(__name__)
+
+
+class Lease:
+    """One use of a file, from construction to :meth:`end`; a process that dies lets it lapse.
+
+    Args:
+        directory: where the file is.
+        stem: name of the file, without endings.
+        silence: seconds without renewal after which others take it for dead.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+
+    def __init__(self, directory: Path, stem: str, silence: float) -> None:
+        self._path = directory / f"{stem}.{uuid.uuid4().hex}{LEASE}"
+        self._path.touch(exist_ok=False)
+        self._ended, self._pid = threading.Event(), os.getpid()
+        threading.Thread(
+            target=_renew, args=(self._path, self._ended, silence / _RENEWALS), name=str(stem), daemon=True
+        ).start()
+
+    def end(self) -> None:
+        """The file is no longer used here. May be called again; does nothing in a forked process."""
+        if os.getpid() == self._pid and not self._ended.is_set():
+            self._ended.set()
+            try:
+                self._path.unlink(missing_ok=True)
+            except OSError as error:  # it lapses by itself
+                _log.warning("the lease %s could not be removed: %s", self._path, error)
+
+
+def _renew(path: Path, ended: threading.Event, pause: float) -> None:
+    while not ended.wait(pause):
+        try:
+            os.utime(path)  # the file server's time where there is one
+        except FileNotFoundError:
+            if not ended.is_set():
+                _log.warning("the lease %s was taken for dead; what it held may be removed", path)
+            return
+        except OSError as error:  # a server that is away for a moment
+            _log.debug("the lease %s was not renewed: %s", path, error)
+
+
+class Leases:
+    """The leases in a directory, as one who removes files sees them.
+
+    Args:
+        directory: where they are.
+        silence: seconds during which a lease may stay the same before it counts as dead.
+        remover: removes dead leases.
+    """
+
+    def __init__(self, directory: Path, silence: float, remover: Remover) -> None:
+        self._directory, self._silence, self._remover = directory, silence, remover
+        self._seen: dict[str, tuple[int, float]] = {}
+
+    def in_use(self) -> set[str]:
+        """Stems of the files that somebody uses. Dead leases are removed."""
+        now = time.monotonic()
+        alive, lapsed = dict[str, tuple[int, float]](), dict[str, tuple[int, float]]()
+        for name in os.listdir(self._directory):
+            renewed = self._renewed(name) if name.endswith(LEASE) else None
+            if renewed is None:
+                continue
+            before, since = self._seen.get(name, (renewed, now))
+            if before != renewed:
+                since = now
+            if now - since <= self._silence:
+                alive[name] = renewed, since
+            elif not self._remover.remove(self._directory / name):
+                lapsed[name] = renewed, since
+        self._seen = alive | lapsed
+        return {name.partition(".")[0] for name in alive}
+
+    def _renewed(self, name: str) -> int | None:
+        path = self._directory / name
+        try:
+            # Opened, not only looked up: NFS asks its server for the true times of a file that is opened.
+            fd = open_regular(path)
+        except FileNotFoundError:
+            return None
+        except OSError:
+            return _renewed_unread(path)
+        try:
+            return os.fstat(fd).st_mtime_ns
+        finally:
+            os.close(fd)
+
+
+def _renewed_unread(path: Path) -> int | None:
+    """Return the time of change of a file that cannot be opened, such as another user's lease.
+
+    Returns:
+        None for what is no regular file, and so no lease; -1 where nothing can be learnt, so that the lease
+        lapses if that stays so.
+    """
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return -1
+    return found.st_mtime_ns if stat.S_ISREG(found.st_mode) else None

@@ -1,0 +1,167 @@
+"""What there is in a directory of checkpoints.
+
+::
+
+    000000000012-<32 hex digits>.safetensors       the tensors of version 12
+    000000000012.json                              its manifest: written last, version 12 exists with it
+    000000000012-<32 hex digits>.<more>.lease      somebody reads or writes it
+    *.part                                         being written
+
+All other files are left alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from weight_update.checkpoints.io import read_regular
+from weight_update.errors import CorruptCheckpointError
+
+__all__ = ["Catalogue", "Manifest", "check_version"]
+
+_FORMAT = "weight_update.checkpoint/1"
+_DIGITS = 12
+_MANIFEST = re.compile(rf"(\d{{{_DIGITS}}})\.json")
+_DATA = re.compile(rf"((\d{{{_DIGITS}}})-[0-9a-f]{{32}})\.(safetensors|safetensors\.part|json\.part)")
+_TYPES = {"version": int, "step": int, "stem": str, "nbytes": int, "digest": str, "tensors": dict}
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The description of one complete version.
+
+    Attributes:
+        version: its number.
+        step: the trainer step that it was made at.
+        stem: name of its data file without ``.safetensors``.
+        nbytes: size of that file.
+        digest: of that file.
+        tensors: dtype and shape by name, e.g. ``"float32[2, 3]"``.
+    """
+
+    version: int
+    step: int
+    stem: str
+    nbytes: int
+    digest: str
+    tensors: Mapping[str, str]
+
+    @property
+    def file(self) -> str:
+        """Name of the data file."""
+        return f"{self.stem}.safetensors"
+
+    def encode(self) -> bytes:
+        """The manifest as JSON, with a checksum of its own."""
+        fields = asdict(self)
+        return json.dumps({"format": _FORMAT, "sha256": _checksum(fields), "manifest": fields}).encode()
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Manifest:
+        """Read what :meth:`encode` wrote.
+
+        Raises:
+            CorruptCheckpointError: it is something else.
+        """
+        try:
+            found = json.loads(raw)
+            fields = found["manifest"]
+            if found["format"] != _FORMAT or found["sha256"] != _checksum(fields):
+                raise ValueError("its format is unknown or its checksum does not hold")
+            if {name: type(value) for name, value in fields.items()} != _TYPES:
+                raise ValueError(f"its fields are not {', '.join(_TYPES)}")
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise CorruptCheckpointError(f"not a manifest: {error}") from None
+        return cls(**fields)
+
+
+def _checksum(fields: Any) -> str:
+    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+
+
+def check_version(version: int) -> None:
+    """Raise ValueError where ``version`` cannot be part of a file name."""
+    if not 0 <= version < 10**_DIGITS:
+        raise ValueError(f"a version is a number from 0 to 10**{_DIGITS} - 1, not {version}")
+
+
+class Catalogue:
+    """Manifests of a directory. Remembers which are broken, and does not look at them until they change."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._broken: dict[int, object] = {}
+
+    def path(self, version: int) -> Path:
+        """Of the manifest."""
+        return self.directory / f"{version:0{_DIGITS}}.json"
+
+    def versions(self) -> list[int]:
+        """All numbers that have a manifest, broken or not; the newest first."""
+        matches = (_MANIFEST.fullmatch(path.name) for path in self.directory.iterdir())
+        return sorted((int(match[1]) for match in matches if match), reverse=True)
+
+    def data_files(self) -> list[tuple[int, str, Path]]:
+        """Version, stem and path of all files with tensors, and of all files that are being written."""
+        pairs = [(_DATA.fullmatch(path.name), path) for path in self.directory.iterdir()]
+        return [(int(match[2]), match[1], path) for match, path in pairs if match]
+
+    def load(self, version: int) -> Manifest:
+        """Read a manifest, and look at the size of the data.
+
+        Raises:
+            FileNotFoundError: there is no such version.
+            CorruptCheckpointError: the manifest is broken, or does not fit the data.
+        """
+        path = self.path(version)
+        raw = read_regular(path)
+        manifest = Manifest.decode(raw)
+        if not _DATA.fullmatch(manifest.file) or manifest.version != version:
+            raise CorruptCheckpointError(
+                f"{path.name} describes version {manifest.version}, {manifest.file!r}"
+            )
+        try:
+            size = (self.directory / manifest.file).stat().st_size
+        except FileNotFoundError:
+            if read_regular(path) != raw:  # replaced, or removed, just now
+                return self.load(version)
+            raise CorruptCheckpointError(f"{manifest.file} is missing") from None
+        if size != manifest.nbytes:
+            raise CorruptCheckpointError(f"{manifest.file} has {size} bytes, not {manifest.nbytes}")
+        return manifest
+
+    def good(self, version: int) -> Manifest | None:
+        """The manifest of a version, or None where it is missing or known to be broken; warns once."""
+        if version in self._broken and self._broken[version] == self._marks(version):
+            return None
+        try:
+            return self.load(version)
+        except FileNotFoundError:
+            return None
+        except (CorruptCheckpointError, OSError) as error:
+            self.distrust(version, error)
+            return None
+
+    def distrust(self, version: int, why: Exception) -> None:
+        """Version is broken until its files change."""
+        _log.warning("checkpoint %d in %s is skipped: %s", version, self.directory, why)
+        self._broken[version] = self._marks(version)
+
+    def _marks(self, version: int) -> object:
+        marks = []
+        for path in sorted(self.directory.glob(f"{version:0{_DIGITS}}[-.]*")):
+            if _MANIFEST.fullmatch(path.name) or path.suffix == ".safetensors":
+                try:
+                    stat = path.stat()
+                except FileNotFoundError:
+                    continue
+                marks.append((path.name, stat.st_ino, stat.st_mtime_ns, stat.st_size))
+        return marks

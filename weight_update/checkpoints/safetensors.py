@@ -1,0 +1,174 @@
+"""Named tensors as one file in the safetensors format.
+
+Written from the description in the README of https://github.com/huggingface/safetensors; its library reads
+our files and we read its files. Nothing is pickled::
+
+    offset  size  field
+    0       8     N, length of the header
+    8       N     JSON {name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ...}, spaces
+    8 + N         data, each tensor row by row; offsets count from here; no holes
+
+All integers are little endian. What the format lacks stands in its ``"__metadata__"``, as JSON:
+``"weight_update.tied"`` maps the other names of a tensor to the name that has its data,
+``"weight_update.dtypes"`` gives the dtypes that the format does not know (complex32, complex128), which are
+written as bytes, with a last dimension for those of one element, and ``"weight_update.extra"`` has the extra
+state of modules by name, as :mod:`weight_update.wire.extra_state` writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from weight_update.errors import CorruptCheckpointError, FormatError, UnsupportedSourceError
+from weight_update.strategy.named_weights import from_items
+from weight_update.wire.extra_state import decode_extra, encode_extra
+from weight_update.wire.memory import byte_view
+from weight_update.wire.schema import DTYPES, TensorMeta, WeightSchema, dtype_name
+
+__all__ = ["pack", "unpack"]
+
+_CODES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+}
+_DTYPES = {code: DTYPES[name] for name, code in _CODES.items() if name in DTYPES}
+_METADATA = "__metadata__"
+_TIED, _OTHERS, _EXTRA = "weight_update.tied", "weight_update.dtypes", "weight_update.extra"
+_ALIGNMENT = 64
+_MAX_HEADER_BYTES = 100_000_000  # as the library of the format has it
+
+
+def pack(weights: Mapping[str, Any]) -> tuple[WeightSchema, list[memoryview]]:
+    """What to write for ``weights``: a description of the tensors, and the contents of the file in order.
+
+    Contiguous CPU tensors are not copied, all others are.
+
+    Args:
+        weights: tensors by name, and extra state under names that end in ``_extra_state``.
+
+    Raises:
+        UnsupportedSourceError: a tensor is sparse, quantized or of an unknown dtype; or extra state holds
+            what cannot be written, or too much of it.
+        ValueError: a tensor has the name that the format keeps for itself.
+    """
+    if _METADATA in weights:
+        raise ValueError(f"no tensor can be called {_METADATA!r} in a safetensors file")
+    named = from_items(iter(weights.items()))
+    tensors, schema = named.tensors, WeightSchema.of(named.tensors)
+    # The widest first: without holes, each then begins at a multiple of its element size.
+    stored = sorted((schema.tensors[i] for i in schema.distinct), key=lambda meta: -meta.dtype.itemsize)
+    header = _header(schema, stored, {name: encode_extra(value) for name, value in named.extra.items()})
+    return schema, [memoryview(header), *(_bytes_of(tensors[meta.name]) for meta in stored)]
+
+
+def _header(schema: WeightSchema, stored: list[TensorMeta], extra: dict[str, Any]) -> bytes:
+    names, rows, end = schema.names, dict[str, Any](), 0
+    for meta in stored:
+        name = dtype_name(meta.dtype)
+        code, more = (_CODES[name], []) if name in _CODES else ("U8", [meta.dtype.itemsize])
+        rows[meta.name] = {
+            "dtype": code,
+            "shape": [*meta.shape, *more],
+            "data_offsets": [end, end + meta.nbytes],
+        }
+        end += meta.nbytes
+    others = {meta.name: dtype_name(meta.dtype) for meta in stored if dtype_name(meta.dtype) not in _CODES}
+    tied = {names[other]: names[first] for first, other in schema.ties}
+    metadata = {"format": "pt"}
+    ours = {_TIED: tied, _OTHERS: others, _EXTRA: extra}
+    metadata.update({key: json.dumps(value) for key, value in ours.items() if value})
+    text = json.dumps({_METADATA: metadata, **rows}, separators=(",", ":")).encode()
+    padded = text + b" " * (-(8 + len(text)) % _ALIGNMENT)
+    if len(padded) > _MAX_HEADER_BYTES:
+        raise UnsupportedSourceError(
+            f"{len(padded) / 1e6:.0f} MB of names and extra state do not fit into the header of a file "
+            f"({_MAX_HEADER_BYTES / 1e6:.0f} MB); keep large tensors in parameters or buffers instead"
+        )
+    return len(padded).to_bytes(8, "little") + padded
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    flat = plain.as_strided((plain.numel(),), (1,))  # one element counts as contiguous whatever its stride
+    return byte_view(flat.view(torch.uint8))
+
+
+def unpack(flat: torch.Tensor) -> dict[str, Any]:
+    """The tensors in a file, views of ``flat`` where the alignment allows it, and extra state, by name.
+
+    Args:
+        flat: the file, 1-D uint8 on the CPU, beginning at a multiple of 64 bytes in memory.
+
+    Raises:
+        CorruptCheckpointError: it is not a file of this format.
+    """
+    try:
+        return _unpack(flat)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, FormatError) as error:
+        raise CorruptCheckpointError(f"not a safetensors file: {type(error).__name__}: {error}") from None
+
+
+def _unpack(flat: torch.Tensor) -> dict[str, Any]:
+    size = int.from_bytes(byte_view(flat[:8]), "little")
+    if not 2 <= size <= min(flat.numel() - 8, _MAX_HEADER_BYTES):
+        raise ValueError(f"a header of {size} bytes in a file of {flat.numel()}")
+    rows = json.loads(bytes(byte_view(flat[8 : 8 + size])), object_pairs_hook=_once)
+    metadata = rows.pop(_METADATA, {})
+    others, tied, extra = (json.loads(metadata.get(key, "{}")) for key in (_OTHERS, _TIED, _EXTRA))
+    data = flat[8 + size :]
+    _check_no_holes([row["data_offsets"] for row in rows.values()], data.numel())
+    weights: dict[str, Any] = {name: _tensor(data, row, others.get(name)) for name, row in rows.items()}
+    weights.update({name: weights[first] for name, first in tied.items()})
+    weights.update({name: decode_extra(value) for name, value in extra.items()})
+    return weights
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands twice")
+    return found
+
+
+def _check_no_holes(places: list[list[int]], nbytes: int) -> None:
+    end = 0
+    for first, last in sorted(places):
+        if first != end or last < first:
+            raise ValueError(f"a tensor at {first}..{last} where {end} is the next byte")
+        end = last
+    if end != nbytes:
+        raise ValueError(f"tensors of {end} bytes in {nbytes} bytes of data")
+
+
+def _tensor(data: torch.Tensor, row: Mapping[str, Any], other: str | None) -> torch.Tensor:
+    first, last = row["data_offsets"]
+    shape = row["shape"] if other is None else row["shape"][:-1]
+    dtype = _DTYPES[row["dtype"]] if other is None else DTYPES[other]
+    if math.prod(shape) * dtype.itemsize != last - first or any(size < 0 for size in shape):
+        raise ValueError(f"{last - first} bytes for {dtype} of shape {shape}")
+    piece = data[first:last]
+    if piece.data_ptr() % dtype.itemsize:  # written by somebody who did not sort them
+        piece = piece.clone()
+    return piece.view(dtype).view(shape)

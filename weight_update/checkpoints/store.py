@@ -1,0 +1,210 @@
+"""CHECKPOINT: versions of weights as files in a directory that trainer and explorers share."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weight_update.checkpoints.io import PART, naming_free_space, open_regular, write_beside
+from weight_update.checkpoints.lease import Lease
+from weight_update.checkpoints.manifest import Catalogue, Manifest, check_version
+from weight_update.checkpoints.pieces import digest, write
+from weight_update.checkpoints.safetensors import pack, unpack
+from weight_update.checkpoints.sweeper import Sweeper
+from weight_update.errors import CorruptCheckpointError
+from weight_update.wire.schema import dtype_name
+
+__all__ = ["CheckpointStore", "CorruptCheckpointError", "Manifest"]
+
+_FIRST_PAUSE, _LONGEST_PAUSE, _GROWTH = 0.05, 1.0, 1.5
+
+
+class CheckpointStore:
+    """Numbered versions of named weights in a directory; one writes, any number read.
+
+    Files are in the safetensors format. A version is there when its manifest is, which is written last;
+    whatever is killed when, only complete versions can be seen. Versions are removed when ``keep`` newer ones
+    are complete and nobody reads them; readers and the writer may be on different machines. All of them write
+    to the directory (readers: leases). On NFS a new version is seen as late as the client's attribute cache
+    has it (mount option ``acdirmax``, 60 s unless set).
+
+    Args:
+        directory: made if it is not there, for this user alone; in one that is there, checkpoints are open
+            to those who may read it. Files in it that are not ours are left alone.
+        keep: how many complete versions stay, at least 1.
+        lease_seconds: how long a reader or writer may give no sign of life before it counts as dead; the same
+            on all sides, and longer than anything stops a process for.
+
+    Attributes:
+        directory: as given.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], keep: int = 2, *, lease_seconds: float = 60.0
+    ) -> None:
+        if keep < 1 or lease_seconds <= 0:
+            raise ValueError(f"keep is at least 1 and lease_seconds above 0, not {keep} and {lease_seconds}")
+        self.directory = Path(directory)
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lease_seconds = lease_seconds
+        self._catalogue = Catalogue(self.directory)
+        self._sweeper = Sweeper(self._catalogue, lease_seconds, keep)
+
+    def publish(self, version: int, weights: Mapping[str, Any], *, step: int) -> Path:
+        """Write a version, and remove old ones. It is on the disk when this returns.
+
+        Args:
+            version: not below the newest; a version that is there already is replaced, as a trainer that
+                starts again may have to do.
+            weights: as a state dict: tensors by name, of any device and dtype, and extra state of modules
+                under names that end in ``_extra_state``. They are not to change meanwhile. Tensors on a
+                device are copied to memory first.
+            step: of the trainer.
+
+        Returns:
+            The file with the tensors.
+
+        Raises:
+            NotEnoughSpaceError: the disk is full. As after every error, the version is not there, its bytes
+                are free again and older versions stay.
+            OSError: it could not be written.
+            UnsupportedSourceError: a tensor is sparse, quantized or of an unknown dtype; or extra state is of
+                other types than None, bool, int, float, str, bytes, list, tuple, dict with string keys, and
+                tensors.
+            ValueError: the number is below the newest or negative.
+        """
+        self._check(version)
+        self._sweeper.sweep()  # before: what a dead writer left may be in the way
+        schema, parts = pack(weights)
+        stem = f"{self._catalogue.path(version).stem}-{uuid.uuid4().hex}"
+        described = {m.name: f"{dtype_name(m.dtype)}{list(m.shape)}" for m in schema.tensors}
+        with naming_free_space(self.directory, sum(map(len, parts))):
+            lease = Lease(self.directory, stem, self._lease_seconds)
+            try:
+                path = self._write(Manifest(version, step, stem, 0, "", described), parts)
+            finally:
+                lease.end()
+        self._sweeper.sweep()
+        return path
+
+    def _check(self, version: int) -> None:
+        check_version(version)
+        newest = self.latest()
+        if newest is not None and version < newest.version:
+            raise ValueError(
+                f"version {version} is below {newest.version}, the newest in {self.directory}; "
+                "go on counting from there, or use another directory"
+            )
+
+    def _write(self, plan: Manifest, parts: list[memoryview]) -> Path:
+        data, manifest = self.directory / plan.file, self._catalogue.path(plan.version)
+        try:
+            nbytes, sum_of_all = write_beside(
+                data.with_name(data.name + PART), data, lambda fd: write(fd, parts)
+            )
+            text = Manifest(plan.version, plan.step, plan.stem, nbytes, sum_of_all, plan.tensors).encode()
+            part = self.directory / f"{plan.stem}.json{PART}"
+            write_beside(part, manifest, lambda fd: write(fd, [memoryview(text)]))
+        except BaseException:
+            if not self._shows(plan):
+                data.unlink(missing_ok=True)
+            raise
+        return data
+
+    def _shows(self, plan: Manifest) -> bool:
+        manifest = self._catalogue.good(plan.version)
+        return manifest is not None and manifest.stem == plan.stem
+
+    def latest(self) -> Manifest | None:
+        """The newest complete version; None where there is none.
+
+        Broken ones are skipped: each is warned about once, and not looked at again until its files change.
+        Wrong bits in the data are found by :meth:`reading`, and remembered.
+        """
+        return self._newest(above=-1)
+
+    def manifest(self, version: int) -> Manifest | None:
+        """That of a version; None if there is no complete one."""
+        return self._catalogue.good(version)
+
+    def wait_newer(
+        self, version: int, timeout: float, ended: threading.Event | None = None
+    ) -> Manifest | None:
+        """Wait for a version above ``version``: the newest complete one, or None if none came in time.
+
+        Looks at the names in the directory every 50 ms at first, every second in the end.
+
+        Args:
+            version: a number, -1 for any version.
+            timeout: seconds.
+            ended: when it is set, the wait ends as if the time were over; None: only time ends it.
+
+        Raises:
+            OSError: the directory cannot be read.
+        """
+        ended = threading.Event() if ended is None else ended
+        deadline, pause = time.monotonic() + timeout, _FIRST_PAUSE
+        while True:
+            found, left = self._newest(above=version), deadline - time.monotonic()
+            if found is not None or left <= 0 or ended.wait(min(pause, left)):
+                return found
+            pause = min(pause * _GROWTH, _LONGEST_PAUSE)
+
+    def _newest(self, above: int) -> Manifest | None:
+        found = (self._catalogue.good(v) for v in self._catalogue.versions() if v > above)
+        return next((manifest for manifest in found if manifest is not None), None)
+
+    @contextlib.contextmanager
+    def reading(self, version: int) -> Iterator[dict[str, Any]]:
+        """What was published as a version: tensors on the CPU and extra state, by name.
+
+        Names that were one tensor are one tensor again. The tensors are the file, mapped: the processes of a
+        machine share its memory. They may be kept and written to, which changes neither the file nor what
+        others see. The version is not removed inside the ``with`` block, nor while one of them is kept.
+
+        Raises:
+            FileNotFoundError: there is no such version (any more).
+            CorruptCheckpointError: the file or its manifest is broken; :meth:`latest` will skip it.
+            OSError: the file cannot be read, or the directory not be written.
+        """
+        weights = self._read(version)
+        yield weights
+
+    def _read(self, version: int) -> dict[str, Any]:
+        try:
+            manifest = self._catalogue.load(version)
+            lease = Lease(self.directory, manifest.stem, self._lease_seconds)
+            try:
+                current = self._catalogue.load(version) == manifest  # looked at again, now that it is leased
+                if current:
+                    return self._map(manifest, lease)
+            except BaseException:
+                lease.end()
+                raise
+        except CorruptCheckpointError as error:
+            self._catalogue.distrust(version, error)
+            raise
+        lease.end()
+        return self._read(version)
+
+    def _map(self, manifest: Manifest, lease: Lease) -> dict[str, Any]:
+        fd = open_regular(self.directory / manifest.file)
+        try:
+            if digest(fd, manifest.nbytes) != manifest.digest:
+                raise CorruptCheckpointError(f"the digest of {manifest.file} does not hold")
+            mapping = mmap.mmap(fd, manifest.nbytes, access=mmap.ACCESS_COPY)
+        finally:
+            os.close(fd)
+        weights = unpack(torch.frombuffer(mapping, dtype=torch.uint8))
+        weakref.finalize(mapping, lease.end)  # tensors keep the mapping
+        return weights

@@ -1,0 +1,141 @@
+"""The patch format written by torch operators, for changes that lie on a GPU.
+
+Byte for byte what :func:`~weight_update.encodings.patch.format.encode_patch` writes. What the CPU must know
+on the way (sizes) is asked of the device as seldom as possible, since each question waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from weight_update.encodings.base import Lend
+from weight_update.encodings.patch.arrays import ArrayWriter, narrowest
+from weight_update.encodings.patch.changes import Changes, Run, Sparse
+from weight_update.encodings.patch.format import PatchOptions, write_patch
+from weight_update.encodings.patch.positions_coo import Grid
+from weight_update.encodings.patch.positions_flat import UNITS, escape_of
+from weight_update.wire.schema import WeightSchema
+
+__all__ = ["encode_patch_on_device"]
+
+Tensor = torch.Tensor
+
+_SIGNED: dict[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def encode_patch_on_device(
+    changes: Changes, schema: WeightSchema, base: int, version: int, options: PatchOptions, lend: Lend
+) -> Tensor:
+    """Write ``changes`` into one payload.
+
+    Args:
+        changes: tensors of one device, any; relative if ``options.values`` is, and only then. Positions are
+            trusted. Work goes to the caller's current stream.
+        schema: the layout of the buffer that changes.
+        base: see :func:`~weight_update.encodings.patch.format.encode_patch`.
+        version: likewise.
+        options: likewise; the compression works on that device.
+        lend: likewise.
+
+    Returns:
+        the payload, 1-D uint8, on the CPU.
+
+    Raises:
+        ValueError: layout ``"coo"`` and a change that lies in no tensor of its width.
+    """
+    out = ArrayWriter(options.compression)
+    for part in changes.sparse:
+        assert part.relative == (options.values == "relative")
+        if options.layout == "coo":
+            _add_coordinates(out, part.positions, Grid.of(schema, part.width), options.delta)
+        elif options.delta:
+            _add_gaps(out, part.positions)
+        else:
+            _add_integers(out, [part.positions])
+        _add_values(out, part)
+    if changes.runs:
+        _add_runs(out, changes.runs)
+    return write_patch(out, changes, base, version, options, lend)
+
+
+def _add(out: ArrayWriter, numbers: Tensor, width: int) -> None:
+    """Add integers that fit ``width`` bytes, unsigned."""
+    out.put(numbers.to(_SIGNED[width]).view(torch.uint8), width)  # modulo: the bits of the unsigned one
+
+
+def _add_integers(out: ArrayWriter, arrays: Sequence[Tensor]) -> None:
+    """Add each in the narrowest type; none is empty."""
+    for array, largest in zip(arrays, torch.stack([one.max() for one in arrays]).tolist(), strict=True):
+        _add(out, array, narrowest(largest).itemsize)
+
+
+def _add_gaps(out: ArrayWriter, positions: Tensor) -> None:
+    """As :func:`~weight_update.encodings.patch.positions_flat.split_units`."""
+    gaps = positions.diff(prepend=positions.new_full((1,), -1)) - 1
+    more = torch.stack([(gaps // escape_of(size)).sum() for size in UNITS]).tolist()
+    needed = {size: gaps.numel() + escapes for size, escapes in zip(UNITS, more, strict=True)}
+    size = min(UNITS, key=lambda size: size * needed[size])
+    escapes = gaps // escape_of(size)
+    units = torch.full((needed[size],), -1, dtype=_SIGNED[size], device=gaps.device)
+    ends = (escapes + 1).cumsum(0) - 1
+    units[ends] = (gaps - escapes * escape_of(size)).to(units.dtype)
+    _add(out, units, size)
+
+
+def _add_values(out: ArrayWriter, part: Sparse) -> None:
+    if part.relative:
+        _add_planes(out, part.values.view(_SIGNED[part.width]))
+    else:
+        out.put(part.values.contiguous().view(torch.uint8), part.width)
+
+
+def _add_planes(out: ArrayWriter, steps: Tensor) -> None:
+    """As :func:`~weight_update.encodings.patch.values.encode_steps`."""
+    width = steps.itemsize
+    zigzag = (steps << 1) ^ (steps >> (8 * width - 1))
+    planes = zigzag.view(torch.uint8).view(-1, width).t().contiguous()
+    filled = planes.count_nonzero(1).tolist()
+    nothing = planes.new_empty(0)
+    for plane, count in zip(planes, filled, strict=True):
+        if 0 < 2 * count < plane.numel():
+            places = plane.nonzero().view(-1)
+            _add_gaps(out, places)
+            out.put(plane[places], 1)
+        else:
+            out.put(nothing, 1)
+            out.put(plane if count else nothing, 1)
+
+
+def _add_coordinates(out: ArrayWriter, positions: Tensor, grid: Grid, delta: bool) -> None:
+    """As :func:`~weight_update.encodings.patch.positions_coo.encode_coo`."""
+    table = np.stack([grid.ordinals, grid.starts, grid.starts + grid.rows * grid.columns, grid.columns])
+    ordinals, starts, ends, widths = torch.from_numpy(table).to(positions.device)
+    owner = torch.searchsorted(ends, positions, right=True)
+    if not len(ends) or bool(((owner == len(ends)) | (positions < starts[owner % len(ends)])).any()):
+        raise ValueError("a change lies outside the tensors of its width")
+    inside = positions - starts[owner]
+    rows, columns = inside // widths[owner], inside % widths[owner]
+    touched, counts = torch.unique_consecutive(owner, return_counts=True)
+    if delta:
+        rows, columns = _differences(rows, columns, owner)
+    _add_integers(out, [ordinals[touched], counts, rows, columns])
+
+
+def _differences(rows: Tensor, columns: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
+    """Increments over the change before; a tensor's first row and a row's first column stay as they are."""
+    steps, gaps = rows.clone(), columns.clone()
+    same_tensor = owner[1:] == owner[:-1]
+    steps[1:] -= rows[:-1] * same_tensor
+    gaps[1:] -= columns[:-1] * (same_tensor & (rows[1:] == rows[:-1]))
+    return steps, gaps
+
+
+def _add_runs(out: ArrayWriter, runs: Sequence[Run]) -> None:
+    home = runs[0].data.device
+    for numbers in ([run.start for run in runs], [run.data.numel() for run in runs]):
+        _add(out, torch.tensor(numbers, device=home), narrowest(max(numbers)).itemsize)
+    out.put(torch.cat([run.data for run in runs]), 1)

@@ -1,0 +1,291 @@
+"""The patch encoding: what changed since the last version, and where.
+
+Behaviour and options as in RLinf's patch syncer; the payload's layouts are described byte by byte in
+``docs/patch_format.rst``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import torch
+
+from weight_update.compression import Compression, resolve_compression
+from weight_update.encodings.base import (
+    Delta,
+    DeltaEncoding,
+    Difference,
+    Lend,
+    Tracker,
+    WholeEncoding,
+    register_encoding,
+)
+from weight_update.encodings.bucket import BucketEncoding, require_bool, require_size
+from weight_update.encodings.patch.changes import Changes, Run
+from weight_update.encodings.patch.diff_cpu import Scanner
+from weight_update.encodings.patch.diff_cuda import CudaScanner, Queues
+from weight_update.encodings.patch.encode_cuda import encode_patch_on_device
+from weight_update.encodings.patch.format import Patch, PatchOptions, decode_patch, encode_patch
+from weight_update.wire.schema import WeightSchema, matching
+
+__all__ = ["PatchEncoding"]
+
+_NOTHING = torch.empty(0)
+_CPU = torch.device("cpu")
+_FEW = 100_000
+"""Changes below so many are written into the snapshot at once: a thread would take longer to start."""
+
+Device = Literal["cpu", "cuda"]
+Layout = Literal["flat", "coo"]
+Values = Literal["raw", "relative"]
+
+
+@register_encoding
+@dataclass(frozen=True)
+class PatchEncoding(DeltaEncoding):
+    """Positions and values of what changed; whole weights for receivers that just joined or missed a version.
+
+    Weights are compared as bits, in the receivers' dtypes, with a snapshot of the last version. An update in
+    which so much changed that a patch would not be smaller is sent whole, and its report says so.
+
+    Args:
+        snapshot_device: where the snapshot lies: ``"cpu"`` (pinned where weights are on a GPU) or
+            ``"cuda"``. It has the size of the model in the receivers' dtypes.
+        transport_device: where a patch is put together and compressed: ``"cpu"``, or ``"cuda"``, the GPU that
+            the weights are on; its bytes are the same. It travels from the memory of the CPU in both cases.
+        delta_encoding: send distances between positions instead of positions.
+        compression: of the patch: ``"none"``, ``"lz4"``, ``"zstd"``, ``"nvcomp_lz4"`` (on the GPU) or a
+            :class:`~weight_update.compression.Compression`. What would not shrink travels as it is.
+        init_sync: send receivers the weights they begin with. False: they must have them already, which is
+            checked by digests; differences are an error.
+        init_sync_prefixes: begin with these weights only (``"head"`` means ``head`` and ``head.*``); the
+            others are checked as with ``init_sync=False``. None: all.
+        init_sync_bucket_size: whole weights travel in buckets of at most so many bytes.
+        layout: ``"flat"``: one stream of positions in the flat buffer; ``"coo"``: rows and columns of each
+            tensor, as RLinf documents it.
+        values: ``"raw"``, or ``"relative"``: as the distance from the value before, which takes fewer bytes
+            and compresses well, but a little longer. None: relative if they are compressed, else raw.
+
+    Raises:
+        ValueError: an option has a value that is not allowed; the message lists those that are.
+    """
+
+    name: ClassVar[str] = "patch/1"
+    snapshot_device: Device = "cpu"
+    transport_device: Device = "cpu"
+    delta_encoding: bool = True
+    compression: str | Compression = "none"
+    init_sync: bool = True
+    init_sync_prefixes: Sequence[str] | None = None
+    init_sync_bucket_size: int = 128 << 20
+    layout: Layout = "flat"
+    values: Values | None = None
+
+    def __post_init__(self) -> None:
+        allowed = {"snapshot_device": Device, "transport_device": Device, "layout": Layout, "values": Values}
+        for option, known in allowed.items():
+            value = self.__dict__[option]
+            if value not in get_args(known) and (option, value) != ("values", None):
+                raise ValueError(f"unknown {option} {value!r} (known: {', '.join(get_args(known))})")
+        require_bool("delta_encoding", self.delta_encoding)
+        require_bool("init_sync", self.init_sync)
+        require_size("init_sync_bucket_size", self.init_sync_bucket_size)
+        if isinstance(self.init_sync_prefixes, str):
+            raise ValueError(f"init_sync_prefixes is a list of prefixes, not {self.init_sync_prefixes!r}")
+        chosen = resolve_compression(self.compression)
+        if chosen.device == "cuda" and self.transport_device != "cuda":
+            raise ValueError(
+                f"compression={chosen.label!r} works on the GPU: set transport_device='cuda' too"
+            )
+        if chosen.device == "cpu" and self.transport_device == "cuda":
+            raise ValueError(f"compression={chosen.label!r} works on the CPU: set transport_device='cpu'")
+        object.__setattr__(self, "compression", chosen)
+        if self.values is None:
+            object.__setattr__(self, "values", "raw" if chosen.label == "none" else "relative")
+
+    @property
+    def compressed_with(self) -> str:
+        """See :attr:`Encoding.compressed_with`."""
+        label = resolve_compression(self.compression).label
+        return "" if label == "none" else label
+
+    @property
+    def whole(self) -> WholeEncoding:
+        """See :attr:`Encoding.whole`."""
+        return BucketEncoding(bucket_size=self.init_sync_bucket_size)
+
+    @property
+    def options(self) -> PatchOptions:
+        """What the format needs to know."""
+        values: Values = "relative" if self.values == "relative" else "raw"
+        return PatchOptions(self.layout, self.delta_encoding, values, resolve_compression(self.compression))
+
+    def bootstraps(self, schema: WeightSchema) -> list[int]:
+        """See :meth:`DeltaEncoding.bootstraps`."""
+        if not self.init_sync:
+            return []
+        if self.init_sync_prefixes is None:
+            return list(range(len(schema.tensors)))
+        names = matching(self.init_sync_prefixes, schema.names)
+        chosen = {i for i, name in enumerate(schema.names) if name in names}
+        owners = chosen | {first for first, other in schema.ties if other in chosen}
+        return sorted(owners | {other for first, other in schema.ties if first in owners})
+
+    def tracker(self, schema: WeightSchema, tracked: Sequence[int] | None) -> Tracker[PatchDifference]:
+        """See :meth:`DeltaEncoding.tracker`."""
+        return PatchTracker(self, schema, tracked)
+
+    @classmethod
+    def read(cls, payload: torch.Tensor, schema: WeightSchema) -> Delta:
+        """See :meth:`DeltaEncoding.read`."""
+        return PatchDelta(decode_patch(payload, schema))
+
+
+@dataclass(frozen=True)
+class PatchDifference(Difference):
+    """See :class:`Difference`.
+
+    Attributes:
+        changes: what differs.
+    """
+
+    changes: Changes
+
+
+class PatchTracker(Tracker[PatchDifference]):
+    """A snapshot in one flat buffer, and what finds changes to it.
+
+    A large snapshot is advanced in the background; whatever needs it waits for that.
+    """
+
+    def __init__(self, options: PatchEncoding, schema: WeightSchema, tracked: Sequence[int] | None) -> None:
+        self._options, self._schema, self._tracked = options, schema, tracked
+        self._flat = torch.empty(0, dtype=torch.uint8)
+        self._scanner: Scanner | CudaScanner | None = None
+        self._gpus: set[torch.device] = set()
+        self._queues: Queues | None = None
+        self._flush: Future[None] | None = None
+
+    @torch.no_grad()
+    def begin(self, tensors: Sequence[torch.Tensor]) -> None:
+        """See :meth:`Tracker.begin`.
+
+        Raises:
+            ValueError: ``snapshot_device="cuda"``, and the weights are not on a GPU.
+        """
+        gpus = {tensor.device for tensor in tensors if tensor.is_cuda}
+        if self._options.snapshot_device == "cuda" and not gpus:
+            raise ValueError("snapshot_device='cuda' needs weights on a GPU; use 'cpu' here")
+        self._start(gpus)
+        views, own = self._schema.views(self._flat), self._schema.distinct
+        if own:
+            torch._foreach_copy_([views[i] for i in own], [tensors[i] for i in own])
+        self._written()
+
+    def _start(self, gpus: set[torch.device]) -> None:
+        """Make the snapshot's memory, and the scanner for weights on ``gpus``."""
+        self._gpus = gpus
+        kept, relative = self._options.snapshot_device, self._options.values == "relative"
+        device = next(iter(gpus)) if kept == "cuda" else None
+        pinned = bool(gpus) and device is None
+        self._flat = torch.zeros(self._schema.nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+        if gpus:
+            self._queues = Queues(next(iter(gpus)))
+            self._scanner = CudaScanner(
+                self._schema,
+                self._queues,
+                self._tracked,
+                relative=relative,
+                snapshot_device=kept,
+                transport_device=self._options.transport_device,
+            )
+        else:
+            self._scanner = Scanner(self._schema, self._tracked, relative=relative)
+
+    def compare(self, tensors: Sequence[torch.Tensor | None]) -> PatchDifference:
+        """See :meth:`Tracker.compare`."""
+        assert self._scanner is not None
+        self._flushed()
+        found = self._scanner.scan([_NOTHING if one is None else one for one in tensors], self._flat)
+        return PatchDifference(found.changed, found.total, found.changes)
+
+    def encode(self, difference: PatchDifference, base: int, version: int, lend: Lend) -> torch.Tensor:
+        """See :meth:`Tracker.encode`."""
+        if self._options.transport_device == "cpu" or self._queues is None:
+            return self._encode(difference.changes, base, version, lend)
+        return encode_patch_on_device(
+            difference.changes, self._schema, base, version, self._options.options, lend
+        )
+
+    def bootstrap(self, version: int, lend: Lend) -> torch.Tensor:
+        """See :meth:`Tracker.bootstrap`."""
+        self._flushed()
+        chosen = set(self._options.bootstraps(self._schema))
+        metas = [self._schema.tensors[i] for i in self._schema.distinct if i in chosen]
+        runs = [Run(m.offset, self._flat[m.offset : m.offset + m.nbytes]) for m in metas if m.nbytes]
+        runs.sort(key=lambda run: run.start)
+        return self._encode(Changes(runs=tuple(runs)).to(_CPU), version, version, lend)
+
+    def _encode(self, changes: Changes, base: int, version: int, lend: Lend) -> torch.Tensor:
+        return encode_patch(changes, self._flat, self._schema, base, version, self._options.options, lend)
+
+    def advance(self, difference: PatchDifference) -> None:
+        """See :meth:`Tracker.advance`."""
+        self._flushed()
+        if difference.changed < _FEW:
+            self._write(difference.changes)
+            return
+        pool = ThreadPoolExecutor(1, thread_name_prefix="weight_update-snapshot")
+        self._flush = pool.submit(self._write, difference.changes)
+        pool.shutdown(wait=False)  # its thread ends with its only task
+
+    def _write(self, changes: Changes) -> None:
+        home = self._flat.device
+        if self._queues is not None and home.type == "cpu":
+            changes = changes.map(self._queues.bring)
+        changes.to(home).write(self._flat)
+        self._written()
+
+    def _written(self) -> None:
+        """Wait until the snapshot is what was written: it may be read in another stream next."""
+        if self._flat.is_cuda:
+            torch.cuda.current_stream(self._flat.device).synchronize()
+
+    def _flushed(self) -> None:
+        """Wait until the snapshot is what the last :meth:`advance` made it."""
+        flush = self._flush  # it stays: several threads may have to wait for it
+        if flush is not None:
+            flush.result()
+
+    def weights(self) -> list[torch.Tensor]:
+        """See :meth:`Tracker.weights`."""
+        self._flushed()
+        return self._schema.views(self._flat)
+
+    def copy(self) -> PatchTracker:
+        """See :meth:`Tracker.copy`."""
+        self._flushed()
+        other = PatchTracker(self._options, self._schema, self._tracked)
+        other._start(self._gpus)
+        other._flat.copy_(self._flat)
+        other._written()
+        return other
+
+
+class PatchDelta:
+    """A patch that arrived; see :class:`Delta`."""
+
+    def __init__(self, patch: Patch) -> None:
+        self.base, self.version = patch.base, patch.version
+        self._changes = patch.changes
+
+    def write(self, flat: torch.Tensor) -> None:
+        """See :meth:`Delta.write`."""
+        self._changes.to(flat.device).write(flat)
+
+    def touched(self, schema: WeightSchema) -> list[int]:
+        """See :meth:`Delta.touched`."""
+        return self._changes.touched(schema)

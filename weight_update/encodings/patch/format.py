@@ -1,0 +1,222 @@
+"""The patch format: changes <-> one payload. ``docs/patch_format.rst`` shows it byte by byte.
+
+::
+
+    head | one section for each element width | table of arrays | arrays
+
+Little endian throughout. Nothing in it is trusted: lengths, counts and positions are checked against the
+schema before memory is allocated or touched.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from weight_update.compression import Compression
+from weight_update.encodings.base import Lend
+from weight_update.encodings.patch.arrays import ALIGNMENT, UNSIGNED, Array, ArrayReader, ArrayWriter
+from weight_update.encodings.patch.changes import BITS, Changes, Run, Sparse, Stretch
+from weight_update.encodings.patch.positions_coo import Grid, decode_coo, encode_coo
+from weight_update.encodings.patch.positions_flat import decode_flat, encode_flat
+from weight_update.encodings.patch.values import decode_steps, encode_steps
+from weight_update.errors import FormatError
+from weight_update.wire.schema import WeightSchema
+
+__all__ = ["Patch", "PatchOptions", "decode_patch", "encode_patch", "write_patch"]
+
+_HEAD = struct.Struct("<4sBBBBIIqq")
+_SECTION = struct.Struct("<QQ")
+_MAGIC = b"WUPP"
+_FORMAT = 1
+_LAYOUTS = ("flat", "coo")
+_DELTA, _RELATIVE = 1, 2
+_BLOCK = 1 << 17  # so many values at a time: what is computed from them stays in the cache
+
+
+@dataclass(frozen=True)
+class PatchOptions:
+    """How a patch is written; a reader learns it from the patch.
+
+    Attributes:
+        layout: ``"flat"``, positions in the flat buffer, or ``"coo"``, (tensor, row, column).
+        delta: positions as differences from one to the next.
+        values: ``"raw"``, the new bits, or ``"relative"``, their difference from the old ones.
+        compression: what each array is compressed with.
+    """
+
+    layout: Literal["flat", "coo"]
+    delta: bool
+    values: Literal["raw", "relative"]
+    compression: Compression
+
+
+@dataclass(frozen=True, eq=False)
+class Patch:
+    """What a payload says.
+
+    Attributes:
+        base: the version that it changes.
+        version: the version that it makes.
+        changes: CPU tensors, perhaps views into the payload.
+    """
+
+    base: int
+    version: int
+    changes: Changes
+
+
+def encode_patch(
+    changes: Changes,
+    snapshot: torch.Tensor,
+    schema: WeightSchema,
+    base: int,
+    version: int,
+    options: PatchOptions,
+    lend: Lend,
+) -> torch.Tensor:
+    """Write ``changes`` into one payload.
+
+    Args:
+        changes: CPU tensors; positions are trusted.
+        snapshot: the flat buffer before the change, 1-D uint8, CPU, ``schema.nbytes`` long. It is read only
+            to turn values into relative ones or back.
+        schema: the layout of ``snapshot``.
+        base: version of ``snapshot``, not negative.
+        version: version after the change, not negative.
+        options: how to write.
+        lend: gives the memory; asked once.
+
+    Returns:
+        the payload, 1-D uint8, exactly as long as needed.
+
+    Raises:
+        ValueError: layout ``"coo"`` and a change that lies in no tensor of its width.
+    """
+    out = ArrayWriter(options.compression)
+    for part in changes.sparse:
+        if options.layout == "flat":
+            encode_flat(out, part, options.delta)
+        else:
+            encode_coo(out, part.positions.numpy(), Grid.of(schema, part.width), options.delta)
+        _encode_values(out, part, snapshot, options.values)
+    if changes.runs:
+        _encode_runs(out, changes.runs)
+    return write_patch(out, changes, base, version, options, lend)
+
+
+def write_patch(
+    out: ArrayWriter, changes: Changes, base: int, version: int, options: PatchOptions, lend: Lend
+) -> torch.Tensor:
+    """The payload whose arrays are in ``out``; see :func:`encode_patch`."""
+    flags = _DELTA * options.delta | _RELATIVE * (options.values == "relative")
+    layout, count = _LAYOUTS.index(options.layout), len(changes.sparse)
+    head = _HEAD.pack(_MAGIC, _FORMAT, layout, flags, count, len(changes.runs), len(out), base, version)
+    return out.write(head + b"".join(_SECTION.pack(part.width, len(part)) for part in changes.sparse), lend)
+
+
+def _encode_values(out: ArrayWriter, part: Sparse, snapshot: torch.Tensor, values: str) -> None:
+    kind, relative = UNSIGNED[part.width], values == "relative"
+
+    def bits(block: Stretch) -> Array:
+        given = block.values.numpy().view(kind)
+        if part.relative == relative:
+            return given
+        # Positions are trusted, so that nothing is clipped: this mode is merely the fastest.
+        old = np.take(snapshot.numpy().view(kind)[block.first :], block.places.numpy(), mode="clip")
+        changed: Array = given - old if relative else given + old
+        return changed
+
+    pieces = [bits(block) for block in part.blocks(_BLOCK)]
+    if relative:
+        encode_steps(out, pieces)
+    else:
+        out.join(pieces)
+
+
+def _encode_runs(out: ArrayWriter, runs: Sequence[Run]) -> None:
+    out.integers(np.array([run.start for run in runs], np.uint64))
+    out.integers(np.array([run.data.numel() for run in runs], np.uint64))
+    out.join([run.data.numpy() for run in runs])
+
+
+def decode_patch(payload: torch.Tensor, schema: WeightSchema) -> Patch:
+    """Read a payload.
+
+    Args:
+        payload: 1-D uint8, CPU; it must outlive the patch and not change under it.
+        schema: the layout of the buffer that the patch will change.
+
+    Raises:
+        FormatError: anything does not fit: the head, a length, a count, a position beyond the buffer or the
+            tensor or out of order, a codec that is unknown or fails, bytes that are left.
+    """
+    if payload.numel() < _HEAD.size:
+        raise FormatError(f"a patch has at least {_HEAD.size} bytes, not {payload.numel()}")
+    if payload.data_ptr() % ALIGNMENT:
+        payload = torch.from_numpy(payload.numpy().copy())
+    raw = payload.numpy()
+    magic, form, layout, flags, count, runs, arrays, base, version = _HEAD.unpack(raw[: _HEAD.size].tobytes())
+    if magic != _MAGIC or form != _FORMAT:
+        raise FormatError(f"not a patch of format {_FORMAT}: it starts with {magic!r}, {form}")
+    if layout >= len(_LAYOUTS) or flags & ~(_DELTA | _RELATIVE) or base < 0 or version < 0:
+        raise FormatError(f"a patch of layout {layout}, flags {flags:#x}, from {base} to {version}")
+    table = _HEAD.size + count * _SECTION.size
+    sections = _read_sections(raw[_HEAD.size : table], count, schema.nbytes)
+    reader = ArrayReader(payload, table, arrays)
+    changes = Changes(
+        tuple(_decode_sparse(reader, *section, schema, layout, flags) for section in sections),
+        _decode_runs(reader, runs, schema.nbytes),
+    )
+    reader.finish()
+    return Patch(base, version, changes)
+
+
+def _read_sections(raw: Array, count: int, nbytes: int) -> list[tuple[int, int]]:
+    if raw.size != count * _SECTION.size:
+        raise FormatError(f"a patch has no room for {count} sections")
+    sections = list(_SECTION.iter_unpack(raw.tobytes()))
+    widths = [width for width, _ in sections]
+    if not set(widths) <= set(BITS) or widths != sorted(set(widths)):
+        raise FormatError(f"a patch has elements of {widths} bytes")
+    for width, items in sections:
+        if not 0 < items <= nbytes // width:
+            raise FormatError(f"a patch changes {items} of {nbytes // width} elements of {width} bytes")
+    return sections
+
+
+def _decode_sparse(
+    arrays: ArrayReader, width: int, count: int, schema: WeightSchema, layout: int, flags: int
+) -> Sparse:
+    delta, relative = bool(flags & _DELTA), bool(flags & _RELATIVE)
+    if _LAYOUTS[layout] == "flat":
+        positions = decode_flat(arrays, count, schema.nbytes // width, delta)
+    else:
+        positions = decode_coo(arrays, count, schema, width, delta)
+    values = decode_steps(arrays, count, width) if relative else arrays.exactly(count, (width,))
+    bits = torch.from_numpy(values).view(BITS[width])
+    return Sparse.of(width, torch.from_numpy(positions), bits, relative)
+
+
+def _decode_runs(arrays: ArrayReader, count: int, nbytes: int) -> tuple[Run, ...]:
+    if count == 0:
+        return ()
+    if count > nbytes:
+        raise FormatError(f"a patch has {count} runs for {nbytes} bytes")
+    starts, lengths = arrays.exactly(count), arrays.exactly(count)
+    data = torch.from_numpy(arrays.at_most(nbytes, (1,)))
+    end = at = 0
+    runs = []
+    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+        if start < end or length == 0 or start + length > nbytes or at + length > data.numel():
+            raise FormatError(f"a patch has a run of {length} bytes at {start}")
+        runs.append(Run(start, data[at : at + length]))
+        end, at = start + length, at + length
+    if at != data.numel():
+        raise FormatError("a patch has bytes for more runs than it has")
+    return tuple(runs)

@@ -1,0 +1,85 @@
+"""Values of a patch: bits as they are, or steps from the old bits, split into planes of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from weight_update.encodings.patch.arrays import UNSIGNED, Array, ArrayReader, ArrayWriter
+from weight_update.encodings.patch.positions_flat import UNITS, join_units, most_units, split_units
+from weight_update.errors import FormatError
+
+__all__ = ["decode_steps", "encode_steps"]
+
+_NONE = np.empty(0, np.uint8)
+
+
+def encode_steps(out: ArrayWriter, steps: Sequence[Array]) -> None:
+    """Write steps (unsigned: new - old modulo 2**bits) so that small ones of either sign cost little.
+
+    Steps are made zigzag (0, -1, 1, -2, ... become 0, 1, 2, 3, ...). Plane k holds byte k of all of them and
+    travels as two arrays: where it is not zero, and what it is there; or, where that is not shorter, no
+    positions and the whole plane.
+
+    Args:
+        out: where to.
+        steps: arrays, not empty, that are one behind the other.
+    """
+    for plane in zip(*map(_planes, steps), strict=True):
+        _encode_plane(out, plane)
+
+
+def _planes(steps: Array) -> list[Array]:
+    zigzag = _fold(steps)
+    shifts = range(0, 8 * steps.itemsize, 8)
+    return [(zigzag >> zigzag.dtype.type(shift)).astype(np.uint8) for shift in shifts]
+
+
+def _encode_plane(out: ArrayWriter, plane: Sequence[Array]) -> None:
+    filled = sum(int(np.count_nonzero(part)) for part in plane)
+    where: Sequence[Array] = [_NONE]
+    if filled == 0:
+        plane = [_NONE]
+    elif 2 * filled < sum(map(len, plane)):
+        together = np.concatenate(plane)
+        places = np.flatnonzero(together)
+        where, plane = split_units([(0, places)]), [together[places]]
+    out.join(where)
+    out.join(plane)
+
+
+def decode_steps(arrays: ArrayReader, count: int, width: int) -> Array:
+    """Read ``count`` steps of ``width`` bytes, unsigned.
+
+    Raises:
+        FormatError: a plane has neither no, nor all, nor properly placed bytes.
+    """
+    kind = UNSIGNED[width]
+    zigzag = np.zeros(count, kind)
+    for plane in range(width):
+        where = arrays.at_most(most_units(count, count), UNITS)
+        part = arrays.at_most(count, (1,)).astype(kind)
+        part <<= kind.type(8 * plane)
+        if where.size:
+            zigzag[join_units(where, part.size, count)] |= part
+        elif part.size == count:
+            zigzag |= part
+        elif part.size:
+            raise FormatError(f"a plane of a patch has {part.size} bytes, not {count}")
+    return _unfold(zigzag)
+
+
+def _fold(steps: Array) -> Array:
+    signed = steps.view(f"<i{steps.itemsize}")
+    folded = signed << 1
+    folded ^= signed >> (8 * steps.itemsize - 1)
+    return folded.view(steps.dtype)
+
+
+def _unfold(zigzag: Array) -> Array:
+    one = zigzag.dtype.type(1)
+    signs: Array = np.negative(zigzag & one)  # all bits set where the step was negative
+    zigzag >>= one
+    signs ^= zigzag
+    return signs

@@ -1,0 +1,1 @@
+"""The worker's side: stage an update, switch to it between two forward passes, acknowledge it."""

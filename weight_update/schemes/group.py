@@ -1,0 +1,99 @@
+"""Several models updated as one step."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from weight_update.errors import GroupSyncFailedError, LifecycleError, SyncFailedError
+from weight_update.report import SyncReport
+from weight_update.schemes.base import WeightSyncScheme
+from weight_update.sender.handle import SendHandle, failed
+
+__all__ = ["group_schemes", "send_together"]
+
+
+def group_schemes(schemes: Iterable[WeightSyncScheme]) -> None:
+    """Declare that each worker holds a model of each of these schemes. Call it before workers start.
+
+    The receivers of a group in one process then share one gate: ``hold()`` of one, or a forward pass of
+    one model, keeps out updates of all, and :func:`send_together` can switch all models at one moment.
+    """
+    name = secrets.token_hex(8)
+    for scheme in schemes:
+        scheme.group = name
+
+
+def send_together(
+    weights: Mapping[WeightSyncScheme, Any], worker_ids: Any = None
+) -> dict[WeightSyncScheme, SyncReport]:
+    """Send several models as one atomic step: on every worker all are applied, or none on any.
+
+    First every worker stages all models; when each has them whole and checked, all are told to apply,
+    and each worker switches all its models at one moment. If staging fails anywhere, nothing is applied
+    anywhere.
+
+    Args:
+        weights: by scheme; as for ``send``, None reads the scheme's source. All schemes are connected
+            senders of one :func:`group_schemes` group.
+        worker_ids: as for ``send``.
+
+    Returns:
+        the report of each scheme.
+
+    Raises:
+        LifecycleError: a scheme is not connected, or they are not of one group.
+        GroupSyncFailedError: workers could not stage or apply; it holds the failures and the reports of all
+            schemes. If staging failed, no worker changed.
+    """
+    schemes = list(weights)
+    groups = {scheme.group for scheme in schemes}
+    if len(groups) != 1 or None in groups:
+        raise LifecycleError("call group_schemes([...]) on these schemes before their workers start")
+    step = f"{secrets.token_hex(8)}/{len(schemes)}"
+    handles: dict[WeightSyncScheme, SendHandle] = {}
+    with ExitStack() as aborts:
+        for scheme in schemes:
+            handles[scheme] = handle = scheme.stage(weights[scheme], worker_ids, step)
+            aborts.callback(handle.abort)
+        failures = {scheme: handle.wait_staged() for scheme, handle in handles.items()}
+        _raise_failures(handles, failures, "no model was updated on any worker")
+        aborts.pop_all()
+    start = time.perf_counter()
+    with ExitStack() as commits:
+        for handle in reversed(handles.values()):
+            commits.callback(handle.commit)
+    failures = {scheme: _outcome(handle) for scheme, handle in handles.items()}
+    for handle in handles.values():
+        handle.report.seconds["ack"] = time.perf_counter() - start
+    _raise_failures(handles, failures, "not every worker has all models")
+    return {scheme: handle.report for scheme, handle in handles.items()}
+
+
+def _outcome(handle: SendHandle) -> dict[int, Exception]:
+    """Wait for an update and return the errors of workers that do not have it."""
+    try:
+        handle.wait()
+    except SyncFailedError as error:
+        return error.failures
+    return {}
+
+
+def _raise_failures(
+    handles: Mapping[WeightSyncScheme, SendHandle],
+    failures: Mapping[WeightSyncScheme, Mapping[int, Exception]],
+    message: str,
+) -> None:
+    """Raise one error for all ``failures``, if there are any."""
+    by_scheme = {scheme: errors for scheme, errors in failures.items() if errors}
+    if not by_scheme:
+        return
+    lines = [
+        f"{scheme.model_id or type(scheme).__name__}: {failed(handles[scheme].version, errors, None)}"
+        for scheme, errors in by_scheme.items()
+    ]
+    reports = {scheme: handle.report for scheme, handle in handles.items()}
+    raise GroupSyncFailedError("\n".join([f"{message}:", *lines]), by_scheme, reports)

@@ -1,0 +1,1 @@
+"""The trainer's side: encode each update once and serve every worker."""

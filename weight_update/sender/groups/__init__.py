@@ -1,0 +1,1 @@
+"""Send groups: the workers that take the same bytes of an update."""

@@ -1,0 +1,282 @@
+"""One version on its way to workers, chunk by chunk, while the next chunk is still being put together."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weight_update.encodings import Encoder
+from weight_update.errors import SchemaMismatchError, SyncTimeoutError
+from weight_update.sender.buffers import Content, Shipment, Slot
+from weight_update.sender.peer import Peer
+from weight_update.wire.frames import Kind, WeightChunk
+from weight_update.wire.memory import memory_identity
+from weight_update.wire.schema import WeightSchema
+from weight_update.wire.updates import Step, frame_of
+
+__all__ = ["Pipeline"]
+
+
+@dataclass
+class _Chunk:
+    """What was sent and is not yet taken by all of ``readers``."""
+
+    index: int
+    slot: Slot
+    readers: set[int]
+    since: float
+
+
+class Pipeline:
+    """Carries one version from whoever converts and encodes it to workers that take the same bytes.
+
+    The caller's thread converts and encodes. Frames to workers whose link waits for them are written by a
+    thread for each; all others by the caller.
+
+    Args:
+        step: which version.
+        peers: the workers, each ready for another version. The sender's lock is held.
+        limit: how many chunks there are at most: one being filled, the others sent and not yet taken by all.
+        timeout: seconds that a worker has to take a chunk.
+        borrow: gives a slot for a payload of any size, with one user; may wait.
+        write: sends a frame to a worker, or loses the worker where that fails.
+        moved: the sender's lock.
+
+    Attributes:
+        seconds: what the caller spent: ``convert``, ``encode``, ``send``.
+        payload_bytes: size of all chunks that were sent.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        peers: Sequence[Peer],
+        *,
+        limit: int,
+        timeout: float,
+        borrow: Callable[[], Slot],
+        write: Callable[[Peer, WeightChunk], None],
+        moved: threading.Condition,
+    ) -> None:
+        self.step = step
+        self.seconds = dict.fromkeys(("convert", "encode", "send"), 0.0)
+        self.payload_bytes = 0
+        self._peers = {peer.idx: peer for peer in peers}
+        self._limit, self._timeout = limit, timeout
+        self._borrow, self._write, self._moved = borrow, write, moved
+        self._lent: Slot | None = None
+        self._under_way: list[_Chunk] = []
+        slow = [peer for peer in peers if not peer.link.quick]
+        self._feeders = {peer.idx: _Feeder(peer, write, moved) for peer in slow}
+        content = Content(step.version)
+        for peer in peers:
+            peer.pipeline, peer.since = self, time.monotonic()
+            peer.hold("inflight", Shipment(content, [], []))
+
+    # -- the caller's side -------------------------------------------------------------------------
+
+    def run(
+        self,
+        encoder: Encoder,
+        schema: WeightSchema,
+        encoding: str,
+        count: int,
+        tensors: Iterator[torch.Tensor],
+    ) -> None:
+        """Send the whole version; returns when its last chunk was handed over.
+
+        Ends early if no worker is left. Whatever ``tensors`` raises reaches the caller after the workers were
+        told to forget this version.
+
+        Args:
+            encoder: makes the chunks.
+            schema: of what travels.
+            encoding: name on the wire.
+            count: number of chunks.
+            tensors: in schema order; see :meth:`checked`.
+        """
+        start = time.perf_counter()
+        try:
+            for index, payload in enumerate(encoder.stream(tensors, self._lend)):
+                self._send(frame_of(self.step, schema, encoding, index, count, payload))
+                if not self._peers:
+                    break
+        except BaseException:
+            self._abort()
+            raise
+        finally:
+            with self._moved:
+                self._give_back_lent()
+            for feeder in self._feeders.values():
+                feeder.put(None)
+            spent = time.perf_counter() - start
+            self.seconds["encode"] = spent - self.seconds["convert"] - self.seconds["send"]
+
+    def checked(
+        self, schema: WeightSchema, items: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[torch.Tensor]:
+        """The tensors of ``items``, as long as they are those of ``schema``.
+
+        Raises:
+            SchemaMismatchError: they are not.
+        """
+        places: dict[int, object] = {}
+        tied = {position for pair in schema.ties for position in pair}
+        for position, meta in enumerate(schema.tensors):
+            start = time.perf_counter()
+            name, tensor = next(items, (None, None))
+            self.seconds["convert"] += time.perf_counter() - start
+            if tensor is None:
+                raise _mismatch(f"{meta.name!r} was to come, and nothing came")
+            if (name, tensor.shape, tensor.dtype) != (meta.name, meta.shape, meta.dtype):
+                found = f"{name!r} {tuple(tensor.shape)} {tensor.dtype}"
+                raise _mismatch(f"{found} came where {meta.name!r} {meta.shape} {meta.dtype} was to come")
+            if position in tied and places.setdefault(meta.offset, memory_identity(tensor)) != (
+                memory_identity(tensor)
+            ):
+                raise _mismatch(f"{meta.name!r} shared the memory of another weight and no longer does")
+            yield tensor
+            del tensor
+        for name, _ in items:
+            raise _mismatch(f"{name!r} came after the last")
+
+    def _lend(self, nbytes: int) -> torch.Tensor:
+        start = time.perf_counter()
+        while late := self._await_room():
+            self._give_up(late)
+        self._lent = self._borrow()
+        self.seconds["send"] += time.perf_counter() - start
+        return self._lent.buffer.tensor[:nbytes]
+
+    def _await_room(self) -> list[Peer]:
+        """Wait until one more chunk may be made; the workers that do not let it be, if there are some."""
+        with self._moved:
+            while len(self._under_way) >= self._limit:
+                oldest = self._under_way[0]
+                left = oldest.since + self._timeout - time.monotonic()
+                if left <= 0:
+                    return [self._peers[idx] for idx in oldest.readers]
+                self._moved.wait(left)
+        return []
+
+    def _send(self, chunk: WeightChunk) -> None:
+        assert self._lent is not None
+        start = time.perf_counter()
+        with self._moved:
+            peers = list(self._peers.values())
+            if not peers:
+                return
+            sent = _Chunk(chunk.header["index"], self._lent, set(self._peers), time.monotonic())
+            self._under_way.append(sent)
+            self._lent = None
+        self.payload_bytes += chunk.payload_bytes
+        slow = [peer.link for peer in peers if peer.idx in self._feeders]
+        if len(slow) > 1 and chunk.payload is not None:
+            slow[0].expect(chunk.payload, slow)
+        for peer in peers:
+            if peer.idx in self._feeders:
+                self._feeders[peer.idx].put(chunk)
+            else:
+                self._write(peer, chunk)
+        self.seconds["send"] += time.perf_counter() - start
+
+    def _give_up(self, peers: list[Peer]) -> None:
+        """Go on without workers that do not take a chunk in time; they keep the version they have."""
+        for peer in peers:
+            with self._moved:
+                peer.failures[self.step.version] = SyncTimeoutError(
+                    f"did not read a chunk of it within {self._timeout:g} s: it is stopped or too slow; it "
+                    "gets all weights with the next send() (or raise timeout=)"
+                )
+            self._forget(peer)
+
+    def _abort(self) -> None:
+        for peer in list(self._peers.values()):
+            self._forget(peer)
+
+    def _forget(self, peer: Peer) -> None:
+        """Have a worker forget what it has of this version."""
+        with self._moved:
+            peer.hold("inflight", None)
+            self.leave(peer, reading=peer.may_read)
+        aborted = WeightChunk(Kind.ABORT, {"version": self.step.version})
+        if peer.idx in self._feeders:
+            self._feeders[peer.idx].put(aborted)
+        else:
+            self._write(peer, aborted)
+
+    # -- the workers' side; the sender's lock is held ----------------------------------------------
+
+    def taken(self, peer: Peer, index: int) -> None:
+        """A worker has read the chunks up to ``index``."""
+        for chunk in [chunk for chunk in self._under_way if chunk.index <= index]:
+            chunk.readers.discard(peer.idx)
+        self._free()
+
+    def leave(self, peer: Peer, *, reading: bool) -> None:
+        """A worker has all, or will not have it.
+
+        Args:
+            peer: which.
+            reading: whether it may still read what it was sent; that memory is then not used again.
+        """
+        peer.pipeline, peer.former = None, self
+        if self._peers.pop(peer.idx, None) is None:
+            return
+        for chunk in self._under_way:
+            if peer.idx in chunk.readers:
+                chunk.readers.discard(peer.idx)
+                chunk.slot.abandoned |= reading
+        self._free()
+
+    def busy(self, peer: Peer) -> bool:
+        """Whether a thread still writes to a worker that left."""
+        feeder = self._feeders.get(peer.idx)
+        return feeder is not None and not feeder.done
+
+    def _free(self) -> None:
+        for chunk in [chunk for chunk in self._under_way if not chunk.readers]:
+            self._under_way.remove(chunk)
+            chunk.slot.users -= 1
+        self._moved.notify_all()
+
+    def _give_back_lent(self) -> None:
+        if self._lent is not None:
+            self._lent.users -= 1
+            self._lent = None
+            self._moved.notify_all()
+
+
+class _Feeder(threading.Thread):
+    """Writes frames to one worker, in order, until it is given None; then it is ``done``, which is told."""
+
+    def __init__(
+        self, peer: Peer, write: Callable[[Peer, WeightChunk], None], moved: threading.Condition
+    ) -> None:
+        super().__init__(name=f"weight_update-pipeline-{peer.idx}", daemon=True)
+        self.done = False
+        self._peer, self._write, self._moved = peer, write, moved
+        self._frames: queue.SimpleQueue[WeightChunk | None] = queue.SimpleQueue()
+        self.put = self._frames.put
+        self.start()
+
+    def run(self) -> None:
+        """See :class:`threading.Thread`."""
+        try:
+            while (chunk := self._frames.get()) is not None:
+                self._write(self._peer, chunk)
+        finally:
+            with self._moved:
+                self.done = True
+                self._moved.notify_all()
+
+
+def _mismatch(problem: str) -> SchemaMismatchError:
+    return SchemaMismatchError(
+        "the weights are not those agreed on in connect(); nothing of them is applied:", (problem,)
+    )

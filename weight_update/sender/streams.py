@@ -1,0 +1,124 @@
+"""Versions that are never put together whole: converted, encoded and sent chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from weight_update.encodings import Encoder
+from weight_update.errors import SyncTimeoutError
+from weight_update.report import SyncReport
+from weight_update.sender.buffers import Slot
+from weight_update.sender.delivery import Delivery
+from weight_update.sender.groups.assignment import Lanes
+from weight_update.sender.peer import Peer
+from weight_update.sender.pipeline import Pipeline
+from weight_update.sender.workers import Roll
+from weight_update.strategy.named_weights import NamedWeights
+from weight_update.strategy.strategy import WeightStrategy
+from weight_update.wire.frames import Kind, WeightChunk
+from weight_update.wire.updates import Step
+
+__all__ = ["Streams"]
+
+
+class Streams:
+    """Sends versions through pipelines, one after the other.
+
+    Nothing of a version is kept: who joins later, or missed it, is sent the next one.
+
+    Args:
+        roll: the workers.
+        lanes: which of them are sent the same.
+        strategy: with ``max_in_flight``.
+        borrow: gives a slot of so many bytes, with one user; may wait.
+        delivery: sends frames to a worker, or loses it.
+    """
+
+    def __init__(
+        self,
+        roll: Roll,
+        lanes: Lanes,
+        strategy: WeightStrategy,
+        borrow: Callable[[int], Slot],
+        delivery: Delivery,
+    ) -> None:
+        self._roll, self._lanes, self._strategy = roll, lanes, strategy
+        self._borrow, self._delivery = borrow, delivery
+        self._encoders: dict[str, Encoder] = {}
+
+    def send(self, weights: Mapping[int, NamedWeights], step: Step, timeout: float) -> SyncReport:
+        """Convert, encode and send a version.
+
+        Args:
+            weights: by worker; workers that share an object share its conversion.
+            step: which version; its extra state comes from ``weights``.
+            timeout: seconds a worker may take to become ready, and to take a chunk.
+
+        Raises:
+            SchemaMismatchError: the weights are not those of the schema; no worker applies them.
+        """
+        report = SyncReport(step.version, self._strategy.encoding.label)
+        for peers in self._lanes.kinds(weights, weights, apart=not step.commit):
+            named = weights[peers[0].idx]
+            extra = Step.of(step.version, named.extra).extra
+            self._send_to(peers, named, replace(step, extra=extra), timeout, report)
+        return report
+
+    def _send_to(
+        self, peers: list[Peer], named: NamedWeights, step: Step, timeout: float, report: SyncReport
+    ) -> None:
+        """Send a version to workers of one kind."""
+        lane, encoding, limit = peers[0].lane, self._strategy.encoding.whole, self._strategy.max_in_flight
+        assert lane is not None
+        assert limit is not None
+        sizes = encoding.payload_sizes(lane.schema)
+        digest = lane.schema.digest
+        if digest not in self._encoders:
+            self._encoders[digest] = encoding.encoder(lane.schema)
+        with self._roll.moved:
+            pipeline = Pipeline(
+                step,
+                self._ready(peers, step, timeout),
+                limit=limit,
+                timeout=timeout,
+                borrow=lambda: self._borrow(max(sizes)),
+                write=self._write,
+                moved=self._roll.moved,
+            )
+        items = named.items()
+        try:
+            tensors = pipeline.checked(peers[0].schema, items)
+            pipeline.run(self._encoders[digest], lane.schema, encoding.name, len(sizes), tensors)
+        finally:
+            items.close()
+        for stage, seconds in pipeline.seconds.items():
+            report.seconds[stage] = report.seconds.get(stage, 0.0) + seconds
+        report.dense_bytes += lane.schema.dense_bytes
+        copies = 1 if peers[0].link.shares_memory else len(peers)
+        report.wire_bytes += pipeline.payload_bytes * copies
+
+    def _ready(self, peers: list[Peer], step: Step, timeout: float) -> list[Peer]:
+        """Those that can be sent a version now; waits for those that are busy with the one before."""
+
+        def busy(peer: Peer) -> bool:
+            writing = peer.former is not None and peer.former.busy(peer)
+            return peer.joined and (peer.inflight is not None or writing)
+
+        self._roll.moved.wait_for(lambda: not any(map(busy, peers)), timeout)
+        for peer in filter(busy, peers):
+            peer.failures[step.version] = SyncTimeoutError(
+                f"was busy with an earlier version for {timeout:g} s: it is stopped, or in hold() or a long "
+                "forward pass; it gets all weights with the next send() (or raise timeout=)"
+            )
+        return [peer for peer in peers if peer.joined and not busy(peer)]
+
+    def _write(self, peer: Peer, chunk: WeightChunk) -> None:
+        """Send a frame, if the worker is still to have the version that it belongs to."""
+        with peer.sending:
+            with self._roll.moved:
+                arriving = None if peer.pipeline is None else peer.pipeline.step.version
+                stale = chunk.kind is Kind.UPDATE and arriving != chunk.header["version"]
+                if stale or not peer.joined:
+                    return
+            self._delivery.send(peer, [chunk])

@@ -1,0 +1,1 @@
+"""Strategies: how weights leave a model and how they enter one."""

@@ -1,0 +1,353 @@
+"""How weights enter a model: the places where its tensors are kept."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from weight_update.errors import SchemaMismatchError, UnsupportedSourceError
+from weight_update.strategy.named_weights import (
+    EXTRA,
+    EXTRA_IN_TENSORDICT,
+    NamedWeights,
+    extra_owners,
+    key_name,
+    named_parts,
+)
+from weight_update.wire.schema import WeightSchema
+
+__all__ = ["Binding", "count_writes"]
+
+_CPU = torch.device("cpu")
+_DTYPE, _IS_CPU, _IS_META = map(operator.attrgetter, ("dtype", "is_cpu", "is_meta"))
+
+
+class Binding:
+    """The tensors of one destination, found once and written many times.
+
+    It remembers where each tensor is kept (the owning dict and its key), not the tensor, so that a
+    parameter that was replaced in the meantime is found again. :meth:`WeightStrategy.bind` makes one.
+
+    Args:
+        read: the weights of a source by name, as :meth:`WeightStrategy.named`.
+        destination: module, TensorDict or dict.
+
+    Raises:
+        UnsupportedSourceError: ``destination`` is of a type that cannot be written.
+    """
+
+    def __init__(self, read: Callable[[Any], NamedWeights], destination: Any) -> None:
+        self._read = read
+        self.destination = destination
+        self._places: dict[str, tuple[Any, str]] = dict(self._find())
+        self._parts = list(_parts(destination))
+        self._asked: tuple[tuple[str, ...], list[tuple[Callable[[str], Any], str]]] = (), []
+        self._find_devices()
+        self.extra_owners: dict[str, nn.Module] = {}
+        if isinstance(destination, nn.Module):
+            self.extra_owners = extra_owners(destination)
+
+    def is_stale(self) -> bool:
+        """Whether a part of the destination was replaced: a submodule, or a dict or TensorDict inside one."""
+        # A list is quicker than a generator: forward passes may be waiting.
+        return True in [get(key) is not part for get, key, part in self._parts]
+
+    def _find_devices(self) -> None:
+        self._devices = {self._get(name).device for name in self._places}
+        self._cuda_devices = [device for device in self._devices if device.type == "cuda"]
+
+    @property
+    def points(self) -> bool:
+        """Whether :meth:`point` may be used: true for modules, whose parameters may move in memory."""
+        return isinstance(self.destination, nn.Module)
+
+    @property
+    def home(self) -> torch.device:
+        """The device of all tensors if it is one CUDA device, else the CPU."""
+        return next(iter(self._devices)) if len(self._devices) == 1 and self._cuda_devices else _CPU
+
+    def read(self) -> NamedWeights:
+        """The weights of the destination as they are now; live references."""
+        return self._read(self.destination)
+
+    def tensors(self, names: tuple[str, ...]) -> list[torch.Tensor]:
+        """The tensors of the destination as they are now."""
+        return self._targets(names)
+
+    def schema(self) -> WeightSchema:
+        """The schema of the destination as it is now.
+
+        Raises:
+            UnsupportedSourceError: there are inference tensors, which nothing can be written into.
+        """
+        tensors = {name: self._get(name) for name in self._places}
+        frozen = [name for name, one in tensors.items() if one.is_inference() and not one.is_meta]
+        if frozen:
+            raise UnsupportedSourceError(
+                f"{frozen[0]!r} of the destination is an inference tensor ({len(frozen)} of {len(tensors)} "
+                "are): make the model outside torch.inference_mode(), and compute with it there if you like"
+            )
+        return WeightSchema.of(tensors)
+
+    def copy(self, names: tuple[str, ...], values: list[torch.Tensor]) -> None:
+        """Copy ``values`` into the destination's tensors; addresses do not change.
+
+        Parameters on the meta device have no memory yet; they are replaced by real ones.
+        """
+        pairs = list(zip(self._targets(names), values, strict=True))
+        _require_own_elements(names, [target for target, _ in pairs])
+        real = [(target.detach(), value) for target, value in pairs if not target.is_meta]
+        if real:
+            targets, sources = zip(*real, strict=True)
+            if any(map(torch.Tensor.is_conj, targets)) or any(map(torch.Tensor.is_neg, targets)):
+                for target, value in real:  # as _foreach_copy_, which takes no such views
+                    target.copy_(value)
+            else:
+                torch._foreach_copy_(targets, sources)
+        unreal = [(target, value) for target, value in pairs if target.is_meta]
+        self._materialise({id(t): _convert(t, value, copy=True) for t, value in unreal})
+
+    def point(self, names: tuple[str, ...], values: list[torch.Tensor]) -> None:
+        """Make the destination's tensors use the memory of ``values``; nothing is copied.
+
+        Values on another device or of another dtype are converted first, all of them before the first
+        tensor is switched. Parameters on the meta device are replaced by real ones.
+        """
+        self.switch(names, self.prepare(names, values))
+
+    def prepare(self, names: tuple[str, ...], values: list[torch.Tensor]) -> list[torch.Tensor]:
+        """``values`` converted to the dtype and device of the destination where they differ."""
+        targets = self._targets(names)
+        if (
+            all(map(_IS_CPU, targets))
+            and all(map(_IS_CPU, values))
+            and all(map(operator.is_, map(_DTYPE, targets), map(_DTYPE, values)))
+        ):
+            return list(values)
+        return [
+            value
+            if target.dtype is value.dtype and target.device == value.device
+            else _convert(target, value)
+            for target, value in zip(targets, values, strict=True)
+        ]
+
+    def switch(self, names: tuple[str, ...], ready: list[torch.Tensor]) -> None:
+        """The short second half of :meth:`point`, one assignment a tensor.
+
+        Args:
+            names: as in :meth:`point`.
+            ready: what :meth:`prepare` returned.
+        """
+        targets = self._targets(names)
+        if not any(map(_IS_META, targets)):  # forward passes may be waiting: no further question for each
+            for target, value in zip(targets, ready, strict=True):
+                target.data = value
+            count_writes(targets)
+            return
+        unreal = {}
+        for target, value in zip(targets, ready, strict=True):
+            if target.is_meta:
+                unreal[id(target)] = value
+            else:
+                target.data = value
+        count_writes(targets)
+        self._materialise(unreal)
+
+    def write(self, names: tuple[str, ...], ready: list[torch.Tensor], *, stay: bool) -> None:
+        """Make the destination have what :meth:`prepare` returned; nobody may compute with it meanwhile.
+
+        Args:
+            names: as in :meth:`point`.
+            ready: what :meth:`prepare` returned.
+            stay: addresses must not change.
+        """
+        self.finish_kernels()
+        if self.points and not stay:
+            self.switch(names, ready)
+        else:
+            self.copy(names, ready)
+        self.finish_kernels()
+
+    def finish_kernels(self) -> None:
+        """Wait for the GPUs of the destination: a forward pass may still read, a copy still write.
+
+        The host leaves a forward pass before its kernels have run, and they may run on any stream.
+        """
+        for device in self._cuda_devices:
+            torch.cuda.synchronize(device)
+
+    def check_extra(self, extra: Mapping[str, Any]) -> None:
+        """Raise SchemaMismatchError if ``extra`` names modules that take no extra state."""
+        if isinstance(self.destination, nn.Module):
+            unknown = [f"{name}: no such extra state" for name in extra if name not in self.extra_owners]
+            if unknown:
+                raise SchemaMismatchError("extra state does not fit the destination:", tuple(unknown))
+
+    def exchange_extra(self, extra: Mapping[str, Any]) -> Callable[[], None]:
+        """Hand each extra state to its owner, or none and an error; returns what undoes it."""
+        if not extra:
+            return lambda: None
+        before = self.read().extra
+
+        def undo() -> None:
+            self._set_extra(before)
+
+        try:
+            self._set_extra(extra)
+        except BaseException:
+            undo()
+            raise
+        return undo
+
+    def _set_extra(self, extra: Mapping[str, Any]) -> None:
+        for name, value in extra.items():
+            if isinstance(self.destination, nn.Module):
+                self.extra_owners[name].set_extra_state(value)
+            else:
+                _set_extra_in(self.destination, name, value)
+
+    def _get(self, name: str) -> torch.Tensor:
+        owner, key = self._places[name]
+        tensor = owner.get(key)
+        if not isinstance(tensor, torch.Tensor):
+            raise SchemaMismatchError(f"{name!r} is no longer in the destination")
+        return tensor
+
+    def _targets(self, names: tuple[str, ...]) -> list[torch.Tensor]:
+        """The tensors as they are now; forward passes may be waiting, so few steps for each."""
+        if names is not self._asked[0]:
+            self._asked = names, [(owner.get, key) for owner, key in map(self._places.__getitem__, names)]
+        targets = [get(key) for get, key in self._asked[1]]
+        if all(issubclass(kind, torch.Tensor) for kind in set(map(type, targets))):
+            return targets
+        return [self._get(name) for name in names]  # raises, with the name
+
+    def _materialise(self, values: dict[int, torch.Tensor]) -> None:
+        """Replace meta tensors, given by id, wherever they are kept; ties stay ties."""
+        if not values:
+            return
+        made: dict[int, torch.Tensor] = {}
+        for owner, key in self._places.values():
+            target = owner.get(key)
+            if id(target) in values:
+                value = values[id(target)]
+                if id(target) not in made:
+                    parameter = isinstance(target, nn.Parameter)
+                    # A tensor object of its own: later switches change it, and must not change `value`.
+                    fresh = nn.Parameter(value, target.requires_grad) if parameter else value.detach()
+                    made[id(target)] = fresh
+                owner[key] = made[id(target)]
+        self._find_devices()
+
+    def _find(self) -> Iterator[tuple[str, tuple[Any, str]]]:
+        destination = self.destination
+        if isinstance(destination, TensorDictBase):
+            for name, owner, key in _tensordict_places(destination):
+                yield name, (owner, key)
+        elif isinstance(destination, nn.Module):
+            yield from self._module_places(destination)
+        elif isinstance(destination, MutableMapping):
+            for name, owner, key in _mapping_places(destination):
+                yield name, (owner, key)
+        else:
+            raise UnsupportedSourceError(
+                f"cannot write weights into a {type(destination).__name__}; give an nn.Module, "
+                "a TensorDict, a dict of tensors or an InferenceEngine"
+            )
+
+    def _module_places(self, module: nn.Module) -> Iterator[tuple[str, tuple[Any, str]]]:
+        places = {}
+        for prefix, part in named_parts(module):
+            for owner in (part._parameters, part._buffers):
+                for key, value in owner.items():
+                    if value is not None:
+                        places[prefix + key] = (owner, key)
+        for name in self._read(module).tensors:
+            if name not in places:
+                raise UnsupportedSourceError(
+                    f"{name!r} of {type(module).__name__} is neither a parameter nor a buffer, so it "
+                    "can be read but not written"
+                )
+            yield name, places[name]
+
+
+def count_writes(targets: Sequence[torch.Tensor]) -> None:
+    """Tell autograd that ``targets`` were written to where it could not see that.
+
+    The backward pass of an earlier forward pass then raises, instead of using the values that are there now.
+    """
+    try:
+        torch.autograd.graph.increment_version(targets)
+    except RuntimeError:  # inference tensors have no count, and no backward pass needs them
+        torch.autograd.graph.increment_version([one for one in targets if not one.is_inference()])
+
+
+def _parts(node: Any) -> Iterator[tuple[Callable[[str], Any], str, Any]]:
+    """Yield each part of ``node`` that contains tensors, behind the function and argument that find it."""
+    if isinstance(node, nn.Module):
+        for _, owner in named_parts(node):
+            for key, part in owner._modules.items():
+                yield owner._modules.get, key, part
+    elif isinstance(node, TensorDictBase | MutableMapping):
+        for key, part in node.items():
+            if isinstance(part, TensorDictBase | MutableMapping) and node.get(key) is part:
+                yield node.get, key, part
+                yield from _parts(part)
+
+
+@torch.inference_mode(False)  # the model may learn later
+def _convert(target: torch.Tensor, value: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
+    device = value.device if target.is_meta else target.device
+    return value.to(device=device, dtype=target.dtype, copy=copy)
+
+
+def _tensordict_places(node: TensorDictBase, prefix: str = "") -> Iterator[tuple[str, TensorDictBase, str]]:
+    for key, value in node.items():
+        if isinstance(value, TensorDictBase):
+            if key != EXTRA_IN_TENSORDICT:
+                yield from _tensordict_places(value, f"{prefix}{key}.")
+        elif isinstance(value, torch.Tensor):
+            if node.get(key) is not value:
+                raise UnsupportedSourceError(
+                    f"{prefix + key!r} of a {type(node).__name__} is made anew at each access, so it can be "
+                    "read but not written"
+                )
+            yield f"{prefix}{key}", node, key
+
+
+def _require_own_elements(names: Sequence[str], targets: Sequence[torch.Tensor]) -> None:
+    """Find what a copy would fail on in the middle, before it begins."""
+    for name, target in zip(names, targets, strict=True):
+        if 0 in target.stride() and any(
+            step == 0 and size > 1 for step, size in zip(target.stride(), target.shape, strict=True)
+        ):
+            raise UnsupportedSourceError(
+                f"{name!r} of the destination is an expanded view; its elements cannot be written one by one"
+            )
+
+
+def _mapping_places(node: MutableMapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    for key, value in node.items():
+        name = prefix + key_name(key, node)
+        if isinstance(value, MutableMapping) and name.rpartition(".")[2] != EXTRA:
+            yield from _mapping_places(value, name + ".")
+        elif isinstance(value, torch.Tensor) and name.rpartition(".")[2] != EXTRA:
+            yield name, node, key
+
+
+def _set_extra_in(node: Any, name: str, value: Any) -> None:
+    """Set an extra state of a TensorDict or a (nested or dotted) dict at the place where it belongs."""
+    while not isinstance(node, TensorDictBase):
+        head, _, rest = name.partition(".")
+        if name in node or not rest or not isinstance(node.get(head), MutableMapping):
+            node[name] = value
+            return
+        node, name = node[head], rest
+    if name == EXTRA and node.get(EXTRA, None) is None:
+        name = EXTRA_IN_TENSORDICT
+    node.set_non_tensor(tuple(name.split(".")), value)

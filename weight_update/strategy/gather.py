@@ -1,0 +1,52 @@
+"""Options for the weights of a sharded trainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from weight_update.errors import LifecycleError
+from weight_update.strategy.named_weights import Convert
+
+__all__ = ["GatherShards"]
+
+
+@dataclass(frozen=True)
+class GatherShards:
+    """How the weights of a sharded trainer are put together on one rank, a few at a time.
+
+    Every rank makes the same scheme and calls ``init_on_sender``, ``connect``, ``send`` and ``shutdown``
+    alike; the first rank of ``group`` leads: it alone talks to the workers.
+
+    Args:
+        group: the ranks of the trainer; None for the default process group. What is exchanged to keep step,
+            and shards on the CPU, travel through a group of its own with the same ranks.
+        gather: for weights that are no DTensors: takes an iterator of ``(name, tensor)`` with the tensors of
+            this rank, and gives one of names and whole tensors. It runs on every rank, which all ask for the
+            next item together, so it may use collectives; what it gives counts on the leader only. None puts
+            DTensors together, and takes the leader's value of all others.
+        batch_bytes: so many bytes of weights are gathered at once, in two batches: one that is handed on,
+            and one on its way. A larger tensor is a batch by itself.
+
+    Raises:
+        ValueError: ``batch_bytes`` is not a positive number.
+    """
+
+    group: dist.ProcessGroup | None = None
+    gather: Convert | None = None
+    batch_bytes: int = 32 << 20
+
+    def __post_init__(self) -> None:
+        if not self.batch_bytes > 0:
+            raise ValueError(f"batch_bytes is a positive number of bytes: {self.batch_bytes!r}")
+
+    def members(self) -> list[int]:
+        """The ranks in the default process group of those that take part; the first leads.
+
+        Raises:
+            LifecycleError: torch.distributed is not initialized.
+        """
+        if not dist.is_initialized():
+            raise LifecycleError("a sharded trainer needs torch.distributed: call init_process_group() first")
+        return [int(rank) for rank in dist.get_process_group_ranks(self.group or dist.group.WORLD)]

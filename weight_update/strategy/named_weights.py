@@ -1,0 +1,274 @@
+"""Weights by dotted name, and how they are found in what users hand over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, TensorDictBase
+from torch import nn
+
+from weight_update.errors import ConversionError, UnsupportedSourceError
+from weight_update.wire.memory import memory_identity
+from weight_update.wire.schema import WeightSchema
+
+__all__ = ["Convert", "Gather", "NamedWeights"]
+
+EXTRA = "_extra_state"
+EXTRA_IN_TENSORDICT = "__extra_state__"
+"""The key of a module's own extra state in a TensorDict; TorchRL's name."""
+
+Convert = Callable[[Iterator[tuple[str, torch.Tensor]]], Iterable[tuple[str, torch.Tensor]]]
+"""Gives weights in another format, one after the other as they are asked for."""
+
+Gather = Callable[[Mapping[str, torch.Tensor]], Generator[tuple[str, torch.Tensor]]]
+"""Puts together tensors of which this process holds parts, one after the other as they are asked for."""
+
+
+@dataclass
+class NamedWeights:
+    """Weights as the rest of the library sees them.
+
+    Attributes:
+        tensors: tensors by dotted name, in order; live references, not copies.
+        extra: extra state by the dotted name ``"<module>._extra_state"``.
+        convert: what :meth:`items` has still to do with ``tensors``.
+        gather: what it has to do before that.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    extra: dict[str, Any] = field(default_factory=dict)
+    convert: Convert | None = None
+    gather: Gather | None = None
+
+    def items(self) -> Generator[tuple[str, torch.Tensor]]:
+        """Names and tensors, each converted only when it is asked for, and not kept.
+
+        Close it where not all are asked for: a conversion may have to be ended.
+
+        Raises:
+            UnsupportedSourceError: ``convert`` gives a name twice, or what is not a tensor.
+            ConversionError: ``convert`` wrote to the tensors that it was given.
+        """
+        if self.gather is None:
+            return self._converted(item for item in self.tensors.items())
+        return self._converted(self.gather(self.tensors))
+
+    @torch.no_grad()
+    def _converted(self, source: Generator[tuple[str, torch.Tensor]]) -> Generator[tuple[str, torch.Tensor]]:
+        if self.convert is None:
+            try:
+                yield from source
+            finally:
+                source.close()
+            return
+        before = _writes(self.tensors)
+        try:
+            yield from _checked(_started(self.convert, source))
+        finally:
+            source.close()
+        after = _writes(self.tensors)
+        written = [name for name, count in after.items() if count != before[name]]
+        if written:
+            raise ConversionError(
+                f"while weights were converted, {written[0]!r} was written to ({len(written)} of "
+                f"{len(before)} were): convert must make new tensors and leave the trainer's alone"
+            )
+
+    def converted(self) -> NamedWeights:
+        """The same with all conversion done."""
+        lazy = self.convert is not None or self.gather is not None
+        return NamedWeights(dict(self.items()), self.extra) if lazy else self
+
+    def schema(self) -> WeightSchema:
+        """The schema of :meth:`items`; holds none of the tensors that a conversion makes.
+
+        Raises:
+            UnsupportedSourceError: as :meth:`items`, and as :meth:`WeightSchema.of`.
+        """
+        owned = {memory_identity(tensor) for tensor in self.tensors.values()}
+        found: dict[str, torch.Tensor] = {}
+        last = hollow = torch.empty(0)
+        for name, tensor in self.items():
+            if memory_identity(tensor) in owned:
+                found[name] = tensor
+                continue
+            if tensor is not last:  # a tensor under several names in a row is tied
+                last, hollow = tensor, tensor.to("meta")
+            found[name] = hollow
+        return WeightSchema.of(found)
+
+
+def _writes(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """How often each was written to, as far as PyTorch counts."""
+    return {name: value._version for name, value in tensors.items() if not value.is_inference()}
+
+
+def _started(convert: Convert, source: Iterator[tuple[str, torch.Tensor]]) -> Iterator[Any]:
+    made = convert(source)
+    if not isinstance(made, Iterable):
+        raise ConversionError(
+            f"convert gave a {type(made).__name__}, not an iterable of names and tensors; is it a function "
+            "that makes a converter, and has to be called first?"
+        )
+    return iter(made)
+
+
+def frozen_or_transient(source: Any, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """Names of the weights that training does not change or a checkpoint does not hold.
+
+    These are parameters that require no gradient and, in a module, buffers that are not persistent.
+    """
+    found = {
+        name for name, value in tensors.items() if isinstance(value, nn.Parameter) and not value.requires_grad
+    }
+    if isinstance(source, nn.Module):
+        for prefix, part in named_parts(source):
+            found.update(prefix + key for key in part._non_persistent_buffers_set)
+    return found
+
+
+def _checked(items: Iterator[tuple[str, Any]]) -> Generator[tuple[str, torch.Tensor]]:
+    seen: set[str] = set()
+    for item in items:
+        if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str):
+            raise UnsupportedSourceError(
+                f"convert gives {item!r:.60} ({type(item).__name__}), where pairs of a name and a tensor are "
+                "wanted"
+            )
+        name, value = item
+        if name in seen:
+            raise UnsupportedSourceError(f"convert gives {name!r} twice")
+        if not isinstance(value, torch.Tensor):
+            raise UnsupportedSourceError(f"convert gives a {type(value).__name__} as {name!r}, not a tensor")
+        seen.add(name)
+        del item
+        yield name, value
+        del value
+
+
+def from_items(items: Iterator[tuple[str, Any]]) -> NamedWeights:
+    tensors: dict[str, torch.Tensor] = {}
+    extra: dict[str, Any] = {}
+    for name, value in items:
+        if name in tensors or name in extra:
+            raise UnsupportedSourceError(f"{name!r} stands for two different entries")
+        if name.endswith(EXTRA) and name.rpartition(".")[2] == EXTRA:
+            extra[name] = value
+        elif isinstance(value, torch.Tensor):
+            tensors[name] = value
+        else:
+            raise UnsupportedSourceError(
+                f"{name!r} is a {type(value).__name__}, not a tensor; weights are tensors, other state "
+                f"goes under a name that ends in {EXTRA!r}"
+            )
+    return NamedWeights(tensors, extra)
+
+
+def from_tensordict(source: TensorDictBase) -> NamedWeights:
+    """As :func:`from_items`, in few steps for each tensor: there may be thousands at each update."""
+    tensors: dict[str, torch.Tensor] = {}
+    if _only_tensors(source, "", tensors) == len(tensors):
+        return NamedWeights(tensors)
+    return from_items(walk_tensordict(source))
+
+
+def _only_tensors(source: TensorDictBase, prefix: str, found: dict[str, torch.Tensor]) -> int:
+    """Enter all tensors of ``source``; how many there are, or -1 if there is anything else."""
+    count = 0
+    for key, value in source.items():
+        if isinstance(value, torch.Tensor) and not key.endswith(EXTRA):
+            found[f"{prefix}{key}"] = value
+            count += 1
+        elif isinstance(value, TensorDictBase) and key != EXTRA_IN_TENSORDICT:
+            inner = _only_tensors(value, f"{prefix}{key}.", found)
+            if inner < 0:
+                return -1
+            count += inner
+        else:
+            return -1
+    return count
+
+
+def walk_mapping(source: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in source.items():
+        name = prefix + key_name(key, source)
+        if isinstance(value, TensorDictBase):
+            yield from walk_tensordict(value, name + ".")
+        elif isinstance(value, Mapping) and name.rpartition(".")[2] != EXTRA:
+            yield from walk_mapping(value, name + ".")
+        else:
+            yield name, value
+
+
+def walk_tensordict(source: TensorDictBase, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in source.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, torch.Tensor):  # asked first: it is quick, the others are abstract classes
+            yield name, value
+        elif key == EXTRA_IN_TENSORDICT:
+            yield prefix + EXTRA, value.to_dict() if isinstance(value, TensorDictBase) else value.data
+        elif isinstance(value, TensorDictBase):
+            yield from walk_tensordict(value, name + ".")
+        elif isinstance(value, NonTensorData):
+            yield name, value.data
+        else:
+            yield name, value
+
+
+def key_name(key: Any, source: Mapping[Any, Any]) -> str:
+    if isinstance(key, tuple) and all(isinstance(part, str) for part in key):
+        return ".".join(key)
+    if not isinstance(key, str):
+        raise UnsupportedSourceError(
+            f"a {type(source).__name__} with the key {key!r}: weights have string keys"
+        )
+    return key
+
+
+def from_module(module: nn.Module) -> NamedWeights:
+    """Parameters, then buffers, each by all the names it has, and the extra state.
+
+    They are those of ``named_parameters`` and ``named_buffers``, in a third of the time.
+    """
+    parts = named_parts(module)
+    tensors: dict[str, torch.Tensor] = {}
+    for method, members in (("named_parameters", "_parameters"), ("named_buffers", "_buffers")):
+        if _as_in_torch(module, method) and _as_in_torch(module, "_named_members"):
+            for prefix, part in parts:
+                for name, value in getattr(part, members).items():
+                    if value is not None:
+                        tensors[prefix + name] = value
+        else:
+            tensors.update(getattr(module, method)(remove_duplicate=False))
+    return NamedWeights(tensors, {name: part.get_extra_state() for name, part in _with_extra(parts)})
+
+
+def extra_owners(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules that have extra state, by the name of that."""
+    return dict(_with_extra(named_parts(module)))
+
+
+def _with_extra(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+    for prefix, part in parts:
+        if type(part).get_extra_state is not nn.Module.get_extra_state:
+            yield prefix + EXTRA, part
+
+
+def named_parts(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """A module and all below it, as often as they have names, which end with a dot."""
+    if not _as_in_torch(module, "named_modules"):
+        named = module.named_modules(set(), prefix.removesuffix("."), False)  # as torch calls it
+        return [(f"{name}." if name else "", part) for name, part in named]
+    parts = [(prefix, module)]
+    for name, part in module._modules.items():
+        if part is not None:
+            parts += named_parts(part, f"{prefix}{name}.")
+    return parts
+
+
+def _as_in_torch(module: nn.Module, method: str) -> bool:
+    """Whether neither a class nor the module itself brings another method of that name."""
+    return getattr(type(module), method) is getattr(nn.Module, method) and method not in vars(module)

@@ -1,0 +1,286 @@
+"""How weights leave a model and how they enter one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from tensordict import NonTensorData, TensorDict, TensorDictBase
+from torch import nn
+
+from weight_update.encodings import Encoding, encoding_from_config, resolve_encoding
+from weight_update.errors import UnsupportedSourceError
+from weight_update.strategy.binding import Binding
+from weight_update.strategy.gather import GatherShards
+from weight_update.strategy.named_weights import (
+    EXTRA,
+    EXTRA_IN_TENSORDICT,
+    Convert,
+    NamedWeights,
+    from_items,
+    from_module,
+    from_tensordict,
+    frozen_or_transient,
+    walk_mapping,
+)
+from weight_update.wire.schema import WeightSchema, matching
+
+__all__ = ["WeightStrategy", "resolve_strategy"]
+
+ExtractAs = Literal["tensordict", "state_dict"]
+Select = Literal["trainable"] | Sequence[str] | Callable[[str, torch.Tensor], bool]
+
+
+class WeightStrategy:
+    """Extracts weights from a source and applies them to a destination.
+
+    Args:
+        extract_as: ``"tensordict"`` takes parameters and all buffers, and hands weights out as a nested
+            TensorDict; ``"state_dict"`` takes parameters and persistent buffers, and hands weights out
+            as a flat dict with dotted names.
+        encoding: how weights become chunks: ``"dense"``, ``"bucket"``, ``"patch"`` or an
+            :class:`~weight_update.Encoding`.
+        select: which weights updates carry. None: all; ``"trainable"``: parameters that require a gradient,
+            and persistent buffers; a list of prefixes (``"head"`` chooses ``head`` and ``head.*``); or a
+            function of name and tensor. Receivers may have more weights, which are left alone, except that
+            a :class:`~weight_update.PatchEncoding` first makes all of them equal.
+        convert: for a receiver that holds the model in another format: takes an iterator of ``(name,
+            tensor)``, gives one of the names and tensors that the receiver has. Runs on the sender, at each
+            update, and gives the same names in the same order each time. Extra state, whose names are those
+            of the sender's modules, is not sent then.
+        max_in_flight: None puts each version together whole in the sender's memory, and serves from it who
+            comes or was late. A number sends it in chunks while it is still being converted and encoded: so
+            many chunks (buckets) are in memory at most, one of them being filled while the others travel. 1
+            is strictly serial, 2 lets conversion and transfer overlap. A worker that joins, or missed a
+            version, then gets weights with the next ``send``. Needs an encoding in chunks, such as
+            ``BucketEncoding``.
+        gather: for a trainer whose ranks hold parts of the weights: a :class:`~weight_update.GatherShards`.
+            None: DTensors, as of FSDP2, are put together over the default process group, all others are
+            taken to be whole. Give ``max_in_flight`` too, and no rank ever holds the whole model.
+
+    Raises:
+        ValueError: an unknown ``extract_as``, encoding or selection; the message lists the known ones. Or
+            ``max_in_flight`` with an encoding that does not travel in chunks.
+
+    Sources and destinations may be an ``nn.Module``, a TensorDict, a (nested or dotted) dict of tensors,
+    or, as a source, a callable that returns one of these.
+    """
+
+    def __init__(
+        self,
+        extract_as: ExtractAs = "tensordict",
+        *,
+        encoding: str | Encoding = "dense",
+        select: Select | None = None,
+        convert: Convert | None = None,
+        max_in_flight: int | None = None,
+        gather: GatherShards | None = None,
+    ) -> None:
+        if extract_as not in get_args(ExtractAs):
+            known = " or ".join(repr(name) for name in get_args(ExtractAs))
+            raise ValueError(f"extract_as must be {known}, got {extract_as!r}")
+        if isinstance(select, str) and select != "trainable":
+            raise ValueError(
+                f"unknown selection {select!r} (known: None, 'trainable', a list of prefixes, a function)"
+            )
+        self.extract_as: ExtractAs = extract_as
+        self.encoding = resolve_encoding(encoding)
+        if convert is not None and not callable(convert):
+            raise ValueError(
+                f"convert= takes a function of an iterator, not a {type(convert).__name__}; several "
+                "converters become one with weight_update.convert.chain()"
+            )
+        if max_in_flight is not None:
+            _require_chunks(max_in_flight, self.encoding)
+        self.select, self.convert = select, convert
+        self.max_in_flight, self.gather = max_in_flight, gather
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], **options: Any) -> WeightStrategy:
+        """A strategy from the tree that RLinf's YAML files have below ``weight_syncer``.
+
+        ``{"type": "patch", "patch": {...}}`` or ``{"type": "bucket", "bucket": {...}}``; also with
+        ``weight_syncer`` around it. As there, weights leave as a state dict, and updates carry the trainable
+        ones.
+
+        Args:
+            config: the tree.
+            options: as for the class, instead of these defaults.
+
+        Raises:
+            ValueError: an unknown key or value; the message lists the known ones.
+        """
+        defaults: dict[str, Any] = {"extract_as": "state_dict", "select": "trainable"}
+        encoding, needs_convert = encoding_from_config(config)
+        if needs_convert and options.get("convert") is None:
+            raise ValueError("is_agent=True renames weights for the receiver: give convert= a function too")
+        return cls(**{**defaults, "encoding": encoding, **options})
+
+    @property
+    def partial(self) -> bool:
+        """Whether receivers may have more weights than are sent."""
+        return self.select is not None and self.encoding is self.encoding.whole
+
+    def __repr__(self) -> str:
+        return f"WeightStrategy({self.extract_as!r}, encoding={self.encoding!r})"
+
+    def for_receiver(self) -> WeightStrategy:
+        """This strategy without what only a sender needs, which may not pickle."""
+        return WeightStrategy(self.extract_as, encoding=self.encoding)
+
+    def chosen(self, source: Any) -> frozenset[str] | None:
+        """Names in ``source`` that ``select`` chooses; None for all.
+
+        Raises:
+            ValueError: a prefix matches nothing, or nothing is chosen.
+        """
+        if self.select is None:
+            return None
+        while callable(source) and not isinstance(source, nn.Module):
+            source = source()
+        tensors = self.named(source).tensors
+        if self.select == "trainable":
+            names = set(tensors) - frozen_or_transient(source, tensors)
+        elif callable(self.select):
+            names = {name for name, tensor in tensors.items() if self.select(name, tensor)}
+        else:
+            names = matching(self.select, tensors)
+        if not names:
+            raise ValueError(f"select={self.select!r} chooses none of the {len(tensors)} weights")
+        return frozenset(names)
+
+    def outgoing(
+        self, source: Any, chosen: frozenset[str] | None = None, *, later: bool = False
+    ) -> NamedWeights:
+        """The weights of ``source`` as they are sent: those ``chosen`` (None: all), to be converted.
+
+        With ``max_in_flight``, or ``later``, conversion is left to whoever goes through the items.
+
+        Raises:
+            UnsupportedSourceError: as :meth:`extract_weights`, or ``convert`` gives a name twice.
+        """
+        named = self.named(source)
+        if chosen is not None:
+            kept = {name: value for name, value in named.tensors.items() if name in chosen}
+            named = NamedWeights(kept, named.extra)
+        if self.convert is None:
+            return named
+        named = NamedWeights(named.tensors, convert=self.convert)
+        return named if later or self.max_in_flight is not None else named.converted()
+
+    def extract_weights(self, source: Any) -> TensorDictBase | dict[str, Any]:
+        """The weights of ``source`` in the format of this strategy; the tensors are not copied.
+
+        Raises:
+            UnsupportedSourceError: ``source`` is of a type that has no weights; the message names it.
+        """
+        return self.export(self.named(source))
+
+    def apply_weights(self, destination: Any, weights: Any, inplace: bool = True) -> None:
+        """Write ``weights`` into ``destination``: all of them, or none and an error.
+
+        Args:
+            destination: module, TensorDict or dict. With ``select`` it may have more weights, which are left
+                alone.
+            weights: anything that :meth:`extract_weights` takes.
+            inplace: True copies values into the tensors that are there; False makes the destination hold
+                the given tensors' memory instead (no copy is made where device and dtype agree).
+
+        Raises:
+            SchemaMismatchError: names, shapes or kinds of dtype differ; nothing was written.
+            UnsupportedSourceError: one of the two is of a type that has no weights.
+        """
+        named = self.named(weights)
+        binding = self.bind(destination)
+        schema = WeightSchema.of(named.tensors)
+        schema.require_same(binding.schema(), "the destination", more=self.partial)
+        binding.check_extra(named.extra)
+        values = [value.detach() for value in named.tensors.values()]
+        undo = binding.exchange_extra(copy.deepcopy(named.extra))  # a module may keep what it is given
+        try:
+            (binding.copy if inplace else binding.point)(schema.names, values)
+        except BaseException:
+            undo()
+            raise
+
+    def bind(self, destination: Any) -> Binding:
+        """The places in ``destination`` that the weights of this strategy are written to.
+
+        Raises:
+            UnsupportedSourceError: ``destination`` is of a type that cannot be written.
+        """
+        return Binding(self.named, destination)
+
+    def named(self, source: Any) -> NamedWeights:
+        """The weights of ``source`` by dotted name; the tensors are live references.
+
+        Raises:
+            UnsupportedSourceError: as :meth:`extract_weights`.
+        """
+        if isinstance(source, NamedWeights):
+            return source
+        if isinstance(source, TensorDictBase):
+            return from_tensordict(source)
+        if isinstance(source, nn.Module):
+            if self.extract_as == "state_dict":
+                return from_items(iter(source.state_dict(keep_vars=True).items()))
+            return from_module(source)
+        if isinstance(source, Mapping):
+            return from_items(walk_mapping(source))
+        if callable(source):
+            return self.named(source())
+        raise UnsupportedSourceError(
+            f"cannot read weights from a {type(source).__name__}; give an nn.Module, a TensorDict, "
+            "a dict of tensors, or a callable that returns one of these"
+        )
+
+    def export(self, named: NamedWeights) -> TensorDictBase | dict[str, Any]:
+        """``named`` in the format of this strategy."""
+        named = named.converted()
+        if self.extract_as == "state_dict":
+            return {**named.tensors, **named.extra}
+        out = TensorDict()
+        nodes: dict[str, TensorDictBase] = {"": out}
+        for name, value in {**named.tensors, **named.extra}.items():
+            path, _, leaf = name.rpartition(".")
+            node = _node(nodes, path)
+            if name in named.extra:
+                node[EXTRA_IN_TENSORDICT if name == EXTRA else leaf] = NonTensorData(value)
+            else:
+                node.set(leaf, value)
+        return out
+
+
+def _require_chunks(max_in_flight: int, encoding: Encoding) -> None:
+    if not isinstance(max_in_flight, int) or max_in_flight < 1:
+        raise ValueError(f"max_in_flight is a number of chunks, at least 1, or None: {max_in_flight!r}")
+    if encoding.whole is not encoding or not encoding.whole.in_chunks:
+        raise ValueError(
+            f"max_in_flight={max_in_flight} needs weights that travel in chunks, which receivers copy out: "
+            f"encoding='bucket', or BucketEncoding(bucket_size=...) with load_instant, not {encoding!r}"
+        )
+
+
+def resolve_strategy(strategy: str | WeightStrategy) -> WeightStrategy:
+    """A strategy from its name, or the strategy itself.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if isinstance(strategy, WeightStrategy):
+        return strategy
+    if strategy not in get_args(ExtractAs):
+        known = ", ".join(repr(name) for name in get_args(ExtractAs))
+        raise ValueError(f"strategy must be {known} or a WeightStrategy, got {strategy!r}")
+    return WeightStrategy(strategy)  # type: ignore[arg-type]  # checked at run time
+
+
+def _node(nodes: dict[str, TensorDictBase], path: str) -> TensorDictBase:
+    if path not in nodes:
+        parent, _, leaf = path.rpartition(".")
+        nodes[path] = TensorDict()
+        _node(nodes, parent).set(leaf, nodes[path])
+        nodes[path] = nodes[parent].get(leaf)
+    return nodes[path]

@@ -1,0 +1,1 @@
+"""Transport over torch.distributed, with a TCPStore for rendezvous."""

@@ -1,0 +1,133 @@
+"""How two processes of one host that know a secret come to share a Unix socket.
+
+The worker listens at a name that is used once, and which the sender read from a signed message: the name is
+itself a nonce. The sender calls there and writes another nonce and its proof of the token; the worker answers
+with its own proof. Both proofs are over that nonce and the name, see
+:mod:`~weight_update.transports.handshake`. The worker waits for nothing, and the sender only before it sends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import socket
+
+from weight_update.errors import JoinRefusedError, LinkClosedError, SyncTimeoutError
+from weight_update.transports.handshake import PROOF_BYTES, nonce, proof, require_same_user
+from weight_update.transports.shared_memory.unix_stream import Stream, close_in_children, seconds_left
+
+__all__ = ["Call", "Ear", "call"]
+
+_BACKLOG = 16
+
+
+class Ear:
+    """Listens on an abstract Unix address, which vanishes with the process.
+
+    Args:
+        name: what the other end will call; used once.
+        token: what both ends know.
+    """
+
+    def __init__(self, name: str, token: str) -> None:
+        self._name, self._token = name, token
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        close_in_children(self._sock)
+        self._sock.setblocking(False)
+        self._sock.bind(_address(name))
+        self._sock.listen(_BACKLOG)
+
+    def answer(self) -> Stream:
+        """The connection of who has called; does not wait.
+
+        Raises:
+            LinkClosedError: nobody who knows the token has.
+        """
+        while True:
+            try:
+                sock, _ = self._sock.accept()
+            except BlockingIOError:
+                raise LinkClosedError("the sender is gone") from None
+            close_in_children(sock)
+            with contextlib.suppress(OSError):
+                if self._knows_token(sock):
+                    return Stream(sock)
+            sock.close()
+
+    def _knows_token(self, sock: socket.socket) -> bool:
+        """Check the caller's proof and answer with our own; return whether it holds."""
+        require_same_user(sock)
+        request = sock.recv(2 * PROOF_BYTES, socket.MSG_DONTWAIT)
+        theirs, shown = request[:PROOF_BYTES], request[PROOF_BYTES:]
+        if not hmac.compare_digest(shown, _proof(self._token, b"C", theirs, self._name)):
+            return False
+        sock.send(_proof(self._token, b"L", theirs, self._name))
+        return True
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._sock.close()
+
+
+class Call:
+    """A connection to an :class:`Ear` that may not have answered yet.
+
+    Args:
+        stream: the connection.
+        answer: the proof that is due.
+    """
+
+    def __init__(self, stream: Stream, answer: bytes) -> None:
+        self.stream, self._answer = stream, answer
+
+    def await_answer(self, deadline: float | None) -> None:
+        """Wait until the other end has proved that it knows the token.
+
+        Raises:
+            LinkClosedError: it is gone, or does not know the token.
+            SyncTimeoutError: it did not answer in time.
+        """
+        if not self.stream.wait_readable(seconds_left(deadline)):
+            raise SyncTimeoutError("the worker did not answer in time")
+        shown = bytearray(PROOF_BYTES)
+        self.stream.recv_into(memoryview(shown), deadline)
+        if not hmac.compare_digest(bytes(shown), self._answer):
+            self.stream.close()
+            raise LinkClosedError("the process that listens for the worker does not know the token")
+
+
+def call(name: str, token: str) -> Call | None:
+    """Connect to the :class:`Ear` of that name; does not wait for it to answer.
+
+    Returns:
+        the connection; None if so many others called that there is no room.
+
+    Raises:
+        JoinRefusedError: there is no such ear of this user in this network namespace.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    close_in_children(sock)
+    sock.setblocking(False)
+    try:
+        sock.connect(_address(name))
+        require_same_user(sock)
+        mine = nonce()
+        sock.send(mine + _proof(token, b"C", mine, name))
+    except BlockingIOError:
+        sock.close()
+        return None
+    except OSError as error:
+        sock.close()
+        raise JoinRefusedError(
+            f"a worker that says it is on this host is not there any more ({error}); if it is, but in "
+            "another network namespace or of another user, give it and the sender different host="
+        ) from None
+    return Call(Stream(sock), _proof(token, b"L", mine, name))
+
+
+def _address(name: str) -> str:
+    return f"\0weight_update-{name}"
+
+
+def _proof(token: str, role: bytes, nonces: bytes, name: str) -> bytes:
+    return proof(token, role, nonces, f"meet {name}")

@@ -1,0 +1,214 @@
+"""A process group of two, for the payloads of one link."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from weight_update.errors import FormatError, LinkClosedError, SyncTimeoutError, TransportError
+from weight_update.transports.distributed.store import ProcessGroupGloo, Store, disown, leave_in_order, own
+from weight_update.transports.inherited_sockets import InheritedSockets
+from weight_update.transports.rendezvous import SignedRendezvous
+
+__all__ = ["FOREVER", "STALLED", "Pair", "Pending", "address_towards", "brief"]
+
+STALLED = 60.0
+"""Seconds without the other end's answer after which it counts as gone."""
+
+FOREVER = 86400.0 * 3650
+"""Seconds; the other end is waited for as long as it lives."""
+
+_DATA, _WATCH = 0, 1  # tags
+
+
+class Pending:
+    """Something that was begun on a pair.
+
+    It may be named by an exception that outlives the pair; the operation itself must not, see :func:`own`.
+    """
+
+    def __init__(self, work: dist.Work, then: Callable[[], object] | None = None) -> None:
+        self.work: dist.Work | None = work
+        self.then = then  # what is left to be done after it
+
+
+class Pair:
+    """Two ends that send bytes to each other through torch.distributed.
+
+    It is a group of its own: the default process group of the program is neither used nor needed. Making one
+    waits for the other end. What was begun on one end arrives in that order on the other.
+
+    Args:
+        store: where the two ends find each other.
+        name: a name that is used once.
+        token: what both ends know.
+        rank: 0 on one end, 1 on the other.
+        address: of the interface that this end listens on.
+        timeout: seconds to wait for the other end.
+
+    Raises:
+        LinkClosedError: the other end did not come.
+    """
+
+    def __init__(
+        self, store: Store, name: str, token: str, rank: int, address: str, timeout: float | None = None
+    ) -> None:
+        self._other = 1 - rank
+        self._pending: set[Pending] = set()
+        self._beginning = threading.Lock()
+        self._listeners: list[Callable[[], None]] = []
+        limit = STALLED if timeout is None else timeout
+        self._group, self._sockets, problem = _meet(store, name, token, rank, address, limit)
+        if self._group is None:
+            raise LinkClosedError(f"no connection for payloads ({problem})")
+
+    def begin_send(self, payload: torch.Tensor) -> Pending:
+        """Send a contiguous CPU tensor, which stays as it is until :meth:`finish`.
+
+        Raises:
+            LinkClosedError: the other end is gone.
+        """
+        return self._begin("send", payload, _DATA)
+
+    def begin_recv(self, into: torch.Tensor) -> Pending:
+        """Fill ``into`` with what the other end sends, which has as many bytes; raises as above."""
+        return self._begin("recv", into, _DATA)
+
+    def finish(self, pending: Pending, timeout: float | None) -> None:
+        """Wait until it is done.
+
+        Raises:
+            LinkClosedError: the other end is gone.
+            SyncTimeoutError: it took no part; the pair is of no more use.
+        """
+        limit = STALLED if timeout is None else timeout
+        work, pending.work = pending.work, None
+        problem = "it was closed" if work is None else ""
+        try:
+            if work is not None:
+                work.wait(timedelta(seconds=limit))
+        except RuntimeError as error:
+            problem = str(error)
+        work = None
+        with self._beginning:
+            self._pending.discard(pending)
+        if "imed out" in problem or "timing out" in problem:
+            raise SyncTimeoutError(f"the other end did not take part for {limit:g} s")
+        if problem:
+            raise LinkClosedError(f"the other end is gone ({brief(problem)})")
+        if pending.then is not None:
+            pending.then()
+
+    def begin_push(self, piece: torch.Tensor) -> Pending:
+        """:meth:`begin_send` for a piece of a payload."""
+        return self.begin_send(piece)
+
+    def begin_pull(self, into: torch.Tensor) -> Pending:
+        """The counterpart of :meth:`begin_push`."""
+        return self.begin_recv(into)
+
+    def send(self, payload: torch.Tensor, timeout: float | None) -> None:
+        """:meth:`begin_send` and :meth:`finish`."""
+        self.finish(self.begin_send(payload), timeout)
+
+    def recv(self, into: torch.Tensor, timeout: float | None) -> None:
+        """:meth:`begin_recv` and :meth:`finish`."""
+        self.finish(self.begin_recv(into), timeout)
+
+    def close(self) -> None:
+        """Give up the connection; the other end hears of it at once."""
+        with contextlib.suppress(LinkClosedError):
+            self._begin("send", torch.zeros(1, dtype=torch.uint8), _WATCH)
+
+    @contextlib.contextmanager
+    def listening(self, call: Callable[[], None]) -> Iterator[None]:
+        """Inside, ``call`` is called as soon as the other end is gone; at once if it is already."""
+        with self._beginning:
+            lost = self._group is None
+            self._listeners.append(call)
+        if lost:
+            call()
+        try:
+            yield
+        finally:
+            self._listeners.remove(call)
+
+    def on_loss(self, call: Callable[[], None]) -> None:
+        """Call ``call``, from a thread, as soon as the other end is gone or has given up."""
+        thread = threading.Thread(target=self.watch, args=(call,), name="weight_update-watch", daemon=True)
+        leave_in_order(thread)
+        thread.start()
+
+    def watch(self, call: Callable[[], None]) -> None:
+        """What that thread does; every pair needs one who does, else it is never freed."""
+        with contextlib.suppress(LinkClosedError, SyncTimeoutError):
+            self.finish(self._begin("recv", torch.empty(1, dtype=torch.uint8), _WATCH), FOREVER)
+        call()
+        self.close()  # which ends the other end's watch, if that is what began it
+        self.release()
+
+    def release(self) -> None:
+        """Let go of all that has threads; nothing can be begun any more."""
+        with self._beginning:
+            group, self._group = self._group, None
+            for pending in self._pending:
+                pending.work = None
+            self._pending.clear()
+            listeners = list(self._listeners)
+        disown(group)
+        self._sockets.forget()
+        for call in listeners:
+            call()
+
+    def _begin(self, way: Literal["send", "recv"], what: torch.Tensor, tag: int) -> Pending:
+        problem = "it was closed"
+        with self._beginning:
+            try:
+                if self._group is not None:
+                    to = [what], self._other, tag  # and no name for the group: see Pending
+                    pending = Pending(self._group.send(*to) if way == "send" else self._group.recv(*to))
+                    self._pending.add(pending)
+                    return pending
+            except RuntimeError as error:
+                problem = brief(error)
+        raise LinkClosedError(f"the other end is gone ({problem})")
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address of this machine's interface from which ``host`` is reached."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect((host, port))
+        return str(sock.getsockname()[0])
+
+
+def _meet(
+    store: Store, name: str, token: str, rank: int, address: str, timeout: float
+) -> tuple[Any, InheritedSockets, str]:
+    """Return the group of two, or None; its sockets; and why there is no group."""
+    options = ProcessGroupGloo._Options()
+    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timedelta(seconds=timeout)
+    sockets = InheritedSockets()
+    rendezvous = SignedRendezvous(store, name, token, rank, sockets)
+    try:
+        group = own(ProcessGroupGloo(rendezvous, rank, 2, options))
+        sockets.keep_from_programs()
+        return group, sockets, ""
+    except (RuntimeError, TransportError, TimeoutError, FormatError) as error:
+        sockets.forget()
+        return None, sockets, brief(error)
+    finally:
+        rendezvous.close()
+
+
+def brief(error: object) -> str:
+    """The first line of what an error says."""
+    return str(error).partition("\n")[0]

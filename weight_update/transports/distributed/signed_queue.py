@@ -1,0 +1,309 @@
+"""Signed messages through the queues of a TCPStore."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import queue
+import socket
+import struct
+import threading
+import time
+from typing import NamedTuple
+
+from weight_update.errors import FormatError, LinkClosedError, SyncTimeoutError, TransportError
+from weight_update.transports.distributed.store import REPLY_SECONDS, Store, TCPStore
+from weight_update.transports.distributed.store_client import (
+    LARGEST_VALUE,
+    DroppedError,
+    StoreClient,
+    keep_alive,
+)
+from weight_update.transports.inherited_sockets import InheritedSockets, packed_address
+from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
+
+__all__ = ["Mailbox", "UnsignedError", "find_store", "open_store"]
+
+_FRONT = struct.Struct("<Q16s?")  # number of the message, its signature, and whether it is the last
+_BACKLOG = 512
+_LARGEST = LARGEST_VALUE - _FRONT.size
+_RETRY_SECONDS = 0.1
+_PORT_END = 4  # family and port come first in a packed address
+_AHEAD = 4  # messages that are read before they are taken: strangers can write any number of them
+_ATTEMPTS = 5
+"""Connections that fail one after the other, each after a longer pause, before the store counts as gone."""
+
+
+def open_store(address: str, port: int = 0) -> Store:
+    """A TCPStore that listens on ``address`` only, in this process.
+
+    Args:
+        address: of the interface to listen on.
+        port: 0 takes a free one; ``store.port`` tells which.
+
+    Raises:
+        OSError: the address is not of this machine, or the port is taken.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keep_alive(sock)  # and all that it accepts
+        try:
+            sock.bind((address, port))
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"cannot listen on {address}:{port} ({error.strerror}); address= is that of an interface of "
+                "this machine, port= a free one, or 0 for any",
+            ) from None
+        sock.listen(_BACKLOG)
+        host, port = sock.getsockname()[:2]
+        sockets = InheritedSockets(_local_address(host, port))
+        return Store(
+            address,
+            port,
+            server=TCPStore(
+                address, port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach()
+            ),
+            sockets=sockets,
+        )
+
+
+def _local_address(host: str, port: int) -> bytes:
+    """Return the packed address of all sockets that are accepted there."""
+    packed = packed_address((host, port))
+    return packed[:_PORT_END] if host in ("0.0.0.0", "::") else packed
+
+
+def find_store(address: str, port: int, timeout: float | None) -> Store:
+    """A client of the store at ``address``; waits until somebody listens there.
+
+    Raises:
+        LinkClosedError: it could not be reached within ``timeout`` seconds (None: some).
+        SyncTimeoutError: somebody listens there, and did not answer in that time.
+    """
+    limit = REPLY_SECONDS if timeout is None else timeout
+    deadline = time.monotonic() + limit
+    while True:
+        try:
+            return Store(address, port, max(deadline - time.monotonic(), _RETRY_SECONDS))
+        except LinkClosedError as error:
+            if time.monotonic() + _RETRY_SECONDS > deadline:
+                raise LinkClosedError(
+                    f"no sender at {address}:{port} within {round(limit, 1):g} s ({error}); if it is on "
+                    "another machine, give it address= of a network interface that this one can reach"
+                ) from None
+        except SyncTimeoutError:
+            raise SyncTimeoutError(
+                f"the sender at {address}:{port} did not answer within {round(limit, 1):g} s: it is stopped, "
+                "something else listens there, or a network between the two drops what is sent"
+            ) from None
+        time.sleep(_RETRY_SECONDS)
+
+
+class Mailbox:
+    """One direction of messages, in order. Any thread puts, one takes, at the same time if need be.
+
+    A store has no access control: whoever reaches its port may write into its queues. Each message is
+    therefore numbered and signed with the token, and the reader goes on whatever stands there.
+
+    Args:
+        store: for putting; for taking, another connection is made.
+        name: of the queue.
+        token: what both ends know.
+        ordered: whether one end alone puts, so that the numbers must follow each other.
+
+    Attributes:
+        count: how many messages were put here.
+        ended: whether the last message is here; the other end of the store may be gone by now.
+    """
+
+    def __init__(self, store: Store, name: str, token: str, *, ordered: bool = True) -> None:
+        self._store, self.name, self._key, self._ordered = store, name, token.encode(), ordered
+        self._arrived: queue.SimpleQueue[_Item | Exception] = queue.SimpleQueue()
+        self._room = threading.Semaphore(_AHEAD)
+        self._reader: threading.Thread | None = None
+        self._client: StoreClient | None = None
+        self._reading = False
+        self._read_all = threading.Event()
+        self._putting = threading.Lock()
+        self.ended = False
+        self.count = self._taken = 0
+        self._closed = threading.Event()
+
+    def put(self, message: bytes, *, last: bool = False, timeout: float | None = None) -> None:
+        """Add a message; do not wait until the store has it. After the ``last`` one nobody reads on.
+
+        Args:
+            message: what to add.
+            last: whether it is the last one.
+            timeout: see :meth:`Store.queue_push`.
+
+        Raises:
+            LinkClosedError: the store is gone.
+            SyncTimeoutError: the store does not read.
+            TransportError: the message is larger than a store takes.
+        """
+        if len(message) > _LARGEST:
+            raise TransportError(
+                f"{len(message) / 1e6:.1f} MB of names and extra state do not fit into one message through "
+                f"a TCPStore ({_LARGEST / 1e6:.1f} MB): fewer tensors, or less extra state"
+            )
+        deadline = time.monotonic() + (REPLY_SECONDS if timeout is None else timeout)
+        if not self._putting.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
+            raise SyncTimeoutError("the store is busy with what another thread sends here")
+        try:
+            front = _FRONT.pack(self.count, self._sign(self.count, message, last), last)
+            self.count += 1
+            self._store.queue_push(self.name, front + message, seconds_left(deadline))
+        finally:
+            self._putting.release()
+        if last:
+            self._store.await_reader(self.name)
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until the store has what was put; raise as :meth:`put`."""
+        self._store.queue_len(self.name, timeout)
+
+    def take(self, timeout: float | None) -> bytes | None:
+        """The next message, or None when none came within ``timeout`` seconds (None: wait for ever).
+
+        Raises:
+            LinkClosedError: the store is gone, or :meth:`close` was called.
+            UnsignedError: what came was not signed with our token.
+            FormatError: a message is missing.
+        """
+        if self._reader is None and not self._closed.is_set():
+            self._begin()
+        deadline = deadline_of(timeout)
+        while True:
+            try:
+                left = seconds_left(deadline)
+                item = self._arrived.get(timeout=left)
+            except queue.Empty:
+                return None
+            if isinstance(item, Exception):
+                self._arrived.put(item)  # for the next who asks
+                raise item
+            self._room.release()
+            message = self._checked(item)
+            if message is not None or left == 0:
+                return message
+
+    def _begin(self) -> None:
+        reader = threading.Thread(target=self._read, name=f"weight_update-{self.name}", daemon=True)
+        self._reading = True
+        try:
+            reader.start()
+        except RuntimeError as error:
+            self._reading = False
+            raise LinkClosedError(f"no thread to read the store with ({error})") from None
+        self._reader = reader
+
+    def _checked(self, item: _Item) -> bytes | None:
+        """The message, or None if it came before."""
+        if not item.genuine:
+            raise UnsignedError(item.message)
+        if self._ordered and item.number > self._taken:
+            raise FormatError(f"message {item.number} came, {self._taken} was next")
+        if self._ordered and item.number < self._taken:
+            return None  # somebody put it back
+        self._taken += 1
+        return item.message
+
+    def _open(self, raw: bytes | bytearray) -> _Item:
+        number, signature, last = _FRONT.unpack(raw[: _FRONT.size].ljust(_FRONT.size, b"\0"))
+        message = bytes(memoryview(raw)[_FRONT.size :])
+        genuine = hmac.compare_digest(signature, self._sign(number, message, last))
+        return _Item(number, last and genuine, genuine, message)
+
+    def _read(self) -> None:
+        """Wait on the store, in a thread that alone uses its connection."""
+        try:
+            last = False
+            while not self._closed.is_set() and not last:
+                self._room.acquire()
+                item = self._open(self._pop())
+                last = self.ended = item.last
+                if not self._closed.is_set():
+                    self._arrived.put(item)
+        except (TransportError, TimeoutError) as error:
+            self._arrived.put(error if isinstance(error, LinkClosedError) else LinkClosedError(str(error)))
+        except Exception as error:  # noqa: BLE001 - whoever takes must hear of it
+            self._arrived.put(error)
+        finally:
+            self._reading = False
+            self._read_all.set()
+            if self._client is not None:
+                self._client.release()
+
+    def _pop(self) -> bytes | bytearray:
+        """Return the next item of the queue, also if the connection has to be made anew."""
+        for attempt in range(_ATTEMPTS):
+            try:
+                if self._client is None:
+                    self._client = self._store.connect()
+                    if self._closed.is_set():  # and close() did not see it
+                        break
+                return self._client.pop(self.name)
+            except DroppedError:
+                client, self._client = self._client, None
+                if client is not None:
+                    client.release()
+                if attempt + 1 == _ATTEMPTS:
+                    raise
+                self._closed.wait(attempt * _RETRY_SECONDS)
+                if self._closed.is_set():
+                    break
+            except LinkClosedError as error:
+                if not self._closed.is_set():
+                    self._store.give_up(error)
+                raise
+        raise LinkClosedError("this end was closed")
+
+    def end(self, error: Exception | None = None) -> None:
+        """The other end is gone: whoever takes gets what came before, then ``error``."""
+        self._arrived.put(error or LinkClosedError("the other end is gone"))
+
+    def await_last(self, seconds: float) -> None:
+        """Wait so long for the last message of who is gone; it may still be on its way."""
+        if self._reading:
+            self._read_all.wait(seconds)
+
+    def close(self) -> None:
+        """Wake whoever takes; no more messages are taken."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._arrived.put(LinkClosedError("this end was closed"))
+        self._room.release()
+        client = self._client
+        if client is not None:
+            client.close()
+
+    def _sign(self, number: int, message: bytes, last: bool) -> bytes:
+        signed = b"%s %d %d %d " % (self.name.encode(), number, last, len(message))
+        digest = hmac.new(self._key, signed, hashlib.sha256)
+        digest.update(message)
+        return digest.digest()[:16]
+
+
+class _Item(NamedTuple):
+    """A message as a queue held it; ``genuine`` tells whether it was signed with our token."""
+
+    number: int
+    last: bool
+    genuine: bool
+    message: bytes
+
+
+class UnsignedError(Exception):
+    """A message was not written by a holder of our token.
+
+    Attributes:
+        message: it, not to be trusted.
+    """
+
+    def __init__(self, message: bytes) -> None:
+        self.message = message
+        super().__init__("wrong token: a message was not signed with ours")

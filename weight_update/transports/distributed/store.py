@@ -1,0 +1,230 @@
+"""What is used of torch.distributed, whose compiled half has no complete type stubs."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from weight_update.errors import LinkClosedError, SyncTimeoutError, TransportError
+from weight_update.transports.distributed.store_client import DroppedError, StoreClient
+from weight_update.transports.inherited_sockets import InheritedSockets
+
+__all__ = [
+    "REPLY_SECONDS",
+    "DistError",
+    "PrefixStore",
+    "ProcessGroupGloo",
+    "Store",
+    "StoreBase",
+    "TCPStore",
+    "disown",
+    "leave_in_order",
+    "own",
+    "process_group_nccl",
+]
+
+_DRAIN_SECONDS, _LOOK_SECONDS = 0.5, 0.005
+_AWAITED = 63
+"""Queues of readers that were killed are never read: of so many, the oldest are not waited for."""
+_FAREWELL_SECONDS = 2.0
+REPLY_SECONDS = 10.0
+"""Seconds that the server of a store may take for an answer where the caller sets no limit."""
+
+_T = TypeVar("_T")
+
+_dist: Any = dist
+DistError: type[RuntimeError] = _dist.DistError
+PrefixStore: Any = _dist.PrefixStore
+StoreBase: Any = _dist.Store
+ProcessGroupGloo: Any = _dist.ProcessGroupGloo
+TCPStore: Any = _dist.TCPStore
+
+
+def process_group_nccl() -> Any:
+    """The class; there is none without NCCL."""
+    return _dist.ProcessGroupNCCL
+
+
+class Store:
+    """A TCPStore: the server in this process, or a connection to one in another.
+
+    A connection that fails is opened once more, as the server may have dropped it and live on.
+
+    Args:
+        host: where the server listens.
+        port: where the server listens.
+        timeout: seconds to reach the server.
+        server: the ``torch.distributed.TCPStore`` that listens, if it is in this process.
+        sockets: those of that server.
+
+    Raises:
+        LinkClosedError: nobody listens there.
+        SyncTimeoutError: the server did not answer in time.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        timeout: float = REPLY_SECONDS,
+        *,
+        server: Any = None,
+        sockets: InheritedSockets | None = None,
+    ) -> None:
+        self.host, self.port = host, port
+        self._server = server if server is None else own(server)
+        self._sockets = sockets
+        self._using = threading.Lock()
+        self._closed = False
+        self._lost: LinkClosedError | None = None
+        self._unread: list[str] = []
+        try:
+            self._client: StoreClient | None = StoreClient(host, port, timeout)
+        except BaseException:
+            disown(server)
+            self._server = server = None  # it listens while anything refers to it
+            if sockets is not None:
+                sockets.forget()
+            raise
+
+    def connect(self) -> StoreClient:
+        """Open another connection, for a thread of its own; raise as the constructor."""
+        if self._closed:
+            raise LinkClosedError("this store was closed")
+        return StoreClient(self.host, self.port, REPLY_SECONDS)
+
+    def give_up(self, error: LinkClosedError) -> None:
+        """Try no more to reach a server of another process, after ``error``."""
+        if self._server is None:
+            self._lost = error
+
+    def c10d(self) -> Any:
+        """Return a client that process groups of torch take; raise as the constructor."""
+        self.connect().release()  # torch's client would wait for minutes for a server that is stopped
+        limit = timedelta(seconds=REPLY_SECONDS)
+        return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=limit)
+
+    def queue_push(self, name: str, item: bytes, timeout: float | None = None) -> None:
+        """Add ``item`` to a queue; do not wait until the server has it.
+
+        Args:
+            name: of the queue.
+            item: at most :data:`LARGEST_VALUE` bytes.
+            timeout: seconds; None takes :data:`REPLY_SECONDS`.
+
+        Raises:
+            LinkClosedError: the store is gone.
+            SyncTimeoutError: the server does not read.
+        """
+        self._use(lambda client, left: client.push(name, item, left), timeout)
+
+    def queue_len(self, name: str, timeout: float | None = None) -> int:
+        """Return how many items a queue has, after all that was pushed; raise as :meth:`queue_push`."""
+        return self._use(lambda client, left: client.length(name, left), timeout)
+
+    def await_reader(self, name: str) -> None:
+        """Have a server's :meth:`close` wait until a queue was read, to which nothing more is added."""
+        if self._server is not None:
+            unread = [one for one in self._unread if one != name and self.queue_len(one)]
+            self._unread = [*unread[-_AWAITED:], name]
+
+    def close(self) -> None:
+        """End it; the server does when what was added last has been read, or some time has passed."""
+        deadline = time.monotonic() + _DRAIN_SECONDS
+        with contextlib.suppress(TransportError, TimeoutError):
+            while self._server is not None and not self._closed and any(map(self.queue_len, self._unread)):
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(_LOOK_SECONDS)
+        self._closed = True
+        client = self._client
+        if client is not None:
+            client.close()  # wakes the thread that uses it
+        with self._using:
+            self._drop()
+        server, self._server = self._server, None
+        disown(server)
+        if self._sockets is not None:
+            self._sockets.forget()
+
+    def _use(self, action: Callable[[StoreClient, float], _T], timeout: float | None) -> _T:
+        deadline = time.monotonic() + (REPLY_SECONDS if timeout is None else timeout)
+        if not self._using.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
+            raise SyncTimeoutError("the store is busy with what other threads send")
+        try:
+            if self._client is not None:
+                try:
+                    return action(self._client, deadline - time.monotonic())
+                except DroppedError:
+                    self._drop()
+                except LinkClosedError as error:
+                    self._drop()
+                    self.give_up(error)
+                    raise
+                except SyncTimeoutError:
+                    self._drop()  # half of a request may be under way
+                    raise
+            if self._lost is not None:
+                raise LinkClosedError(str(self._lost))
+            return self._once(action, deadline)
+        finally:
+            self._using.release()
+
+    def _once(self, action: Callable[[StoreClient, float], _T], deadline: float) -> _T:
+        if self._closed:
+            raise LinkClosedError("this store was closed")
+        self._client = StoreClient(self.host, self.port, deadline - time.monotonic())
+        try:
+            return action(self._client, deadline - time.monotonic())
+        except (LinkClosedError, SyncTimeoutError):
+            self._drop()
+            raise
+
+    def _drop(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.release()
+
+
+_owned: list[Any] = []
+
+
+def own(thing: Any) -> Any:
+    """Keep ``thing`` until :meth:`disown`; returns it.
+
+    Objects that have threads must not be destroyed in a forked child, where those threads do not exist. A
+    child inherits this list, and never empties it.
+    """
+    _owned.append(thing)
+    return thing
+
+
+def disown(thing: Any) -> None:
+    """Let ``thing`` go, in the process that called :meth:`own`; once is enough."""
+    _owned[:] = [one for one in _owned if one is not thing]
+
+
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def leave_in_order(thread: threading.Thread) -> None:
+    """Have the interpreter's end wait a little for ``thread``, which may come back from C++ just then.
+
+    The process would abort.
+    """
+    _threads.add(thread)
+
+
+@atexit.register
+def _await_threads() -> None:
+    deadline = time.monotonic() + _FAREWELL_SECONDS
+    for thread in [one for one in _threads if one.is_alive()]:
+        thread.join(max(deadline - time.monotonic(), 0.0))

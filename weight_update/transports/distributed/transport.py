@@ -1,0 +1,373 @@
+"""Links through torch.distributed: workers come to a TCPStore; what happens then depends on their host."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from weight_update.errors import (
+    FormatError,
+    JoinRefusedError,
+    LinkClosedError,
+    NotEnoughMemoryError,
+    TransportError,
+)
+from weight_update.transports.base import Allocate, Buffer, TransportBackend
+from weight_update.transports.distributed.connection import (
+    DOOR,
+    Line,
+    LocalLine,
+    RemoteLine,
+    WorkerLine,
+    read_knock,
+)
+from weight_update.transports.distributed.local_rendezvous import Call, call
+from weight_update.transports.distributed.relay.gloo import address_towards
+from weight_update.transports.distributed.relay.router import Route
+from weight_update.transports.distributed.signed_queue import Mailbox, UnsignedError
+from weight_update.transports.distributed.store import REPLY_SECONDS, Store
+from weight_update.transports.rate_limit import RateLimitedLog, Refusals
+from weight_update.transports.shared_memory.slots import SharedBuffer, SlotTable, open_slot
+from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
+from weight_update.wire.frames import Kind, WeightChunk
+
+__all__ = ["DistributedListener", "DistributedTransport", "this_host"]
+
+_log = logging.getLogger(__name__)
+_LEAVE_SECONDS = 0.5
+_ANEW_SECONDS = 1.0
+_ALONE = "/process "
+_REMEMBERED = 10_000
+"""How many joins are remembered, so that none of them, written down by a stranger, is let in again."""
+
+
+def this_host() -> str:
+    """Equal in two processes exactly when they see each other's Unix sockets and open files.
+
+    Where the kernel hides the files of this process from others of its user, as after setuid(), the part from
+    :data:`_ALONE` on is its own: the sockets can be seen all the same.
+    """
+    spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")]
+    hidden = os.stat("/proc/self/fd").st_uid != os.geteuid()
+    alone = f"{_ALONE}{os.getpid()}" if hidden else ""
+    return "/".join([_text("/proc/sys/kernel/random/boot_id"), *spaces, str(os.geteuid())]) + alone
+
+
+class DistributedTransport(TransportBackend):
+    """One end of a link through torch.distributed.
+
+    A worker comes to the store. On the sender's host the two go on over a Unix socket, by which slots are
+    handed over. To other hosts frames go through queues of the store, signed with the token, and a payload is
+    sent once, through a process group of two with one worker there; the others map what that one keeps.
+
+    Args:
+        find_store: gives a client of the store within so many seconds; called when the link is first used.
+            None makes a sender's end, which is given its connection by :class:`DistributedListener`.
+        token: what both ends know.
+        address: of this machine's interface for payloads; None finds the one that leads to the store.
+        host: name of this host, if not :func:`this_host`; two ends with one name share memory.
+        directory: see :class:`~weight_update.transports.shared_memory.slots.SharedBuffer`.
+        backend: what payloads to other hosts go through; the sender's end decides.
+    """
+
+    shares_memory = True
+    rejoins = True
+
+    def __init__(
+        self,
+        find_store: Callable[[float | None], Store] | None = None,
+        *,
+        token: str = "",
+        address: str | None = None,
+        host: str | None = None,
+        directory: str | None = None,
+        backend: str = "gloo",
+    ) -> None:
+        self._backend = backend
+        self._find_store, self._token, self._address = find_store, token, address
+        self._host, self._directory = host or this_host(), directory
+        self._changed = threading.Condition()
+        self._line: Line | LocalLine | None = None
+        self._first: WeightChunk | None = None
+        self._closed = False
+        self._fresh = False  # nothing was sent on this line yet
+        self._store: Store | None = None
+        self._slots = SlotTable()
+        self._near = True  # until a worker came from another host, or from another pid namespace
+
+    @property
+    def near(self) -> bool:
+        """See :attr:`TransportBackend.near`."""
+        return self._near
+
+    def allocate(self, nbytes: int) -> Buffer:
+        """A shared slot; see :meth:`TransportBackend.allocate`."""
+        return SharedBuffer(nbytes, self._directory)
+
+    def restart(self, timeout: float | None = None) -> None:
+        """See :meth:`TransportBackend.restart`: a new line, unless there is one that works."""
+        if self._find_store is None or self._closed:
+            raise LinkClosedError("this end was closed")
+        if self._line is not None:
+            return
+        if self._store is None:
+            self._store = self._find_store(timeout)
+        address = self._address or address_towards(self._store.host, self._store.port)
+        with self._changed:
+            name = uuid.uuid4().hex
+            self._line = WorkerLine(self._store, name, self._token, address, self._directory, self._slots)
+            self._fresh = True
+
+    @property
+    def quick(self) -> bool:
+        """See :attr:`TransportBackend.quick`: true where the worker is on this host."""
+        line = self._line
+        return line is not None and line.local
+
+    def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
+        """See :meth:`TransportBackend.send_chunk`."""
+        line = self._line
+        if line is None:
+            raise LinkClosedError("the other end is not connected")
+        try:
+            if self._fresh and isinstance(line, WorkerLine):
+                self._fresh = False
+                line.knock(chunk, self._host, timeout)
+            else:
+                line.send(chunk, timeout)
+        except (LinkClosedError, TimeoutError) as error:
+            if self._find_store is not None or isinstance(error, TimeoutError):
+                self._drop(line)  # else there may be a last word to be read
+            raise
+
+    def recv_chunk(
+        self, timeout: float | None = None, allocate: Allocate | None = None
+    ) -> WeightChunk | None:
+        """See :meth:`TransportBackend.recv_chunk`."""
+        deadline = deadline_of(timeout)
+        line = self._await_line(deadline)
+        if line is None:
+            return None
+        if self._first is not None:
+            first, self._first = self._first, None
+            return first
+        try:
+            return line.recv(seconds_left(deadline), allocate, self._map)
+        except (LinkClosedError, FormatError, TimeoutError):
+            self._drop(line)
+            raise
+
+    def expect(self, payload: torch.Tensor, links: Sequence[TransportBackend]) -> None:
+        """See :meth:`TransportBackend.expect`."""
+        lines = [link._line for link in links if isinstance(link, DistributedTransport)]
+        remotes = [line for line in lines if isinstance(line, RemoteLine)]
+        if remotes and remotes[0].carries(payload):
+            Route.of(remotes[0].store).expect(payload, remotes)
+
+    def reach(self, link: str, host: str) -> Call | None:
+        """Sender's end: connect to a worker that is said to be on this host; return None if it is on another.
+
+        Raises:
+            JoinRefusedError: it is said to be on this host, and cannot be reached there.
+        """
+        same = host.partition(_ALONE)[0] == self._host.partition(_ALONE)[0]
+        return call(link, self._token) if same else None
+
+    def attach(self, store: Store, link: str, host: str, hello: WeightChunk, called: Call | None) -> None:
+        """Sender's end: take over a worker; ``called`` is what :meth:`reach` returned for it."""
+        line = self._line_to(store, link, host, hello.header["pid"], called)
+        with self._changed:
+            ended = line if self._closed else self._line
+            if not self._closed:
+                self._line, self._first = line, hello
+                self._changed.notify_all()
+        if ended is not None:
+            ended.close()
+
+    def _line_to(
+        self, store: Store, link: str, host: str, pid: int, called: Call | None
+    ) -> LocalLine | RemoteLine:
+        if called is not None:
+            self._near = self._near and called.stream.peer_pid == pid
+            return LocalLine(called, store, link, self._token)
+        self._near = False
+        return RemoteLine(store, link, self._token, pid, host, self._address or store.host, self._backend)
+
+    def release(self, payload: torch.Tensor) -> None:
+        """See :meth:`TransportBackend.release`."""
+        self._slots.release(payload)
+
+    def disconnect(self) -> None:
+        """See :meth:`TransportBackend.disconnect`; the worker hears of it after what was sent before."""
+        self._drop(self._line)
+
+    def close(self) -> None:
+        """See :meth:`TransportBackend.close`."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._drop(self._line)
+        self._slots.clear()
+        if self._store is not None:
+            self._store.close()
+
+    def _map(self, pid: int, fd: int, key: str, nbytes: int) -> torch.Tensor:
+        """Map the copy of the sender's slot that a worker of this host keeps.
+
+        Raises:
+            NotEnoughMemoryError: that worker has none, or this one cannot map it.
+        """
+        if fd < 0:
+            raise NotEnoughMemoryError(key)
+        return self._slots.payload(key, nbytes, lambda: open_slot(pid, fd, key, self._directory), owner=pid)
+
+    def _drop(self, line: Line | LocalLine | None = None) -> None:
+        with self._changed:
+            line = line or self._line
+            if line is not None and line is self._line:
+                self._line = None
+        if line is not None:
+            line.close()
+
+    def _await_line(self, deadline: float | None) -> Line | LocalLine | None:
+        with self._changed:
+            while self._line is None:
+                if self._closed or self._find_store is not None:
+                    raise LinkClosedError("not connected to the sender")
+                left = seconds_left(deadline)
+                if left == 0:
+                    return None
+                self._changed.wait(left)
+            return self._line
+
+
+class DistributedListener:
+    """The sender's door: takes those who knock and gives each connection to its link.
+
+    Args:
+        store: the server's.
+        token: workers must show it.
+        links: the sender's end for each worker index.
+        newcomers: gives the link of a worker that has none, or raises
+            :class:`~weight_update.JoinRefusedError`.
+
+    Attributes:
+        refusals: why the last join requests were refused.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        token: str,
+        links: Mapping[int, DistributedTransport],
+        newcomers: Callable[[int], DistributedTransport],
+    ) -> None:
+        self._store, self._token, self._links, self._newcomers = store, token, links, newcomers
+        self._door = Mailbox(store, DOOR, token, ordered=False)
+        self._route = Route.of(store)
+        self._known: OrderedDict[str, None] = OrderedDict()
+        self._closing = threading.Event()
+        self._log = RateLimitedLog(_log)
+        self.refusals = Refusals(_log)
+        self._thread = threading.Thread(target=self._run, name="weight_update-door", daemon=True)
+
+    def start(self) -> None:
+        """Begin to let workers in."""
+        if not self._thread.is_alive():
+            self._thread.start()
+
+    @property
+    def network_bytes(self) -> int:
+        """Bytes of payloads that were sent to other hosts; those that go with their signal do not count."""
+        return self._route.sent
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        self._closing.set()
+        self._door.close()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(5.0)
+        self._route.wait_until_gone(_LEAVE_SECONDS)
+        self._store.close()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                message = self._next()
+                if message is not None:
+                    self._admit(message)
+            except UnsignedError as error:
+                self.refusals.note(error, expected=True)
+                self._answer_stranger(error.message)
+            except Exception as error:  # noqa: BLE001 - whatever it is, others must be able to join
+                self.refusals.note(error)
+                if not isinstance(error, TransportError | FormatError | TimeoutError):
+                    self._closing.wait(_ANEW_SECONDS)  # it may come again at once
+
+    def _next(self) -> bytes | None:
+        """Return the next join request; None where this thread is to look anew."""
+        try:
+            return self._door.take(None)
+        except LinkClosedError as error:
+            if not self._closing.is_set():
+                self._log.warning("the queue of join requests is read anew: %s", error)
+                self._door.close()
+                self._door = Mailbox(self._store, DOOR, self._token, ordered=False)
+                self._closing.wait(_ANEW_SECONDS)
+                if self._closing.is_set():
+                    self._door.close()
+            return None
+
+    def _answer_stranger(self, message: bytes) -> None:
+        """Send a worker that has another token what it cannot read; it learns from that.
+
+        A connection of its own is used, which the server may drop without harm.
+        """
+        try:
+            link, _, _ = read_knock(message, "")
+        except FormatError:
+            return
+        if link in self._known:
+            return
+        with contextlib.suppress(TransportError, TimeoutError):
+            client = self._store.connect()
+            try:
+                client.push(f"{link}/down", b"", REPLY_SECONDS)
+            finally:
+                client.release()
+
+    def _admit(self, message: bytes) -> None:
+        link, host, hello = read_knock(message, self._token)
+        if hello.kind is not Kind.HELLO or link in self._known:
+            raise FormatError("did not say hello, or says it again")
+        self._known[link] = None
+        if len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+        worker = hello.header["worker"]
+        try:
+            end = self._links.get(worker) or self._newcomers(worker)
+            called = end.reach(link, host)  # what can fail comes before the index belongs to this worker
+            try:
+                end.screen(hello)
+            except BaseException:
+                if called is not None:
+                    called.stream.close()
+                raise
+            end.attach(self._store, link, host, hello, called)
+        except JoinRefusedError as error:
+            refused = Line(self._store, link, self._token)
+            header = {"reason": str(error), "problems": list(error.problems)}
+            refused.send(WeightChunk(Kind.REFUSED, header), None)
+            raise
+
+
+def _text(path: str) -> str:
+    with open(path, encoding="ascii") as file:
+        return file.read().strip()

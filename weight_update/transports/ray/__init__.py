@@ -1,0 +1,1 @@
+"""Transport for Ray actors."""

@@ -1,0 +1,104 @@
+"""Which actor is behind a link, and why it died."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weight_update.errors import LifecycleError, LinkClosedError, SyncFailedError
+from weight_update.transports.base import Allocate, TransportBackend
+from weight_update.transports.ray.rendezvous import require_ray
+from weight_update.wire.frames import WeightChunk
+
+__all__ = ["ActorLink", "ActorWatch"]
+
+_PROBE_SECONDS = 2.0
+
+
+class ActorWatch:
+    """What is known of the actors that are workers.
+
+    Args:
+        actors: handles by worker index; may change.
+    """
+
+    def __init__(self, actors: dict[int, Any]) -> None:
+        self.actors = actors
+        self._probes: dict[int, tuple[Any, Any]] = {}
+
+    def alive(self, idx: int) -> bool:
+        """Whether the actor may still come; does not wait for one that is busy."""
+        return self._trouble(idx, 0.0)[0]
+
+    def named(self, idx: int, error: Exception) -> Exception:
+        """``error`` of a lost link, with the name of the actor and why it died."""
+        if idx not in self.actors or not isinstance(error, LinkClosedError):
+            return error
+        _, trouble = self._trouble(idx, _PROBE_SECONDS)
+        return LinkClosedError(f"{self.actors[idx]!r}: {trouble or error}")
+
+    def all_named(self, error: SyncFailedError) -> SyncFailedError:
+        """``error`` with the names of the actors that died."""
+        failures = {idx: self.named(idx, one) for idx, one in error.failures.items()}
+        lines = "".join(f"\n  worker {idx}: {one}" for idx, one in sorted(failures.items()))
+        return SyncFailedError(str(error).partition("\n")[0] + lines, failures, error.report)
+
+    def _trouble(self, idx: int, seconds: float) -> tuple[bool, str | None]:
+        """Whether the actor may live, and what Ray says of it if that is not well."""
+        actor = self.actors.get(idx)
+        try:
+            ray = require_ray()
+        except LifecycleError:
+            return True, None
+        if actor is None:
+            return True, None
+        known, probe = self._probes.pop(idx, (None, None))
+        if known is not actor or seconds:  # an old call may have been answered before the actor died
+            probe = actor.__ray_ready__.remote()  # waits behind the methods of a busy actor, fails if it died
+        done, _ = ray.wait([probe], timeout=seconds)
+        if not done:
+            self._probes[idx] = actor, probe
+            return True, None
+        try:
+            ray.get(probe)
+        except ray.exceptions.ActorUnavailableError:
+            return True, "it ended, and Ray starts it again"
+        except ray.exceptions.RayActorError as error:
+            return False, " ".join(str(error).split())
+        return True, None
+
+
+class ActorLink(TransportBackend):
+    """Mixed into a transport, before it: errors of a lost link name the actor.
+
+    Attributes:
+        watch: of the actors, on the sender's end.
+        worker: index of the actor behind this link.
+    """
+
+    watch: ActorWatch | None = None
+    worker = 0
+    _leaving = False
+
+    def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
+        """See :meth:`TransportBackend.send_chunk`."""
+        try:
+            super().send_chunk(chunk, timeout)  # type: ignore[safe-super]  # of the transport mixed with
+        except LinkClosedError as error:
+            raise self._named(error) from None
+
+    def recv_chunk(
+        self, timeout: float | None = None, allocate: Allocate | None = None
+    ) -> WeightChunk | None:
+        """See :meth:`TransportBackend.recv_chunk`."""
+        try:
+            return super().recv_chunk(timeout, allocate)  # type: ignore[safe-super]
+        except LinkClosedError as error:
+            raise self._named(error) from None
+
+    def close(self) -> None:
+        """See :meth:`TransportBackend.close`."""
+        self._leaving = True
+        super().close()  # type: ignore[safe-super]
+
+    def _named(self, error: LinkClosedError) -> Exception:
+        return error if self._leaving or self.watch is None else self.watch.named(self.worker, error)

@@ -1,0 +1,60 @@
+"""Payloads of one sender in Ray's object store."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from weight_update.errors import NotEnoughMemoryError
+from weight_update.transports.ray.rendezvous import running_ray
+from weight_update.wire.frames import WeightChunk
+
+__all__ = ["Shelf"]
+
+
+class Shelf:
+    """Payloads of one sender in Ray's object store: each is put there once, whatever the number of links.
+
+    An object is let go when nobody holds its chunk any more.
+    """
+
+    def __init__(self) -> None:
+        self._refs: WeakKeyDictionary[WeightChunk, Any] = WeakKeyDictionary()
+        self._heads: WeakKeyDictionary[WeightChunk, bytes] = WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def put(self, chunk: WeightChunk) -> Any:
+        """Reference to the payload of ``chunk``; copies it into the store the first time.
+
+        Raises:
+            NotEnoughMemoryError: the store has no room.
+        """
+        ray = running_ray()
+        assert chunk.payload is not None
+        with self._lock:
+            ref = self._refs.get(chunk)
+            if ref is None:
+                try:
+                    ref = self._refs[chunk] = ray.put(chunk.payload.numpy())
+                except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
+                    reason = str(error).partition("\n")[0]
+                    raise NotEnoughMemoryError(
+                        f"Ray's object store has no room for {chunk.payload_bytes / 1e6:.1f} MB; give "
+                        f"ray.init more object_store_memory, or send less at once ({reason})"
+                    ) from None
+            return ref
+
+    def head(self, chunk: WeightChunk, *, checksum: bool) -> bytes:
+        """Everything of the frame but its payload; the checksum is computed once."""
+        if not checksum:
+            return chunk.encode_head(checksum=False)
+        with self._lock:
+            if chunk not in self._heads:
+                self._heads[chunk] = chunk.encode_head()
+            return self._heads[chunk]
+
+    def forget(self) -> None:
+        """Put everything anew from now on: Ray lost an object."""
+        with self._lock:
+            self._refs.clear()

@@ -1,0 +1,1 @@
+"""Transport for workers on the same host: slots in shared memory, and a Unix socket for signals."""

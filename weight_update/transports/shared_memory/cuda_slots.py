@@ -1,0 +1,209 @@
+"""Payload memory on a GPU, which other processes open by CUDA IPC.
+
+Sharing and opening is PyTorch's (``torch/multiprocessing/reductions.py``, ``torch/csrc/StorageSharing.cpp``),
+without its pickles and without its count of readers: that count is never taken down for a reader that was
+killed, so its memory would be lost. :mod:`.ipc_refcount` counts instead.
+
+Nothing here orders streams. The sender's encoder waits until a payload is written, and a receiver until it
+was read, before either tells the other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weight_update.errors import FormatError, NotEnoughMemoryError, TransportError, UnreachableMemoryError
+from weight_update.transports.shared_memory.ipc_refcount import Loan, loan_ended
+from weight_update.transports.shared_memory.slots import Mapping, SharedSlot
+
+__all__ = ["CudaBuffer", "CudaHandle", "CudaMapping", "cuda_device"]
+
+_NO_COUNTER = b"/weight_update-no-counter"  # no such shared memory exists, so PyTorch counts nothing
+_SEGMENTS = "; if expandable_segments is set in PYTORCH_CUDA_ALLOC_CONF, take it out"
+
+
+def cuda_device(name: str | torch.device) -> torch.device:
+    """The CUDA device of that name, with its index.
+
+    Raises:
+        ValueError: this process has none such.
+    """
+    device = torch.device(name)
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found == 0:
+        raise ValueError(
+            f"slot_device={str(name)!r} needs a CUDA device in the sender's process, and torch sees none; "
+            "leave slot_device out to keep slots in host memory"
+        )
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= found:
+        raise ValueError(f"slot_device={str(name)!r}: this process sees {found} CUDA devices")
+    return torch.device("cuda", index)
+
+
+@dataclass(frozen=True)
+class CudaHandle:
+    """Where memory lies on a GPU, as another process of this machine can find it.
+
+    Attributes:
+        device: UUID of the GPU; its number may be another one in each process.
+        segment: CUDA's handle of the allocation, in hex.
+        offset: first byte in it.
+        nbytes: how many bytes.
+    """
+
+    device: str
+    segment: str
+    offset: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, whole: torch.Tensor) -> CudaHandle:
+        """The handle of a tensor that fills its storage, to be called once for each.
+
+        Raises:
+            TransportError: it cannot be shared.
+        """
+        storage = whole.untyped_storage()
+        try:
+            _, segment, nbytes, offset, counter, place, _, _ = storage._share_cuda_()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise TransportError(f"CUDA cannot share memory of {whole.device}: {error}{_SEGMENTS}") from None
+        torch.UntypedStorage._release_ipc_counter(  # type: ignore[no-untyped-call]
+            counter, place, device=whole.device
+        )
+        return cls(_uuid_of(whole.device.index), segment.hex(), offset, nbytes)
+
+    def open(self) -> torch.UntypedStorage:
+        """The memory, in another process than the one that made it.
+
+        Raises:
+            UnreachableMemoryError: that cannot be done.
+        """
+        index = _index_of(self.device)
+        segment = bytes.fromhex(self.segment)
+        try:
+            return torch.UntypedStorage._new_shared_cuda(
+                index, segment, self.nbytes, self.offset, _NO_COUNTER, 0, b"", False
+            )
+        except RuntimeError as error:
+            raise UnreachableMemoryError(
+                f"CUDA cannot open the sender's slot on {self.device}: {error}{_SEGMENTS}"
+            ) from None
+
+    def to_bytes(self) -> bytes:
+        """JSON; :meth:`from_bytes` is its inverse."""
+        return json.dumps(vars(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> CudaHandle:
+        """Read what came over a wire.
+
+        Raises:
+            FormatError: it is no handle.
+        """
+        try:
+            fields: dict[str, Any] = json.loads(data)
+            handle = cls(**fields)
+            bytes.fromhex(handle.segment)
+            good = isinstance(handle.device, str) and min(handle.offset, handle.nbytes) >= 0
+        except (ValueError, TypeError, RecursionError) as error:
+            raise FormatError(f"not the handle of a CUDA slot: {error}") from None
+        if not good or {type(handle.offset), type(handle.nbytes)} != {int}:
+            raise FormatError(f"not the handle of a CUDA slot: {fields!r:.200}")
+        return handle
+
+
+class CudaBuffer(SharedSlot):
+    """A slot on a GPU, on the sender's side.
+
+    Once it was closed, its memory is free when no other process has it open any more.
+
+    Args:
+        nbytes: size in bytes.
+        device: with an index.
+
+    Raises:
+        NotEnoughMemoryError: it does not fit.
+        TransportError: CUDA cannot share memory of this device.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        try:
+            whole = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise NotEnoughMemoryError(
+                f"a slot of {nbytes / 1e6:.1f} MB is needed on {device}: {str(error).partition('.')[0]}; use "
+                "encoding='bucket' with max_in_flight=2, or leave slot_device out"
+            ) from None
+        self.handle = CudaHandle.of(whole).to_bytes()
+        self._whole = whole
+        self._loan = Loan()
+        super().__init__(whole[:nbytes], self._loan.fd, uuid.uuid4().hex)
+        _made_here[self.key] = self
+
+    def close(self) -> None:
+        """See :meth:`Buffer.close`."""
+        self.fd = -1
+        self._loan.end(self._whole)
+        self.tensor = self._whole = torch.empty(0, dtype=torch.uint8)
+
+
+_made_here: weakref.WeakValueDictionary[str, CudaBuffer] = weakref.WeakValueDictionary()
+os.register_at_fork(after_in_child=_made_here.clear)
+
+
+class CudaMapping(Mapping):
+    """A slot on a GPU, opened in a receiver. What is written into it, all others see.
+
+    Args:
+        key: name of the slot.
+        handle: the sender's :attr:`CudaBuffer.handle`.
+        fd: the sender's :attr:`CudaBuffer.fd`; kept open, in a copy, as long as a tensor uses the memory.
+
+    Raises:
+        FormatError: ``handle`` is none.
+        UnreachableMemoryError: this process cannot open the memory.
+    """
+
+    def __init__(self, key: str, handle: bytes, fd: int) -> None:
+        self._loan_fd: int | None = None
+        self._mine = _made_here.get(key)
+        if self._mine is not None:  # CUDA does not open what the same process made
+            super().__init__(self._mine._whole)
+            return
+        storage = CudaHandle.from_bytes(handle).open()
+        self._loan_fd = os.dup(fd)
+        borrowed = weakref.finalize(storage, os.close, self._loan_fd)
+        borrowed.atexit = False  # kernels may still run; the end of the process closes it
+        super().__init__(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+
+    @property
+    def given_up(self) -> bool:
+        """See :attr:`Mapping.given_up`."""
+        if self._loan_fd is not None:
+            return loan_ended(self._loan_fd)
+        return self._mine is None or self._mine.fd < 0
+
+
+def _uuid_of(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def _index_of(device: str) -> int:
+    """The number that a GPU has in this process."""
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for index in range(found):
+        if _uuid_of(index) == device:
+            return index
+    raise UnreachableMemoryError(
+        f"the sender's slots lie on GPU {device}, which is not one of the {found} that this worker sees: put "
+        "that GPU into its CUDA_VISIBLE_DEVICES, or leave slot_device out on the sender"
+    )

@@ -1,0 +1,190 @@
+"""Frames over a stream socket, with deadlines, usable by one reading and one writing thread at once."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import socket
+import struct
+import time
+import weakref
+
+from weight_update.errors import LinkClosedError, SyncTimeoutError
+from weight_update.wire.frames import PRELUDE_BYTES, Prelude
+
+__all__ = ["SHORTAGES", "Stream", "close_in_children", "deadline_of", "peer_credentials", "seconds_left"]
+
+SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+"""Errors of the system that pass when others free descriptors or memory."""
+_CREDENTIALS = struct.Struct("iII")  # process, user and group, as Linux gives them
+_STALLED = 60.0
+"""Seconds without progress in the middle of a frame after which the other end counts as gone."""
+
+
+def deadline_of(timeout: float | None) -> float | None:
+    """The moment, on the monotonic clock, at which ``timeout`` seconds will have passed."""
+    return None if timeout is None else time.monotonic() + timeout
+
+
+def seconds_left(deadline: float | None) -> float | None:
+    """Seconds until then, at least 0; None if there is none."""
+    return None if deadline is None else max(deadline - time.monotonic(), 0.0)
+
+
+def close_in_children(sock: socket.socket) -> None:
+    """Have forked children close ``sock``: while one had it open the other end would not notice our end."""
+    _ours.add(sock)
+
+
+def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
+    """Return process, user and group of the other end of a connected Unix socket.
+
+    The kernel takes them when the connection is made, and translates them to this process's namespaces: the
+    process is 0 if it cannot be seen from here.
+    """
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, gid = _CREDENTIALS.unpack(raw)
+    return pid, uid, gid
+
+
+_ours: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_inherited() -> None:
+    for sock in list(_ours):
+        sock.close()
+    _ours.clear()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
+
+
+class Stream:
+    """A connected, non-blocking stream socket.
+
+    Every method raises LinkClosedError when the connection ends.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+
+    @property
+    def peer_pid(self) -> int:
+        """Process id of the other end in this pid namespace, by the kernel; 0 if it has none here."""
+        try:
+            return peer_credentials(self.sock)[0]
+        except OSError:  # it was closed meanwhile
+            return 0
+
+    def wait_readable(self, timeout: float | None) -> bool:
+        """Whether something (bytes, or the end) is there to read within ``timeout`` seconds."""
+        return self._poll(select.POLLIN, deadline_of(timeout))
+
+    def send(self, data: bytes | memoryview, deadline: float | None) -> None:
+        """Send all of ``data``.
+
+        Raises:
+            SyncTimeoutError: the deadline passed before all was sent.
+        """
+        view = memoryview(data).cast("B")
+        while view:
+            try:
+                view = view[self.sock.send(view) :]
+            except BlockingIOError:
+                if not self._poll(select.POLLOUT, deadline):
+                    raise SyncTimeoutError("the other end does not read") from None
+            except OSError as error:
+                raise LinkClosedError(f"the other end is gone ({error})") from None
+
+    def recv_into(self, view: memoryview, deadline: float | None = None) -> None:
+        """Fill ``view``.
+
+        Args:
+            view: what to fill.
+            deadline: on the monotonic clock; None waits while bytes come at all.
+
+        Raises:
+            SyncTimeoutError: the deadline passed before it was full.
+        """
+        while view:
+            try:
+                count = self.sock.recv_into(view)
+            except BlockingIOError:
+                self._await_more(deadline)
+                continue
+            except OSError as error:
+                raise LinkClosedError(f"the other end is gone ({error})") from None
+            if count == 0:
+                raise LinkClosedError("the other end is gone")
+            view = view[count:]
+
+    def recv_head(self, deadline: float | None = None) -> tuple[Prelude, bytes]:
+        """The prelude and the raw header of the next frame.
+
+        Args:
+            deadline: see :meth:`recv_into`.
+
+        Raises:
+            FormatError: it is not a frame.
+            SyncTimeoutError: the deadline passed before it was here.
+        """
+        raw = bytearray(PRELUDE_BYTES)
+        self.recv_into(memoryview(raw), deadline)
+        prelude = Prelude.decode(bytes(raw))
+        header = bytearray(prelude.header_bytes)
+        self.recv_into(memoryview(header), deadline)
+        return prelude, bytes(header)
+
+    def send_with_fd(self, data: bytes, fd: int, deadline: float | None) -> None:
+        """Send a short record and a file descriptor along with it (Unix sockets only)."""
+        while True:
+            try:
+                sent = socket.send_fds(self.sock, [data], [fd])
+                break
+            except BlockingIOError:
+                if not self._poll(select.POLLOUT, deadline):
+                    raise SyncTimeoutError("the other end does not read") from None
+            except OSError as error:
+                raise LinkClosedError(f"the other end is gone ({error})") from None
+        self.send(data[sent:], deadline)
+
+    def recv_with_fd(self, size: int) -> tuple[bytes, int | None]:
+        """A record of ``size`` bytes and the file descriptor that came along, if any."""
+        while True:
+            try:
+                data, fds, _, _ = socket.recv_fds(self.sock, size, 1)
+                break
+            except BlockingIOError:
+                self._await_more(None)
+            except OSError as error:
+                raise LinkClosedError(f"the other end is gone ({error})") from None
+        if not data:
+            raise LinkClosedError("the other end is gone")
+        rest = bytearray(size - len(data))
+        self.recv_into(memoryview(rest))
+        return data + bytes(rest), (fds[0] if fds else None)
+
+    def close(self) -> None:
+        """End the connection and wake whoever waits on it."""
+        with contextlib.suppress(OSError):  # it may not be connected any more
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
+
+    def _await_more(self, deadline: float | None) -> None:
+        if self._poll(select.POLLIN, deadline_of(_STALLED) if deadline is None else deadline):
+            return
+        if deadline is not None:
+            raise SyncTimeoutError("the other end did not send all that it should in time")
+        raise LinkClosedError(f"the other end stopped in the middle of a frame for {_STALLED:.0f} s")
+
+    def _poll(self, event: int, deadline: float | None) -> bool:
+        poller = select.poll()
+        try:
+            poller.register(self.sock, event)
+        except (ValueError, OSError):
+            raise LinkClosedError("this end was closed") from None
+        seconds = seconds_left(deadline)
+        return bool(poller.poll(None if seconds is None else seconds * 1e3))

@@ -1,0 +1,1 @@
+"""Wire format: schemas, frames and the checks of what was received."""

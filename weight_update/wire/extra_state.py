@@ -1,0 +1,101 @@
+"""Extra state of modules (``get_extra_state``) as JSON, and back.
+
+Extra state is any Python object a module wants saved beside its tensors. What crosses a process here is
+never pickled, so it must be built from: None, bool, int, float, str, bytes, list, tuple, dict (string
+keys) and tensors. Anything else is an error that names its type.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import torch
+
+from weight_update.errors import FormatError, UnsupportedSourceError
+from weight_update.wire.memory import byte_view
+from weight_update.wire.schema import DTYPES, dtype_name
+
+__all__ = ["decode_extra", "encode_extra"]
+
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def encode_extra(value: Any) -> Any:
+    """JSON-able form of one extra state.
+
+    Raises:
+        UnsupportedSourceError: it holds an object of a type not listed above, or itself.
+    """
+    try:
+        return _encode(value)
+    except RecursionError:
+        raise UnsupportedSourceError("extra state is nested too deeply, or contains itself") from None
+
+
+def decode_extra(value: Any) -> Any:
+    """Inverse of :func:`encode_extra`.
+
+    Raises:
+        FormatError: not what :func:`encode_extra` writes.
+    """
+    try:
+        return _decode(value)
+    except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise FormatError(f"not an extra state: {error!s:.200}") from None
+
+
+def _encode(value: Any) -> Any:
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, bytes):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, torch.Tensor):
+        return {"$tensor": _encode_tensor(value)}
+    if isinstance(value, list):
+        return [_encode(item) for item in value]
+    if isinstance(value, tuple):
+        return {"$tuple": [_encode(item) for item in value]}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"$dict": {key: _encode(item) for key, item in value.items()}}
+    raise UnsupportedSourceError(
+        f"extra state holds a {type(value).__name__}; supported are None, bool, int, float, str, bytes, "
+        "tensors, and lists, tuples and string-keyed dicts of them"
+    )
+
+
+def _encode_tensor(tensor: torch.Tensor) -> list[Any]:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise UnsupportedSourceError(
+            f"extra state holds a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}; "
+            "only plain tensors with memory can be synchronized"
+        )
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    data = base64.b64encode(byte_view(plain.view(-1).view(torch.uint8))).decode()
+    return [dtype_name(tensor.dtype), list(tensor.shape), data]
+
+
+def _decode(value: Any) -> Any:
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    ((tag, body),) = value.items()
+    if tag == "$bytes":
+        return base64.b64decode(body, validate=True)
+    if tag == "$tuple" and isinstance(body, list):
+        return tuple(_decode(item) for item in body)
+    if tag == "$dict":
+        return {key: _decode(item) for key, item in body.items()}
+    if tag == "$tensor":
+        return _decode_tensor(*body)
+    raise ValueError(f"{tag!r:.40} with a {type(body).__name__}")
+
+
+def _decode_tensor(name: str, shape: Any, data: str) -> torch.Tensor:
+    if not isinstance(shape, list) or any(type(size) is not int or size < 0 for size in shape):
+        raise ValueError(f"shape {shape!r:.80}")
+    raw = bytearray(base64.b64decode(data, validate=True))
+    if not raw:  # view, not empty: what it costs is what came, whatever the shape says
+        return torch.empty(0, dtype=DTYPES[name]).view(shape)
+    return torch.frombuffer(raw, dtype=torch.uint8).view(DTYPES[name]).view(shape)

@@ -1,0 +1,293 @@
+"""Frames: a described header and raw bytes.
+
+``docs/wire_format.rst`` shows the format byte by byte. Nothing here is ever pickled: the header is JSON,
+the payload is raw memory.
+
+A frame::
+
+    offset  size  field
+    0       4     magic, b"WUPD"
+    4       1     format version, 1
+    5       1     kind (:class:`Kind`)
+    6       2     flags; bit 0: the payload checksum is present
+    8       4     header length H, in bytes
+    12      8     payload length P, in bytes
+    20      4     CRC-32 of bytes 0..19 followed by the header
+    24      4     CRC-32 of the payload, or 0 when flag bit 0 is off
+    28      H     header: one UTF-8 JSON object
+    28+H    P     payload
+
+All integers are little endian.
+"""
+
+from __future__ import annotations
+
+import enum
+import hmac
+import json
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from weight_update.errors import (
+    FormatError,
+    NotEnoughMemoryError,
+    UnreachableMemoryError,
+)
+from weight_update.wire.memory import byte_view
+from weight_update.wire.schema import MAX_PAYLOAD_BYTES, compact_json
+
+__all__ = ["Kind", "Prelude", "WeightChunk"]
+
+_PRELUDE = struct.Struct("<4sBBHIQII")
+PRELUDE_BYTES = _PRELUDE.size
+_MAGIC = b"WUPD"
+_FORMAT = 1
+_HAS_CHECKSUM = 1
+MAX_HEADER_BYTES = 64 << 20
+_MAX_NUMBER = 1 << 63
+
+
+class Kind(enum.IntEnum):
+    """What a frame is for. R = receiver, S = sender."""
+
+    HELLO = 1  # R -> S: who I am, my token, my schema, or why I cannot join
+    WELCOME = 2  # S -> R: you are in; the schema that counts and its layout
+    REFUSED = 3  # S -> R: you are not in, and why
+    UPDATE = 4  # S -> R: weights
+    STAGED = 5  # R -> S: the update is here, whole, and waits for COMMIT
+    COMMIT = 6  # S -> R: apply what you staged
+    ABORT = 7  # S -> R: forget what you staged
+    APPLIED = 8  # R -> S: the update is visible
+    FAILED = 9  # R -> S: the update is not visible, and why
+    GOODBYE = 10  # either way: orderly end
+    BEHIND = 11  # R -> S: the update changes a version that I do not have; send all
+    TAKEN = (
+        12  # R -> S: this part of an update is read, its memory is free again; the last is not answered so
+    )
+
+
+_REQUIRED: dict[Kind, dict[str, type | tuple[type, ...]]] = {
+    Kind.HELLO: {
+        "token": str,
+        "worker": int,
+        "pid": int,
+        "version": (int, type(None)),
+        "schema": (dict, type(None)),
+        "error": (str, type(None)),
+    },
+    Kind.WELCOME: {
+        "schema": dict,
+        "strategy": str,
+        "keep": bool,
+        "version": (int, type(None)),
+        "digests": (list, type(None)),
+    },
+    Kind.REFUSED: {"reason": str, "problems": list},
+    Kind.UPDATE: {
+        "version": int,
+        "base": (int, type(None)),
+        "schema": str,
+        "encoding": str,
+        "index": int,
+        "count": int,
+        "commit": bool,
+        "group": (str, type(None)),
+        "extra": dict,
+    },
+    Kind.STAGED: {"version": int},
+    Kind.COMMIT: {"version": int},
+    Kind.ABORT: {"version": int},
+    Kind.APPLIED: {"version": int, "apply_seconds": (int, float), "stall_seconds": (int, float)},
+    Kind.FAILED: {"version": int, "error": str, "traceback": str, "kept": bool},
+    Kind.GOODBYE: {},
+    Kind.BEHIND: {"version": int},
+    Kind.TAKEN: {"version": int, "index": int},
+}
+
+
+_OPTIONAL: dict[Kind, dict[str, type | tuple[type, ...]]] = {Kind.HELLO: {"instance": str, "again": bool}}
+
+
+@dataclass(frozen=True, eq=False)
+class WeightChunk:
+    """One frame: a kind, a JSON header and raw bytes. It checks itself on construction.
+
+    Attributes:
+        kind: what the frame is for.
+        header: JSON-able; the fields of each kind are checked, others are refused.
+        payload: 1-D uint8 tensor on the CPU, or None for no bytes.
+
+    Raises:
+        FormatError: a field is missing, unknown, of the wrong type or out of range.
+    """
+
+    kind: Kind
+    header: Mapping[str, Any]
+    payload: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        fields, optional = _REQUIRED[self.kind], _OPTIONAL.get(self.kind, {})
+        if not fields.keys() <= self.header.keys() <= {**fields, **optional}.keys():
+            raise FormatError(
+                f"{self.kind.name} frame has fields {sorted(self.header)}, not {sorted(fields)}"
+            )
+        for name, value in self.header.items():
+            expected = fields.get(name) or optional[name]
+            wrong_bool = isinstance(value, bool) and expected is not bool
+            if wrong_bool or not isinstance(value, expected) or not _in_range(value):
+                raise FormatError(f"{self.kind.name} frame: {name} is {value!r:.80}")
+        if (self.header.get("version") or 0) < 0 or self.header.get("index", 0) < 0:
+            raise FormatError(f"{self.kind.name} frame: negative version or index")
+        if self.kind is Kind.UPDATE and not self.header["index"] < self.header["count"]:
+            raise FormatError(f"chunk {self.header['index']} of {self.header['count']}")
+        if self.payload is not None and (self.payload.dtype != torch.uint8 or self.payload.dim() != 1):
+            raise FormatError("a payload is a 1-D uint8 tensor")
+
+    @property
+    def payload_bytes(self) -> int:
+        """Length of the payload."""
+        return 0 if self.payload is None else self.payload.numel()
+
+    def shows(self, token: str) -> bool:
+        """Whether this HELLO carries ``token``; takes as long for a wrong one as for the right one."""
+        shown = self.header["token"].encode(errors="surrogatepass")
+        return hmac.compare_digest(shown, token.encode())
+
+    def with_token(self, token: str) -> WeightChunk:
+        """Return this HELLO with ``token``, which does not travel where the connection is authenticated."""
+        return replace(self, header={**self.header, "token": token})
+
+    def encode_head(self, *, checksum: bool = True) -> bytes:
+        """Prelude and header: everything but the payload."""
+        header = compact_json(dict(self.header)).encode()
+        size = self.payload_bytes
+        covered = checksum and size > 0
+        crc = zlib.crc32(byte_view(self.payload)) if covered and self.payload is not None else 0
+        start = _PRELUDE.pack(
+            _MAGIC, _FORMAT, self.kind, _HAS_CHECKSUM if covered else 0, len(header), size, 0, 0
+        )[:20]
+        head_crc = zlib.crc32(header, zlib.crc32(start))
+        return start + struct.pack("<II", head_crc, crc) + header
+
+    def encode(self, *, checksum: bool = True) -> bytes:
+        """The whole frame as bytes (this copies the payload)."""
+        head = self.encode_head(checksum=checksum)
+        return head if self.payload is None else head + bytes(byte_view(self.payload))
+
+    @classmethod
+    def decode(
+        cls,
+        data: bytes | bytearray | memoryview,
+        allocate: Callable[[int], torch.Tensor] | None = None,
+    ) -> WeightChunk:
+        """Read a frame that fills ``data`` exactly.
+
+        Args:
+            data: the frame; it may be reused when this returns.
+            allocate: gives a 1-D uint8 CPU tensor of exactly so many bytes to copy the payload into; the
+                default is fresh memory.
+
+        Raises:
+            FormatError: too short, too long, or anything in it is not valid.
+        """
+        view = memoryview(data).cast("B")
+        prelude = Prelude.decode(view[:PRELUDE_BYTES])
+        body = PRELUDE_BYTES + prelude.header_bytes
+        if len(view) != body + prelude.payload_bytes:
+            raise FormatError(f"frame says {body + prelude.payload_bytes} bytes but there are {len(view)}")
+        payload = None
+        if prelude.payload_bytes:
+            make = allocate or _fresh_bytes
+            payload = make(prelude.payload_bytes)
+            byte_view(payload)[:] = view[body:]
+        return prelude.assemble(bytes(view[PRELUDE_BYTES:body]), payload)
+
+
+@dataclass(frozen=True)
+class Prelude:
+    """The fixed first 28 bytes of a frame, for transports that read a stream piece by piece."""
+
+    raw: bytes
+    kind: Kind
+    flags: int
+    header_bytes: int
+    payload_bytes: int
+    head_crc: int
+    payload_crc: int
+
+    @classmethod
+    def decode(cls, raw: bytes | memoryview, max_payload: int = MAX_PAYLOAD_BYTES) -> Prelude:
+        """Read the prelude and check it before anything is allocated.
+
+        Args:
+            raw: exactly 28 bytes.
+            max_payload: refuse frames that announce more bytes than this.
+
+        Raises:
+            FormatError: it is not a prelude, or announces too much.
+        """
+        raw = bytes(raw)
+        if len(raw) != PRELUDE_BYTES:
+            raise FormatError(f"a frame starts with {PRELUDE_BYTES} bytes, got {len(raw)}")
+        magic, version, kind, flags, header, payload, head_crc, crc = _PRELUDE.unpack(raw)
+        if magic != _MAGIC:
+            raise FormatError(f"not a frame: starts with {magic!r}")
+        if version != _FORMAT:
+            raise FormatError(f"frame format {version} is unknown (this library reads {_FORMAT})")
+        if kind not in Kind._value2member_map_:
+            raise FormatError(f"unknown frame kind {kind}")
+        if flags & ~_HAS_CHECKSUM:
+            raise FormatError(f"unknown frame flags {flags:#x}")
+        if crc and not flags & _HAS_CHECKSUM:
+            raise FormatError("a payload checksum stands where the flags say that there is none")
+        if header > MAX_HEADER_BYTES or payload > max_payload:
+            raise FormatError(f"frame announces {header} + {payload} bytes, more than is allowed")
+        return cls(raw, Kind(kind), flags, header, payload, head_crc, crc)
+
+    @contextmanager
+    def naming_version(self, header: bytes) -> Iterator[None]:
+        """Give errors that say that the payload cannot be had the version that ``header`` names.
+
+        Raises:
+            FormatError: the payload cannot be had, and the header is not valid.
+        """
+        try:
+            yield
+        except (NotEnoughMemoryError, UnreachableMemoryError) as error:
+            error.version = replace(self, flags=0).assemble(header, None).header.get("version")
+            raise
+
+    def assemble(self, header: bytes, payload: torch.Tensor | None) -> WeightChunk:
+        """Check header and payload against the prelude and build the chunk.
+
+        Raises:
+            FormatError: a checksum does not hold, the header is not JSON, or its fields are wrong.
+        """
+        if zlib.crc32(header, zlib.crc32(self.raw[:20])) != self.head_crc:
+            raise FormatError("the header's checksum does not hold")
+        if self.flags & _HAS_CHECKSUM:
+            data = byte_view(payload) if payload is not None else b""
+            if zlib.crc32(data) != self.payload_crc:
+                raise FormatError("the payload's checksum does not hold")
+        try:
+            fields = json.loads(header.decode())
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"the header is not JSON: {error}") from None
+        if not isinstance(fields, dict):
+            raise FormatError("the header is not a JSON object")
+        return WeightChunk(self.kind, fields, payload)
+
+
+def _in_range(value: Any) -> bool:
+    """Whether a number fits 64 bits and is one; True for everything else."""
+    return not isinstance(value, int | float) or -_MAX_NUMBER <= value < _MAX_NUMBER
+
+
+def _fresh_bytes(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)

@@ -1,0 +1,48 @@
+"""Memory of tensors: views of its bytes, its identity, its digest, and the GPU work that still writes it."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+
+__all__ = ["await_stream", "byte_view", "digest", "memory_identity"]
+
+
+def await_stream(tensor: torch.Tensor) -> None:
+    """Wait for all that this thread has queued on the GPU of ``tensor``; nothing to wait for on the CPU."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """A digest (BLAKE2b, 128 bits, in hex) of the bits of a contiguous CPU tensor."""
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # one element may have any stride
+    raw = flat.view(torch.uint8)
+    return hashlib.blake2b(byte_view(raw), digest_size=16).hexdigest()
+
+
+def byte_view(flat: torch.Tensor) -> memoryview:
+    """The memory of a contiguous 1-D uint8 CPU tensor, without a copy."""
+    return memoryview(flat.numpy()).cast("B")  # type: ignore[arg-type]  # arrays are buffers
+
+
+def memory_identity(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """A key that is equal for two tensors exactly when they are the same view of the same memory.
+
+    None where there is no memory to share: empty and meta tensors.
+    """
+    if tensor.numel() == 0:
+        return None
+    if tensor.device.type == "meta":
+        return ("meta", id(tensor))
+    return (
+        tensor.data_ptr(),
+        tensor.device,
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )

@@ -1,0 +1,398 @@
+"""Schemas: the names, shapes and dtypes of a set of weights, and each tensor's place in one flat buffer."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weight_update.errors import (
+    FormatError,
+    SchemaMismatchError,
+    UnsupportedSourceError,
+)
+from weight_update.wire.memory import memory_identity
+
+__all__ = ["TensorMeta", "WeightSchema"]
+
+ALIGNMENT = 64
+"""Every tensor starts at a multiple of this many bytes in the flat buffer."""
+
+MAX_PAYLOAD_BYTES = 1 << 42
+_MAX_DIMENSIONS = 64  # of a tensor that torch can compute with
+_WRAPPERS = re.compile(r"(?:(?<=\.)|^)(_orig_mod|module)\.")
+
+
+_DTYPE_NAMES = [
+    "bool",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex32",
+    "complex64",
+    "complex128",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+]
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name)}
+compact_json = json.JSONEncoder(separators=(",", ":")).encode
+_NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The wire name of a dtype, e.g. ``"bfloat16"``.
+
+    Raises:
+        UnsupportedSourceError: the dtype has no plain bytes-per-element layout (quantized types, ...).
+    """
+    try:
+        return _NAME_OF_DTYPE[dtype]
+    except KeyError:
+        raise UnsupportedSourceError(
+            f"tensors of dtype {dtype} cannot be synchronized; known: {', '.join(DTYPES)}"
+        ) from None
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """Name, shape, dtype and place of one tensor.
+
+    Attributes:
+        name: dotted name, e.g. ``"module.0.weight"``.
+        shape: sizes, ``()`` for a scalar.
+        dtype: element type.
+        offset: first byte in the flat buffer, a multiple of :data:`ALIGNMENT`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor when contiguous."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def kind(self) -> str:
+        """The family of the dtype; values convert within a family, never across."""
+        if self.dtype.is_complex:
+            return "complex"
+        if self.dtype.is_floating_point:
+            return "floating"
+        return str(self.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {dtype_name(self.dtype)}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class WeightSchema:
+    """Names, shapes, dtypes and offsets of a set of weights in one flat buffer.
+
+    Tied tensors (several names of one memory) share one offset, so their bytes travel once.
+
+    Attributes:
+        tensors: one entry for each name, in order.
+        nbytes: size of the flat buffer in bytes (0 when all tensors are empty).
+    """
+
+    tensors: tuple[TensorMeta, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, named: Mapping[str, torch.Tensor]) -> WeightSchema:
+        """Lay out ``named`` tensors one after the other, each aligned to 64 bytes.
+
+        Raises:
+            UnsupportedSourceError: a tensor is sparse, quantized or of an unknown dtype.
+        """
+        metas, end = [], 0
+        places: dict[tuple[Any, ...], int] = {}
+        for name, tensor in named.items():
+            if tensor.layout is not torch.strided or tensor.is_quantized:
+                raise UnsupportedSourceError(
+                    f"{name!r} is a {tensor.layout} tensor of {tensor.dtype}; "
+                    "only plain strided tensors can be synchronized"
+                )
+            dtype_name(tensor.dtype)
+            meta = TensorMeta(name, tuple(tensor.shape), tensor.dtype)
+            identity = memory_identity(tensor)
+            offset = places.get(identity, end) if identity is not None else end
+            if identity is not None:
+                places[identity] = offset
+            metas.append(TensorMeta(meta.name, meta.shape, meta.dtype, offset))
+            if offset == end:
+                end += _align(meta.nbytes)
+        return cls(tuple(metas), end)
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """All names, in order."""
+        return tuple(meta.name for meta in self.tensors)
+
+    @functools.cached_property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """All shapes, in order."""
+        return tuple(meta.shape for meta in self.tensors)
+
+    @functools.cached_property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """All dtypes, in order."""
+        return tuple(meta.dtype for meta in self.tensors)
+
+    @functools.cached_property
+    def distinct(self) -> tuple[int, ...]:
+        """Positions of the entries that own their bytes: the first name of each offset."""
+        seen: set[tuple[int, bool]] = set()
+        positions = []
+        for position, meta in enumerate(self.tensors):
+            key = (meta.offset, meta.nbytes == 0)
+            if meta.nbytes == 0 or key not in seen:
+                seen.add(key)
+                positions.append(position)
+        return tuple(positions)
+
+    @functools.cached_property
+    def ties(self) -> tuple[tuple[int, int], ...]:
+        """Pairs (first, other) of positions that share their bytes."""
+        first: dict[int, int] = {}
+        pairs = []
+        for position, meta in enumerate(self.tensors):
+            if meta.nbytes:
+                owner = first.setdefault(meta.offset, position)
+                if owner != position:
+                    pairs.append((owner, position))
+        return tuple(pairs)
+
+    @functools.cached_property
+    def dense_bytes(self) -> int:
+        """Bytes of the distinct tensors, without padding."""
+        return sum(self.tensors[i].nbytes for i in self.distinct)
+
+    @functools.cached_property
+    def elements(self) -> int:
+        """Number of elements of the distinct tensors."""
+        return sum(math.prod(self.tensors[i].shape) for i in self.distinct)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 of the schema, in hex: equal exactly when two schemas are equal."""
+        text = compact_json(self.to_header())
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """One tensor for each entry, a view into ``flat`` (1-D uint8, at least ``nbytes`` long)."""
+        out = []
+        for meta in self.tensors:
+            piece = flat[meta.offset : meta.offset + meta.nbytes]
+            out.append(piece.view(meta.dtype).view(meta.shape))
+        return out
+
+    def for_receiver(self, theirs: WeightSchema) -> WeightSchema:
+        """This schema as it best travels to a receiver: in its dtypes where those are not wider.
+
+        What is converted before it travels has the same bits as what is converted after. Tied tensors keep
+        our dtype where the receiver has several for them.
+        """
+        wanted = {meta.name: meta.dtype for meta in theirs.tensors}
+        dtypes_at: dict[int, set[torch.dtype]] = {}
+        for meta in self.tensors:
+            if meta.nbytes:
+                dtypes_at.setdefault(meta.offset, set()).add(wanted.get(meta.name, meta.dtype))
+        dtypes = []
+        for meta in self.tensors:
+            dtype = wanted.get(meta.name, meta.dtype)
+            several = meta.nbytes and len(dtypes_at[meta.offset]) > 1
+            dtypes.append(meta.dtype if several or dtype.itemsize > meta.dtype.itemsize else dtype)
+        return self._with_dtypes(dtypes)
+
+    def with_dtype(self, dtype: torch.dtype) -> WeightSchema:
+        """This schema with its floating tensors in ``dtype``, laid out anew."""
+        return self._with_dtypes(
+            [dtype if meta.dtype.is_floating_point else meta.dtype for meta in self.tensors]
+        )
+
+    def _with_dtypes(self, dtypes: Sequence[torch.dtype]) -> WeightSchema:
+        metas, places, end = [], dict[int, int](), 0
+        for meta, dtype in zip(self.tensors, dtypes, strict=True):
+            offset = places.setdefault(meta.offset, end) if meta.nbytes else end
+            metas.append(TensorMeta(meta.name, meta.shape, dtype, offset))
+            if offset == end:
+                end += _align(metas[-1].nbytes)
+        return WeightSchema(tuple(metas), end)
+
+    def require_same(self, other: WeightSchema, who: str, *, more: bool = False) -> None:
+        """Check that ``other`` can take or give the tensors of this schema.
+
+        Names and shapes must be equal; dtypes may differ within floating point or within complex
+        (values are then converted to the receiver's dtype). ``other`` must not tie what we keep apart.
+
+        Args:
+            other: the schema of ``who``.
+            who: how to call the other side in the message, e.g. ``"worker 1"``.
+            more: whether ``other`` may have more names.
+
+        Raises:
+            SchemaMismatchError: with one line for each name that does not fit.
+        """
+        problems = [*differences(self, other, who, more=more), *untied(other, self, who)]
+        if problems:
+            hint = wrapper_hint({"the sender": self.names, who: other.names})
+            raise SchemaMismatchError(
+                f"{who} does not have the same weights as the sender ({len(problems)} differences{hint}):",
+                tuple(problems),
+            )
+
+    def to_header(self) -> dict[str, Any]:
+        """JSON-able form; :meth:`from_header` is its inverse."""
+        return {
+            "nbytes": self.nbytes,
+            "tensors": [[m.name, list(m.shape), dtype_name(m.dtype), m.offset] for m in self.tensors],
+        }
+
+    @classmethod
+    def from_header(cls, header: Any) -> WeightSchema:
+        """Read a schema that came over a wire.
+
+        Raises:
+            FormatError: anything is not as :meth:`to_header` writes it: unknown dtype, negative size,
+                offset outside the buffer, overlapping tensors, a name twice.
+        """
+        try:
+            nbytes, rows = header["nbytes"], header["tensors"]
+            metas = tuple(_meta_from_row(row) for row in rows)
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError(f"not a schema: {error}") from None
+        if type(nbytes) is not int or not 0 <= nbytes <= MAX_PAYLOAD_BYTES:
+            raise FormatError(f"not a schema: nbytes is {nbytes!r}")
+        if len({meta.name for meta in metas}) != len(metas):
+            raise FormatError("not a schema: a name stands twice")
+        _check_places(metas, nbytes)
+        return cls(metas, nbytes)
+
+
+def _align(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def differences(ours: WeightSchema, theirs: WeightSchema, who: str, *, more: bool = False) -> Iterable[str]:
+    """One line for each name of ``ours`` that ``theirs`` lacks or has otherwise.
+
+    And one for each name that it has beyond them, unless it may have ``more``.
+    """
+    left = {meta.name: meta for meta in ours.tensors}
+    right = {meta.name: meta for meta in theirs.tensors}
+    for name, meta in left.items():
+        other = right.get(name)
+        if other is None:
+            yield f"{meta}: missing in {who}"
+        elif other.shape != meta.shape:
+            yield f"{meta}: shape {list(other.shape)} in {who}"
+        elif other.dtype != meta.dtype and other.kind() != meta.kind():
+            yield f"{meta}: dtype {dtype_name(other.dtype)} in {who}"
+    for name, meta in right.items():
+        if name not in left and not more:
+            yield f"{meta}: unexpected, only in {who}"
+
+
+def wrapper_hint(names: Mapping[str, Sequence[str]]) -> str:
+    """Return the cure, if two sets of names differ only by what a wrapper module puts into them.
+
+    Args:
+        names: those of each of the two sides, by how the message calls the side.
+
+    Returns:
+        the text to add to a message; empty if the names differ otherwise.
+    """
+    plain = {side: sorted(_WRAPPERS.sub("", name) for name in given) for side, given in names.items()}
+    if len({tuple(given) for given in plain.values()}) > 1:
+        return ""
+    found = {
+        side: {one for name in given for one in _WRAPPERS.findall(name)} for side, given in names.items()
+    }
+    for side, wrappers in found.items():
+        extra = wrappers.difference(*(others for other, others in found.items() if other != side))
+        if extra:
+            added = " and ".join(f"{one}." for one in sorted(extra))
+            return (
+                f"; the names of {side} contain {added}, which torch.compile (_orig_mod) and "
+                "DistributedDataParallel (module) add: give the scheme the module that was wrapped"
+            )
+    return ""
+
+
+def matching(prefixes: Sequence[str], names: Iterable[str]) -> set[str]:
+    """Names that are one of ``prefixes`` or lie below one (``"head"`` matches ``head`` and ``head.*``).
+
+    Raises:
+        ValueError: a prefix matches nothing; the message names it and what there is.
+    """
+    names = list(names)
+    found: set[str] = set()
+    for prefix in prefixes:
+        below = {name for name in names if name == prefix or name.startswith(prefix.rstrip(".") + ".")}
+        if not below:
+            tops = ", ".join(sorted({name.partition(".")[0] for name in names})[:20])
+            raise ValueError(f"the prefix {prefix!r} matches no weight; the top-level names are: {tops}")
+        found |= below
+    return found
+
+
+def untied(tied: WeightSchema, other: WeightSchema, where: str = "the workers") -> Iterable[str]:
+    """One line for each pair of names that ``tied`` ties and ``other``, the sender, has as two tensors."""
+    places = {meta.name: meta.offset for meta in other.tensors}
+    for first, second in tied.ties:
+        a, b = tied.names[first], tied.names[second]
+        if a in places and b in places and places[a] != places[b]:
+            yield f"{a} and {b}: tied in {where}, two different tensors in the sender"
+
+
+def _meta_from_row(row: Sequence[Any]) -> TensorMeta:
+    name, shape, dtype, offset = row
+    if not isinstance(name, str) or type(offset) is not int or not isinstance(shape, list):
+        raise ValueError(f"entry {row!r:.80}")
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r:.40} (known: {', '.join(DTYPES)})")
+    if len(shape) > _MAX_DIMENSIONS or any(
+        type(size) is not int or not 0 <= size <= MAX_PAYLOAD_BYTES for size in shape
+    ):
+        raise ValueError(f"shape {shape!r:.80}")
+    if math.prod(size or 1 for size in shape) > MAX_PAYLOAD_BYTES:  # also where another size is 0
+        raise ValueError(f"shape {shape!r:.80}")
+    return TensorMeta(name, tuple(shape), DTYPES[dtype], offset)
+
+
+def _check_places(metas: Sequence[TensorMeta], nbytes: int) -> None:
+    places: dict[tuple[int, int], TensorMeta] = {}
+    for meta in metas:
+        if meta.offset < 0 or meta.offset % ALIGNMENT or meta.offset + meta.nbytes > nbytes:
+            raise FormatError(f"{meta.name!r} lies outside the buffer or is not aligned")
+        if meta.nbytes:
+            twin = places.setdefault((meta.offset, meta.nbytes), meta)
+            if (twin.shape, twin.dtype) != (meta.shape, meta.dtype):
+                raise FormatError(f"{meta.name!r} and {twin.name!r} overlap")
+    end = 0
+    for offset, size in sorted(places):
+        if offset < end:
+            raise FormatError("two tensors overlap")
+        end = offset + size
