@@ -134,7 +134,7 @@ class Worker:
             self.runner = threading.Thread(target=_serve, args=(theirs, twin, index), daemon=True)
             self.runner.start()
         else:
-            context = multiprocessing.get_context(method)
+            context: Any = multiprocessing.get_context(method)
             self.runner = context.Process(target=_main, args=(theirs, scheme, index), daemon=True)
             self.runner.start()
             theirs.close()
