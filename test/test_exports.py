@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pkgutil
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from types import FunctionType, ModuleType
 
 import pytest
 
@@ -50,6 +53,33 @@ def test_public_classes_and_functions_are_documented() -> None:
         value = getattr(weight_update, member)
         if inspect.isclass(value) or inspect.isroutine(value):  # a Literal cannot be documented
             assert inspect.getdoc(value), member
+
+
+def modules() -> Iterator[ModuleType]:
+    for name in ("weight_update", "collectors"):
+        package = importlib.import_module(name)
+        yield package
+        for found in pkgutil.walk_packages(package.__path__, f"{name}."):
+            yield importlib.import_module(found.name)
+
+
+def _is_public_class(value: object, name: str, module: ModuleType) -> bool:
+    ours = inspect.isclass(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    return ours and not getattr(value, "_is_protocol", False)
+
+
+def test_public_methods_are_documented_or_inherit_their_docstring() -> None:
+    lacking = [
+        f"{value.__module__}.{value.__qualname__}.{member}"
+        for module in modules()
+        for name, value in vars(module).items()
+        if _is_public_class(value, name, module)
+        for member, attribute in vars(value).items()
+        if not member.startswith("_") and isinstance(attribute, (FunctionType, classmethod, property))
+        if getattr(attribute, "__name__", "") != "<lambda>"
+        if not inspect.getdoc(getattr(value, member) if isinstance(attribute, classmethod) else attribute)
+    ]
+    assert lacking == []
 
 
 def test_every_error_is_exported_and_drawn() -> None:

@@ -37,7 +37,6 @@ class Lz4Compression(PiecewiseCompression):
         optional("lz4.block", "lz4")
 
     def shrinker(self) -> Shrink:
-        """See :meth:`PiecewiseCompression.shrinker`."""
         block = optional("lz4.block", "lz4")
 
         def shrink(piece: memoryview) -> bytes:
@@ -50,7 +49,6 @@ class Lz4Compression(PiecewiseCompression):
 
     @classmethod
     def expander(cls) -> Expand:
-        """See :meth:`PiecewiseCompression.expander`."""
         block = optional("lz4.block", "lz4")
 
         def expand(piece: memoryview, nbytes: int) -> bytes:

@@ -22,13 +22,11 @@ class NoCompression(Compression):
     device: ClassVar[str] = "any"
 
     def compress(self, data: torch.Tensor) -> torch.Tensor:
-        """See :meth:`Compression.compress`."""
         self.check(data)
         return data
 
     @classmethod
     def decompress(cls, data: torch.Tensor, nbytes: int) -> torch.Tensor:
-        """See :meth:`Compression.decompress`."""
         cls.check(data, nbytes)
         if data.numel() != nbytes:
             raise FormatError(f"{data.numel()} bytes where {nbytes} were announced")

@@ -39,7 +39,6 @@ class NvcompLz4Compression(Compression):
         _nvcomp()
 
     def compress(self, data: torch.Tensor) -> torch.Tensor:
-        """See :meth:`Compression.compress`."""
         self.check(data)
         if not data.numel():
             return torch.empty_like(data)
@@ -53,7 +52,6 @@ class NvcompLz4Compression(Compression):
 
     @classmethod
     def decompress(cls, data: torch.Tensor, nbytes: int) -> torch.Tensor:
-        """See :meth:`Compression.decompress`."""
         cls.check(data, nbytes)
         if not nbytes or not data.numel():
             if nbytes or data.numel():

@@ -67,7 +67,6 @@ class PiecewiseCompression(Compression):
         """What decompresses the pieces of one call."""
 
     def compress(self, data: torch.Tensor) -> torch.Tensor:
-        """See :meth:`Compression.compress`."""
         self.check(data)
         if not data.numel():
             return torch.empty(0, dtype=torch.uint8)
@@ -98,7 +97,6 @@ class PiecewiseCompression(Compression):
 
     @classmethod
     def decompress(cls, data: torch.Tensor, nbytes: int) -> torch.Tensor:
-        """See :meth:`Compression.decompress`."""
         cls.check(data, nbytes)
         pieces = _cut(data, nbytes)
         result = torch.empty(nbytes, dtype=torch.uint8)

@@ -39,14 +39,12 @@ class ZstdCompression(PiecewiseCompression):
         optional("zstandard", "zstd")
 
     def shrinker(self) -> Shrink:
-        """See :meth:`PiecewiseCompression.shrinker`."""
         # One for each thread and call: they are not safe to share, and making one takes 8 us.
         shrink: Shrink = optional("zstandard", "zstd").ZstdCompressor(level=self.level).compress
         return shrink
 
     @classmethod
     def expander(cls) -> Expand:
-        """See :meth:`PiecewiseCompression.expander`."""
         zstandard = optional("zstandard", "zstd")
         decompressor = zstandard.ZstdDecompressor()
 

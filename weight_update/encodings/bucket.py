@@ -91,7 +91,6 @@ class BucketEncoding(WholeEncoding):
 
     @property
     def keeps(self) -> bool:
-        """See :attr:`Encoding.keeps`."""
         return self.load_instant
 
     def encoder(self, schema: WeightSchema) -> Encoder:
@@ -107,16 +106,13 @@ class BucketEncoding(WholeEncoding):
 
     @property
     def in_chunks(self) -> bool:
-        """See :attr:`WholeEncoding.in_chunks`."""
         return self.load_instant
 
     def payload_sizes(self, schema: WeightSchema) -> list[int]:
-        """See :meth:`WholeEncoding.payload_sizes`."""
         return [_HEAD_BYTES + stop - start for start, stop in self._cuts(schema)]
 
     @classmethod
     def decoder(cls, schema: WeightSchema) -> Decoder:
-        """See :meth:`WholeEncoding.decoder`."""
         return _BucketDecoder(schema)
 
     @property
@@ -142,7 +138,6 @@ class _BucketEncoder(Encoder):
 
     @torch.no_grad()
     def stream(self, tensors: Iterator[torch.Tensor], lend: Lend) -> Iterator[torch.Tensor]:
-        """See :meth:`Encoder.stream`."""
         last, position = torch.empty(0), -1
         for start, stop, pieces in self._buckets:
             payload = lend(_HEAD_BYTES + stop - start)

@@ -29,16 +29,13 @@ class DenseEncoding(WholeEncoding):
     on_gpu: ClassVar[bool] = True
 
     def encoder(self, schema: WeightSchema) -> Encoder:
-        """See :meth:`Encoding.encoder`."""
         return _DenseEncoder(schema)
 
     def payload_sizes(self, schema: WeightSchema) -> list[int]:
-        """See :meth:`Encoding.payload_sizes`."""
         return [schema.nbytes]
 
     @classmethod
     def decoder(cls, schema: WeightSchema) -> Decoder:
-        """See :meth:`Encoding.decoder`."""
         return _DenseDecoder(schema)
 
 

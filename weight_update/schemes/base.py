@@ -708,7 +708,6 @@ class WeightSyncScheme(ABC):
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """See :meth:`shutdown`."""
         self.shutdown()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -64,12 +64,10 @@ class MemoryWeightSyncScheme(WeightSyncScheme):
     """
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
-        """See :meth:`WeightSyncScheme.open_sender`."""
         self._door = _listeners[self._token] = _Listener(self.newcomers())
         return super().open_sender(workers, ctx)
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
-        """See :meth:`WeightSyncScheme.create_transport`."""
         listener = _listeners.get(self._token)
         if listener is None:
             raise LifecycleError(

@@ -57,7 +57,6 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme, backend="process"):
         self._start_method = ""
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
-        """See :meth:`WeightSyncScheme.open_sender`."""
         ctx = ctx or mp.get_context("spawn")  # processes started in any way take queues of this context
         self._sender_pid = os.getpid()
         self._start_method = ctx.get_start_method()
@@ -65,7 +64,6 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme, backend="process"):
         return super().open_sender(workers, ctx)
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
-        """See :meth:`WeightSyncScheme.create_transport`."""
         if worker_idx not in self._queues:
             raise LifecycleError(
                 f"no queues for worker {worker_idx}; pass the scheme to the worker's process after "

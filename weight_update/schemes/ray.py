@@ -167,7 +167,6 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
             self.worker_alive = self._watch.alive
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
-        """See :meth:`WeightSyncScheme.open_sender`."""
         self.namespace = self.namespace or require_ray().get_runtime_context().namespace
         self._board = open_board(self.name, self.namespace)
         try:
@@ -190,7 +189,6 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         self._board.announce.remote((where.address, where.port, node))
 
     def look_up(self, timeout: float) -> Whereabouts:
-        """See :meth:`RemoteWeightSyncScheme.look_up`."""
         deadline = time.monotonic() + timeout
         board = find_board(self.name, self.namespace, timeout)
         left = max(deadline - time.monotonic(), 0.0)
@@ -207,7 +205,6 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         return Whereabouts(address, port, self._token)
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
-        """See :meth:`WeightSyncScheme.create_transport`."""
         if self.data == "torch":
             return super().create_transport(worker_idx=worker_idx, end=end)
         if end == "sender":
@@ -222,7 +219,6 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         return find_board(self.name, self.namespace, self.connect_timeout if timeout is None else timeout)
 
     def sender_end(self, worker_idx: int) -> DistributedTransport:
-        """See :meth:`RemoteWeightSyncScheme.sender_end`."""
         link = _TorchLink(**self.sender_options())
         link.worker, link.watch = worker_idx, self._watch
         return link

@@ -116,7 +116,6 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         """
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
-        """See :meth:`WeightSyncScheme.open_sender`."""
         del ctx
         store = open_store(self.address, self.port)
         self.port = store.port
@@ -126,7 +125,6 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         return dict(links)
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
-        """See :meth:`WeightSyncScheme.create_transport`."""
         if end == "sender":
             return self.sender_end(worker_idx)
         return DistributedTransport(

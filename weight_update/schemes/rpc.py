@@ -154,14 +154,12 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
         )
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
-        """See :meth:`WeightSyncScheme.open_sender`."""
         unknown = sorted(self._rrefs.keys() - set(workers))
         if unknown:
             raise ValueError(f"worker_rrefs has entries for workers {unknown}; there are {list(workers)}")
         return super().open_sender(workers, ctx)
 
     def sender_end(self, worker_idx: int) -> DistributedTransport:
-        """See :meth:`RemoteWeightSyncScheme.sender_end`."""
         return RPCTransport(
             self._rrefs.get(worker_idx),
             model_id=self._model_name,
@@ -227,7 +225,6 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
         return super().receive(timeout)
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
-        """See :meth:`WeightSyncScheme.create_transport`."""
         link = super().create_transport(worker_idx=worker_idx, end=end)
         if end == "receiver":
             self._opening = link
@@ -264,7 +261,6 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
     # -- both --------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """See :meth:`WeightSyncScheme.shutdown`."""
         self._leaving = True
         with ExitStack() as rest:  # whatever one step raises, all are taken; the last entered is the first
             rest.callback(super().shutdown)

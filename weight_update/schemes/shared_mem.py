@@ -92,7 +92,6 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, backend="shared"):
         return self._address
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
-        """See :meth:`WeightSyncScheme.open_sender`."""
         if self.slot_device is not None:
             self.slot_device = str(cuda_device(self.slot_device))  # others threads have other current devices
         links = {idx: self._sender_end() for idx in workers}
@@ -101,7 +100,6 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, backend="shared"):
         return dict(links)
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
-        """See :meth:`WeightSyncScheme.create_transport`."""
         if end == "sender":
             return self._sender_end()
         if self._address is None:

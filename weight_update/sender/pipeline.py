@@ -266,7 +266,6 @@ class _Feeder(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """See :class:`threading.Thread`."""
         try:
             while (chunk := self._frames.get()) is not None:
                 self._write(self._peer, chunk)

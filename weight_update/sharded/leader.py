@@ -39,7 +39,6 @@ class Leader(Sender):
         timeout: float,
         alive: Callable[[int], bool] | None = None,
     ) -> SyncReport:
-        """See :meth:`Sender.connect`."""
         with self._telling() as result:
             whole, seconds = self._put_together(weights)
             report = _add(super().connect(whole, timeout, alive), seconds)
@@ -49,7 +48,6 @@ class Leader(Sender):
     def publish(
         self, weights: Mapping[int, NamedWeights], *, commit: bool = True, group: str | None = None
     ) -> SyncReport:
-        """See :meth:`Sender.publish`."""
         with self._telling() as result:
             whole, seconds = self._put_together(weights)
             report = _add(super().publish(whole, commit=commit, group=group), seconds)
@@ -57,7 +55,6 @@ class Leader(Sender):
         return report
 
     def wait(self, report: SyncReport, workers: Sequence[int], timeout: float | None) -> dict[int, Exception]:
-        """See :meth:`Sender.wait`."""
         with self._step("wait"), self._telling() as result:
             failures = super().wait(report, workers, timeout)
             result["report"] = dataclasses.asdict(report)
@@ -65,21 +62,18 @@ class Leader(Sender):
         return failures
 
     def wait_staged(self, version: int, workers: Sequence[int]) -> dict[int, Exception]:
-        """See :meth:`Sender.wait_staged`."""
         with self._step("wait_staged"), self._telling() as result:
             failures = super().wait_staged(version, workers)
             result["failures"] = _to_wire(failures)
         return failures
 
     def outcomes(self, updates: Sequence[tuple[int, Sequence[int]]]) -> list[Outcome]:
-        """See :meth:`Sender.outcomes`."""
         with self._step("outcomes"), self._telling() as result:
             found = super().outcomes(updates)
             result["outcomes"] = [(settled, _to_wire(failures)) for settled, failures in found]
         return found
 
     def one(self, weights: Mapping[int, NamedWeights]) -> NamedWeights:
-        """See :meth:`Sender.one`."""
         return next(iter(weights.values())).converted()
 
     def _put_together(self, weights: Mapping[int, NamedWeights]) -> tuple[Mapping[int, NamedWeights], float]:

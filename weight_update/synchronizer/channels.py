@@ -56,7 +56,6 @@ class LocalChannel(Channel):
         self._coordinator = coordinator
 
     def call(self, name: str, args: dict[str, Any], timeout: float, longer: float = 0.0) -> Reply:
-        """See :meth:`Channel.call`."""
         del timeout, longer  # each call has its own
         return self._coordinator.call(name, args)
 
@@ -81,11 +80,9 @@ class SocketChannel(Channel):
 
     @property
     def address(self) -> str | None:
-        """See :attr:`Channel.address`."""
         return self._address
 
     def call(self, name: str, args: dict[str, Any], timeout: float, longer: float = 0.0) -> Reply:
-        """See :meth:`Channel.call`."""
         deadline = time.monotonic() + timeout
         wire = self._take(timeout)
         try:
@@ -100,7 +97,6 @@ class SocketChannel(Channel):
         return reply
 
     def close(self) -> None:
-        """See :meth:`Channel.close`."""
         with self._lock:
             wires, self._idle, self._busy = [*self._idle, *self._busy], [], set()
         for wire in wires:

@@ -102,7 +102,6 @@ class _Client(Generic[_P]):
         return await running
 
     def __exit__(self, *exc_info: object) -> None:
-        """See :meth:`close`."""
         self.close()
 
 

@@ -104,11 +104,9 @@ class RayChannel(Channel):
 
     @property
     def address(self) -> str | None:
-        """See :attr:`Channel.address`."""
         return str(self._ray.util.get_node_ip_address())
 
     def call(self, name: str, args: dict[str, Any], timeout: float, longer: float = 0.0) -> Reply:
-        """See :meth:`Channel.call`."""
         last = time.monotonic() + timeout + longer
         try:
             if self._actor is None:

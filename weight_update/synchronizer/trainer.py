@@ -166,7 +166,6 @@ class BlockingTrainer(Party):
         self._ask("notify", step=self.step, status=RunningStatus.RUNNING.value)
 
     def close(self) -> None:
-        """See :meth:`Party.close`."""
         try:
             super().close()
         finally:

@@ -21,7 +21,6 @@ class Apart(DistributedWeightSyncScheme):
     per_host: ClassVar[int] = 1
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
-        """See :meth:`WeightSyncScheme.create_transport`."""
         if end == "receiver":
             self.host = f"host {worker_idx // self.per_host}"
         return super().create_transport(worker_idx=worker_idx, end=end)

@@ -58,11 +58,9 @@ class RayWorker(Worker):
         ray.get(self._calls.pop(), timeout=ANSWER_SECONDS)
 
     def post(self, command: str, *args: Any, **kwargs: Any) -> None:
-        """See :meth:`Worker.post`."""
         self._calls.append(self.actor.do.remote(dumps((command, args, kwargs))))
 
     def answer(self, timeout: float = ANSWER_SECONDS) -> Any:
-        """See :meth:`Worker.answer`."""
         ray = require_ray()
         try:
             good, value = loads(ray.get(self._calls.pop(0), timeout=timeout))
@@ -75,7 +73,6 @@ class RayWorker(Worker):
         raise value
 
     def busy(self, seconds: float = 0.0) -> bool:
-        """See :meth:`Worker.busy`."""
         done, _ = require_ray().wait(self._calls[:1], timeout=seconds)
         return not done
 

@@ -46,7 +46,6 @@ class MemoryTransport(TransportBackend):
     def recv_chunk(
         self, timeout: float | None = None, allocate: Allocate | None = None
     ) -> WeightChunk | None:
-        """See :meth:`TransportBackend.recv_chunk`."""
         try:
             chunk = self._inbox.get(timeout=timeout) if timeout != 0 else self._inbox.get_nowait()
         except queue.Empty:

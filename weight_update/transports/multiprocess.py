@@ -148,7 +148,6 @@ class MPTransport(TransportBackend):
 
     @property
     def near(self) -> bool:
-        """See :attr:`TransportBackend.near`."""
         return self._near
 
     def allocate(self, nbytes: int) -> Buffer:
@@ -174,7 +173,6 @@ class MPTransport(TransportBackend):
     def recv_chunk(
         self, timeout: float | None = None, allocate: Allocate | None = None
     ) -> WeightChunk | None:
-        """See :meth:`TransportBackend.recv_chunk`."""
         deadline = deadline_of(self._timeout if timeout is None else timeout)
         while True:
             left = seconds_left(deadline)
@@ -192,7 +190,6 @@ class MPTransport(TransportBackend):
                 return None
 
     def release(self, payload: torch.Tensor) -> None:
-        """See :meth:`TransportBackend.release`."""
         self._slots.release(payload)
 
     def disconnect(self) -> None:
@@ -221,7 +218,6 @@ class MPTransport(TransportBackend):
                 pass
 
     def close(self) -> None:
-        """See :meth:`TransportBackend.close`."""
         self._closed = True
         for side in (self._outbox, self._inbox):
             if side is not None:

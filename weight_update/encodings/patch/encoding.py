@@ -108,13 +108,11 @@ class PatchEncoding(DeltaEncoding):
 
     @property
     def compressed_with(self) -> str:
-        """See :attr:`Encoding.compressed_with`."""
         label = resolve_compression(self.compression).label
         return "" if label == "none" else label
 
     @property
     def whole(self) -> WholeEncoding:
-        """See :attr:`Encoding.whole`."""
         return BucketEncoding(bucket_size=self.init_sync_bucket_size)
 
     @property
@@ -124,7 +122,6 @@ class PatchEncoding(DeltaEncoding):
         return PatchOptions(self.layout, self.delta_encoding, values, resolve_compression(self.compression))
 
     def bootstraps(self, schema: WeightSchema) -> list[int]:
-        """See :meth:`DeltaEncoding.bootstraps`."""
         if not self.init_sync:
             return []
         if self.init_sync_prefixes is None:
@@ -135,12 +132,10 @@ class PatchEncoding(DeltaEncoding):
         return sorted(owners | {other for first, other in schema.ties if first in owners})
 
     def tracker(self, schema: WeightSchema, tracked: Sequence[int] | None) -> Tracker[PatchDifference]:
-        """See :meth:`DeltaEncoding.tracker`."""
         return PatchTracker(self, schema, tracked)
 
     @classmethod
     def read(cls, payload: torch.Tensor, schema: WeightSchema) -> Delta:
-        """See :meth:`DeltaEncoding.read`."""
         return PatchDelta(decode_patch(payload, schema))
 
 
@@ -206,14 +201,12 @@ class PatchTracker(Tracker[PatchDifference]):
             self._scanner = Scanner(self._schema, self._tracked, relative=relative)
 
     def compare(self, tensors: Sequence[torch.Tensor | None]) -> PatchDifference:
-        """See :meth:`Tracker.compare`."""
         assert self._scanner is not None
         self._flushed()
         found = self._scanner.scan([_NOTHING if one is None else one for one in tensors], self._flat)
         return PatchDifference(found.changed, found.total, found.changes)
 
     def encode(self, difference: PatchDifference, base: int, version: int, lend: Lend) -> torch.Tensor:
-        """See :meth:`Tracker.encode`."""
         if self._options.transport_device == "cpu" or self._queues is None:
             return self._encode(difference.changes, base, version, lend)
         return encode_patch_on_device(
@@ -221,7 +214,6 @@ class PatchTracker(Tracker[PatchDifference]):
         )
 
     def bootstrap(self, version: int, lend: Lend) -> torch.Tensor:
-        """See :meth:`Tracker.bootstrap`."""
         self._flushed()
         chosen = set(self._options.bootstraps(self._schema))
         metas = [self._schema.tensors[i] for i in self._schema.distinct if i in chosen]
@@ -233,7 +225,6 @@ class PatchTracker(Tracker[PatchDifference]):
         return encode_patch(changes, self._flat, self._schema, base, version, self._options.options, lend)
 
     def advance(self, difference: PatchDifference) -> None:
-        """See :meth:`Tracker.advance`."""
         self._flushed()
         if difference.changed < _FEW:
             self._write(difference.changes)
@@ -261,12 +252,10 @@ class PatchTracker(Tracker[PatchDifference]):
             flush.result()
 
     def weights(self) -> list[torch.Tensor]:
-        """See :meth:`Tracker.weights`."""
         self._flushed()
         return self._schema.views(self._flat)
 
     def copy(self) -> PatchTracker:
-        """See :meth:`Tracker.copy`."""
         self._flushed()
         other = PatchTracker(self._options, self._schema, self._tracked)
         other._start(self._gpus)

@@ -63,7 +63,6 @@ class ChangeLane(Lane):
 
     @property
     def held(self) -> list[Shipment]:
-        """See :attr:`Lane.held`."""
         return [] if self._whole is None else [self._whole]
 
     def target(self, has: Content | None) -> int | None:
@@ -78,7 +77,6 @@ class ChangeLane(Lane):
     def stage(
         self, step: Step, tensors: Mapping[str, torch.Tensor], holders: Sequence[Content] = ()
     ) -> Staged:
-        """See :meth:`Lane.stage`."""
         elements = self.schema.elements
         if self.version is None:
             with self._remembering:
@@ -119,7 +117,6 @@ class ChangeLane(Lane):
         return Shipment(Content(step.version), chunks, slots)
 
     def settle(self) -> None:
-        """See :meth:`Lane.settle`."""
         done = self._next
         if done is None:
             return
@@ -139,7 +136,6 @@ class ChangeLane(Lane):
                 self._first = self.version if self._first is None else self._first
 
     def drop(self) -> None:
-        """See :meth:`Lane.drop`."""
         with self._moved:
             if self._next is not None:
                 give_back(self._next.slots)
@@ -148,7 +144,6 @@ class ChangeLane(Lane):
             self._next, self.pending = None, None
 
     def ready(self, has: Content | None) -> Shipment | None:
-        """See :meth:`Lane.ready`."""
         past, pending = self._past_since(has), self._pending_for(has)
         if pending is not None and pending.whole is not None:
             return pending.whole
@@ -167,7 +162,6 @@ class ChangeLane(Lane):
         return Shipment(content, chunks, slots)
 
     def prepare(self) -> None:
-        """See :meth:`Lane.prepare`."""
         with self._remembering:
             slots: list[Slot] = []
             content, step = self._goal()
@@ -205,7 +199,6 @@ class ChangeLane(Lane):
         return other
 
     def close(self) -> None:
-        """See :meth:`Lane.close`."""
         with self._moved:
             self.drop()
             self._drop_whole()

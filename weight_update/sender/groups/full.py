@@ -142,13 +142,11 @@ class WholeLane(Lane):
 
     @property
     def held(self) -> list[Shipment]:
-        """See :attr:`Lane.held`."""
         return [one for one in (self._latest, self._next) if one is not None]
 
     def stage(
         self, step: Step, tensors: Mapping[str, torch.Tensor], holders: Sequence[Content] = ()
     ) -> Staged:
-        """See :meth:`Lane.stage`."""
         del holders
         slots: list[Slot] = []
         try:
@@ -168,7 +166,6 @@ class WholeLane(Lane):
         return Staged(self._encoding.label, elements, elements)
 
     def settle(self) -> None:
-        """See :meth:`Lane.settle`."""
         with self._moved:
             shipment, self._next = self._next, None
             if shipment is None:
@@ -183,14 +180,12 @@ class WholeLane(Lane):
             self._latest, self.content, self.pending = shipment, shipment.content, None
 
     def drop(self) -> None:
-        """See :meth:`Lane.drop`."""
         with self._moved:
             if self._next is not None:
                 self._next.release()
             self._next, self.pending = None, None
 
     def ready(self, has: Content | None) -> Shipment | None:
-        """See :meth:`Lane.ready`."""
         pending = self.pending is not None and self.target(has) == self.pending
         return self._next if pending else self._latest
 
@@ -206,7 +201,6 @@ class WholeLane(Lane):
         return other
 
     def close(self) -> None:
-        """See :meth:`Lane.close`."""
         with self._moved:
             self.drop()
             if self._latest is not None:

@@ -308,7 +308,6 @@ class RemoteLine(Line):
         super().send(chunk, timeout)
 
     def place(self, chunk: WeightChunk, timeout: float | None) -> bytes:
-        """See :meth:`Line.place`."""
         if chunk.payload is None or not self.carries(chunk.payload):
             return b""
         return self._route.deliver(chunk.payload, self, timeout)
@@ -319,13 +318,12 @@ class RemoteLine(Line):
         return payload.numel() > INLINE
 
     def lose(self, error: Exception) -> None:
-        """See :meth:`Remote.lose`."""
+        """Close this end for good; ``error`` is raised to its users, unless an earlier one is."""
         self.lost = self.lost or error
         self.inbox.end(self.lost)
         self.release()
 
     def release(self) -> None:
-        """See :meth:`Line.release`."""
         self.lost = self.lost or LinkClosedError("this end was closed")
         self._route.remove(self)
         self.carrier.close()
@@ -394,7 +392,6 @@ class WorkerLine(Line):
             self._stream.send(chunk, deadline)
 
     def recv(self, timeout: float | None, allocate: Allocate | None, map_slot: MapSlot) -> WeightChunk | None:
-        """See :meth:`Line.recv`."""
         deadline = deadline_of(timeout)
         if not self._hear_answer(deadline):
             return None
@@ -422,7 +419,6 @@ class WorkerLine(Line):
         return True
 
     def on_pair(self, backend: str) -> None:
-        """See :meth:`Line.on_pair`."""
         with self._closing:
             if self._keeper is None and not self._closed:
                 self._keeper = Keeper(
@@ -434,7 +430,6 @@ class WorkerLine(Line):
         self.inbox.end()
 
     def release(self) -> None:
-        """See :meth:`Line.release`."""
         with self._closing:
             self._deafen()
         for one in (self._keeper, self._stream):

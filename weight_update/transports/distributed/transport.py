@@ -104,7 +104,6 @@ class DistributedTransport(TransportBackend):
 
     @property
     def near(self) -> bool:
-        """See :attr:`TransportBackend.near`."""
         return self._near
 
     def allocate(self, nbytes: int) -> Buffer:
@@ -132,7 +131,6 @@ class DistributedTransport(TransportBackend):
         return line is not None and line.local
 
     def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
-        """See :meth:`TransportBackend.send_chunk`."""
         line = self._line
         if line is None:
             raise LinkClosedError("the other end is not connected")
@@ -150,7 +148,6 @@ class DistributedTransport(TransportBackend):
     def recv_chunk(
         self, timeout: float | None = None, allocate: Allocate | None = None
     ) -> WeightChunk | None:
-        """See :meth:`TransportBackend.recv_chunk`."""
         deadline = deadline_of(timeout)
         line = self._await_line(deadline)
         if line is None:
@@ -165,7 +162,6 @@ class DistributedTransport(TransportBackend):
             raise
 
     def expect(self, payload: torch.Tensor, links: Sequence[TransportBackend]) -> None:
-        """See :meth:`TransportBackend.expect`."""
         lines = [link._line for link in links if isinstance(link, DistributedTransport)]
         remotes = [line for line in lines if isinstance(line, RemoteLine)]
         if remotes and remotes[0].carries(payload):
@@ -201,7 +197,6 @@ class DistributedTransport(TransportBackend):
         return RemoteLine(store, link, self._token, pid, host, self._address or store.host, self._backend)
 
     def release(self, payload: torch.Tensor) -> None:
-        """See :meth:`TransportBackend.release`."""
         self._slots.release(payload)
 
     def disconnect(self) -> None:
@@ -209,7 +204,6 @@ class DistributedTransport(TransportBackend):
         self._drop(self._line)
 
     def close(self) -> None:
-        """See :meth:`TransportBackend.close`."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -80,7 +80,6 @@ class ActorLink(TransportBackend):
     _leaving = False
 
     def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
-        """See :meth:`TransportBackend.send_chunk`."""
         try:
             super().send_chunk(chunk, timeout)  # type: ignore[safe-super]  # of the transport mixed with
         except LinkClosedError as error:
@@ -89,14 +88,12 @@ class ActorLink(TransportBackend):
     def recv_chunk(
         self, timeout: float | None = None, allocate: Allocate | None = None
     ) -> WeightChunk | None:
-        """See :meth:`TransportBackend.recv_chunk`."""
         try:
             return super().recv_chunk(timeout, allocate)  # type: ignore[safe-super]
         except LinkClosedError as error:
             raise self._named(error) from None
 
     def close(self) -> None:
-        """See :meth:`TransportBackend.close`."""
         self._leaving = True
         super().close()  # type: ignore[safe-super]
 

@@ -44,7 +44,6 @@ class RayTransport(TransportBackend):
 
     @property
     def quick(self) -> bool:
-        """See :attr:`TransportBackend.quick`."""
         return True
 
     def restart(self, timeout: float | None = None) -> None:
@@ -77,7 +76,6 @@ class RayTransport(TransportBackend):
     def recv_chunk(
         self, timeout: float | None = None, allocate: Allocate | None = None
     ) -> WeightChunk | None:
-        """See :meth:`TransportBackend.recv_chunk`."""
         deadline = deadline_of(timeout)
         line = self._await_line(deadline)
         if line is None:
@@ -111,7 +109,6 @@ class RayTransport(TransportBackend):
         self._drop(self._line)
 
     def close(self) -> None:
-        """See :meth:`TransportBackend.close`."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -150,7 +150,6 @@ class CudaBuffer(SharedSlot):
         _made_here[self.key] = self
 
     def close(self) -> None:
-        """See :meth:`Buffer.close`."""
         self.fd = -1
         self._loan.end(self._whole)
         self.tensor = self._whole = torch.empty(0, dtype=torch.uint8)
@@ -187,7 +186,6 @@ class CudaMapping(Mapping):
 
     @property
     def given_up(self) -> bool:
-        """See :attr:`Mapping.given_up`."""
         if self._loan_fd is not None:
             return loan_ended(self._loan_fd)
         return self._mine is None or self._mine.fd < 0

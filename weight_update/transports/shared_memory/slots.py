@@ -260,7 +260,6 @@ class HostMapping(Mapping):
 
     @property
     def given_up(self) -> bool:
-        """See :attr:`Mapping.given_up`."""
         return self._map[-1] != 0
 
     def let_go(self) -> None:

@@ -92,7 +92,6 @@ class SharedMemTransport(TransportBackend):
         return SharedBuffer(nbytes, self._directory)
 
     def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
-        """See :meth:`TransportBackend.send_chunk`."""
         deadline = deadline_of(timeout)
         stream = self._stream or self._connect(chunk, deadline)
         try:
@@ -105,7 +104,6 @@ class SharedMemTransport(TransportBackend):
     def recv_chunk(
         self, timeout: float | None = None, allocate: Allocate | None = None
     ) -> WeightChunk | None:
-        """See :meth:`TransportBackend.recv_chunk`."""
         deadline = deadline_of(timeout)
         stream = self._await_stream(deadline)
         if stream is None:
@@ -122,7 +120,6 @@ class SharedMemTransport(TransportBackend):
             self._lends = self._lends or stream.lends
 
     def release(self, payload: torch.Tensor) -> None:
-        """See :meth:`TransportBackend.release`."""
         self._slots.release(payload)
 
     def attach(self, stream: Stream, first: WeightChunk) -> None:
@@ -139,7 +136,6 @@ class SharedMemTransport(TransportBackend):
             self._changed.notify_all()
 
     def disconnect(self) -> None:
-        """See :meth:`TransportBackend.disconnect`."""
         self._drop()
 
     def _drop(self, stream: SlotStream | None = None) -> None:
@@ -150,7 +146,6 @@ class SharedMemTransport(TransportBackend):
                 self._stream = None
 
     def close(self) -> None:
-        """See :meth:`TransportBackend.close`."""
         with self._changed:
             self._closed = True
             if self._joining is not None:

@@ -52,19 +52,16 @@ class NcclPair(Pair):
             self._nccl = own(process_group_nccl()(PrefixStore(f"{name}/nccl", store.c10d()), rank, 2))
 
     def begin_push(self, piece: torch.Tensor) -> Pending:
-        """See :meth:`Pair.begin_push`."""
         staged = piece.to(self._device)
         return self._begin_nccl("send", staged)
 
     def begin_pull(self, into: torch.Tensor) -> Pending:
-        """See :meth:`Pair.begin_pull`."""
         staged = torch.empty_like(into, device=self._device)
         pending = self._begin_nccl("recv", staged)
         pending.then = lambda: into.copy_(staged)
         return pending
 
     def release(self) -> None:
-        """See :meth:`Pair.release`."""
         disown(self._nccl)
         self._nccl = None
         super().release()
