@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from weight_update.errors import LinkClosedError, SyncTimeoutError, TransportError
-from weight_update.transports.distributed.connection import LocalLine
+from weight_update.transports.distributed.connection import LocalConnection
 from weight_update.transports.distributed.local_rendezvous import Ear, call
 from weight_update.transports.distributed.signed_queue import Mailbox, UnsignedError, find_store, open_store
 from weight_update.transports.distributed.store import Store
@@ -203,7 +203,7 @@ def test_a_put_waits_no_longer_for_another_thread_than_it_may(server: Store) -> 
 def test_a_send_waits_no_longer_for_the_answer_than_it_may(server: Store) -> None:
     name = uuid.uuid4().hex
     with contextlib.closing(Ear(name, "token")):  # it never answers
-        line = LocalLine(call(name, "token"), server, name, "token")
+        line = LocalConnection(call(name, "token"), server, name, "token")
         reader = threading.Thread(target=receive_until_closed, args=(line,))
         reader.start()
         time.sleep(0.1)  # until it waits
@@ -218,11 +218,11 @@ def test_a_send_waits_no_longer_for_the_answer_than_it_may(server: Store) -> Non
     assert took < 3.0
 
 
-def receive_until_closed(line: LocalLine) -> None:
+def receive_until_closed(line: LocalConnection) -> None:
     with pytest.raises(LinkClosedError):
         line.recv(None, None, lambda *_: None)
 
 
-def send_in_vain(line: LocalLine) -> None:
+def send_in_vain(line: LocalConnection) -> None:
     with pytest.raises(SyncTimeoutError):
         line.send(WeightChunk(Kind.REFUSED, {"reason": "", "problems": []}), 0.1)

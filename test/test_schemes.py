@@ -17,7 +17,7 @@ from weight_update import (
 from weight_update.testing import Apart, ApartInTwos, Crew, SchemeContract, mlp, scramble
 from weight_update.testing.cases import assert_equal
 from weight_update.testing.crew import context_of
-from weight_update.transports.distributed import connection as line
+from weight_update.transports.distributed import connection as connection
 
 
 class TestSharedMem(SchemeContract):
@@ -43,7 +43,7 @@ class TestDistributedAcrossHosts(SchemeContract):
 
     @pytest.fixture(autouse=True)
     def nothing_inline(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(line, "INLINE", 0)
+        monkeypatch.setattr(connection, "INLINE_BYTES", 0)
 
     def make_scheme(self, **options: Any) -> WeightSyncScheme:
         return Apart(**options)

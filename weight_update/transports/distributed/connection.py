@@ -34,20 +34,29 @@ from weight_update.transports.shared_memory.unix_stream import deadline_of, seco
 from weight_update.wire.frames import PRELUDE_BYTES, Kind, Prelude, WeightChunk
 from weight_update.wire.memory import byte_view
 
-__all__ = ["DOOR", "INLINE", "Line", "LocalLine", "MapSlot", "RemoteLine", "WorkerLine", "read_knock"]
+__all__ = [
+    "INLINE_BYTES",
+    "JOIN_QUEUE",
+    "Connection",
+    "LocalConnection",
+    "MapSlot",
+    "RemoteConnection",
+    "WorkerConnection",
+    "read_join_request",
+]
 
 _log = RateLimitedLog(logging.getLogger(__name__))
-DOOR = "door"
-"""Name of the queue that workers knock at."""
+JOIN_QUEUE = "door"
+"""Name of the queue that takes join requests."""
 
 _CUT, _FRAME = 0, 1  # the end; a frame
 _PAIR = 2  # the worker is on another host and makes a pair
-_STAY, _MEET = 3, 4  # to a knock: frames come here; the worker was called where it listens, they come there
+_USE_STORE, _USE_SOCKET = 3, 4  # answers to a join request: frames go through the store, or the Unix socket
 _ASK, _TELL = 5, 6  # whether the worker has all messages; an answer, from which the sender learns it as well
 _FRONT = struct.Struct("<BII")  # kind of message, bytes of the frame's head, and of where its payload lies
 _LINK = re.compile("[0-9a-f]{32}")
 _LARGEST_INFO = 4096  # bytes of what a join request says beside its HELLO
-INLINE = 64 << 10
+INLINE_BYTES = 64 << 10
 """Bytes of a payload that travels with the signal: a further message would cost more than it."""
 
 _DOUBT_SECONDS = 1.0
@@ -63,8 +72,8 @@ MapSlot = Callable[[int, int, str, int], torch.Tensor]
 """Maps the slot that a process has open: its id, the file descriptor, the key, bytes of the payload."""
 
 
-class Line:
-    """One connection of a link: from a worker's knock until either end drops it.
+class Connection:
+    """One connection of a link: from a worker's join request until either end closes it.
 
     Frames go through queues of the store.
 
@@ -87,7 +96,7 @@ class Line:
         self._greeted = rank == 0  # a worker has shown that it knows the token
         self._doubted: float | None = None  # until when a signed answer may still follow one that is not
         if rank == 0:
-            self.outbox.put(_FRONT.pack(_STAY, 0, 0))
+            self.outbox.put(_FRONT.pack(_USE_STORE, 0, 0))
 
     def place(self, chunk: WeightChunk, timeout: float | None) -> bytes:
         """Make the payload available to the other end and say where; nothing if it goes with the frame."""
@@ -163,7 +172,7 @@ class Line:
         self.release()
 
     def release(self) -> None:
-        """Let go of what belongs to this line, once."""
+        """Let go of what belongs to this connection, once."""
 
     def _take(self, deadline: float | None) -> bytes | None:
         """Return the next message that is signed with our token, or None if none came in time."""
@@ -191,14 +200,14 @@ class Line:
             return message
 
 
-class LocalLine:
+class LocalConnection:
     """The sender's end to a worker on its own host: a Unix socket, by which slots are handed over.
 
     Args:
         call: the connection; nothing is sent before the worker has answered there.
         store: tells the worker that it was called.
-        name: see :class:`Line`.
-        token: see :class:`Line`.
+        name: see :class:`Connection`.
+        token: see :class:`Connection`.
     """
 
     local = True
@@ -208,7 +217,7 @@ class LocalLine:
         self._call: Call | None = call  # until it is answered
         self._answering = threading.Lock()
         try:
-            Mailbox(store, f"{name}/down", token).put(_FRONT.pack(_MEET, 0, 0), last=True)
+            Mailbox(store, f"{name}/down", token).put(_FRONT.pack(_USE_SOCKET, 0, 0), last=True)
         except BaseException:
             self.close()
             raise
@@ -247,13 +256,13 @@ class LocalLine:
         self._stream.close()
 
 
-class RemoteLine(Line):
+class RemoteConnection(Connection):
     """The sender's end to a worker on another host, which maps what one worker there keeps.
 
     Args:
-        store: see :class:`Line`.
-        name: see :class:`Line`.
-        token: see :class:`Line`.
+        store: see :class:`Connection`.
+        name: see :class:`Connection`.
+        token: see :class:`Connection`.
         pid: of the worker.
         host: name of its host.
         address: of this machine's interface for payloads.
@@ -281,7 +290,7 @@ class RemoteLine(Line):
     lost: Exception | None
 
     def _take(self, deadline: float | None) -> bytes | None:
-        """See :meth:`Line._take`.
+        """See :meth:`Connection._take`.
 
         Strangers can take messages out of the store. A later message shows the gap and ends the connection,
         and the worker joins again. Where there is no answer to a message, another one is sent for that.
@@ -299,7 +308,7 @@ class RemoteLine(Line):
                 self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def send(self, chunk: WeightChunk, timeout: float | None) -> None:
-        """See :meth:`Line.send`; the first frame comes with a pair, by which its end is noticed."""
+        """See :meth:`Connection.send`; the first frame comes with a pair, by which its end is noticed."""
         if not self._opened and chunk.kind is not Kind.REFUSED:
             self._opened = True
             self.outbox.put(_FRONT.pack(_PAIR, 0, 0) + self._backend.encode())
@@ -315,7 +324,7 @@ class RemoteLine(Line):
     @staticmethod
     def carries(payload: torch.Tensor) -> bool:
         """Whether it is too large to go with the frame."""
-        return payload.numel() > INLINE
+        return payload.numel() > INLINE_BYTES
 
     def lose(self, error: Exception) -> None:
         """Close this end for good; ``error`` is raised to its users, unless an earlier one is."""
@@ -333,13 +342,13 @@ class RemoteLine(Line):
         self.lose(LinkClosedError("the other end is gone"))
 
 
-class WorkerLine(Line):
+class WorkerConnection(Connection):
     """The worker's end.
 
     Args:
-        store: see :class:`Line`.
-        name: see :class:`Line`.
-        token: see :class:`Line`.
+        store: see :class:`Connection`.
+        name: see :class:`Connection`.
+        token: see :class:`Connection`.
         address: of this machine's interface for payloads.
         directory: where mirrors of the sender's slots lie, if it is on another host.
         slots: those that were opened here.
@@ -354,9 +363,9 @@ class WorkerLine(Line):
         self._ear: Ear | None = Ear(name, token)
         self._stream: SlotStream | None = None
         self._answered = False
-        self._asked: Mapping[str, Any] | None = None  # the HELLO of the knock, while it has no answer
+        self._asked: Mapping[str, Any] | None = None  # the HELLO of a join request without an answer
 
-    def knock(self, hello: WeightChunk, host: str, timeout: float | None) -> None:
+    def request_join(self, hello: WeightChunk, host: str, timeout: float | None) -> None:
         """Ask to join.
 
         Raises:
@@ -368,15 +377,15 @@ class WorkerLine(Line):
         hello = hello.with_token("")
         info = json.dumps({"link": self.name, "host": host}).encode()
         message = struct.pack("<I", len(info)) + info + hello.encode()
-        door = Mailbox(self.store, DOOR, self.token, ordered=False)
-        door.put(message, timeout=seconds_left(deadline))
-        door.flush(seconds_left(deadline))
+        requests = Mailbox(self.store, JOIN_QUEUE, self.token, ordered=False)
+        requests.put(message, timeout=seconds_left(deadline))
+        requests.flush(seconds_left(deadline))
 
     def send(self, chunk: WeightChunk, timeout: float | None) -> None:
-        """See :meth:`Line.send`; a HELLO other than that of the knock waits until the knock is answered.
+        """Send a chunk; a HELLO other than that of the join request waits for the sender's answer.
 
         Raises:
-            SyncTimeoutError: it is not in time.
+            SyncTimeoutError: the sender did not answer in time.
         """
         deadline = deadline_of(timeout)
         if not self._answered:
@@ -400,7 +409,7 @@ class WorkerLine(Line):
         return self._stream.recv(seconds_left(deadline))
 
     def _hear_answer(self, deadline: float | None) -> bool:
-        """Whether the knock is answered, by a message that tells which way frames go."""
+        """Return whether the join request was answered; the answer says which way frames go."""
         if self._answered:
             return True
         message = self._take(deadline)
@@ -410,10 +419,10 @@ class WorkerLine(Line):
         with self._closing:
             if self._ear is None:
                 raise LinkClosedError("this end was closed")
-            if kind == _MEET:
+            if kind == _USE_SOCKET:
                 self._stream = SlotStream(self._ear.answer(), self._slots, self.token, self._asked)
-            elif kind != _STAY:
-                raise FormatError(f"a knock is not answered with {kind}")
+            elif kind != _USE_STORE:
+                raise FormatError(f"a join request is not answered with {kind}")
             self._answered, self._asked = True, None
             self._deafen()
         return True
@@ -449,7 +458,7 @@ def _front_of(message: bytes) -> tuple[int, int, int]:
     return kind, size, where
 
 
-def read_knock(message: bytes, token: str) -> tuple[str, str, WeightChunk]:
+def read_join_request(message: bytes, token: str) -> tuple[str, str, WeightChunk]:
     """Name of the connection, the worker's host, and its HELLO, with the token that signed the message.
 
     Raises:

@@ -21,12 +21,12 @@ from weight_update.errors import (
 )
 from weight_update.transports.base import Allocate, Buffer, TransportBackend
 from weight_update.transports.distributed.connection import (
-    DOOR,
-    Line,
-    LocalLine,
-    RemoteLine,
-    WorkerLine,
-    read_knock,
+    JOIN_QUEUE,
+    Connection,
+    LocalConnection,
+    RemoteConnection,
+    WorkerConnection,
+    read_join_request,
 )
 from weight_update.transports.distributed.local_rendezvous import Call, call
 from weight_update.transports.distributed.relay.gloo import address_towards
@@ -94,10 +94,10 @@ class DistributedTransport(TransportBackend):
         self._find_store, self._token, self._address = find_store, token, address
         self._host, self._directory = host or this_host(), directory
         self._changed = threading.Condition()
-        self._line: Line | LocalLine | None = None
+        self._connection: Connection | LocalConnection | None = None
         self._first: WeightChunk | None = None
         self._closed = False
-        self._fresh = False  # nothing was sent on this line yet
+        self._fresh = False  # nothing was sent on this connection yet
         self._store: Store | None = None
         self._slots = SlotTable()
         self._near = True  # until a worker came from another host, or from another pid namespace
@@ -111,59 +111,61 @@ class DistributedTransport(TransportBackend):
         return SharedBuffer(nbytes, self._directory)
 
     def restart(self, timeout: float | None = None) -> None:
-        """See :meth:`TransportBackend.restart`: a new line, unless there is one that works."""
+        """See :meth:`TransportBackend.restart`: a new connection, unless there is one that works."""
         if self._find_store is None or self._closed:
             raise LinkClosedError("this end was closed")
-        if self._line is not None:
+        if self._connection is not None:
             return
         if self._store is None:
             self._store = self._find_store(timeout)
         address = self._address or address_towards(self._store.host, self._store.port)
         with self._changed:
             name = uuid.uuid4().hex
-            self._line = WorkerLine(self._store, name, self._token, address, self._directory, self._slots)
+            self._connection = WorkerConnection(
+                self._store, name, self._token, address, self._directory, self._slots
+            )
             self._fresh = True
 
     @property
     def quick(self) -> bool:
         """See :attr:`TransportBackend.quick`: true where the worker is on this host."""
-        line = self._line
-        return line is not None and line.local
+        connection = self._connection
+        return connection is not None and connection.local
 
     def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
-        line = self._line
-        if line is None:
+        connection = self._connection
+        if connection is None:
             raise LinkClosedError("the other end is not connected")
         try:
-            if self._fresh and isinstance(line, WorkerLine):
+            if self._fresh and isinstance(connection, WorkerConnection):
                 self._fresh = False
-                line.knock(chunk, self._host, timeout)
+                connection.request_join(chunk, self._host, timeout)
             else:
-                line.send(chunk, timeout)
+                connection.send(chunk, timeout)
         except (LinkClosedError, TimeoutError) as error:
             if self._find_store is not None or isinstance(error, TimeoutError):
-                self._drop(line)  # else there may be a last word to be read
+                self._drop(connection)  # else there may be a last word to be read
             raise
 
     def recv_chunk(
         self, timeout: float | None = None, allocate: Allocate | None = None
     ) -> WeightChunk | None:
         deadline = deadline_of(timeout)
-        line = self._await_line(deadline)
-        if line is None:
+        connection = self._await_connection(deadline)
+        if connection is None:
             return None
         if self._first is not None:
             first, self._first = self._first, None
             return first
         try:
-            return line.recv(seconds_left(deadline), allocate, self._map)
+            return connection.recv(seconds_left(deadline), allocate, self._map)
         except (LinkClosedError, FormatError, TimeoutError):
-            self._drop(line)
+            self._drop(connection)
             raise
 
     def expect(self, payload: torch.Tensor, links: Sequence[TransportBackend]) -> None:
-        lines = [link._line for link in links if isinstance(link, DistributedTransport)]
-        remotes = [line for line in lines if isinstance(line, RemoteLine)]
+        connections = [link._connection for link in links if isinstance(link, DistributedTransport)]
+        remotes = [connection for connection in connections if isinstance(connection, RemoteConnection)]
         if remotes and remotes[0].carries(payload):
             Route.of(remotes[0].store).expect(payload, remotes)
 
@@ -178,36 +180,38 @@ class DistributedTransport(TransportBackend):
 
     def attach(self, store: Store, link: str, host: str, hello: WeightChunk, called: Call | None) -> None:
         """Sender's end: take over a worker; ``called`` is what :meth:`reach` returned for it."""
-        line = self._line_to(store, link, host, hello.header["pid"], called)
+        connection = self._connection_to(store, link, host, hello.header["pid"], called)
         with self._changed:
-            ended = line if self._closed else self._line
+            ended = connection if self._closed else self._connection
             if not self._closed:
-                self._line, self._first = line, hello
+                self._connection, self._first = connection, hello
                 self._changed.notify_all()
         if ended is not None:
             ended.close()
 
-    def _line_to(
+    def _connection_to(
         self, store: Store, link: str, host: str, pid: int, called: Call | None
-    ) -> LocalLine | RemoteLine:
+    ) -> LocalConnection | RemoteConnection:
         if called is not None:
             self._near = self._near and called.stream.peer_pid == pid
-            return LocalLine(called, store, link, self._token)
+            return LocalConnection(called, store, link, self._token)
         self._near = False
-        return RemoteLine(store, link, self._token, pid, host, self._address or store.host, self._backend)
+        return RemoteConnection(
+            store, link, self._token, pid, host, self._address or store.host, self._backend
+        )
 
     def release(self, payload: torch.Tensor) -> None:
         self._slots.release(payload)
 
     def disconnect(self) -> None:
         """See :meth:`TransportBackend.disconnect`; the worker hears of it after what was sent before."""
-        self._drop(self._line)
+        self._drop(self._connection)
 
     def close(self) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._drop(self._line)
+        self._drop(self._connection)
         self._slots.clear()
         if self._store is not None:
             self._store.close()
@@ -222,24 +226,24 @@ class DistributedTransport(TransportBackend):
             raise NotEnoughMemoryError(key)
         return self._slots.payload(key, nbytes, lambda: open_slot(pid, fd, key, self._directory), owner=pid)
 
-    def _drop(self, line: Line | LocalLine | None = None) -> None:
+    def _drop(self, connection: Connection | LocalConnection | None = None) -> None:
         with self._changed:
-            line = line or self._line
-            if line is not None and line is self._line:
-                self._line = None
-        if line is not None:
-            line.close()
+            connection = connection or self._connection
+            if connection is not None and connection is self._connection:
+                self._connection = None
+        if connection is not None:
+            connection.close()
 
-    def _await_line(self, deadline: float | None) -> Line | LocalLine | None:
+    def _await_connection(self, deadline: float | None) -> Connection | LocalConnection | None:
         with self._changed:
-            while self._line is None:
+            while self._connection is None:
                 if self._closed or self._find_store is not None:
                     raise LinkClosedError("not connected to the sender")
                 left = seconds_left(deadline)
                 if left == 0:
                     return None
                 self._changed.wait(left)
-            return self._line
+            return self._connection
 
 
 class DistributedListener:
@@ -264,13 +268,13 @@ class DistributedListener:
         newcomers: Callable[[int], DistributedTransport],
     ) -> None:
         self._store, self._token, self._links, self._newcomers = store, token, links, newcomers
-        self._door = Mailbox(store, DOOR, token, ordered=False)
+        self._join_requests = Mailbox(store, JOIN_QUEUE, token, ordered=False)
         self._route = Route.of(store)
         self._known: OrderedDict[str, None] = OrderedDict()
         self._closing = threading.Event()
         self._log = RateLimitedLog(_log)
         self.refusals = Refusals(_log)
-        self._thread = threading.Thread(target=self._run, name="weight_update-door", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="weight_update-listener", daemon=True)
 
     def start(self) -> None:
         """Begin to let workers in."""
@@ -285,7 +289,7 @@ class DistributedListener:
     def close(self) -> None:
         """Let nobody in any more."""
         self._closing.set()
-        self._door.close()
+        self._join_requests.close()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(5.0)
         self._route.wait_until_gone(_LEAVE_SECONDS)
@@ -308,15 +312,15 @@ class DistributedListener:
     def _next(self) -> bytes | None:
         """Return the next join request; None where this thread is to look anew."""
         try:
-            return self._door.take(None)
+            return self._join_requests.take(None)
         except LinkClosedError as error:
             if not self._closing.is_set():
                 self._log.warning("the queue of join requests is read anew: %s", error)
-                self._door.close()
-                self._door = Mailbox(self._store, DOOR, self._token, ordered=False)
+                self._join_requests.close()
+                self._join_requests = Mailbox(self._store, JOIN_QUEUE, self._token, ordered=False)
                 self._closing.wait(_ANEW_SECONDS)
                 if self._closing.is_set():
-                    self._door.close()
+                    self._join_requests.close()
             return None
 
     def _answer_stranger(self, message: bytes) -> None:
@@ -325,7 +329,7 @@ class DistributedListener:
         A connection of its own is used, which the server may drop without harm.
         """
         try:
-            link, _, _ = read_knock(message, "")
+            link, _, _ = read_join_request(message, "")
         except FormatError:
             return
         if link in self._known:
@@ -338,7 +342,7 @@ class DistributedListener:
                 client.release()
 
     def _admit(self, message: bytes) -> None:
-        link, host, hello = read_knock(message, self._token)
+        link, host, hello = read_join_request(message, self._token)
         if hello.kind is not Kind.HELLO or link in self._known:
             raise FormatError("did not say hello, or says it again")
         self._known[link] = None
@@ -356,7 +360,7 @@ class DistributedListener:
                 raise
             end.attach(self._store, link, host, hello, called)
         except JoinRefusedError as error:
-            refused = Line(self._store, link, self._token)
+            refused = Connection(self._store, link, self._token)
             header = {"reason": str(error), "problems": list(error.problems)}
             refused.send(WeightChunk(Kind.REFUSED, header), None)
             raise
