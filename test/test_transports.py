@@ -30,7 +30,7 @@ from weight_update.transports import (
     SharedMemTransport,
     distributed,
 )
-from weight_update.transports.distributed.signed_queue import Mailbox, find_store, open_store
+from weight_update.transports.distributed.signed_queue import SignedQueue, find_store, open_store
 from weight_update.transports.distributed.transport import DistributedListener
 from weight_update.transports.shared_memory.transport import SharedMemListener
 from weight_update.wire.frames import Kind, WeightChunk
@@ -173,13 +173,13 @@ def test_the_token_does_not_cross_the_network(monkeypatch: pytest.MonkeyPatch) -
     case = TestDistributedTransportAcrossHosts()
     case.token = "confidential"
     sent: list[bytes] = []
-    put = Mailbox.put
+    put = SignedQueue.put
 
-    def overheard(self: Mailbox, message: bytes, **options: Any) -> None:
+    def overheard(self: SignedQueue, message: bytes, **options: Any) -> None:
         sent.append(message)
         put(self, message, **options)
 
-    monkeypatch.setattr(Mailbox, "put", overheard)
+    monkeypatch.setattr(SignedQueue, "put", overheard)
     with opened(case) as (sender, receiver):
         again = hello("confidential", version=7)
         receiver.send_chunk(again, 10.0)

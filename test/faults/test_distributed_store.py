@@ -31,7 +31,7 @@ from faults_tools import (
 from torch.distributed import DistError, TCPStore
 
 from weight_update import DistributedWeightSyncScheme, SyncFailedError, WeightChunk
-from weight_update.transports.distributed.signed_queue import Mailbox
+from weight_update.transports.distributed.signed_queue import SignedQueue
 from weight_update.transports.rate_limit import Refusals
 from weight_update.wire.frames import Kind
 
@@ -197,20 +197,20 @@ class Vandal:
         self._client = stranger_of(training)
         self.errors: list[BaseException] = []
         self.done = 0
-        put, opened = Mailbox.put, Mailbox._open
+        put, opened = SignedQueue.put, SignedQueue._open
 
-        def overheard(box: Mailbox, message: bytes, **options: object) -> None:
+        def overheard(box: SignedQueue, message: bytes, **options: object) -> None:
             self._names.add(box.name)
             self._hear(message)
             put(box, message, **options)
 
-        def open_too(box: Mailbox, raw: bytes) -> object:
+        def open_too(box: SignedQueue, raw: bytes) -> object:
             self._names.add(box.name)
             self._hear(bytes(raw))
             return opened(box, raw)
 
-        monkeypatch.setattr(Mailbox, "put", overheard)
-        monkeypatch.setattr(Mailbox, "_open", open_too)
+        monkeypatch.setattr(SignedQueue, "put", overheard)
+        monkeypatch.setattr(SignedQueue, "_open", open_too)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 

@@ -23,7 +23,7 @@ from weight_update import (
     WeightSyncScheme,
 )
 from weight_update.transports.distributed.connection import JOIN_QUEUE
-from weight_update.transports.distributed.signed_queue import Mailbox, find_store
+from weight_update.transports.distributed.signed_queue import SignedQueue, find_store
 from weight_update.transports.distributed.transport import this_host
 from weight_update.wire.frames import Kind
 
@@ -113,7 +113,7 @@ def ask_to_join_and_die(scheme: DistributedWeightSyncScheme, worker: int) -> Non
     }
     info = json.dumps({"link": uuid.uuid4().hex, "host": this_host()}).encode()
     with closing(find_store(scheme.address, scheme.port, 5.0)) as store:
-        requests = Mailbox(store, JOIN_QUEUE, scheme._token, ordered=False)
+        requests = SignedQueue(store, JOIN_QUEUE, scheme._token, ordered=False)
         requests.put(struct.pack("<I", len(info)) + info + WeightChunk(Kind.HELLO, hello).encode())
         requests.flush(5.0)
 

@@ -8,7 +8,7 @@ import time
 from datetime import timedelta
 
 from weight_update.errors import FormatError, SyncTimeoutError
-from weight_update.transports.distributed.signed_queue import Mailbox, UnsignedError
+from weight_update.transports.distributed.signed_queue import SignedQueue, UnsignedError
 from weight_update.transports.distributed.store import Store, StoreBase
 from weight_update.transports.inherited_sockets import InheritedSockets, listening_sockets
 from weight_update.transports.rate_limit import RateLimitedLog
@@ -32,8 +32,8 @@ class SignedRendezvous(StoreBase):  # type: ignore[misc] # it has no type stubs
 
     def __init__(self, store: Store, name: str, token: str, rank: int, sockets: InheritedSockets) -> None:
         super().__init__()
-        self._outbox = Mailbox(store, f"{name}/{rank}", token)
-        self._inbox = Mailbox(store, f"{name}/{1 - rank}", token)
+        self._outbox = SignedQueue(store, f"{name}/{rank}", token)
+        self._inbox = SignedQueue(store, f"{name}/{1 - rank}", token)
         self._values: dict[str, bytes] = {}
         self._sockets = sockets
         self._place: slice | None = None  # of the address that an end listens on, in what it sets

@@ -21,11 +21,11 @@ from weight_update.errors import (
     SyncTimeoutError,
 )
 from weight_update.transports.base import Allocate
-from weight_update.transports.distributed.local_rendezvous import Call, Ear
+from weight_update.transports.distributed.local_rendezvous import LocalCall, LocalListener
 from weight_update.transports.distributed.relay.client import Carrier
 from weight_update.transports.distributed.relay.host_relay import Keeper
 from weight_update.transports.distributed.relay.router import Route
-from weight_update.transports.distributed.signed_queue import Mailbox, UnsignedError
+from weight_update.transports.distributed.signed_queue import SignedQueue, UnsignedError
 from weight_update.transports.distributed.store import Store
 from weight_update.transports.rate_limit import RateLimitedLog
 from weight_update.transports.shared_memory.slot_frames import SlotStream
@@ -89,8 +89,8 @@ class Connection:
     def __init__(self, store: Store, name: str, token: str, rank: int = 0) -> None:
         self.name, self.store, self.token = name, store, token
         out, back = ("down", "up") if rank == 0 else ("up", "down")
-        self.outbox = Mailbox(store, f"{name}/{out}", token)
-        self.inbox = Mailbox(store, f"{name}/{back}", token)
+        self.outbox = SignedQueue(store, f"{name}/{out}", token)
+        self.inbox = SignedQueue(store, f"{name}/{back}", token)
         self._closing = threading.Lock()
         self._closed = False
         self._greeted = rank == 0  # a worker has shown that it knows the token
@@ -212,12 +212,12 @@ class LocalConnection:
 
     local = True
 
-    def __init__(self, call: Call, store: Store, name: str, token: str) -> None:
+    def __init__(self, call: LocalCall, store: Store, name: str, token: str) -> None:
         self._stream = SlotStream(call.stream, SlotTable(), token)
-        self._call: Call | None = call  # until it is answered
+        self._call: LocalCall | None = call  # until it is answered
         self._answering = threading.Lock()
         try:
-            Mailbox(store, f"{name}/down", token).put(_FRONT.pack(_USE_SOCKET, 0, 0), last=True)
+            SignedQueue(store, f"{name}/down", token).put(_FRONT.pack(_USE_SOCKET, 0, 0), last=True)
         except BaseException:
             self.close()
             raise
@@ -360,7 +360,7 @@ class WorkerConnection(Connection):
         super().__init__(store, name, token, 1)
         self._address, self._directory, self._slots = address, directory, slots
         self._keeper: Keeper | None = None
-        self._ear: Ear | None = Ear(name, token)
+        self._local_listener: LocalListener | None = LocalListener(name, token)
         self._stream: SlotStream | None = None
         self._answered = False
         self._asked: Mapping[str, Any] | None = None  # the HELLO of a join request without an answer
@@ -377,7 +377,7 @@ class WorkerConnection(Connection):
         hello = hello.with_token("")
         info = json.dumps({"link": self.name, "host": host}).encode()
         message = struct.pack("<I", len(info)) + info + hello.encode()
-        requests = Mailbox(self.store, JOIN_QUEUE, self.token, ordered=False)
+        requests = SignedQueue(self.store, JOIN_QUEUE, self.token, ordered=False)
         requests.put(message, timeout=seconds_left(deadline))
         requests.flush(seconds_left(deadline))
 
@@ -393,7 +393,7 @@ class WorkerConnection(Connection):
                 return
             if chunk.kind is not Kind.HELLO or chunk.header["error"] is not None:
                 raise LinkClosedError("the sender has not answered yet")
-        if not self._hear_answer(deadline):
+        if not self._receive_answer(deadline):
             raise SyncTimeoutError("the sender did not answer in time; has it called connect()?")
         if self._stream is None:
             super().send(chunk, seconds_left(deadline))
@@ -402,13 +402,13 @@ class WorkerConnection(Connection):
 
     def recv(self, timeout: float | None, allocate: Allocate | None, map_slot: MapSlot) -> WeightChunk | None:
         deadline = deadline_of(timeout)
-        if not self._hear_answer(deadline):
+        if not self._receive_answer(deadline):
             return None
         if self._stream is None:
             return super().recv(seconds_left(deadline), allocate, map_slot)
         return self._stream.recv(seconds_left(deadline))
 
-    def _hear_answer(self, deadline: float | None) -> bool:
+    def _receive_answer(self, deadline: float | None) -> bool:
         """Return whether the join request was answered; the answer says which way frames go."""
         if self._answered:
             return True
@@ -417,14 +417,14 @@ class WorkerConnection(Connection):
             return False
         kind, _, _ = _front_of(message)
         with self._closing:
-            if self._ear is None:
+            if self._local_listener is None:
                 raise LinkClosedError("this end was closed")
             if kind == _USE_SOCKET:
-                self._stream = SlotStream(self._ear.answer(), self._slots, self.token, self._asked)
+                self._stream = SlotStream(self._local_listener.answer(), self._slots, self.token, self._asked)
             elif kind != _USE_STORE:
                 raise FormatError(f"a join request is not answered with {kind}")
             self._answered, self._asked = True, None
-            self._deafen()
+            self._stop_listening()
         return True
 
     def on_pair(self, backend: str) -> None:
@@ -440,15 +440,15 @@ class WorkerConnection(Connection):
 
     def release(self) -> None:
         with self._closing:
-            self._deafen()
+            self._stop_listening()
         for one in (self._keeper, self._stream):
             if one is not None:
                 one.close()
 
-    def _deafen(self) -> None:
-        if self._ear is not None:
-            self._ear.close()
-        self._ear = None
+    def _stop_listening(self) -> None:
+        if self._local_listener is not None:
+            self._local_listener.close()
+        self._local_listener = None
 
 
 def _front_of(message: bytes) -> tuple[int, int, int]:

@@ -1,9 +1,10 @@
-"""How two processes of one host that know a secret come to share a Unix socket.
+"""A Unix socket between two processes of one host that share a token.
 
-The worker listens at a name that is used once, and which the sender read from a signed message: the name is
-itself a nonce. The sender calls there and writes another nonce and its proof of the token; the worker answers
-with its own proof. Both proofs are over that nonce and the name, see
-:mod:`~weight_update.transports.handshake`. The worker waits for nothing, and the sender only before it sends.
+The worker listens at a name that is used once. The sender reads the name from a signed message, so the name
+also serves as a nonce. The sender connects and writes a second nonce and its proof of the token; the worker
+answers with its own proof. Both proofs cover the nonce and the name, see
+:mod:`~weight_update.transports.handshake`. The worker never waits; the sender waits only before its first
+message.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from weight_update.errors import JoinRefusedError, LinkClosedError, SyncTimeoutE
 from weight_update.transports.handshake import PROOF_BYTES, nonce, proof, require_same_user
 from weight_update.transports.shared_memory.unix_stream import Stream, close_in_children, seconds_left
 
-__all__ = ["Call", "Ear", "call"]
+__all__ = ["LocalCall", "LocalListener", "call_local"]
 
 _BACKLOG = 16
 
 
-class Ear:
-    """Listens on an abstract Unix address, which vanishes with the process.
+class LocalListener:
+    """Worker's end: a listener on an abstract Unix address, which vanishes with the process.
 
     Args:
-        name: what the other end will call; used once.
-        token: what both ends know.
+        name: name that the sender connects to; used once.
+        token: secret of both ends.
     """
 
     def __init__(self, name: str, token: str) -> None:
@@ -38,10 +39,10 @@ class Ear:
         self._sock.listen(_BACKLOG)
 
     def answer(self) -> Stream:
-        """The connection of who has called; does not wait.
+        """Accept the sender's connection without waiting.
 
         Raises:
-            LinkClosedError: nobody who knows the token has.
+            LinkClosedError: no process that knows the token has connected.
         """
         while True:
             try:
@@ -55,7 +56,7 @@ class Ear:
             sock.close()
 
     def _knows_token(self, sock: socket.socket) -> bool:
-        """Check the caller's proof and answer with our own; return whether it holds."""
+        """Return whether the caller's proof holds; if so, answer with the proof of this end."""
         require_same_user(sock)
         request = sock.recv(2 * PROOF_BYTES, socket.MSG_DONTWAIT)
         theirs, shown = request[:PROOF_BYTES], request[PROOF_BYTES:]
@@ -65,16 +66,16 @@ class Ear:
         return True
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._sock.close()
 
 
-class Call:
-    """A connection to an :class:`Ear` that may not have answered yet.
+class LocalCall:
+    """Sender's end: a connection to a :class:`LocalListener` that may not have answered yet.
 
     Args:
-        stream: the connection.
-        answer: the proof that is due.
+        stream: connected socket.
+        answer: proof that the worker has to send.
     """
 
     def __init__(self, stream: Stream, answer: bytes) -> None:
@@ -84,8 +85,8 @@ class Call:
         """Wait until the other end has proved that it knows the token.
 
         Raises:
-            LinkClosedError: it is gone, or does not know the token.
-            SyncTimeoutError: it did not answer in time.
+            LinkClosedError: the other end is gone, or does not know the token.
+            SyncTimeoutError: the other end did not answer in time.
         """
         if not self.stream.wait_readable(seconds_left(deadline)):
             raise SyncTimeoutError("the worker did not answer in time")
@@ -96,14 +97,14 @@ class Call:
             raise LinkClosedError("the process that listens for the worker does not know the token")
 
 
-def call(name: str, token: str) -> Call | None:
-    """Connect to the :class:`Ear` of that name; does not wait for it to answer.
+def call_local(name: str, token: str) -> LocalCall | None:
+    """Connect to the :class:`LocalListener` of that name; do not wait for its answer.
 
     Returns:
-        the connection; None if so many others called that there is no room.
+        the connection; None if the listener's backlog is full.
 
     Raises:
-        JoinRefusedError: there is no such ear of this user in this network namespace.
+        JoinRefusedError: this user has no such listener in this network namespace.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     close_in_children(sock)
@@ -119,10 +120,10 @@ def call(name: str, token: str) -> Call | None:
     except OSError as error:
         sock.close()
         raise JoinRefusedError(
-            f"a worker that says it is on this host is not there any more ({error}); if it is, but in "
-            "another network namespace or of another user, give it and the sender different host="
+            f"a worker that says it is on this host is not there any more ({error}); if it runs in another "
+            "network namespace or as another user, give it and the sender different host="
         ) from None
-    return Call(Stream(sock), _proof(token, b"L", mine, name))
+    return LocalCall(Stream(sock), _proof(token, b"L", mine, name))
 
 
 def _address(name: str) -> str:

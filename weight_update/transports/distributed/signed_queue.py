@@ -1,4 +1,4 @@
-"""Signed messages through the queues of a TCPStore."""
+"""Queues of signed messages in a TCPStore."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from weight_update.transports.distributed.store_client import (
 from weight_update.transports.inherited_sockets import InheritedSockets, packed_address
 from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
 
-__all__ = ["Mailbox", "UnsignedError", "find_store", "open_store"]
+__all__ = ["SignedQueue", "UnsignedError", "find_store", "open_store"]
 
-_FRONT = struct.Struct("<Q16s?")  # number of the message, its signature, and whether it is the last
+_FRONT = struct.Struct("<Q16s?")  # number of the message, its signature, whether it is the last message
 _BACKLOG = 512
 _LARGEST = LARGEST_VALUE - _FRONT.size
 _RETRY_SECONDS = 0.1
@@ -35,14 +35,14 @@ _ATTEMPTS = 5
 
 
 def open_store(address: str, port: int = 0) -> Store:
-    """A TCPStore that listens on ``address`` only, in this process.
+    """Start a TCPStore in this process that listens on ``address`` only.
 
     Args:
-        address: of the interface to listen on.
-        port: 0 takes a free one; ``store.port`` tells which.
+        address: address of the interface to listen on.
+        port: 0 takes a free port; ``store.port`` is its number.
 
     Raises:
-        OSError: the address is not of this machine, or the port is taken.
+        OSError: the address does not belong to this machine, or the port is taken.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
@@ -53,8 +53,8 @@ def open_store(address: str, port: int = 0) -> Store:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"cannot listen on {address}:{port} ({error.strerror}); address= is that of an interface of "
-                "this machine, port= a free one, or 0 for any",
+                f"cannot listen on {address}:{port} ({error.strerror}); give address= of a network interface "
+                "of this machine, and a free port=, or 0 for any",
             ) from None
         sock.listen(_BACKLOG)
         host, port = sock.getsockname()[:2]
@@ -70,17 +70,22 @@ def open_store(address: str, port: int = 0) -> Store:
 
 
 def _local_address(host: str, port: int) -> bytes:
-    """Return the packed address of all sockets that are accepted there."""
+    """Return the packed address that all sockets accepted there share."""
     packed = packed_address((host, port))
     return packed[:_PORT_END] if host in ("0.0.0.0", "::") else packed
 
 
 def find_store(address: str, port: int, timeout: float | None) -> Store:
-    """A client of the store at ``address``; waits until somebody listens there.
+    """Connect to the store at ``address``; wait until a process listens there.
+
+    Args:
+        address: address of the server.
+        port: port of the server.
+        timeout: seconds; None takes :data:`REPLY_SECONDS`.
 
     Raises:
-        LinkClosedError: it could not be reached within ``timeout`` seconds (None: some).
-        SyncTimeoutError: somebody listens there, and did not answer in that time.
+        LinkClosedError: the store could not be reached in time.
+        SyncTimeoutError: a process listens there, and did not answer in time.
     """
     limit = REPLY_SECONDS if timeout is None else timeout
     deadline = time.monotonic() + limit
@@ -101,21 +106,21 @@ def find_store(address: str, port: int, timeout: float | None) -> Store:
         time.sleep(_RETRY_SECONDS)
 
 
-class Mailbox:
-    """One direction of messages, in order. Any thread puts, one takes, at the same time if need be.
+class SignedQueue:
+    """Messages in one direction, in order. Any thread puts and one thread takes, at the same time if need be.
 
-    A store has no access control: whoever reaches its port may write into its queues. Each message is
-    therefore numbered and signed with the token, and the reader goes on whatever stands there.
+    A store has no access control: any process that reaches its port may write into its queues. Therefore
+    each message is numbered and signed with the token, and the reader continues after unsigned messages.
 
     Args:
-        store: for putting; for taking, another connection is made.
-        name: of the queue.
-        token: what both ends know.
-        ordered: whether one end alone puts, so that the numbers must follow each other.
+        store: connection for :meth:`put`; :meth:`take` opens another one.
+        name: name of the queue.
+        token: secret of both ends.
+        ordered: whether a single end puts messages, so that their numbers must be consecutive.
 
     Attributes:
-        count: how many messages were put here.
-        ended: whether the last message is here; the other end of the store may be gone by now.
+        count: number of messages that were put here.
+        ended: whether the last message has arrived; the other end may be gone by then.
     """
 
     def __init__(self, store: Store, name: str, token: str, *, ordered: bool = True) -> None:
@@ -132,17 +137,17 @@ class Mailbox:
         self._closed = threading.Event()
 
     def put(self, message: bytes, *, last: bool = False, timeout: float | None = None) -> None:
-        """Add a message; do not wait until the store has it. After the ``last`` one nobody reads on.
+        """Add a message; do not wait until the store has it. The reader stops after the ``last`` message.
 
         Args:
-            message: what to add.
-            last: whether it is the last one.
-            timeout: see :meth:`Store.queue_push`.
+            message: content of the message.
+            last: whether no message follows.
+            timeout: seconds, as in :meth:`Store.queue_push`.
 
         Raises:
             LinkClosedError: the store is gone.
             SyncTimeoutError: the store does not read.
-            TransportError: the message is larger than a store takes.
+            TransportError: the message is larger than a store accepts.
         """
         if len(message) > _LARGEST:
             raise TransportError(
@@ -162,15 +167,18 @@ class Mailbox:
             self._store.await_reader(self.name)
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until the store has what was put; raise as :meth:`put`."""
+        """Wait until the store has all messages that were put; raise as :meth:`put`."""
         self._store.queue_len(self.name, timeout)
 
     def take(self, timeout: float | None) -> bytes | None:
-        """The next message, or None when none came within ``timeout`` seconds (None: wait for ever).
+        """Return the next message, or None when none arrived within ``timeout`` seconds.
+
+        Args:
+            timeout: seconds; None waits for ever.
 
         Raises:
             LinkClosedError: the store is gone, or :meth:`close` was called.
-            UnsignedError: what came was not signed with our token.
+            UnsignedError: a message arrived that was not signed with this end's token.
             FormatError: a message is missing.
         """
         if self._reader is None and not self._closed.is_set():
@@ -183,7 +191,7 @@ class Mailbox:
             except queue.Empty:
                 return None
             if isinstance(item, Exception):
-                self._arrived.put(item)  # for the next who asks
+                self._arrived.put(item)  # for the next call
                 raise item
             self._room.release()
             message = self._checked(item)
@@ -201,13 +209,13 @@ class Mailbox:
         self._reader = reader
 
     def _checked(self, item: _Item) -> bytes | None:
-        """The message, or None if it came before."""
+        """Return the message of ``item``, or None if it is a duplicate."""
         if not item.genuine:
             raise UnsignedError(item.message)
         if self._ordered and item.number > self._taken:
             raise FormatError(f"message {item.number} came, {self._taken} was next")
         if self._ordered and item.number < self._taken:
-            return None  # somebody put it back
+            return None  # another client put it back
         self._taken += 1
         return item.message
 
@@ -218,7 +226,7 @@ class Mailbox:
         return _Item(number, last and genuine, genuine, message)
 
     def _read(self) -> None:
-        """Wait on the store, in a thread that alone uses its connection."""
+        """Read the queue, in a thread that has a connection of its own."""
         try:
             last = False
             while not self._closed.is_set() and not last:
@@ -229,7 +237,7 @@ class Mailbox:
                     self._arrived.put(item)
         except (TransportError, TimeoutError) as error:
             self._arrived.put(error if isinstance(error, LinkClosedError) else LinkClosedError(str(error)))
-        except Exception as error:  # noqa: BLE001 - whoever takes must hear of it
+        except Exception as error:  # noqa: BLE001 - take() raises it
             self._arrived.put(error)
         finally:
             self._reading = False
@@ -238,7 +246,7 @@ class Mailbox:
                 self._client.release()
 
     def _pop(self) -> bytes | bytearray:
-        """Return the next item of the queue, also if the connection has to be made anew."""
+        """Return the next item of the queue; reconnect where the connection was dropped."""
         for attempt in range(_ATTEMPTS):
             try:
                 if self._client is None:
@@ -262,16 +270,16 @@ class Mailbox:
         raise LinkClosedError("this end was closed")
 
     def end(self, error: Exception | None = None) -> None:
-        """The other end is gone: whoever takes gets what came before, then ``error``."""
+        """Make :meth:`take` raise ``error`` after the messages that arrived: the other end is gone."""
         self._arrived.put(error or LinkClosedError("the other end is gone"))
 
     def await_last(self, seconds: float) -> None:
-        """Wait so long for the last message of who is gone; it may still be on its way."""
+        """Wait up to ``seconds`` for the last message of an end that is gone; it may still be under way."""
         if self._reading:
             self._read_all.wait(seconds)
 
     def close(self) -> None:
-        """Wake whoever takes; no more messages are taken."""
+        """Wake the thread in :meth:`take`, and take no more messages."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -289,7 +297,7 @@ class Mailbox:
 
 
 class _Item(NamedTuple):
-    """A message as a queue held it; ``genuine`` tells whether it was signed with our token."""
+    """A message as it was in the queue; ``genuine`` says whether it was signed with this end's token."""
 
     number: int
     last: bool
@@ -298,12 +306,12 @@ class _Item(NamedTuple):
 
 
 class UnsignedError(Exception):
-    """A message was not written by a holder of our token.
+    """A message was not written by a process that knows the token.
 
     Attributes:
-        message: it, not to be trusted.
+        message: content of the message, not to be trusted.
     """
 
     def __init__(self, message: bytes) -> None:
         self.message = message
-        super().__init__("wrong token: a message was not signed with ours")
+        super().__init__("wrong token: a message was not signed with the token of this end")

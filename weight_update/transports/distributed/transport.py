@@ -28,10 +28,10 @@ from weight_update.transports.distributed.connection import (
     WorkerConnection,
     read_join_request,
 )
-from weight_update.transports.distributed.local_rendezvous import Call, call
+from weight_update.transports.distributed.local_rendezvous import LocalCall, call_local
 from weight_update.transports.distributed.relay.gloo import address_towards
 from weight_update.transports.distributed.relay.router import Route
-from weight_update.transports.distributed.signed_queue import Mailbox, UnsignedError
+from weight_update.transports.distributed.signed_queue import SignedQueue, UnsignedError
 from weight_update.transports.distributed.store import REPLY_SECONDS, Store
 from weight_update.transports.rate_limit import RateLimitedLog, Refusals
 from weight_update.transports.shared_memory.slots import SharedBuffer, SlotTable, open_slot
@@ -169,16 +169,18 @@ class DistributedTransport(TransportBackend):
         if remotes and remotes[0].carries(payload):
             Route.of(remotes[0].store).expect(payload, remotes)
 
-    def reach(self, link: str, host: str) -> Call | None:
+    def reach(self, link: str, host: str) -> LocalCall | None:
         """Sender's end: connect to a worker that is said to be on this host; return None if it is on another.
 
         Raises:
             JoinRefusedError: it is said to be on this host, and cannot be reached there.
         """
         same = host.partition(_ALONE)[0] == self._host.partition(_ALONE)[0]
-        return call(link, self._token) if same else None
+        return call_local(link, self._token) if same else None
 
-    def attach(self, store: Store, link: str, host: str, hello: WeightChunk, called: Call | None) -> None:
+    def attach(
+        self, store: Store, link: str, host: str, hello: WeightChunk, called: LocalCall | None
+    ) -> None:
         """Sender's end: take over a worker; ``called`` is what :meth:`reach` returned for it."""
         connection = self._connection_to(store, link, host, hello.header["pid"], called)
         with self._changed:
@@ -190,7 +192,7 @@ class DistributedTransport(TransportBackend):
             ended.close()
 
     def _connection_to(
-        self, store: Store, link: str, host: str, pid: int, called: Call | None
+        self, store: Store, link: str, host: str, pid: int, called: LocalCall | None
     ) -> LocalConnection | RemoteConnection:
         if called is not None:
             self._near = self._near and called.stream.peer_pid == pid
@@ -268,7 +270,7 @@ class DistributedListener:
         newcomers: Callable[[int], DistributedTransport],
     ) -> None:
         self._store, self._token, self._links, self._newcomers = store, token, links, newcomers
-        self._join_requests = Mailbox(store, JOIN_QUEUE, token, ordered=False)
+        self._join_requests = SignedQueue(store, JOIN_QUEUE, token, ordered=False)
         self._route = Route.of(store)
         self._known: OrderedDict[str, None] = OrderedDict()
         self._closing = threading.Event()
@@ -317,7 +319,7 @@ class DistributedListener:
             if not self._closing.is_set():
                 self._log.warning("the queue of join requests is read anew: %s", error)
                 self._join_requests.close()
-                self._join_requests = Mailbox(self._store, JOIN_QUEUE, self._token, ordered=False)
+                self._join_requests = SignedQueue(self._store, JOIN_QUEUE, self._token, ordered=False)
                 self._closing.wait(_ANEW_SECONDS)
                 if self._closing.is_set():
                     self._join_requests.close()

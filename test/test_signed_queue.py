@@ -17,8 +17,13 @@ import pytest
 
 from weight_update.errors import LinkClosedError, SyncTimeoutError, TransportError
 from weight_update.transports.distributed.connection import LocalConnection
-from weight_update.transports.distributed.local_rendezvous import Ear, call
-from weight_update.transports.distributed.signed_queue import Mailbox, UnsignedError, find_store, open_store
+from weight_update.transports.distributed.local_rendezvous import LocalListener, call_local
+from weight_update.transports.distributed.signed_queue import (
+    SignedQueue,
+    UnsignedError,
+    find_store,
+    open_store,
+)
 from weight_update.transports.distributed.store import Store
 from weight_update.transports.inherited_sockets import listening_sockets
 from weight_update.wire.frames import Kind, WeightChunk
@@ -36,7 +41,7 @@ def client(server: Store) -> Store:
 
 
 def test_messages_arrive_in_order(server: Store) -> None:
-    there, here = Mailbox(client(server), "box", "token"), Mailbox(server, "box", "token")
+    there, here = SignedQueue(client(server), "box", "token"), SignedQueue(server, "box", "token")
     for number in range(20):
         there.put(b"%d" % number)
     assert [here.take(5.0) for _ in range(20)] == [b"%d" % number for number in range(20)]
@@ -56,7 +61,7 @@ def test_who_listens_on_which_address(server: Store) -> None:
 
 @pytest.mark.parametrize("rubbish", [b"", b"x", b"\0" * 25, b"\1" * 25, b"\xff" * 1000])
 def test_rubbish_is_told_from_messages(server: Store, rubbish: bytes) -> None:
-    here, there = Mailbox(server, "box", "token"), Mailbox(client(server), "box", "token")
+    here, there = SignedQueue(server, "box", "token"), SignedQueue(client(server), "box", "token")
     client(server).queue_push("box", rubbish)
     there.put(b"hello")
     with pytest.raises(UnsignedError):
@@ -66,7 +71,7 @@ def test_rubbish_is_told_from_messages(server: Store, rubbish: bytes) -> None:
 
 
 def test_another_token(server: Store) -> None:
-    here, there = Mailbox(server, "box", "token"), Mailbox(client(server), "box", "another")
+    here, there = SignedQueue(server, "box", "token"), SignedQueue(client(server), "box", "another")
     there.put(b"hello")
     with pytest.raises(UnsignedError) as caught:
         here.take(5.0)
@@ -75,7 +80,7 @@ def test_another_token(server: Store) -> None:
 
 
 def test_what_comes_again_is_skipped(server: Store) -> None:
-    here, there = Mailbox(server, "box", "token"), Mailbox(client(server), "box", "token")
+    here, there = SignedQueue(server, "box", "token"), SignedQueue(client(server), "box", "token")
     there.put(b"one")
     stranger = server.connect()
     seen = stranger.pop("box")
@@ -87,7 +92,7 @@ def test_what_comes_again_is_skipped(server: Store) -> None:
 
 
 def test_close_wakes_and_ends(server: Store) -> None:
-    here = Mailbox(server, "box", "token")
+    here = SignedQueue(server, "box", "token")
     assert here.take(0.01) is None
     here.close()
     for _ in range(2):
@@ -96,7 +101,7 @@ def test_close_wakes_and_ends(server: Store) -> None:
 
 
 def test_a_message_that_is_too_large(server: Store) -> None:
-    here, there = Mailbox(server, "box", "token"), Mailbox(client(server), "box", "token")
+    here, there = SignedQueue(server, "box", "token"), SignedQueue(client(server), "box", "token")
     with pytest.raises(TransportError, match=r"9\.0 MB .* fewer tensors"):
         there.put(bytes(9_000_000))
     there.put(bytes(8_000_000))
@@ -106,12 +111,12 @@ def test_a_message_that_is_too_large(server: Store) -> None:
 
 def test_ends_that_nobody_reads_are_not_remembered_for_ever(server: Store) -> None:
     for number in range(200):
-        Mailbox(server, f"box {number}", "token").put(b"the end", last=True)
+        SignedQueue(server, f"box {number}", "token").put(b"the end", last=True)
     assert len(server._unread) == 64
 
 
 def test_strangers_on_the_port_do_not_stop_it(server: Store) -> None:
-    here, there = Mailbox(server, "box", "token"), Mailbox(client(server), "box", "token")
+    here, there = SignedQueue(server, "box", "token"), SignedQueue(client(server), "box", "token")
     for data in (b"GET / HTTP/1.0\r\n\r\n", struct.pack("<Q", 1 << 62), b"\xff" * 4096):
         with socket.create_connection(("127.0.0.1", server.port)) as sock:
             sock.sendall(data)
@@ -180,7 +185,7 @@ def test_a_store_that_cannot_be_opened_listens_no_more(monkeypatch: pytest.Monke
 
 
 def test_a_put_waits_no_longer_for_another_thread_than_it_may(server: Store) -> None:
-    mailbox = Mailbox(server, "q", "token")
+    signed_queue = SignedQueue(server, "q", "token")
     begun, go_on = threading.Event(), threading.Event()
 
     def push(*_: object) -> None:
@@ -188,41 +193,41 @@ def test_a_put_waits_no_longer_for_another_thread_than_it_may(server: Store) -> 
         go_on.wait(5.0)
 
     server.queue_push = push  # type: ignore[method-assign] # stands for a server that does not read
-    other = threading.Thread(target=mailbox.put, args=(b"first",))
+    other = threading.Thread(target=signed_queue.put, args=(b"first",))
     other.start()
     begun.wait(5.0)
     start = time.monotonic()
     with pytest.raises(SyncTimeoutError):
-        mailbox.put(b"second", timeout=0.1)
+        signed_queue.put(b"second", timeout=0.1)
     assert time.monotonic() - start < 3.0
     go_on.set()
     other.join()
-    assert mailbox.count == 1
+    assert signed_queue.count == 1
 
 
 def test_a_send_waits_no_longer_for_the_answer_than_it_may(server: Store) -> None:
     name = uuid.uuid4().hex
-    with contextlib.closing(Ear(name, "token")):  # it never answers
-        line = LocalConnection(call(name, "token"), server, name, "token")
-        reader = threading.Thread(target=receive_until_closed, args=(line,))
+    with contextlib.closing(LocalListener(name, "token")):  # it never answers
+        connection = LocalConnection(call_local(name, "token"), server, name, "token")
+        reader = threading.Thread(target=receive_until_closed, args=(connection,))
         reader.start()
         time.sleep(0.1)  # until it waits
         start = time.monotonic()
-        sender = threading.Thread(target=send_in_vain, args=(line,))
+        sender = threading.Thread(target=send_in_vain, args=(connection,))
         sender.start()
         sender.join(3.0)
         took = time.monotonic() - start
-        line.close()
+        connection.close()
         reader.join()
         sender.join()
     assert took < 3.0
 
 
-def receive_until_closed(line: LocalConnection) -> None:
+def receive_until_closed(connection: LocalConnection) -> None:
     with pytest.raises(LinkClosedError):
-        line.recv(None, None, lambda *_: None)
+        connection.recv(None, None, lambda *_: None)
 
 
-def send_in_vain(line: LocalConnection) -> None:
+def send_in_vain(connection: LocalConnection) -> None:
     with pytest.raises(SyncTimeoutError):
-        line.send(WeightChunk(Kind.REFUSED, {"reason": "", "problems": []}), 0.1)
+        connection.send(WeightChunk(Kind.REFUSED, {"reason": "", "problems": []}), 0.1)

@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing, suppress
 import pytest
 
 from weight_update.errors import JoinRefusedError, LinkClosedError, SyncTimeoutError
-from weight_update.transports.distributed.local_rendezvous import Call, Ear, call
+from weight_update.transports.distributed.local_rendezvous import LocalCall, LocalListener, call_local
 
 
 @pytest.fixture
@@ -19,20 +19,20 @@ def name() -> str:
 
 
 @pytest.fixture
-def ear(name: str) -> Iterator[Ear]:
-    with closing(Ear(name, "token")) as ear:
-        yield ear
+def listener(name: str) -> Iterator[LocalListener]:
+    with closing(LocalListener(name, "token")) as listener:
+        yield listener
 
 
-def calling(name: str, token: str) -> Call:
-    made = call(name, token)
+def calling(name: str, token: str) -> LocalCall:
+    made = call_local(name, token)
     assert made is not None
     return made
 
 
-def test_they_meet(name: str, ear: Ear) -> None:
+def test_both_ends_connect(name: str, listener: LocalListener) -> None:
     made = calling(name, "token")
-    with closing(made.stream) as caller, closing(ear.answer()) as answered:
+    with closing(made.stream) as caller, closing(listener.answer()) as answered:
         made.await_answer(None)
         caller.send(b"hello", None)
         got = bytearray(5)
@@ -40,19 +40,19 @@ def test_they_meet(name: str, ear: Ear) -> None:
     assert got == b"hello"
 
 
-def test_strangers_who_call_first_are_sent_away(name: str, ear: Ear) -> None:
+def test_callers_without_the_token_are_disconnected(name: str, listener: LocalListener) -> None:
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as silent:
         silent.connect(f"\0weight_update-{name}")
         other, right = calling(name, "another token"), calling(name, "token")
-        with closing(other.stream), closing(right.stream), closing(ear.answer()):
+        with closing(other.stream), closing(right.stream), closing(listener.answer()):
             right.await_answer(time.monotonic() + 5.0)
             for stranger in (silent, other.stream.sock):
                 assert hears_the_end(stranger)
 
 
-def test_nobody_who_may_has_called(name: str, ear: Ear) -> None:
+def test_no_authenticated_caller(name: str, listener: LocalListener) -> None:
     with closing(calling(name, "another token").stream), pytest.raises(LinkClosedError, match="gone"):
-        ear.answer()
+        listener.answer()
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_nobody_who_may_has_called(name: str, ear: Ear) -> None:
     [bytes(32), b"", b"half", None],
     ids=["another proof", "nothing", "half a proof", "the caller's proof"],
 )
-def test_who_listens_there_must_know_the_token(name: str, says: bytes | None) -> None:
+def test_the_listener_must_know_the_token(name: str, says: bytes | None) -> None:
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as stranger:
         stranger.bind(f"\0weight_update-{name}")
         stranger.listen()
@@ -76,26 +76,26 @@ def test_who_listens_there_must_know_the_token(name: str, says: bytes | None) ->
                 made.await_answer(time.monotonic() + 0.1)
 
 
-def test_nobody_listens(name: str, ear: Ear) -> None:
-    ear.close()
+def test_nobody_listens(name: str, listener: LocalListener) -> None:
+    listener.close()
     with pytest.raises(JoinRefusedError, match="different host="):
-        call(name, "token")
+        call_local(name, "token")
 
 
-def test_there_is_no_room(name: str, ear: Ear) -> None:
+def test_there_is_no_room(name: str, listener: LocalListener) -> None:
     with ExitStack() as strangers:
         for _ in range(100):
             stranger = strangers.enter_context(closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)))
             stranger.setblocking(False)
             with suppress(BlockingIOError):
                 stranger.connect(f"\0weight_update-{name}")
-        assert call(name, "token") is None
+        assert call_local(name, "token") is None
 
 
-def test_a_child_forked_meanwhile_keeps_no_end_open(name: str, ear: Ear) -> None:
+def test_a_child_forked_meanwhile_keeps_no_end_open(name: str, listener: LocalListener) -> None:
     pipe, theirs = multiprocessing.Pipe()
     made = calling(name, "token")
-    with closing(made.stream) as caller, closing(ear.answer()) as answered:
+    with closing(made.stream) as caller, closing(listener.answer()) as answered:
         made.await_answer(None)
         child = multiprocessing.get_context("fork").Process(target=theirs.recv)
         child.start()
