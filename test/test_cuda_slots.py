@@ -1,7 +1,7 @@
 """Slots on a GPU, as far as that can be tested without one.
 
 What must be the GPU's is here PyTorch's own sharing of CPU memory: ``CudaHandle.of`` and ``CudaHandle.open``.
-Records with handles, loans, and how receivers leave are the real ones, between real processes.
+Records with handles, references, and how receivers leave are the real ones, between real processes.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def slots_of(crew: Crew) -> list[CudaBuffer]:
 
 
 def keepers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "weight_update-loan"]
+    return [thread for thread in threading.enumerate() if thread.name == "weight_update-ipc-memory"]
 
 
 def all_given_back(memory: list[weakref.ref[Any]], seconds: float) -> bool:
@@ -296,7 +296,7 @@ def test_memory_that_a_worker_cannot_reach_is_told_to_both_sides(
 def test_both_ends_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaHandle, "of", share)
     buffer = CudaBuffer(100, torch.device("cpu"))
-    opened = cuda_slots.CudaMapping(buffer.key, buffer.handle, buffer.fd)
+    opened = cuda_slots.CudaSlotMapping(buffer.key, buffer.handle, buffer.fd)
     assert opened.first(100).data_ptr() == buffer.tensor.data_ptr()
     assert opened.first(100) is opened.first(100)
     memory = weakref.ref(buffer._whole)

@@ -15,20 +15,20 @@ import pytest
 from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, SyncTimeoutError
 from weight_update.testing.transports import in_background
 from weight_update.transports.handshake import Challenge, prove_token
-from weight_update.transports.shared_memory.unix_stream import Stream
+from weight_update.transports.shared_memory.unix_stream import SocketStream
 
 TOKEN = "confidential"
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Stream, Stream]]:
+def ends() -> Iterator[tuple[SocketStream, SocketStream]]:
     """A caller and a listener that are connected."""
-    caller, listener = (Stream(sock) for sock in socket.socketpair())
+    caller, listener = (SocketStream(sock) for sock in socket.socketpair())
     with closing(caller), closing(listener):
         yield caller, listener
 
 
-def read(stream: Stream, size: int) -> bytes:
+def read(stream: SocketStream, size: int) -> bytes:
     data = bytearray(size)
     stream.recv_into(memoryview(data), soon())
     return bytes(data)
@@ -38,7 +38,7 @@ def soon() -> float:
     return time.monotonic() + 5.0
 
 
-def answer(listener: Stream, challenge: Challenge) -> bytes:
+def answer(listener: SocketStream, challenge: Challenge) -> bytes:
     """Do what a listener does; return the key."""
     listener.send(challenge.greeting, soon())
     challenge.add(read(listener, challenge.missing))
@@ -47,7 +47,9 @@ def answer(listener: Stream, challenge: Challenge) -> bytes:
     return key
 
 
-def call(caller: Stream, token: str = TOKEN, context: str = "here") -> tuple[list[bytes], list[Exception]]:
+def call(
+    caller: SocketStream, token: str = TOKEN, context: str = "here"
+) -> tuple[list[bytes], list[Exception]]:
     """Do what a caller does, in a thread; the lists fill with its key or its error."""
     keys: list[bytes] = []
     errors: list[Exception] = []
@@ -81,7 +83,7 @@ def test_both_ends_get_one_key(ends) -> None:
 def test_each_connection_has_another_key() -> None:
     found = set()
     for _ in range(3):
-        caller, listener = (Stream(sock) for sock in socket.socketpair())
+        caller, listener = (SocketStream(sock) for sock in socket.socketpair())
         with closing(caller), closing(listener):
             call(caller)
             found.add(answer(listener, Challenge(TOKEN, "here")))
@@ -175,7 +177,7 @@ def test_a_listener_of_another_user_is_not_told_anything() -> None:
     with closing(socket.socket(socket.AF_UNIX)) as sock, closing(heard):
         sock.connect(heard.recv())
         with pytest.raises(JoinRefusedError, match="user 65534"):
-            prove_token(Stream(sock), TOKEN, "here", soon())
+            prove_token(SocketStream(sock), TOKEN, "here", soon())
         sock.close()
         assert heard.recv() == b""
     process.join()

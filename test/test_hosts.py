@@ -27,9 +27,9 @@ from weight_update.testing.crew import context_of
 from weight_update.testing.processes import freeze
 from weight_update.testing.workers import Worker
 from weight_update.transports.distributed.checksum import BLOCK, Checksum
-from weight_update.transports.distributed.relay.gloo import Pair
-from weight_update.transports.distributed.relay.host_relay import Mirrors
-from weight_update.transports.distributed.relay.protocol import Notes
+from weight_update.transports.distributed.relay.gloo import PointToPointGroup
+from weight_update.transports.distributed.relay.host_relay import SlotReplicas
+from weight_update.transports.distributed.relay.protocol import ControlChannel
 from weight_update.transports.distributed.signed_queue import find_store, open_store
 from weight_update.transports.distributed.store import Store
 
@@ -62,7 +62,7 @@ def hire() -> Iterator[Hire]:
         connecting = threading.Thread(target=scheme.connect)
         connecting.start()
         for worker in crews[-1].workers:
-            worker.call("connect")  # in this order: the first of a host becomes its carrier
+            worker.call("connect")  # in this order: the first of a host becomes its relay
         connecting.join()
         return crews[-1]
 
@@ -192,7 +192,7 @@ def test_a_worker_that_joins_maps_what_its_host_holds(hire: Hire) -> None:
     assert crew.scheme.network_bytes == before
 
 
-@pytest.mark.parametrize("victim", [0, 1], ids=["carrier", "sibling"])
+@pytest.mark.parametrize("victim", [0, 1], ids=["relay", "sibling"])
 def test_killed_before_an_update(hire: Hire, victim: int) -> None:
     crew = hire(ApartInTwos, 2)
     send_signal(crew.workers[victim], signal.SIGKILL)
@@ -202,7 +202,7 @@ def test_killed_before_an_update(hire: Hire, victim: int) -> None:
     assert value_of(crew.workers[1 - victim]) == 1.0
 
 
-def test_carrier_killed_in_the_middle(hire: Hire) -> None:
+def test_relay_killed_in_the_middle(hire: Hire) -> None:
     crew = hire(ApartInTwos, 2)
     send_signal(crew.workers[0], signal.SIGSTOP)  # so that it is the middle
     kill_later(crew.workers[0])
@@ -221,7 +221,7 @@ def kill_later(worker: Worker) -> None:
         os._exit(0)
 
 
-def test_stopped_carrier_is_given_up_for_a_sibling(hire: Hire) -> None:
+def test_stopped_relay_is_given_up_for_a_sibling(hire: Hire) -> None:
     crew = hire(ApartInTwos, 2)
     send_signal(crew.workers[0], signal.SIGSTOP)
     start = time.monotonic()
@@ -262,7 +262,7 @@ def test_middle_of_a_chain(hire: Hire, end: str) -> None:
 
 def test_a_sibling_that_holds_delays_nobody(hire: Hire) -> None:
     crew = hire(ApartInTwos, 4)
-    for holding in (0, 1):  # the carrier, too
+    for holding in (0, 1):  # the relay, too
         crew.workers[holding].call("hold")
         others = [index for index in range(4) if index != holding]
         for value in (1.0, 2.0, 3.0):
@@ -287,7 +287,7 @@ def read_freely(body: Body) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def test_mirrors_do_not_pile_up(hire: Hire) -> None:
+def test_replicas_do_not_pile_up(hire: Hire) -> None:
     crew = hire(ApartInTwos, 2, PatchEncoding())
     source = Large(0.0)
     inherited = crew.ask("run", open_slots)
@@ -387,13 +387,13 @@ def checksum(data: torch.Tensor) -> str:
 
 
 @pytest.fixture
-def pairs() -> Iterator[tuple[Pair, Pair]]:
+def groups() -> Iterator[tuple[PointToPointGroup, PointToPointGroup]]:
     server = open_store("127.0.0.1")
     client = find_store("127.0.0.1", server.port, 5.0)
-    made: dict[int, Pair] = {}
+    made: dict[int, PointToPointGroup] = {}
 
     def make(store: Store, rank: int) -> None:
-        made[rank] = Pair(store, "pair", "token", rank, "127.0.0.1")
+        made[rank] = PointToPointGroup(store, "pair", "token", rank, "127.0.0.1")
         made[rank].on_loss(lambda: None)
 
     other = threading.Thread(target=make, args=(client, 1))
@@ -401,21 +401,21 @@ def pairs() -> Iterator[tuple[Pair, Pair]]:
     make(server, 0)
     other.join()
     yield made[0], made[1]
-    for pair in made.values():
-        pair.close()
+    for group in made.values():
+        group.close()
     client.close()
     server.close()
 
 
-def test_notes_are_signed(pairs: tuple[Pair, Pair]) -> None:
-    here, there = Notes(pairs[0], "name", "token", 0), Notes(pairs[1], "name", "token", 1)
-    here.say({"do": "this"}, 5.0)
-    assert there.hear(5.0) == {"do": "this"}
-    there.say({}, 5.0)
-    assert here.hear(5.0) == {}
-    Notes(pairs[0], "name", "another token", 0).say({"do": "harm"}, 5.0)
+def test_control_messages_are_signed(groups: tuple[PointToPointGroup, PointToPointGroup]) -> None:
+    here, there = ControlChannel(groups[0], "name", "token", 0), ControlChannel(groups[1], "name", "token", 1)
+    here.send({"do": "this"}, 5.0)
+    assert there.receive(5.0) == {"do": "this"}
+    there.send({}, 5.0)
+    assert here.receive(5.0) == {}
+    ControlChannel(groups[0], "name", "another token", 0).send({"do": "harm"}, 5.0)
     with pytest.raises(FormatError, match="not signed"):
-        there.hear(5.0)
+        there.receive(5.0)
 
 
 def test_a_host_without_memory_for_a_while(hire: Hire) -> None:
@@ -437,10 +437,10 @@ def test_a_host_without_memory_for_a_while(hire: Hire) -> None:
 def have_no_memory(body: Body, on: bool) -> None:
     """Refuse memory for copies of the sender's slots from now on, or no longer."""
     if on:
-        body.mirrors_of, Mirrors.of = Mirrors.of, _too_small
+        body.replicas_of, SlotReplicas.of = SlotReplicas.of, _too_small
     else:
-        Mirrors.of = body.mirrors_of
+        SlotReplicas.of = body.replicas_of
 
 
-def _too_small(self: Mirrors, slot: str, nbytes: int) -> Any:
+def _too_small(self: SlotReplicas, slot: str, nbytes: int) -> Any:
     raise NotEnoughMemoryError("too small")

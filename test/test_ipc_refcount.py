@@ -1,4 +1,4 @@
-"""Memory lent to other processes is kept until the last of them has let go."""
+"""Memory shared with other processes is kept until the last of them has closed its reference."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from weight_update.transports.shared_memory.ipc_refcount import Loan
+from weight_update.transports.shared_memory.ipc_refcount import IpcReferences
 
 fork = multiprocessing.get_context("fork")
 
 
-def borrowed(ours: socket.socket) -> int:
-    """Body of a process: borrow, say so, and wait for one byte."""
+def hold_reference(ours: socket.socket) -> int:
+    """Run a process that takes a reference, confirms it, and waits for one byte."""
     _, (fd,), _, _ = socket.recv_fds(ours, 1, 1)
     ours.send(b"!")
     ours.recv(1)
@@ -27,14 +27,14 @@ def borrowed(ours: socket.socket) -> int:
 
 
 def freed(memory: weakref.ref[torch.Tensor]) -> bool:
-    """Whether it is gone, once the threads that keep memory had their time."""
+    """Return whether the memory is freed, after waiting for the threads that keep it."""
     for thread in threading.enumerate():
-        if thread.name == "weight_update-loan":
+        if thread.name == "weight_update-ipc-memory":
             thread.join(10.0)
     return memory() is None
 
 
-def let_go(pid: int, ours: socket.socket) -> None:
+def close_descriptor(pid: int, ours: socket.socket) -> None:
     del pid
     ours.send(b".")
 
@@ -44,30 +44,30 @@ def kill(pid: int, ours: socket.socket) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def test_memory_that_nobody_borrowed_is_free_at_once() -> None:
-    memory, loan = torch.empty(8), Loan()
+def test_memory_without_references_is_freed_at_once() -> None:
+    memory, references = torch.empty(8), IpcReferences()
     ref = weakref.ref(memory)
-    loan.end(memory)
-    loan.end(memory)
+    references.close(memory)
+    references.close(memory)
     del memory
     assert ref() is None
 
 
-@pytest.mark.parametrize("end", [let_go, kill])
-@pytest.mark.parametrize("borrowers", [1, 3])
-def test_memory_is_kept_as_long_as_a_process_has_it(
-    borrowers: int, end: Callable[[int, socket.socket], None]
+@pytest.mark.parametrize("end", [close_descriptor, kill])
+@pytest.mark.parametrize("holders", [1, 3])
+def test_memory_is_kept_while_a_process_references_it(
+    holders: int, end: Callable[[int, socket.socket], None]
 ) -> None:
-    memory, loan = torch.empty(8), Loan()
+    memory, references = torch.empty(8), IpcReferences()
     ref = weakref.ref(memory)
-    pairs = [socket.socketpair() for _ in range(borrowers)]
-    there = [fork.Process(target=borrowed, args=(theirs,)) for _, theirs in pairs]
+    pairs = [socket.socketpair() for _ in range(holders)]
+    there = [fork.Process(target=hold_reference, args=(theirs,)) for _, theirs in pairs]
     for process, (ours, theirs) in zip(there, pairs, strict=True):
         process.start()
         theirs.close()
-        socket.send_fds(ours, [b"?"], [loan.fd])
+        socket.send_fds(ours, [b"?"], [references.fd])
         assert ours.recv(1) == b"!"
-    loan.end(memory)
+    references.close(memory)
     del memory
     for process, (ours, _) in zip(there, pairs, strict=True):
         assert ref() is not None
@@ -77,13 +77,13 @@ def test_memory_is_kept_as_long_as_a_process_has_it(
     assert freed(ref)
 
 
-def test_a_child_that_was_not_given_it_has_not_borrowed_it() -> None:
-    memory, loan = torch.empty(8), Loan()
+def test_a_forked_child_holds_no_reference() -> None:
+    memory, references = torch.empty(8), IpcReferences()
     ref = weakref.ref(memory)
     ours, theirs = socket.socketpair()
     child = fork.Process(target=theirs.recv, args=(1,))
     child.start()
-    loan.end(memory)
+    references.close(memory)
     del memory
     assert freed(ref)
     ours.send(b".")

@@ -20,7 +20,7 @@ from weight_update.errors import JoinRefusedError, LinkClosedError
 from weight_update.transports import listener as module
 from weight_update.transports.handshake import prove_token
 from weight_update.transports.listener import Listener
-from weight_update.transports.shared_memory.unix_stream import Stream
+from weight_update.transports.shared_memory.unix_stream import SocketStream
 
 TOKEN = "confidential"
 LONG = 10.0
@@ -50,8 +50,8 @@ class Service:
         sock.settimeout(LONG)
         return sock
 
-    def join(self, token: str = TOKEN) -> Stream:
-        stream = Stream(self.stranger())
+    def join(self, token: str = TOKEN) -> SocketStream:
+        stream = SocketStream(self.stranger())
         try:
             prove_token(stream, token, "test", time.monotonic() + LONG)
         except BaseException:
@@ -66,7 +66,7 @@ class Service:
             return read(stream) == b"ping"
 
 
-def echo(stream: Stream, key: bytes, deadline: float) -> None:
+def echo(stream: SocketStream, key: bytes, deadline: float) -> None:
     assert len(key) == 32
     data = bytearray(4)
     stream.recv_into(memoryview(data), deadline)
@@ -76,7 +76,7 @@ def echo(stream: Stream, key: bytes, deadline: float) -> None:
     stream.close()
 
 
-def read(stream: Stream) -> bytes:
+def read(stream: SocketStream) -> bytes:
     data = bytearray(4)
     stream.recv_into(memoryview(data), time.monotonic() + LONG)
     return bytes(data)
@@ -281,7 +281,7 @@ class Failing:
         return getattr(self._sock, name)
 
 
-def ends_soon(stream: Stream) -> bool:
+def ends_soon(stream: SocketStream) -> bool:
     stream.sock.settimeout(LONG)
     return ends(stream.sock)
 

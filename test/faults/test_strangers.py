@@ -38,7 +38,7 @@ from weight_update import SharedMemWeightSyncScheme, WeightChunk
 from weight_update.errors import JoinRefusedError
 from weight_update.testing.processes import freeze
 from weight_update.transports.handshake import Challenge, prove_token
-from weight_update.transports.shared_memory.unix_stream import Stream
+from weight_update.transports.shared_memory.unix_stream import SocketStream
 from weight_update.wire.frames import Kind
 
 WORKERS = 2
@@ -70,7 +70,7 @@ def prove(scheme: SharedMemWeightSyncScheme, data: bytes, token: str | None = No
     sock = knock(scheme._address, b"")
     try:
         context = f"shared memory {scheme._address}"
-        prove_token(Stream(sock), token or scheme._token, context, time.monotonic() + 10.0)
+        prove_token(SocketStream(sock), token or scheme._token, context, time.monotonic() + 10.0)
         sock.settimeout(10.0)
         sock.sendall(data)
     except BaseException:

@@ -10,7 +10,7 @@ from sync_parts import model_at
 
 from weight_update import ExplorerClient, FormatError, LifecycleError, Synchronizer, SyncMethod, TrainerClient
 from weight_update.synchronizer import wire
-from weight_update.transports.shared_memory.unix_stream import Stream
+from weight_update.transports.shared_memory.unix_stream import SocketStream
 
 
 @pytest.fixture
@@ -87,8 +87,8 @@ def test_close_ends_the_servers_also_when_another_step_raises(monkeypatch: pytes
 
 def test_what_is_signed_and_not_json_is_a_format_error(monkeypatch: pytest.MonkeyPatch) -> None:
     left, right = socket.socketpair()
-    host = wire.Wire(Stream(left), bytes(32), server=True)
-    client = wire.Wire(Stream(right), bytes(32), server=False)
+    host = wire.Wire(SocketStream(left), bytes(32), server=True)
+    client = wire.Wire(SocketStream(right), bytes(32), server=False)
     with monkeypatch.context() as patch:
         patch.setattr(wire.json, "dumps", lambda *_, **__: "{nothing")
         client.send({})

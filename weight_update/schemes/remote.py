@@ -11,7 +11,7 @@ from typing import Any
 from weight_update.schemes.base import End, WeightSyncScheme
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
-from weight_update.transports.distributed.relay.pairs import require_backend
+from weight_update.transports.distributed.relay.nccl import require_backend
 from weight_update.transports.distributed.signed_queue import find_store, open_store
 from weight_update.transports.distributed.store import Store
 from weight_update.transports.distributed.transport import DistributedListener, DistributedTransport

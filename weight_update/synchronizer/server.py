@@ -12,7 +12,7 @@ from weight_update.synchronizer.service import Coordinator
 from weight_update.synchronizer.wire import CONTEXT, Wire
 from weight_update.transports.listener import Listener
 from weight_update.transports.rate_limit import RateLimitedLog
-from weight_update.transports.shared_memory.unix_stream import Stream, seconds_left
+from weight_update.transports.shared_memory.unix_stream import SocketStream, seconds_left
 
 __all__ = ["TOKEN", "Server"]
 
@@ -57,7 +57,7 @@ class Server:
         self._closed = True
         self._listener.close()
 
-    def _serve(self, stream: Stream, key: bytes, deadline: float) -> None:
+    def _serve(self, stream: SocketStream, key: bytes, deadline: float) -> None:
         """Thread of a connection."""
         stream.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         wire = Wire(stream, key, server=True)

@@ -19,7 +19,7 @@ from weight_update.synchronizer.metrics import Metrics
 from weight_update.synchronizer.party import Party
 from weight_update.synchronizer.plan import RunningStatus, SyncStyle
 from weight_update.synchronizer.transfer import Outlet, Shipment, Ticket
-from weight_update.transports.distributed.relay.pairs import pair_of
+from weight_update.transports.distributed.relay.nccl import group_class
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
 __all__ = ["BlockingTrainer"]
@@ -65,7 +65,7 @@ class BlockingTrainer(Party):
         self._source, self._given_address, self._backend = source, address, backend
         self._outlet: Outlet | None = None
         self._files: Files | None = None
-        pair_of(backend)  # refuses unknown ones
+        group_class(backend)  # refuses unknown ones
         if not callable(source) or isinstance(source, nn.Module):
             self.strategy.named(source)  # a client that cannot send takes nobody's place
         reply = self._introduce()

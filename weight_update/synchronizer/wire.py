@@ -24,7 +24,7 @@ from typing import Any
 
 from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, SyncTimeoutError
 from weight_update.transports.handshake import prove_token
-from weight_update.transports.shared_memory.unix_stream import Stream, deadline_of
+from weight_update.transports.shared_memory.unix_stream import SocketStream, deadline_of
 
 __all__ = ["CONTEXT", "Wire", "connect"]
 
@@ -44,7 +44,7 @@ class Wire:
         server: whether this is the end that answers.
     """
 
-    def __init__(self, stream: Stream, key: bytes, *, server: bool) -> None:
+    def __init__(self, stream: SocketStream, key: bytes, *, server: bool) -> None:
         self._stream, self._key = stream, key
         self._mine, self._theirs = (b"S", b"C") if server else (b"C", b"S")
         self._sent = self._received = 0
@@ -124,7 +124,7 @@ def connect(address: str, port: int, token: str, timeout: float) -> Wire:
     except OSError as error:
         raise LinkClosedError(f"no synchronizer at {address}:{port} ({error})") from None
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    stream = Stream(sock)
+    stream = SocketStream(sock)
     try:
         return Wire(stream, prove_token(stream, token, CONTEXT, deadline), server=False)
     except BaseException as error:

@@ -23,7 +23,7 @@ import socket
 import struct
 
 from weight_update.errors import FormatError, JoinRefusedError
-from weight_update.transports.shared_memory.unix_stream import Stream, peer_credentials
+from weight_update.transports.shared_memory.unix_stream import SocketStream, peer_credentials
 
 __all__ = ["PROOF_BYTES", "Challenge", "nonce", "proof", "prove_token", "require_same_user"]
 
@@ -72,7 +72,7 @@ def require_same_user(sock: socket.socket) -> None:
         )
 
 
-def prove_token(stream: Stream, token: str, context: str, deadline: float | None) -> bytes:
+def prove_token(stream: SocketStream, token: str, context: str, deadline: float | None) -> bytes:
     """Prove to a listener that this end knows the token, and let it prove the same.
 
     Args:
@@ -98,7 +98,7 @@ def prove_token(stream: Stream, token: str, context: str, deadline: float | None
     return proof(token, b"K", nonces, context)
 
 
-def _next_reply(stream: Stream, deadline: float | None) -> bytes:
+def _next_reply(stream: SocketStream, deadline: float | None) -> bytes:
     raw = bytearray(_REPLY.size)
     stream.recv_into(memoryview(raw), deadline)
     magic, status, value = _REPLY.unpack(raw)

@@ -19,7 +19,7 @@ from weight_update.transports.handshake import Challenge, require_same_user
 from weight_update.transports.rate_limit import RateLimitedLog, Refusals
 from weight_update.transports.shared_memory.unix_stream import (
     SHORTAGES,
-    Stream,
+    SocketStream,
     close_in_children,
     deadline_of,
     seconds_left,
@@ -35,7 +35,7 @@ _MAX_ACCEPTED = 16
 """Connections accepted between two looks at those that are pending."""
 _BACK_OFF_SECONDS = 0.1
 
-Serve = Callable[[Stream, bytes, float], None]
+Serve = Callable[[SocketStream, bytes, float], None]
 """Takes a connection, its key, and the moment by which the first request must have come."""
 
 
@@ -71,7 +71,7 @@ class Listener:
         self._poller = select.poll()
         self._descriptor = sock.fileno()
         self._poller.register(self._descriptor, select.POLLIN)
-        self._serving: set[Stream] = set()
+        self._serving: set[SocketStream] = set()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -137,7 +137,7 @@ class Listener:
             close_in_children(sock)
             if len(self._pending) == _MAX_PENDING:
                 self._refuse_oldest("too many connections at once")
-            self._greet(_Pending(Stream(sock), Challenge(self._token, self._context)))
+            self._greet(_Pending(SocketStream(sock), Challenge(self._token, self._context)))
 
     def _greet(self, pending: _Pending) -> None:
         try:
@@ -155,7 +155,7 @@ class Listener:
         except Exception as error:  # noqa: BLE001 - it ends this connection only
             self._refuse(pending, error)
 
-    def _hand_over(self, stream: Stream, answer: bytes, key: bytes, deadline: float) -> None:
+    def _hand_over(self, stream: SocketStream, answer: bytes, key: bytes, deadline: float) -> None:
         """Have an authenticated connection served; the other end learns that it is one by ``answer``."""
         thread = threading.Thread(
             target=self._serve_one,
@@ -184,7 +184,7 @@ class Listener:
 
     # -- threads of authenticated connections --------------------------------------------------------
 
-    def _serve_one(self, stream: Stream, answer: bytes, key: bytes, deadline: float) -> None:
+    def _serve_one(self, stream: SocketStream, answer: bytes, key: bytes, deadline: float) -> None:
         try:
             if self._closed.is_set():
                 raise LinkClosedError("the listener was closed")
@@ -195,7 +195,7 @@ class Listener:
         finally:
             self._serving.discard(stream)
 
-    def _end(self, stream: Stream, error: Exception) -> None:
+    def _end(self, stream: SocketStream, error: Exception) -> None:
         stream.close()
         if not self._closed.is_set():
             self.refusals.note(error)
@@ -204,7 +204,7 @@ class Listener:
 class _Pending:
     """A connection that is not yet authenticated."""
 
-    def __init__(self, stream: Stream, challenge: Challenge) -> None:
+    def __init__(self, stream: SocketStream, challenge: Challenge) -> None:
         self.stream, self.fd = stream, stream.sock.fileno()
         self.deadline = time.monotonic() + _JOIN_SECONDS
         self._challenge = challenge

@@ -22,9 +22,9 @@ from weight_update.errors import (
 )
 from weight_update.transports.base import Allocate
 from weight_update.transports.distributed.local_rendezvous import LocalCall, LocalListener
-from weight_update.transports.distributed.relay.client import Carrier
-from weight_update.transports.distributed.relay.host_relay import Keeper
-from weight_update.transports.distributed.relay.router import Route
+from weight_update.transports.distributed.relay.client import RelayClient
+from weight_update.transports.distributed.relay.host_relay import HostRelay
+from weight_update.transports.distributed.relay.router import Router
 from weight_update.transports.distributed.signed_queue import SignedQueue, UnsignedError
 from weight_update.transports.distributed.store import Store
 from weight_update.transports.rate_limit import RateLimitedLog
@@ -50,7 +50,7 @@ JOIN_QUEUE = "door"
 """Name of the queue that takes join requests."""
 
 _CUT, _FRAME = 0, 1  # the end; a frame
-_PAIR = 2  # the worker is on another host and makes a pair
+_OPEN_GROUP = 2  # the worker is on another host and makes a point-to-point group
 _USE_STORE, _USE_SOCKET = 3, 4  # answers to a join request: frames go through the store, or the Unix socket
 _ASK, _TELL = 5, 6  # whether the worker has all messages; an answer, from which the sender learns it as well
 _FRONT = struct.Struct("<BII")  # kind of message, bytes of the frame's head, and of where its payload lies
@@ -66,7 +66,7 @@ _ASK_SECONDS, _LONGEST_PAUSE = 2.0, 60.0
 """Seconds without an answer after which the sender asks for one; doubled each time."""
 
 _LAST_WORDS = 0.5
-"""Seconds that a farewell through the store may be slower than the end of the pair."""
+"""Seconds that the last message through the store may take longer than the end of the group."""
 
 MapSlot = Callable[[int, int, str, int], torch.Tensor]
 """Maps the slot that a process has open: its id, the file descriptor, the key, bytes of the payload."""
@@ -151,13 +151,13 @@ class Connection:
                 raise LinkClosedError("the other end has ended this connection")
             if kind == _ASK:
                 self.outbox.put(_FRONT.pack(_TELL, 0, 0))
-            elif kind == _PAIR:
-                self.on_pair(message[_FRONT.size :].decode())
+            elif kind == _OPEN_GROUP:
+                self.open_group(message[_FRONT.size :].decode())
 
-    def on_pair(self, backend: str) -> None:
-        """The other end wants a pair for payloads."""
+    def open_group(self, backend: str) -> None:
+        """Make the point-to-point group that the sender asks for."""
         del backend
-        raise FormatError("only a sender asks for a pair")
+        raise FormatError("only a sender asks for a point-to-point group")
 
     def close(self) -> None:
         """End it; the other end hears of that after what was sent before."""
@@ -269,7 +269,7 @@ class RemoteConnection(Connection):
         backend: what they go through.
 
     Attributes:
-        carrier: leads to the keeper of the worker.
+        relay_client: connection to the host relay of the worker.
         lost: why the connection is of no more use, if so.
     """
 
@@ -280,9 +280,9 @@ class RemoteConnection(Connection):
     ) -> None:
         super().__init__(store, name, token)
         self.host, self.lost = host, None
-        self.carrier = Carrier(store, name, token, address, pid, backend, self._gone)
+        self.relay_client = RelayClient(store, name, token, address, pid, backend, self._gone)
         self._backend = backend
-        self._route = Route.of(store)
+        self._router = Router.of(store)
         self._opened = False
         self._heard_after = self.outbox.count  # messages that were sent when the last one came
         self._pause = _ASK_SECONDS
@@ -308,18 +308,18 @@ class RemoteConnection(Connection):
                 self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def send(self, chunk: WeightChunk, timeout: float | None) -> None:
-        """See :meth:`Connection.send`; the first frame comes with a pair, by which its end is noticed."""
+        """Send a chunk; the first one opens a point-to-point group, which notices the end of the worker."""
         if not self._opened and chunk.kind is not Kind.REFUSED:
             self._opened = True
-            self.outbox.put(_FRONT.pack(_PAIR, 0, 0) + self._backend.encode())
-            self.carrier.open()
-            self._route.add(self)
+            self.outbox.put(_FRONT.pack(_OPEN_GROUP, 0, 0) + self._backend.encode())
+            self.relay_client.open()
+            self._router.add(self)
         super().send(chunk, timeout)
 
     def place(self, chunk: WeightChunk, timeout: float | None) -> bytes:
         if chunk.payload is None or not self.carries(chunk.payload):
             return b""
-        return self._route.deliver(chunk.payload, self, timeout)
+        return self._router.deliver(chunk.payload, self, timeout)
 
     @staticmethod
     def carries(payload: torch.Tensor) -> bool:
@@ -334,8 +334,8 @@ class RemoteConnection(Connection):
 
     def release(self) -> None:
         self.lost = self.lost or LinkClosedError("this end was closed")
-        self._route.remove(self)
-        self.carrier.close()
+        self._router.remove(self)
+        self.relay_client.close()
 
     def _gone(self) -> None:
         self.inbox.await_last(_LAST_WORDS)
@@ -350,7 +350,7 @@ class WorkerConnection(Connection):
         name: see :class:`Connection`.
         token: see :class:`Connection`.
         address: of this machine's interface for payloads.
-        directory: where mirrors of the sender's slots lie, if it is on another host.
+        directory: where replicas of the sender's slots lie, if it is on another host.
         slots: those that were opened here.
     """
 
@@ -359,7 +359,7 @@ class WorkerConnection(Connection):
     ) -> None:
         super().__init__(store, name, token, 1)
         self._address, self._directory, self._slots = address, directory, slots
-        self._keeper: Keeper | None = None
+        self._host_relay: HostRelay | None = None
         self._local_listener: LocalListener | None = LocalListener(name, token)
         self._stream: SlotStream | None = None
         self._answered = False
@@ -427,10 +427,10 @@ class WorkerConnection(Connection):
             self._stop_listening()
         return True
 
-    def on_pair(self, backend: str) -> None:
+    def open_group(self, backend: str) -> None:
         with self._closing:
-            if self._keeper is None and not self._closed:
-                self._keeper = Keeper(
+            if self._host_relay is None and not self._closed:
+                self._host_relay = HostRelay(
                     self.store, self.name, self.token, self._address, self._directory, backend, self._gone
                 )
 
@@ -441,7 +441,7 @@ class WorkerConnection(Connection):
     def release(self) -> None:
         with self._closing:
             self._stop_listening()
-        for one in (self._keeper, self._stream):
+        for one in (self._host_relay, self._stream):
             if one is not None:
                 one.close()
 

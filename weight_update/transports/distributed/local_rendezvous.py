@@ -15,7 +15,7 @@ import socket
 
 from weight_update.errors import JoinRefusedError, LinkClosedError, SyncTimeoutError
 from weight_update.transports.handshake import PROOF_BYTES, nonce, proof, require_same_user
-from weight_update.transports.shared_memory.unix_stream import Stream, close_in_children, seconds_left
+from weight_update.transports.shared_memory.unix_stream import SocketStream, close_in_children, seconds_left
 
 __all__ = ["LocalCall", "LocalListener", "call_local"]
 
@@ -38,7 +38,7 @@ class LocalListener:
         self._sock.bind(_address(name))
         self._sock.listen(_BACKLOG)
 
-    def answer(self) -> Stream:
+    def answer(self) -> SocketStream:
         """Accept the sender's connection without waiting.
 
         Raises:
@@ -52,7 +52,7 @@ class LocalListener:
             close_in_children(sock)
             with contextlib.suppress(OSError):
                 if self._knows_token(sock):
-                    return Stream(sock)
+                    return SocketStream(sock)
             sock.close()
 
     def _knows_token(self, sock: socket.socket) -> bool:
@@ -78,7 +78,7 @@ class LocalCall:
         answer: proof that the worker has to send.
     """
 
-    def __init__(self, stream: Stream, answer: bytes) -> None:
+    def __init__(self, stream: SocketStream, answer: bytes) -> None:
         self.stream, self._answer = stream, answer
 
     def await_answer(self, deadline: float | None) -> None:
@@ -123,7 +123,7 @@ def call_local(name: str, token: str) -> LocalCall | None:
             f"a worker that says it is on this host is not there any more ({error}); if it runs in another "
             "network namespace or as another user, give it and the sender different host="
         ) from None
-    return LocalCall(Stream(sock), _proof(token, b"L", mine, name))
+    return LocalCall(SocketStream(sock), _proof(token, b"L", mine, name))
 
 
 def _address(name: str) -> str:

@@ -30,7 +30,7 @@ from weight_update.transports.distributed.connection import (
 )
 from weight_update.transports.distributed.local_rendezvous import LocalCall, call_local
 from weight_update.transports.distributed.relay.gloo import address_towards
-from weight_update.transports.distributed.relay.router import Route
+from weight_update.transports.distributed.relay.router import Router
 from weight_update.transports.distributed.signed_queue import SignedQueue, UnsignedError
 from weight_update.transports.distributed.store import REPLY_SECONDS, Store
 from weight_update.transports.rate_limit import RateLimitedLog, Refusals
@@ -167,7 +167,7 @@ class DistributedTransport(TransportBackend):
         connections = [link._connection for link in links if isinstance(link, DistributedTransport)]
         remotes = [connection for connection in connections if isinstance(connection, RemoteConnection)]
         if remotes and remotes[0].carries(payload):
-            Route.of(remotes[0].store).expect(payload, remotes)
+            Router.of(remotes[0].store).expect(payload, remotes)
 
     def reach(self, link: str, host: str) -> LocalCall | None:
         """Sender's end: connect to a worker that is said to be on this host; return None if it is on another.
@@ -271,7 +271,7 @@ class DistributedListener:
     ) -> None:
         self._store, self._token, self._links, self._newcomers = store, token, links, newcomers
         self._join_requests = SignedQueue(store, JOIN_QUEUE, token, ordered=False)
-        self._route = Route.of(store)
+        self._router = Router.of(store)
         self._known: OrderedDict[str, None] = OrderedDict()
         self._closing = threading.Event()
         self._log = RateLimitedLog(_log)
@@ -286,7 +286,7 @@ class DistributedListener:
     @property
     def network_bytes(self) -> int:
         """Bytes of payloads that were sent to other hosts; those that go with their signal do not count."""
-        return self._route.sent
+        return self._router.sent
 
     def close(self) -> None:
         """Let nobody in any more."""
@@ -294,7 +294,7 @@ class DistributedListener:
         self._join_requests.close()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(5.0)
-        self._route.wait_until_gone(_LEAVE_SECONDS)
+        self._router.wait_until_gone(_LEAVE_SECONDS)
         self._store.close()
 
     def _run(self) -> None:

@@ -1,11 +1,11 @@
-"""Payload memory on a GPU, which other processes open by CUDA IPC.
+"""Slots in GPU memory, which other processes open by CUDA IPC.
 
-Sharing and opening is PyTorch's (``torch/multiprocessing/reductions.py``, ``torch/csrc/StorageSharing.cpp``),
-without its pickles and without its count of readers: that count is never taken down for a reader that was
-killed, so its memory would be lost. :mod:`.ipc_refcount` counts instead.
+PyTorch shares and opens the memory (``torch/multiprocessing/reductions.py``,
+``torch/csrc/StorageSharing.cpp``). Its pickles and its reference counter are not used: a reader that is
+killed never decrements that counter, so its memory would be lost. :mod:`.ipc_refcount` counts instead.
 
-Nothing here orders streams. The sender's encoder waits until a payload is written, and a receiver until it
-was read, before either tells the other.
+Nothing here orders CUDA streams. The sender's encoder waits until a payload is written, and a receiver until
+a payload is read, before either notifies the other.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from typing import Any
 import torch
 
 from weight_update.errors import FormatError, NotEnoughMemoryError, TransportError, UnreachableMemoryError
-from weight_update.transports.shared_memory.ipc_refcount import Loan, loan_ended
-from weight_update.transports.shared_memory.slots import Mapping, SharedSlot
+from weight_update.transports.shared_memory.ipc_refcount import IpcReferences, owner_released
+from weight_update.transports.shared_memory.slots import SharedSlot, SlotMapping
 
-__all__ = ["CudaBuffer", "CudaHandle", "CudaMapping", "cuda_device"]
+__all__ = ["CudaBuffer", "CudaHandle", "CudaSlotMapping", "cuda_device"]
 
 _NO_COUNTER = b"/weight_update-no-counter"  # no such shared memory exists, so PyTorch counts nothing
 _SEGMENTS = "; if expandable_segments is set in PYTORCH_CUDA_ALLOC_CONF, take it out"
 
 
 def cuda_device(name: str | torch.device) -> torch.device:
-    """The CUDA device of that name, with its index.
+    """Return the CUDA device of that name, with its index.
 
     Raises:
-        ValueError: this process has none such.
+        ValueError: this process has no such device.
     """
     device = torch.device(name)
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -50,13 +50,13 @@ def cuda_device(name: str | torch.device) -> torch.device:
 
 @dataclass(frozen=True)
 class CudaHandle:
-    """Where memory lies on a GPU, as another process of this machine can find it.
+    """Location of memory on a GPU, as another process of this machine can find it.
 
     Attributes:
-        device: UUID of the GPU; its number may be another one in each process.
+        device: UUID of the GPU; its index may differ between processes.
         segment: CUDA's handle of the allocation, in hex.
-        offset: first byte in it.
-        nbytes: how many bytes.
+        offset: first byte in the allocation.
+        nbytes: size in bytes.
     """
 
     device: str
@@ -66,10 +66,10 @@ class CudaHandle:
 
     @classmethod
     def of(cls, whole: torch.Tensor) -> CudaHandle:
-        """The handle of a tensor that fills its storage, to be called once for each.
+        """Return the handle of a tensor that fills its storage; call it once for each tensor.
 
         Raises:
-            TransportError: it cannot be shared.
+            TransportError: the memory cannot be shared.
         """
         storage = whole.untyped_storage()
         try:
@@ -82,10 +82,10 @@ class CudaHandle:
         return cls(_uuid_of(whole.device.index), segment.hex(), offset, nbytes)
 
     def open(self) -> torch.UntypedStorage:
-        """The memory, in another process than the one that made it.
+        """Open the memory, in another process than its owner.
 
         Raises:
-            UnreachableMemoryError: that cannot be done.
+            UnreachableMemoryError: this process cannot open it.
         """
         index = _index_of(self.device)
         segment = bytes.fromhex(self.segment)
@@ -99,15 +99,15 @@ class CudaHandle:
             ) from None
 
     def to_bytes(self) -> bytes:
-        """JSON; :meth:`from_bytes` is its inverse."""
+        """Return the handle as JSON, for :meth:`from_bytes`."""
         return json.dumps(vars(self)).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> CudaHandle:
-        """Read what came over a wire.
+        """Return the handle in ``data``, which was received.
 
         Raises:
-            FormatError: it is no handle.
+            FormatError: ``data`` is no handle.
         """
         try:
             fields: dict[str, Any] = json.loads(data)
@@ -124,14 +124,14 @@ class CudaHandle:
 class CudaBuffer(SharedSlot):
     """A slot on a GPU, on the sender's side.
 
-    Once it was closed, its memory is free when no other process has it open any more.
+    After :meth:`close` its memory is freed as soon as no other process has it open.
 
     Args:
         nbytes: size in bytes.
-        device: with an index.
+        device: CUDA device with an index.
 
     Raises:
-        NotEnoughMemoryError: it does not fit.
+        NotEnoughMemoryError: the device has no room for it.
         TransportError: CUDA cannot share memory of this device.
     """
 
@@ -145,13 +145,13 @@ class CudaBuffer(SharedSlot):
             ) from None
         self.handle = CudaHandle.of(whole).to_bytes()
         self._whole = whole
-        self._loan = Loan()
-        super().__init__(whole[:nbytes], self._loan.fd, uuid.uuid4().hex)
+        self._references = IpcReferences()
+        super().__init__(whole[:nbytes], self._references.fd, uuid.uuid4().hex)
         _made_here[self.key] = self
 
     def close(self) -> None:
         self.fd = -1
-        self._loan.end(self._whole)
+        self._references.close(self._whole)
         self.tensor = self._whole = torch.empty(0, dtype=torch.uint8)
 
 
@@ -159,36 +159,36 @@ _made_here: weakref.WeakValueDictionary[str, CudaBuffer] = weakref.WeakValueDict
 os.register_at_fork(after_in_child=_made_here.clear)
 
 
-class CudaMapping(Mapping):
-    """A slot on a GPU, opened in a receiver. What is written into it, all others see.
+class CudaSlotMapping(SlotMapping):
+    """A slot on a GPU, opened in a receiver. Writes into it are visible to all processes.
 
     Args:
         key: name of the slot.
         handle: the sender's :attr:`CudaBuffer.handle`.
-        fd: the sender's :attr:`CudaBuffer.fd`; kept open, in a copy, as long as a tensor uses the memory.
+        fd: the sender's :attr:`CudaBuffer.fd`; a copy stays open as long as a tensor uses the memory.
 
     Raises:
-        FormatError: ``handle`` is none.
+        FormatError: ``handle`` is not a handle.
         UnreachableMemoryError: this process cannot open the memory.
     """
 
     def __init__(self, key: str, handle: bytes, fd: int) -> None:
-        self._loan_fd: int | None = None
-        self._mine = _made_here.get(key)
-        if self._mine is not None:  # CUDA does not open what the same process made
-            super().__init__(self._mine._whole)
+        self._reference_fd: int | None = None
+        self._own_buffer = _made_here.get(key)
+        if self._own_buffer is not None:  # CUDA does not open what the same process made
+            super().__init__(self._own_buffer._whole)
             return
         storage = CudaHandle.from_bytes(handle).open()
-        self._loan_fd = os.dup(fd)
-        borrowed = weakref.finalize(storage, os.close, self._loan_fd)
-        borrowed.atexit = False  # kernels may still run; the end of the process closes it
+        self._reference_fd = os.dup(fd)
+        closing = weakref.finalize(storage, os.close, self._reference_fd)
+        closing.atexit = False  # kernels may still run; the end of the process closes it
         super().__init__(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
 
     @property
     def given_up(self) -> bool:
-        if self._loan_fd is not None:
-            return loan_ended(self._loan_fd)
-        return self._mine is None or self._mine.fd < 0
+        if self._reference_fd is not None:
+            return owner_released(self._reference_fd)
+        return self._own_buffer is None or self._own_buffer.fd < 0
 
 
 def _uuid_of(index: int) -> str:
@@ -196,12 +196,12 @@ def _uuid_of(index: int) -> str:
 
 
 def _index_of(device: str) -> int:
-    """The number that a GPU has in this process."""
+    """Return the index of a GPU in this process."""
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for index in range(found):
         if _uuid_of(index) == device:
             return index
     raise UnreachableMemoryError(
-        f"the sender's slots lie on GPU {device}, which is not one of the {found} that this worker sees: put "
-        "that GPU into its CUDA_VISIBLE_DEVICES, or leave slot_device out on the sender"
+        f"the sender's slots lie on GPU {device}, which is not one of the {found} that this worker sees: add "
+        "that GPU to the worker's CUDA_VISIBLE_DEVICES, or leave slot_device out on the sender"
     )

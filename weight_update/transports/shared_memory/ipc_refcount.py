@@ -1,4 +1,4 @@
-"""Memory lent to other processes, and when all of them have let go of it."""
+"""Reference count of memory that other processes opened: a pipe whose writing end each of them holds."""
 
 from __future__ import annotations
 
@@ -11,69 +11,72 @@ import termios
 import threading
 import weakref
 
-__all__ = ["Loan", "loan_ended"]
+__all__ = ["IpcReferences", "owner_released"]
 
 
-class Loan:
-    """Says when no other process holds some memory any more, however the last of them ended.
+class IpcReferences:
+    """References of other processes to some memory, counted by the kernel.
 
-    It is a pipe. Whoever borrows the memory gets the writing end, and closes it when done; the kernel closes
-    it for a process that dies. When nobody is left, the reading end hangs up.
+    The references are copies of the writing end of a pipe. A process that opens the memory gets one, and
+    closes it when it is done; the kernel closes it for a process that dies. The reading end hangs up with the
+    last one.
 
     Attributes:
-        fd: the writing end, to be handed out; -1 after :meth:`end`.
+        fd: writing end, to be sent to other processes; -1 after :meth:`close`.
     """
 
     def __init__(self) -> None:
         self._reading, self.fd = os.pipe2(os.O_CLOEXEC)
-        _begun_here.add(self)
+        _made_here.add(self)
 
-    def end(self, memory: object) -> None:
-        """Lend to nobody any more; ``memory`` is kept until nobody holds it. Does not wait."""
+    def close(self, memory: object) -> None:
+        """Give out no more references; keep ``memory`` until the last one is closed. Does not wait."""
         if self.fd < 0:
             return
-        os.write(self.fd, b".")  # which tells borrowers; nobody reads it
+        os.write(self.fd, b".")  # shows the release to holders of a reference; never read
         os.close(self.fd)
         self.fd = -1
-        if self._returned(0):
+        if self._all_closed(0):
             return
-        keeper = threading.Thread(target=self._keep, args=(memory,), name="weight_update-loan", daemon=True)
-        with contextlib.suppress(RuntimeError):  # the interpreter ends, and the memory with it
-            keeper.start()
+        thread = threading.Thread(
+            target=self._keep, args=(memory,), name="weight_update-ipc-memory", daemon=True
+        )
+        with contextlib.suppress(RuntimeError):  # the interpreter exits, and the memory goes with it
+            thread.start()
 
     def _keep(self, memory: object) -> None:
-        self._returned(None)
+        self._all_closed(None)
         del memory
 
-    def _returned(self, timeout: float | None) -> bool:
-        """Whether nobody holds it after so many seconds; None waits for that."""
+    def _all_closed(self, timeout: float | None) -> bool:
+        """Return whether all references were closed within ``timeout`` milliseconds; None waits for it."""
         poller = select.poll()
-        poller.register(self._reading, 0)  # hanging up is always told
+        poller.register(self._reading, 0)  # POLLHUP is always reported
         if not poller.poll(timeout):
             return False
         os.close(self._reading)
         return True
 
     def forget(self) -> None:
-        """In a forked child, which borrows nothing: close what was inherited."""
+        """Close the inherited writing end, in a forked child."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
-def loan_ended(fd: int) -> bool:
-    """Return whether the lender of the writing end ``fd`` has called :meth:`Loan.end`."""
+def owner_released(fd: int) -> bool:
+    """Return whether the owner of the writing end ``fd`` has called :meth:`IpcReferences.close`."""
     unread = array.array("i", [0])
     fcntl.ioctl(fd, termios.FIONREAD, unread)
     return unread[0] > 0
 
 
-_begun_here: weakref.WeakSet[Loan] = weakref.WeakSet()
+_made_here: weakref.WeakSet[IpcReferences] = weakref.WeakSet()
 
 
 def _forget_all() -> None:
-    for loan in list(_begun_here):
-        loan.forget()
+    for references in list(_made_here):
+        references.forget()
 
 
 os.register_at_fork(after_in_child=_forget_all)

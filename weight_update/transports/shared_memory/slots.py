@@ -34,9 +34,9 @@ from weight_update.transports.base import Buffer
 from weight_update.transports.memory_limits import available_memory
 
 __all__ = [
-    "Mapping",
     "SharedBuffer",
     "SharedSlot",
+    "SlotMapping",
     "SlotTable",
     "may_run",
     "open_slot",
@@ -205,7 +205,7 @@ def _free_bytes(directory: str) -> int:
     return stats.f_bavail * stats.f_frsize
 
 
-class Mapping:
+class SlotMapping:
     """One slot, opened in a receiver.
 
     Args:
@@ -236,11 +236,11 @@ class Mapping:
         """Whether the sender will not name this slot any more."""
         return False
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """The weights in it are no longer in use here; the sender may write others."""
 
 
-class HostMapping(Mapping):
+class HostSlotMapping(SlotMapping):
     """A slot in host memory, mapped copy-on-write.
 
     Args:
@@ -262,7 +262,7 @@ class HostMapping(Mapping):
     def given_up(self) -> bool:
         return self._map[-1] != 0
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Drop pages that this process wrote to, so that the sender's next write is seen here.
 
         The first write to a page is a page fault. No fault since the last look means no page of its own,
@@ -301,7 +301,7 @@ class SlotTable:
     """
 
     def __init__(self) -> None:
-        self._slots: OrderedDict[str, Mapping] = OrderedDict()
+        self._slots: OrderedDict[str, SlotMapping] = OrderedDict()
         self._owners: dict[str, int] = {}
         self._lock = threading.Lock()
 
@@ -310,7 +310,7 @@ class SlotTable:
         key: str,
         nbytes: int,
         open_fd: Callable[[], int],
-        mapping: Callable[[int], Mapping] = HostMapping,
+        mapping: Callable[[int], SlotMapping] = HostSlotMapping,
         owner: int | None = None,
     ) -> torch.Tensor:
         """The memory of a slot; the same tensor object each time.
@@ -339,7 +339,7 @@ class SlotTable:
             return found.first(nbytes)
 
     @staticmethod
-    def _open(key: str, open_fd: Callable[[], int], mapping: Callable[[int], Mapping]) -> Mapping:
+    def _open(key: str, open_fd: Callable[[], int], mapping: Callable[[int], SlotMapping]) -> SlotMapping:
         try:
             fd = open_fd()
         except UnreachableMemoryError:
@@ -378,7 +378,7 @@ class SlotTable:
         with self._lock:
             for opened in self._slots.values():
                 if opened.holds(payload):
-                    opened.let_go()
+                    opened.release()
 
     def clear(self) -> None:
         """Close all slots that no tensor uses any more."""

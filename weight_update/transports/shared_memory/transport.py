@@ -24,7 +24,7 @@ from weight_update.transports.shared_memory.cuda_slots import CudaBuffer
 from weight_update.transports.shared_memory.slot_frames import SlotStream
 from weight_update.transports.shared_memory.slots import SharedBuffer, SlotTable
 from weight_update.transports.shared_memory.unix_stream import (
-    Stream,
+    SocketStream,
     close_in_children,
     deadline_of,
     seconds_left,
@@ -65,7 +65,7 @@ class SharedMemTransport(TransportBackend):
         self._directory, self._device = directory, device
         self._lends = device is not None
         self._changed = threading.Condition()
-        self._joining: Stream | None = None  # a connection in the middle of the handshake
+        self._joining: SocketStream | None = None  # a connection in the middle of the handshake
         self._stream: SlotStream | None = None
         self._first: WeightChunk | None = None
         self._closed = False
@@ -117,12 +117,12 @@ class SharedMemTransport(TransportBackend):
             self._drop(stream)
             raise
         finally:
-            self._lends = self._lends or stream.lends
+            self._lends = self._lends or stream.received_handle
 
     def release(self, payload: torch.Tensor) -> None:
         self._slots.release(payload)
 
-    def attach(self, stream: Stream, first: WeightChunk) -> None:
+    def attach(self, stream: SocketStream, first: WeightChunk) -> None:
         """Sender's end: take over an authenticated connection whose HELLO, with the token, is ``first``."""
         with self._changed:
             if self._closed:
@@ -187,8 +187,8 @@ class SharedMemTransport(TransportBackend):
             stream.close()
             raise
 
-    def _dial(self, address: str) -> Stream:
-        stream = Stream(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    def _dial(self, address: str) -> SocketStream:
+        stream = SocketStream(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         close_in_children(stream.sock)
         with self._changed:
             if self._closed:
@@ -264,7 +264,7 @@ class SharedMemListener:
         """Stop accepting, and send away workers that have not said hello yet."""
         self._listener.close()
 
-    def _admit(self, stream: Stream, key: bytes, deadline: float) -> None:
+    def _admit(self, stream: SocketStream, key: bytes, deadline: float) -> None:
         """Read the HELLO of a worker that knows the token, and give the connection to its link."""
         del key  # nobody can write between the two ends of a Unix socket
         prelude, raw = stream.recv_head(deadline)

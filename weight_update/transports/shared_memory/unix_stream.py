@@ -14,7 +14,14 @@ import weakref
 from weight_update.errors import LinkClosedError, SyncTimeoutError
 from weight_update.wire.frames import PRELUDE_BYTES, Prelude
 
-__all__ = ["SHORTAGES", "Stream", "close_in_children", "deadline_of", "peer_credentials", "seconds_left"]
+__all__ = [
+    "SHORTAGES",
+    "SocketStream",
+    "close_in_children",
+    "deadline_of",
+    "peer_credentials",
+    "seconds_left",
+]
 
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 """Errors of the system that pass when others free descriptors or memory."""
@@ -61,7 +68,7 @@ def _close_inherited() -> None:
 os.register_at_fork(after_in_child=_close_inherited)
 
 
-class Stream:
+class SocketStream:
     """A connected, non-blocking stream socket.
 
     Every method raises LinkClosedError when the connection ends.

@@ -1,4 +1,4 @@
-"""The sender's part in "once a host": payloads handed to a keeper, or down a chain of them."""
+"""Sender's part of the relay: hands payloads to one worker of each host, or along a chain of hosts."""
 
 from __future__ import annotations
 
@@ -16,42 +16,44 @@ import torch
 
 from weight_update.errors import FormatError, LinkClosedError, SyncTimeoutError, TransportError
 from weight_update.transports.distributed.checksum import CHECKSUM
-from weight_update.transports.distributed.relay.gloo import Pair
-from weight_update.transports.distributed.relay.pairs import pair_of
-from weight_update.transports.distributed.relay.protocol import Notes, send_pieces
+from weight_update.transports.distributed.relay.gloo import PointToPointGroup
+from weight_update.transports.distributed.relay.nccl import group_class
+from weight_update.transports.distributed.relay.protocol import ControlChannel, send_pieces
 from weight_update.transports.distributed.store import Store, leave_in_order
 from weight_update.transports.shared_memory.slots import slot_of
 
-__all__ = ["Carrier", "NotHeldError", "ship"]
+__all__ = ["NotDeliveredError", "RelayClient", "send_along_chain"]
 
 _log = logging.getLogger(__name__)
-_GONE_AT_ONCE = 64  # names of slots in one note
-_OPENING = 20.0  # seconds that a worker may take to make its pair, beside what updates may take
+_GONE_AT_ONCE = 64  # names of released slots in one command
+_OPENING = 20.0  # seconds in which a worker has to make its group, if updates may not take longer
 _LOOK = 0.5
 _numbers = itertools.count()
 _T = TypeVar("_T")
 
 
-class NotHeldError(Exception):
-    """A host did not get a payload, through no fault of its connection to the sender."""
+class NotDeliveredError(Exception):
+    """A host did not get a payload, although its connection to the sender may be intact."""
 
 
-class Carrier:
-    """The sender's end of the connection to the host relay in one worker.
+class RelayClient:
+    """Sender's end of the connection to the host relay of one worker.
 
-    One thread at a time uses it; the router chooses which.
+    One thread uses it at a time; the router chooses which.
 
     Args:
-        store: where pairs find each other.
-        name: of the connection.
-        token: what both ends know.
-        address: of this machine's interface for payloads.
-        pid: of the worker, on its host.
-        backend: what payloads go through.
+        store: rendezvous of the two ends of a group.
+        name: name of the connection.
+        token: secret of both ends.
+        address: address of this machine's interface for payloads.
+        pid: process id of the worker on its host.
+        backend: backend that carries payloads.
         on_loss: called from a thread when the worker is gone.
 
     Attributes:
-        sent: bytes of payloads that went through it.
+        sent: bytes of payloads sent through this connection.
+        incoming_link: name of the link from the host before it in the chain; None without one.
+        outgoing_link: name of the link to the host after it in the chain; None without one.
     """
 
     def __init__(
@@ -65,176 +67,178 @@ class Carrier:
         on_loss: Callable[[], None],
     ) -> None:
         self.sent = 0
-        self.inward: str | None = None  # names of its links with other keepers
-        self.outward: str | None = None
+        self.incoming_link: str | None = None
+        self.outgoing_link: str | None = None
         self._store, self._name, self._token, self._address, self._pid = store, name, token, address, pid
-        self._on_loss, self._make_pair = on_loss, pair_of(backend)
-        self._mirrored: dict[str, weakref.ref[Any]] = {}
-        self._pair: Pair | None = None
-        self._notes: Notes | None = None
+        self._on_loss, self._make_group = on_loss, group_class(backend)
+        self._replicated: dict[str, weakref.ref[Any]] = {}
+        self._group: PointToPointGroup | None = None
+        self._channel: ControlChannel | None = None
         self._opened = threading.Event()
         self._closing = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="weight_update-watch", daemon=True)
 
     def open(self) -> None:
-        """Begin to make the pair; whoever needs it waits for it."""
+        """Begin to make the point-to-point group; methods that need it wait for it."""
         leave_in_order(self._thread)
         self._thread.start()
 
     def is_open(self) -> bool:
-        """Whether the connection was not taken down yet."""
+        """Return whether the connection was not taken down yet."""
         return self._thread.is_alive()
 
     def wait_until_gone(self, seconds: float) -> None:
-        """After :meth:`close`: wait until the connection was taken down."""
+        """Wait until the connection was taken down, after :meth:`close`."""
         if self.is_open():
             self._thread.join(seconds)
 
     def close(self) -> None:
-        """Give up the connection; the worker hears of it."""
+        """Close the connection; the worker notices."""
         with self._closing:
             self._closed = True
             self._opened.set()
-            if self._pair is not None:
-                self._pair.close()
+            if self._group is not None:
+                self._group.close()
 
-    def say(self, note: dict[str, Any], patience: float) -> None:
-        """Give the keeper an order."""
-        self._talk(patience).say(note, patience)
+    def send_command(self, command: dict[str, Any], patience: float) -> None:
+        """Send a command to the host relay."""
+        self._channel_within(patience).send(command, patience)
 
-    def answer(self, patience: float) -> dict[str, Any]:
-        """What it says to that."""
-        return self._talk(patience).hear(patience)
+    def receive_answer(self, patience: float) -> dict[str, Any]:
+        """Return the host relay's answer to a command."""
+        return self._channel_within(patience).receive(patience)
 
-    def order_of(self, payload: torch.Tensor) -> dict[str, Any]:
-        """What the keeper has to know of a payload's slot."""
+    def take_command_for(self, payload: torch.Tensor) -> dict[str, Any]:
+        """Return the part of a ``take`` command that describes the payload's slot."""
         slot = slot_of(payload)
-        given_up = [key for key, ref in self._mirrored.items() if (old := ref()) is None or old.fd < 0]
+        given_up = [key for key, ref in self._replicated.items() if (old := ref()) is None or old.fd < 0]
         gone = given_up[:_GONE_AT_ONCE]
         for key in gone:
-            del self._mirrored[key]
-        self._mirrored[slot.key] = weakref.ref(slot)
+            del self._replicated[key]
+        self._replicated[slot.key] = weakref.ref(slot)
         return {"slot": slot.key, "size": slot.nbytes, "nbytes": payload.numel(), "gone": gone}
 
-    def send(self, payload: torch.Tensor, patience: float) -> str:
-        """Send a payload in pieces; its checksum."""
-        pair = self._talk(patience).pair
+    def send_payload(self, payload: torch.Tensor, patience: float) -> str:
+        """Send a payload in pieces; return its checksum."""
+        group = self._channel_within(patience).group
         self.sent += payload.numel()
-        return send_pieces(pair, payload, patience)
+        return send_pieces(group, payload, patience)
 
-    def where(self, answer: dict[str, Any]) -> bytes:
-        """Where a worker of that host finds what the keeper took."""
+    def location(self, answer: dict[str, Any]) -> bytes:
+        """Return where workers of that host find a payload that the host relay has taken."""
         return json.dumps([self._pid, answer["fd"], answer["key"]]).encode()
 
     def _run(self) -> None:
         try:
-            pair = self._make_pair(self._store, f"{self._name}/pair", self._token, 0, self._address)
+            group = self._make_group(self._store, f"{self._name}/pair", self._token, 0, self._address)
         except LinkClosedError as error:
             if not self._closed:
                 _log.warning("%s: only small payloads can be sent: %s", self._name, error)
             self._opened.set()
             return
         with self._closing:
-            self._pair, self._notes = pair, Notes(pair, self._name, self._token, 0)
+            self._group, self._channel = group, ControlChannel(group, self._name, self._token, 0)
             if self._closed:
-                pair.close()
+                group.close()
         self._opened.set()
-        pair.watch(self._on_loss)
+        group.watch(self._on_loss)
 
-    def _talk(self, patience: float) -> Notes:
+    def _channel_within(self, patience: float) -> ControlChannel:
         if not self._opened.wait(max(patience, _OPENING)):
-            raise SyncTimeoutError("it made no connection for payloads")
-        if self._notes is None or self._closed:
+            raise SyncTimeoutError("the worker made no connection for payloads")
+        if self._channel is None or self._closed:
             raise LinkClosedError("there is no connection for payloads")
-        return self._notes
+        return self._channel
 
 
-class _Stop:
-    """A host in a chain, and how it fares."""
+class _Hop:
+    """One host of a chain, with its result or its first error."""
 
-    def __init__(self, carrier: Carrier) -> None:
-        self.carrier = carrier
+    def __init__(self, client: RelayClient) -> None:
+        self.client = client
         self.error: Exception | None = None
         self.result: bytes = b""
 
     def do(self, action: Callable[..., _T], *args: Any) -> _T | None:
-        """Call ``action``, unless something went wrong before; what goes wrong now is kept."""
+        """Call ``action`` unless an earlier one failed; keep the error if this one fails."""
         if self.error is None:
             try:
                 return action(*args)
-            except (TransportError, TimeoutError, FormatError, NotHeldError) as error:
+            except (TransportError, TimeoutError, FormatError, NotDeliveredError) as error:
                 self.error = error
         return None
 
 
-def ship(carriers: Sequence[Carrier], payload: torch.Tensor, patience: float) -> list[bytes | Exception]:
-    """Send a payload to the first keeper, which passes it on to the second while it comes, and so on.
+def send_along_chain(
+    clients: Sequence[RelayClient], payload: torch.Tensor, patience: float
+) -> list[bytes | Exception]:
+    """Send a payload to the first host relay, which forwards each piece to the second on arrival, and so on.
 
     Args:
-        carriers: one for each host.
-        payload: of a slot.
+        clients: one for each host.
+        payload: tensor of a slot.
         patience: seconds without progress after which an end is given up.
 
     Returns:
-        for each host, where its workers find the payload, or why not: :class:`NotHeldError` where the chain
-        was broken before it, another error where it is lost itself.
+        for each host, where its workers find the payload, or an error: :class:`NotDeliveredError` where the
+        chain was broken before it, another error where the host itself is lost.
     """
-    stops = [_Stop(carrier) for carrier in carriers]
-    chain = _chain(stops, patience)
+    hops = [_Hop(client) for client in clients]
+    chain = _chain(hops, patience)
     number = next(_numbers)
-    for stop in chain:
-        order = {"do": "take", "number": number, "checksum": CHECKSUM, "patience": patience}
-        order |= {"chained": stop is not chain[0], "onward": stop is not chain[-1]}
-        order |= stop.carrier.order_of(payload)
-        stop.do(stop.carrier.say, order, patience)
+    for hop in chain:
+        command = {"do": "take", "number": number, "checksum": CHECKSUM, "patience": patience}
+        command |= {"chained": hop is not chain[0], "onward": hop is not chain[-1]}
+        command |= hop.client.take_command_for(payload)
+        hop.do(hop.client.send_command, command, patience)
     first = chain[0]
-    total = first.do(first.carrier.send, payload, patience)
-    for stop in chain:
-        stop.do(stop.carrier.say, {"do": "sum", "number": number, "sum": total}, patience)
+    total = first.do(first.client.send_payload, payload, patience)
+    for hop in chain:
+        hop.do(hop.client.send_command, {"do": "sum", "number": number, "sum": total}, patience)
     deadline = time.monotonic() + 2 * patience
-    for stop in chain:
-        stop.result = stop.do(_result, stop.carrier, _until(deadline)) or b""
-        if stop.error is not None:
-            stop.carrier.inward = None
-    return [stop.error or stop.result for stop in stops]
+    for hop in chain:
+        hop.result = hop.do(_result, hop.client, _time_left(deadline)) or b""
+        if hop.error is not None:
+            hop.client.incoming_link = None
+    return [hop.error or hop.result for hop in hops]
 
 
-def _chain(stops: list[_Stop], patience: float) -> list[_Stop]:
-    """The stops, from the first one on, that pass on to each other; all others have an error."""
-    for position in range(1, len(stops)):
-        _join(stops[position - 1], stops[position], patience)
-        if stops[position].error is not None:
-            for stop in stops[position + 1 :]:
-                stop.error = NotHeldError("the chain is broken before it")
-            return stops[:position]
-    return stops
+def _chain(hops: list[_Hop], patience: float) -> list[_Hop]:
+    """Return the first hops, which forward to each other; set an error in all other hops."""
+    for position in range(1, len(hops)):
+        _join(hops[position - 1], hops[position], patience)
+        if hops[position].error is not None:
+            for hop in hops[position + 1 :]:
+                hop.error = NotDeliveredError("the chain is broken before it")
+            return hops[:position]
+    return hops
 
 
-def _join(before: _Stop, after: _Stop, patience: float) -> None:
-    """Have two keepers make a pair, unless they have one."""
-    if before.carrier.outward is not None and before.carrier.outward == after.carrier.inward:
+def _join(before: _Hop, after: _Hop, patience: float) -> None:
+    """Link two host relays, unless they are linked already."""
+    if before.client.outgoing_link is not None and before.client.outgoing_link == after.client.incoming_link:
         return
     name = f"link/{uuid.uuid4().hex}"
-    before.carrier.outward = after.carrier.inward = None
-    for stop, way in ((after, "in"), (before, "out")):
-        order = {"do": "link", "way": way, "name": name, "patience": patience}
-        stop.do(stop.carrier.say, order, patience)
-    deadline = time.monotonic() + 1.5 * patience  # theirs is ``patience``
-    answers = [stop.do(stop.carrier.answer, _until(deadline)) for stop in (before, after)]
+    before.client.outgoing_link = after.client.incoming_link = None
+    for hop, way in ((after, "in"), (before, "out")):
+        command = {"do": "link", "way": way, "name": name, "patience": patience}
+        hop.do(hop.client.send_command, command, patience)
+    deadline = time.monotonic() + 1.5 * patience  # the two ends wait ``patience``
+    answers = [hop.do(hop.client.receive_answer, _time_left(deadline)) for hop in (before, after)]
     if all(answer == {} for answer in answers):
-        before.carrier.outward = after.carrier.inward = name
+        before.client.outgoing_link = after.client.incoming_link = name
     else:
-        after.error = after.error or NotHeldError("the host before it in the chain cannot reach it")
+        after.error = after.error or NotDeliveredError("the host before it in the chain cannot reach it")
 
 
-def _until(deadline: float) -> float:
-    """Seconds left, and time to look whether the answer is here already."""
+def _time_left(deadline: float) -> float:
+    """Return the seconds left, at least enough to check whether the answer is here already."""
     return max(deadline - time.monotonic(), _LOOK)
 
 
-def _result(carrier: Carrier, patience: float) -> bytes:
-    answer = carrier.answer(patience)
+def _result(client: RelayClient, patience: float) -> bytes:
+    answer = client.receive_answer(patience)
     if "error" in answer:
-        raise NotHeldError(answer["error"])
-    return carrier.where(answer)
+        raise NotDeliveredError(answer["error"])
+    return client.location(answer)

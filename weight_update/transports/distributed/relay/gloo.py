@@ -1,4 +1,4 @@
-"""A process group of two, for the payloads of one link."""
+"""Process groups of two, which carry the payloads of one link."""
 
 from __future__ import annotations
 
@@ -17,40 +17,41 @@ from weight_update.transports.distributed.store import ProcessGroupGloo, Store, 
 from weight_update.transports.inherited_sockets import InheritedSockets
 from weight_update.transports.rendezvous import SignedRendezvous
 
-__all__ = ["FOREVER", "STALLED", "Pair", "Pending", "address_towards", "brief"]
+__all__ = ["FOREVER", "STALLED", "Pending", "PointToPointGroup", "address_towards", "brief"]
 
 STALLED = 60.0
-"""Seconds without the other end's answer after which it counts as gone."""
+"""Seconds without progress of the other end after which it counts as gone."""
 
 FOREVER = 86400.0 * 3650
-"""Seconds; the other end is waited for as long as it lives."""
+"""Seconds; long enough to wait for the other end as long as it lives."""
 
 _DATA, _WATCH = 0, 1  # tags
 
 
 class Pending:
-    """Something that was begun on a pair.
+    """One operation that was begun on a group.
 
-    It may be named by an exception that outlives the pair; the operation itself must not, see :func:`own`.
+    An exception that outlives the group may refer to it; the operation itself must not live so long, see
+    :func:`own`.
     """
 
     def __init__(self, work: dist.Work, then: Callable[[], object] | None = None) -> None:
         self.work: dist.Work | None = work
-        self.then = then  # what is left to be done after it
+        self.then = then  # completes it, for example by a copy
 
 
-class Pair:
-    """Two ends that send bytes to each other through torch.distributed.
+class PointToPointGroup:
+    """Two ends that send bytes to each other through gloo.
 
-    It is a group of its own: the default process group of the program is neither used nor needed. Making one
-    waits for the other end. What was begun on one end arrives in that order on the other.
+    It is a process group of its own: the program's default process group is neither used nor needed. The
+    constructor waits for the other end. Operations of one end reach the other in the order they were begun.
 
     Args:
-        store: where the two ends find each other.
-        name: a name that is used once.
-        token: what both ends know.
+        store: rendezvous of the two ends.
+        name: name of the group; used once.
+        token: secret of both ends.
         rank: 0 on one end, 1 on the other.
-        address: of the interface that this end listens on.
+        address: address of the interface that this end listens on.
         timeout: seconds to wait for the other end.
 
     Raises:
@@ -65,12 +66,12 @@ class Pair:
         self._beginning = threading.Lock()
         self._listeners: list[Callable[[], None]] = []
         limit = STALLED if timeout is None else timeout
-        self._group, self._sockets, problem = _meet(store, name, token, rank, address, limit)
+        self._group, self._sockets, problem = _make_process_group(store, name, token, rank, address, limit)
         if self._group is None:
             raise LinkClosedError(f"no connection for payloads ({problem})")
 
     def begin_send(self, payload: torch.Tensor) -> Pending:
-        """Send a contiguous CPU tensor, which stays as it is until :meth:`finish`.
+        """Begin to send a contiguous CPU tensor, which must not change until :meth:`finish`.
 
         Raises:
             LinkClosedError: the other end is gone.
@@ -78,15 +79,15 @@ class Pair:
         return self._begin("send", payload, _DATA)
 
     def begin_recv(self, into: torch.Tensor) -> Pending:
-        """Fill ``into`` with what the other end sends, which has as many bytes; raises as above."""
+        """Begin to receive exactly as many bytes as ``into`` has; raise as :meth:`begin_send`."""
         return self._begin("recv", into, _DATA)
 
     def finish(self, pending: Pending, timeout: float | None) -> None:
-        """Wait until it is done.
+        """Wait until an operation is complete.
 
         Raises:
             LinkClosedError: the other end is gone.
-            SyncTimeoutError: it took no part; the pair is of no more use.
+            SyncTimeoutError: the other end took no part; the group is not usable afterwards.
         """
         limit = STALLED if timeout is None else timeout
         work, pending.work = pending.work, None
@@ -107,29 +108,29 @@ class Pair:
             pending.then()
 
     def begin_push(self, piece: torch.Tensor) -> Pending:
-        """:meth:`begin_send` for a piece of a payload."""
+        """Begin to send a piece of a payload; raise as :meth:`begin_send`."""
         return self.begin_send(piece)
 
     def begin_pull(self, into: torch.Tensor) -> Pending:
-        """The counterpart of :meth:`begin_push`."""
+        """Begin to receive a piece of a payload, sent by :meth:`begin_push`."""
         return self.begin_recv(into)
 
     def send(self, payload: torch.Tensor, timeout: float | None) -> None:
-        """:meth:`begin_send` and :meth:`finish`."""
+        """Send a tensor; raise as :meth:`finish`."""
         self.finish(self.begin_send(payload), timeout)
 
     def recv(self, into: torch.Tensor, timeout: float | None) -> None:
-        """:meth:`begin_recv` and :meth:`finish`."""
+        """Receive a tensor; raise as :meth:`finish`."""
         self.finish(self.begin_recv(into), timeout)
 
     def close(self) -> None:
-        """Give up the connection; the other end hears of it at once."""
+        """Close the connection; the other end notices at once."""
         with contextlib.suppress(LinkClosedError):
             self._begin("send", torch.zeros(1, dtype=torch.uint8), _WATCH)
 
     @contextlib.contextmanager
     def listening(self, call: Callable[[], None]) -> Iterator[None]:
-        """Inside, ``call`` is called as soon as the other end is gone; at once if it is already."""
+        """Within the context, call ``call`` as soon as the other end is gone, even if it is gone already."""
         with self._beginning:
             lost = self._group is None
             self._listeners.append(call)
@@ -141,21 +142,21 @@ class Pair:
             self._listeners.remove(call)
 
     def on_loss(self, call: Callable[[], None]) -> None:
-        """Call ``call``, from a thread, as soon as the other end is gone or has given up."""
+        """Call ``call``, from a thread, as soon as the other end is gone or has closed the connection."""
         thread = threading.Thread(target=self.watch, args=(call,), name="weight_update-watch", daemon=True)
         leave_in_order(thread)
         thread.start()
 
     def watch(self, call: Callable[[], None]) -> None:
-        """What that thread does; every pair needs one who does, else it is never freed."""
+        """Wait until the other end is gone, then call ``call``; a group is freed only after such a watch."""
         with contextlib.suppress(LinkClosedError, SyncTimeoutError):
             self.finish(self._begin("recv", torch.empty(1, dtype=torch.uint8), _WATCH), FOREVER)
         call()
-        self.close()  # which ends the other end's watch, if that is what began it
+        self.close()  # ends the watch of the other end
         self.release()
 
     def release(self) -> None:
-        """Let go of all that has threads; nothing can be begun any more."""
+        """Drop everything that has threads; no further operation can begin."""
         with self._beginning:
             group, self._group = self._group, None
             for pending in self._pending:
@@ -172,7 +173,7 @@ class Pair:
         with self._beginning:
             try:
                 if self._group is not None:
-                    to = [what], self._other, tag  # and no name for the group: see Pending
+                    to = [what], self._other, tag  # no local name may hold the group: see Pending
                     pending = Pending(self._group.send(*to) if way == "send" else self._group.recv(*to))
                     self._pending.add(pending)
                     return pending
@@ -182,17 +183,17 @@ class Pair:
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this machine's interface from which ``host`` is reached."""
+    """Return the address of this machine's interface from which ``host`` is reached."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         sock.connect((host, port))
         return str(sock.getsockname()[0])
 
 
-def _meet(
+def _make_process_group(
     store: Store, name: str, token: str, rank: int, address: str, timeout: float
 ) -> tuple[Any, InheritedSockets, str]:
-    """Return the group of two, or None; its sockets; and why there is no group."""
+    """Make the process group of two; return it or None, its sockets, and why there is no group."""
     options = ProcessGroupGloo._Options()
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timedelta(seconds=timeout)
@@ -210,5 +211,5 @@ def _meet(
 
 
 def brief(error: object) -> str:
-    """The first line of what an error says."""
+    """Return the first line of an error's message."""
     return str(error).partition("\n")[0]

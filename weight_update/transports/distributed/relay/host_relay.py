@@ -1,4 +1,4 @@
-"""A worker's part in "once a host": it keeps copies of the sender's slots, which all of its host map."""
+"""Worker's part of the relay: copies of the sender's slots, which all workers of its host map."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from weight_update.errors import (
     TransportError,
 )
 from weight_update.transports.distributed.checksum import CHECKSUM
-from weight_update.transports.distributed.relay.gloo import FOREVER, Pair
-from weight_update.transports.distributed.relay.pairs import pair_of
+from weight_update.transports.distributed.relay.gloo import FOREVER, PointToPointGroup
+from weight_update.transports.distributed.relay.nccl import group_class
 from weight_update.transports.distributed.relay.protocol import (
-    Notes,
-    Onward,
+    ControlChannel,
+    Forwarder,
     discarded_pieces,
     pieces_of,
     recv_pieces,
@@ -28,17 +28,17 @@ from weight_update.transports.distributed.relay.protocol import (
 from weight_update.transports.distributed.store import Store, leave_in_order
 from weight_update.transports.shared_memory.slots import SharedBuffer
 
-__all__ = ["Keeper", "Mirrors"]
+__all__ = ["HostRelay", "SlotReplicas"]
 
 _log = logging.getLogger(__name__)
-_WORDS = 1000  # characters of an error that fit into a note
+_MAX_ERROR_CHARS = 1000  # characters of an error that fit into a message
 
 
-class Mirrors:
-    """Copies of the sender's slots, in shared memory.
+class SlotReplicas:
+    """Copies of the sender's slots in shared memory.
 
-    The sender writes into a slot again only when nobody reads it, so what arrives for a slot may go into
-    its mirror without asking.
+    The sender writes into a slot again only when no worker reads it, so an arriving payload may be written
+    into the slot's replica at once.
 
     Args:
         directory: see :class:`SharedBuffer`.
@@ -46,48 +46,49 @@ class Mirrors:
 
     def __init__(self, directory: str | None) -> None:
         self._directory = directory
-        self._mirrors: dict[str, SharedBuffer] = {}
+        self._replicas: dict[str, SharedBuffer] = {}
 
     def of(self, slot: str, nbytes: int) -> SharedBuffer:
-        """The mirror of a slot of ``nbytes`` bytes.
+        """Return the replica of a slot of ``nbytes`` bytes; make it if there is none.
 
         Raises:
-            NotEnoughMemoryError: it is new and does not fit.
+            NotEnoughMemoryError: there is no memory for a new replica.
         """
-        if slot not in self._mirrors:
-            self._mirrors[slot] = SharedBuffer(nbytes, self._directory)
-        return self._mirrors[slot]
+        if slot not in self._replicas:
+            self._replicas[slot] = SharedBuffer(nbytes, self._directory)
+        return self._replicas[slot]
 
     def forget(self, slots: list[str]) -> None:
-        """The sender has given these up; who still reads a mirror keeps its memory."""
+        """Close the replicas of slots that the sender released; their readers keep the memory."""
         for slot in slots:
-            if slot in self._mirrors:
-                self._mirrors.pop(slot).close()
+            if slot in self._replicas:
+                self._replicas.pop(slot).close()
 
     def close(self) -> None:
-        """Forget all."""
-        self.forget(list(self._mirrors))
+        """Close all replicas."""
+        self.forget(list(self._replicas))
 
 
-class Keeper:
-    """A thread that takes what the sender sends to this host, and passes it on to another if told so.
+class HostRelay:
+    """A thread that receives the payloads of its host and forwards them to another host where told to.
 
-    The worker's own thread may be busy with an update meanwhile: its siblings do not wait for it.
+    The worker's own thread may be busy with an update meanwhile; other workers of the host do not wait for
+    it.
 
-    Each order of the sender is a note, and is answered by one:
+    The sender sends commands, and gets one answer for each:
 
-    - ``link``: make a pair with the keeper of another host; we get payloads from it (``in``) or pass them on
-      through it (``out``). It takes the place of the one we had for that.
-    - ``take``: a payload for a slot comes, from the sender or from the host before us in a chain. The sender
-      tells its checksum when it knows it (``sum``, which has no answer of its own).
+    - ``link``: make a group with the host relay of another host. Payloads come from it (``in``) or are
+      forwarded to it (``out``). It replaces the group of that direction.
+    - ``take``: receive a payload for a slot, from the sender or from the host before this one in a chain. The
+      sender tells the checksum later, in a message without an answer (``sum``).
 
     Args:
-        store: where pairs find each other.
-        name: of the connection to the sender.
-        token: what all ends know.
-        address: of this machine's interface for payloads.
-        directory: where mirrors lie, see :class:`SharedBuffer`.
-        backend: what payloads go through.
+        store: rendezvous of the two ends of a group.
+        name: name of the connection to the sender.
+        token: secret of all ends.
+        address: address of this machine's interface for payloads.
+        directory: where replicas lie, see :class:`SharedBuffer`.
+        backend: backend that carries payloads.
         on_loss: called from a thread when the sender is gone.
     """
 
@@ -102,68 +103,68 @@ class Keeper:
         on_loss: Callable[[], None],
     ) -> None:
         self._store, self._name, self._token, self._address = store, name, token, address
-        self._mirrors = Mirrors(directory)
-        self._links: dict[str, Pair] = {}
-        self._on_loss, self._make_pair = on_loss, pair_of(backend)
-        self._pair: Pair | None = None
+        self._replicas = SlotReplicas(directory)
+        self._links: dict[str, PointToPointGroup] = {}
+        self._on_loss, self._make_group = on_loss, group_class(backend)
+        self._group: PointToPointGroup | None = None
         self._closing = threading.Lock()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="weight_update-mirror", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="weight_update-relay", daemon=True)
         leave_in_order(self._thread)
         self._thread.start()
 
     def close(self) -> None:
-        """End it; the sender hears of that."""
+        """Close the connection; the sender notices."""
         with self._closing:
             self._closed = True
-            if self._pair is not None:
-                self._pair.close()
+            if self._group is not None:
+                self._group.close()
 
     def _run(self) -> None:
         try:
-            pair = self._make_pair(self._store, f"{self._name}/pair", self._token, 1, self._address)
+            group = self._make_group(self._store, f"{self._name}/pair", self._token, 1, self._address)
         except LinkClosedError as error:
             if not self._closed:
                 _log.warning("%s: only small payloads can be received: %s", self._name, error)
             return
-        pair.on_loss(self._on_loss)
+        group.on_loss(self._on_loss)
         with self._closing:
-            self._pair = pair
+            self._group = group
             if self._closed:
-                pair.close()
+                group.close()
         try:
-            self._serve(Notes(pair, self._name, self._token, 1))
+            self._serve(ControlChannel(group, self._name, self._token, 1))
         except (TransportError, TimeoutError, FormatError) as error:
             if isinstance(error, FormatError):
                 _log.warning("%s: %s", self._name, error)
         finally:
-            pair.close()
+            group.close()
             for link in self._links.values():
                 link.close()
-            self._mirrors.close()
+            self._replicas.close()
 
-    def _serve(self, sender: Notes) -> None:
+    def _serve(self, sender: ControlChannel) -> None:
         while True:
-            order = sender.hear(FOREVER)
-            if order["do"] == "link":
-                sender.say(self._link(order), None)
-            elif order["do"] == "take":
-                onward = Onward(self._links.get("out") if order["onward"] else None)
-                answer = self._take(order, sender, onward)
-                sender.say(answer, None)
+            command = sender.receive(FOREVER)
+            if command["do"] == "link":
+                sender.send(self._link(command), None)
+            elif command["do"] == "take":
+                forwarder = Forwarder(self._links.get("out") if command["onward"] else None)
+                answer = self._take(command, sender, forwarder)
+                sender.send(answer, None)
                 whole = answer.get("fd", -1) >= 0
-                if order["onward"] and not (whole and onward.finish(order["patience"])):
-                    self._unlink("out")  # the next one notices
+                if command["onward"] and not (whole and forwarder.finish(command["patience"])):
+                    self._unlink("out")  # the next host notices
 
-    def _link(self, order: dict[str, Any]) -> dict[str, Any]:
-        way = order["way"]
+    def _link(self, command: dict[str, Any]) -> dict[str, Any]:
+        way = command["way"]
         self._unlink(way)
         try:
             rank = 0 if way == "out" else 1
-            name, patience = order["name"], order["patience"]
-            made = self._make_pair(self._store, name, self._token, rank, self._address, patience)
+            name, patience = command["name"], command["patience"]
+            made = self._make_group(self._store, name, self._token, rank, self._address, patience)
         except LinkClosedError as error:
-            return {"error": str(error)[:_WORDS]}
+            return {"error": str(error)[:_MAX_ERROR_CHARS]}
         made.on_loss(lambda: None)
         self._links[way] = made
         return {}
@@ -173,41 +174,45 @@ class Keeper:
         if link is not None:
             link.close()
 
-    def _take(self, order: dict[str, Any], sender: Notes, onward: Onward) -> dict[str, Any]:
-        self._mirrors.forget(order["gone"])
-        problem, mirror = "", None
+    def _take(self, command: dict[str, Any], sender: ControlChannel, forwarder: Forwarder) -> dict[str, Any]:
+        self._replicas.forget(command["gone"])
+        problem, replica = "", None
         try:
-            mirror = self._mirrors.of(order["slot"], order["size"])
-            into = pieces_of(mirror.tensor[: order["nbytes"]])
+            replica = self._replicas.of(command["slot"], command["size"])
+            into = pieces_of(replica.tensor[: command["nbytes"]])
         except NotEnoughMemoryError as error:
-            problem, into, onward = str(error), discarded_pieces(order["nbytes"]), Onward(None)
+            problem, into, forwarder = str(error), discarded_pieces(command["nbytes"]), Forwarder(None)
         try:
-            total = self._payload(order, sender.pair, into, onward)
+            total = self._payload(command, sender.group, into, forwarder)
         except (TransportError, TimeoutError) as error:
-            if not order["chained"]:
+            if not command["chained"]:
                 raise
             self._unlink("in")
-            return {"error": f"the host before it in the chain: {error}"[:_WORDS]}
-        expected = self._sum(order, sender)
-        if mirror is None:  # each worker of this host tells the sender so, and keeps the version it has
-            return {"fd": -1, "key": problem[:_WORDS]}
-        if order["checksum"] == CHECKSUM and total != expected:
+            return {"error": f"the host before it in the chain: {error}"[:_MAX_ERROR_CHARS]}
+        expected = self._sum(command, sender)
+        if replica is None:  # each worker of this host reports it and keeps its version
+            return {"fd": -1, "key": problem[:_MAX_ERROR_CHARS]}
+        if command["checksum"] == CHECKSUM and total != expected:
             return {"error": "the payload's checksum does not hold"}
-        return {"fd": mirror.fd, "key": mirror.key}
+        return {"fd": replica.fd, "key": replica.key}
 
     def _payload(
-        self, order: dict[str, Any], sender: Pair, into: Sequence[torch.Tensor], onward: Onward
+        self,
+        command: dict[str, Any],
+        sender: PointToPointGroup,
+        into: Sequence[torch.Tensor],
+        forwarder: Forwarder,
     ) -> str:
-        if not order["chained"]:
-            return recv_pieces(sender, into, None, onward)
+        if not command["chained"]:
+            return recv_pieces(sender, into, None, forwarder)
         if "in" not in self._links:
             raise LinkClosedError("it is not connected")
-        return recv_pieces(self._links["in"], into, order["patience"], onward)
+        return recv_pieces(self._links["in"], into, command["patience"], forwarder)
 
     @staticmethod
-    def _sum(order: dict[str, Any], sender: Notes) -> Any:
-        """What the sender says the checksum is; None if it could not send all."""
+    def _sum(command: dict[str, Any], sender: ControlChannel) -> Any:
+        """Return the checksum that the sender tells, or None if it could not send the whole payload."""
         while True:
-            note = sender.hear(None)
-            if note["do"] == "sum" and note["number"] == order["number"]:
-                return note["sum"]
+            message = sender.receive(None)
+            if message["do"] == "sum" and message["number"] == command["number"]:
+                return message["sum"]

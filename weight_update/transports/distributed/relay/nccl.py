@@ -1,4 +1,4 @@
-"""A pair whose payloads travel through NCCL."""
+"""Point-to-point groups whose payloads travel through NCCL, and the choice of a backend."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from weight_update.errors import LinkClosedError
-from weight_update.transports.distributed.relay.gloo import Pair, Pending, brief
+from weight_update.transports.distributed.relay.gloo import Pending, PointToPointGroup, brief
 from weight_update.transports.distributed.store import PrefixStore, Store, disown, own, process_group_nccl
 
-__all__ = ["NcclPair", "require_nccl"]
+__all__ = ["NcclGroup", "group_class", "require_backend", "require_nccl"]
 
 _ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _environment = threading.Lock()
@@ -31,11 +31,12 @@ def require_nccl() -> None:
         raise ValueError("backend 'nccl' needs CUDA and a PyTorch with NCCL; use backend='gloo' here")
 
 
-class NcclPair(Pair):
-    """Each piece goes over the CUDA device that is current at either end, two different ones.
+class NcclGroup(PointToPointGroup):
+    """A group that sends each piece over the CUDA devices current at its two ends, which must differ.
 
-    That costs a copy to the device and one from it beside the transfer; it pays where the network between
-    GPUs is much faster than what gloo makes of TCP. Notes, and noticing the end, stay with gloo.
+    Each piece costs a copy to the device and a copy from it beside the transfer. That pays where the network
+    between GPUs is much faster than gloo over TCP. Control messages and the detection of a lost end stay with
+    gloo.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class NcclPair(Pair):
         super().__init__(store, name, token, rank, address, timeout)
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._nccl: Any = None
-        with _errors_are_ours():
+        with _errors_reach_the_caller():
             self._nccl = own(process_group_nccl()(PrefixStore(f"{name}/nccl", store.c10d()), rank, 2))
 
     def begin_push(self, piece: torch.Tensor) -> Pending:
@@ -81,8 +82,8 @@ class NcclPair(Pair):
 
 
 @contextlib.contextmanager
-def _errors_are_ours() -> Iterator[None]:
-    """Groups made inside leave a failure to whoever waits, instead of ending the process."""
+def _errors_reach_the_caller() -> Iterator[None]:
+    """Let groups made inside report a failure to the waiting caller instead of ending the process."""
     with _environment:
         before = os.environ.get(_ERRORS)
         os.environ[_ERRORS] = "0"
@@ -92,3 +93,29 @@ def _errors_are_ours() -> Iterator[None]:
             del os.environ[_ERRORS]
             if before is not None:
                 os.environ[_ERRORS] = before
+
+
+_GROUPS: dict[str, type[PointToPointGroup]] = {"gloo": PointToPointGroup, "nccl": NcclGroup}
+
+
+def group_class(backend: str) -> type[PointToPointGroup]:
+    """Return the class of groups for a backend.
+
+    Raises:
+        ValueError: the backend is unknown.
+    """
+    if backend not in _GROUPS:
+        known = ", ".join(map(repr, _GROUPS))
+        hint = "" if isinstance(backend, str) else "; a strategy is given as strategy="
+        raise ValueError(f"unknown backend {backend!r:.60} (known: {known}{hint})")
+    return _GROUPS[backend]
+
+
+def require_backend(backend: str) -> None:
+    """Check that this process can use a backend.
+
+    Raises:
+        ValueError: the backend is unknown, or cannot be used here; the message names the known ones.
+    """
+    if group_class(backend) is NcclGroup:
+        require_nccl()

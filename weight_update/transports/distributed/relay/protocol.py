@@ -1,4 +1,4 @@
-"""What goes over a pair: signed notes, and payloads in pieces."""
+"""Protocol of the relay over a point-to-point group: signed control messages, and payloads in pieces."""
 
 from __future__ import annotations
 
@@ -15,173 +15,186 @@ import torch
 
 from weight_update.errors import FormatError, LinkClosedError, TransportError
 from weight_update.transports.distributed.checksum import BLOCK, Checksum
-from weight_update.transports.distributed.relay.gloo import Pair, Pending
+from weight_update.transports.distributed.relay.gloo import Pending, PointToPointGroup
 from weight_update.transports.distributed.store import leave_in_order
 from weight_update.wire.memory import byte_view
 
-__all__ = ["NOTE_BYTES", "Notes", "Onward", "discarded_pieces", "pieces_of", "recv_pieces", "send_pieces"]
+__all__ = [
+    "MESSAGE_BYTES",
+    "ControlChannel",
+    "Forwarder",
+    "discarded_pieces",
+    "pieces_of",
+    "recv_pieces",
+    "send_pieces",
+]
 
-NOTE_BYTES = 4096
+MESSAGE_BYTES = 4096
 _SIGNATURE = 32
-_UNHEARD = 4  # notes
-_WINDOW = 4  # pieces under way: the next ones travel while one is summed up
+_MAX_UNREAD = 4  # messages
+_WINDOW = 4  # pieces under way: some travel while one is summed up
 
 
-class Notes:
-    """Small messages over a pair, both ways. They are JSON, signed with the token, and of one size.
+class ControlChannel:
+    """Small signed JSON messages of fixed size, in both directions of a group.
 
     Args:
-        pair: what they go over.
-        name: of the pair.
-        token: what both ends know.
+        group: point-to-point group that carries them.
+        name: name of the group.
+        token: secret of both ends.
         rank: 0 on one end, 1 on the other.
     """
 
-    def __init__(self, pair: Pair, name: str, token: str, rank: int) -> None:
-        self.pair = pair
+    def __init__(self, group: PointToPointGroup, name: str, token: str, rank: int) -> None:
+        self.group = group
         self._name, self._key, self._rank = name, token.encode(), rank
-        self._said = self._heard = 0
+        self._sent = self._received = 0
         self._under_way: deque[Pending] = deque()
 
-    def say(self, note: dict[str, Any], timeout: float | None) -> None:
-        """Begin to send one; waits, and raises as :meth:`Pair.finish`, if earlier ones were not heard yet.
+    def send(self, message: dict[str, Any], timeout: float | None) -> None:
+        """Begin to send a message; wait, as :meth:`PointToPointGroup.finish`, while too many are unread.
 
-        Not waiting lets both ends say something at the same time.
+        A message does not wait for its reader, so both ends may send at the same time.
         """
-        text = json.dumps(note).encode()
-        if len(text) > NOTE_BYTES - _SIGNATURE:
-            raise ValueError(f"a note of {len(text)} bytes")
-        body = text.ljust(NOTE_BYTES - _SIGNATURE)
-        signed = self._sign(self._rank, self._said, body) + body
-        self._said += 1
-        if len(self._under_way) >= _UNHEARD:
-            self.pair.finish(self._under_way.popleft(), timeout)
-        self._under_way.append(self.pair.begin_send(torch.frombuffer(bytearray(signed), dtype=torch.uint8)))
+        text = json.dumps(message).encode()
+        if len(text) > MESSAGE_BYTES - _SIGNATURE:
+            raise ValueError(f"a control message of {len(text)} bytes")
+        body = text.ljust(MESSAGE_BYTES - _SIGNATURE)
+        signed = self._sign(self._rank, self._sent, body) + body
+        self._sent += 1
+        if len(self._under_way) >= _MAX_UNREAD:
+            self.group.finish(self._under_way.popleft(), timeout)
+        self._under_way.append(self.group.begin_send(torch.frombuffer(bytearray(signed), dtype=torch.uint8)))
 
-    def hear(self, timeout: float | None) -> dict[str, Any]:
-        """The next one; raises as :meth:`Pair.finish`.
+    def receive(self, timeout: float | None) -> dict[str, Any]:
+        """Return the next message; raise as :meth:`PointToPointGroup.finish`.
 
         Raises:
-            FormatError: it was not written by a holder of our token, or not for this place.
+            FormatError: the message was not signed with this end's token, or was sent at another position.
         """
-        raw = torch.empty(NOTE_BYTES, dtype=torch.uint8)
-        self.pair.recv(raw, timeout)
+        raw = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
+        self.group.recv(raw, timeout)
         signed = bytes(byte_view(raw))
         signature, body = signed[:_SIGNATURE], signed[_SIGNATURE:]
-        if not hmac.compare_digest(signature, self._sign(1 - self._rank, self._heard, body)):
-            raise FormatError("a note beside the payloads was not signed with our token")
-        self._heard += 1
-        note = json.loads(body)
-        if not isinstance(note, dict):
-            raise FormatError("a note is a JSON object")
-        return note
+        if not hmac.compare_digest(signature, self._sign(1 - self._rank, self._received, body)):
+            raise FormatError("a control message was not signed with the token of this end")
+        self._received += 1
+        message = json.loads(body)
+        if not isinstance(message, dict):
+            raise FormatError("a control message must be a JSON object")
+        return message
 
     def _sign(self, rank: int, number: int, body: bytes) -> bytes:
         place = b"%s %d %d " % (self._name.encode(), rank, number)
         return hmac.new(self._key, place + body, hashlib.sha256).digest()
 
 
-class Onward:
-    """Passes on, to another pair, the pieces that arrive; a failure there is not one here.
+class Forwarder:
+    """Forwards received pieces to another group; a failure there does not affect the receiver.
 
     Args:
-        pair: None passes on nothing.
+        group: group that pieces are forwarded to; None forwards nothing.
     """
 
-    def __init__(self, pair: Pair | None) -> None:
-        self._pair = pair
+    def __init__(self, group: PointToPointGroup | None) -> None:
+        self._group = group
         self._under_way: deque[Pending] = deque()
 
     def send(self, piece: torch.Tensor) -> None:
-        """Begin to pass on a piece, which then stays as it is until :meth:`finish`."""
-        if self._pair is not None:
+        """Begin to forward a piece, which must not change until :meth:`finish`."""
+        if self._group is not None:
             try:
-                self._under_way.append(self._pair.begin_push(piece))
+                self._under_way.append(self._group.begin_push(piece))
             except TransportError:
-                self._pair = None
+                self._group = None
 
     def finish(self, patience: float) -> bool:
-        """Wait for the rest, ``patience`` seconds for each piece; whether all went."""
-        while self._pair is not None and self._under_way:
+        """Wait for the remaining pieces, ``patience`` seconds each; return whether all were sent."""
+        while self._group is not None and self._under_way:
             try:
-                self._pair.finish(self._under_way.popleft(), patience)
+                self._group.finish(self._under_way.popleft(), patience)
             except (TransportError, TimeoutError):
-                self._pair = None
-        return self._pair is not None
+                self._group = None
+        return self._group is not None
 
 
-def send_pieces(pair: Pair, payload: torch.Tensor, patience: float | None) -> str:
-    """Send a payload, which may wait ``patience`` seconds for each piece; gives its checksum.
+def send_pieces(group: PointToPointGroup, payload: torch.Tensor, patience: float | None) -> str:
+    """Send a payload in pieces; return its checksum. Raise as :meth:`PointToPointGroup.finish`.
 
-    Raises as :meth:`Pair.finish`.
+    Args:
+        group: where to send it.
+        payload: 1-D uint8 tensor.
+        patience: seconds that each piece may take; None waits for the default of the group.
     """
     total = Checksum()
     under_way: deque[Pending] = deque()
     for piece in pieces_of(payload):
-        under_way.append(pair.begin_push(piece))
+        under_way.append(group.begin_push(piece))
         total.add(piece)  # while it travels
         if len(under_way) >= _WINDOW:
-            pair.finish(under_way.popleft(), patience)
+            group.finish(under_way.popleft(), patience)
     for work in under_way:
-        pair.finish(work, patience)
+        group.finish(work, patience)
     return total.hex()
 
 
-def recv_pieces(pair: Pair, pieces: Sequence[torch.Tensor], patience: float | None, onward: Onward) -> str:
-    """Receive what :func:`send_pieces` sends; pass each piece on as soon as it is here.
+def recv_pieces(
+    group: PointToPointGroup, pieces: Sequence[torch.Tensor], patience: float | None, forwarder: Forwarder
+) -> str:
+    """Receive a payload sent by :func:`send_pieces`, and forward each piece as soon as it has arrived.
 
     Returns:
         the checksum of the payload.
     """
     total = Checksum()
-    arrivals = _Arrivals(pair, patience)
-    with pair.listening(arrivals.end):
+    receiver = _PieceReceiver(group, patience)
+    with group.listening(receiver.end):
         for piece in pieces[:_WINDOW]:
-            arrivals.begin(piece)
+            receiver.begin(piece)
         for number, piece in enumerate(pieces):
-            arrivals.wait()
+            receiver.wait()
             if number + _WINDOW < len(pieces):
-                arrivals.begin(pieces[number + _WINDOW])
-            onward.send(piece)
+                receiver.begin(pieces[number + _WINDOW])
+            forwarder.send(piece)
             total.add(piece)
-    arrivals.end()
+    receiver.end()
     return total.hex()
 
 
-class _Arrivals:
-    """Pieces to come, waited for in a thread.
+class _PieceReceiver:
+    """Receives pieces and waits for them in a thread of its own.
 
-    Gloo does not tell a receive that is half done of the other end's death. The pair's watch learns of
-    it, and ends the wait here; that of the thread lasts as long as ``patience``.
+    Gloo does not report the other end's death to a receive that is half done. The watch of the group notices
+    the death and ends :meth:`wait`; the thread's own wait lasts up to ``patience``.
     """
 
-    def __init__(self, pair: Pair, patience: float | None) -> None:
-        self._pair, self._patience = pair, patience
-        self._begun: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
+    def __init__(self, group: PointToPointGroup, patience: float | None) -> None:
+        self._group, self._patience = group, patience
+        self._started: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-        thread = threading.Thread(target=self._run, name="weight_update-arrivals", daemon=True)
+        thread = threading.Thread(target=self._run, name="weight_update-pieces", daemon=True)
         leave_in_order(thread)
         thread.start()
 
     def begin(self, piece: torch.Tensor) -> None:
-        """Receive into ``piece`` after those before."""
-        self._begun.put(self._pair.begin_pull(piece))
+        """Begin to receive into ``piece``, after the earlier pieces."""
+        self._started.put(self._group.begin_pull(piece))
 
     def wait(self) -> None:
-        """Wait for the next piece; raises as :meth:`Pair.finish`."""
+        """Wait for the next piece; raise as :meth:`PointToPointGroup.finish`."""
         outcome = self._outcomes.get()
         if outcome is not None:
             raise outcome
 
     def end(self) -> None:
-        """No more pieces come."""
+        """Stop: no more pieces come."""
         self._outcomes.put(LinkClosedError("the other end is gone"))
-        self._begun.put(None)
+        self._started.put(None)
 
     def _run(self) -> None:
-        while (pending := self._begun.get()) is not None:
+        while (pending := self._started.get()) is not None:
             try:
-                self._pair.finish(pending, self._patience)
+                self._group.finish(pending, self._patience)
             except (TransportError, TimeoutError) as error:
                 self._outcomes.put(error.with_traceback(None))
                 return
@@ -189,11 +202,11 @@ class _Arrivals:
 
 
 def pieces_of(payload: torch.Tensor) -> list[torch.Tensor]:
-    """Return the pieces that a payload travels in."""
+    """Return the pieces in which a payload travels."""
     return [payload[start : start + BLOCK] for start in range(0, payload.numel(), BLOCK)]
 
 
 def discarded_pieces(nbytes: int) -> list[torch.Tensor]:
-    """Return pieces to receive a payload into that nobody reads: all of them are the same memory."""
+    """Return pieces for a payload that is received and dropped; all of them share one scratch memory."""
     scratch = torch.empty(min(nbytes, BLOCK), dtype=torch.uint8)
     return [scratch[: nbytes - start] for start in range(0, nbytes, BLOCK)]

@@ -1,4 +1,4 @@
-"""How payloads get to other hosts: once to each, and down a chain where several are to have one."""
+"""Router of payloads to other hosts: once to each host, along a chain where several hosts need one."""
 
 from __future__ import annotations
 
@@ -11,183 +11,189 @@ from typing import Protocol
 import torch
 
 from weight_update.errors import LinkClosedError, SyncTimeoutError
-from weight_update.transports.distributed.relay.client import Carrier, NotHeldError, ship
+from weight_update.transports.distributed.relay.client import NotDeliveredError, RelayClient, send_along_chain
 from weight_update.transports.distributed.relay.gloo import STALLED
 from weight_update.transports.distributed.store import Store
 from weight_update.transports.shared_memory.slots import slot_of
 
-__all__ = ["Remote", "Route"]
+__all__ = ["RelayedConnection", "Router"]
 
-_Content = tuple[str, int]  # a slot, and which of the contents that it had one after the other
+_SlotUse = tuple[str, int]  # key of a slot, and how often it was lent to be written
 _LEAST_PATIENCE = 1.0
-_SHARE = 4  # of the timeout: so often can one who does not answer be given up for another
+_SHARE = 4  # a worker that does not answer is given up after this share of the timeout
 
 
-class Remote(Protocol):
+class RelayedConnection(Protocol):
     """A connection to a worker on another host.
 
     Attributes:
-        host: its name.
-        carrier: leads to the keeper of the worker.
-        lost: why it is of no more use, if so.
+        host: name of the host.
+        relay_client: connection to the host relay of the worker.
+        lost: error that ended the connection; None while it works.
     """
 
     host: str
-    carrier: Carrier
+    relay_client: RelayClient
     lost: Exception | None
 
     def lose(self, error: Exception) -> None:
-        """It is of no more use."""
+        """End the connection with ``error``."""
 
 
-class Route:
-    """The connections of one sender to workers on other hosts, and what those hosts hold.
+class Router:
+    """The connections of one sender to workers on other hosts, and the payloads that each host has.
 
-    A payload is sent to one worker of a host, its carrier; all others there map what that one keeps. The same
-    worker is taken as long as it is there and not busy with another payload.
+    A payload is sent to one worker of a host, whose host relay keeps it; the other workers there map that
+    copy. The same worker is chosen as long as it is connected and not busy with another payload.
     """
 
     def __init__(self) -> None:
-        self._moved = threading.Condition()
-        self._remotes: list[Remote] = []
-        self._busy: set[int] = set()  # ids of remotes that carry something
-        self._under_way: set[tuple[str, _Content]] = set()  # what comes to which host
-        self._held: dict[tuple[str, str], tuple[int, Remote, bytes]] = {}  # by host and slot
-        self._expected: dict[_Content, list[str]] = {}  # the hosts that are to have it
-        self._leaving: list[Carrier] = []
-        self._gone = 0
+        self._changed = threading.Condition()
+        self._remotes: list[RelayedConnection] = []
+        self._busy: set[int] = set()  # ids of connections that send a payload
+        self._under_way: set[tuple[str, _SlotUse]] = set()  # payloads on their way, by host
+        self._delivered: dict[tuple[str, str], tuple[int, RelayedConnection, bytes]] = {}  # by host and slot
+        self._expected: dict[_SlotUse, list[str]] = {}  # hosts that need it
+        self._removed: list[RelayClient] = []
+        self._sent_by_removed = 0
 
     @classmethod
-    def of(cls, store: Store) -> Route:
-        """The one route of all links that meet at ``store``."""
-        with _making:
-            if store not in _routes:
-                _routes[store] = cls()
-            return _routes[store]
+    def of(cls, store: Store) -> Router:
+        """Return the router of all links that use ``store``."""
+        with _registry_lock:
+            if store not in _routers:
+                _routers[store] = cls()
+            return _routers[store]
 
     @property
     def sent(self) -> int:
-        """Bytes of payloads that left this process for other hosts."""
-        with self._moved:
-            return self._gone + sum(remote.carrier.sent for remote in self._remotes)
+        """Bytes of payloads that this process sent to other hosts."""
+        with self._changed:
+            return self._sent_by_removed + sum(remote.relay_client.sent for remote in self._remotes)
 
-    def add(self, remote: Remote) -> None:
-        """A worker joined."""
-        with self._moved:
+    def add(self, remote: RelayedConnection) -> None:
+        """Add a worker that joined."""
+        with self._changed:
             self._remotes.append(remote)
 
-    def remove(self, remote: Remote) -> None:
-        """It has gone, and with it what it kept."""
-        with self._moved:
+    def remove(self, remote: RelayedConnection) -> None:
+        """Remove a worker that left, and the payloads that its host relay kept."""
+        with self._changed:
             if remote in self._remotes:
                 self._remotes.remove(remote)
-                self._gone += remote.carrier.sent
-                self._leaving = [*filter(Carrier.is_open, self._leaving), remote.carrier]
-            for key in [key for key, held in self._held.items() if held[1] is remote]:
-                del self._held[key]
-            self._moved.notify_all()
+                self._sent_by_removed += remote.relay_client.sent
+                self._removed = [*filter(RelayClient.is_open, self._removed), remote.relay_client]
+            for key in [key for key, delivered in self._delivered.items() if delivered[1] is remote]:
+                del self._delivered[key]
+            self._changed.notify_all()
 
     def wait_until_gone(self, seconds: float) -> None:
-        """Wait until the connections of those that were removed are taken down."""
+        """Wait until the connections of removed workers are taken down."""
         deadline = time.monotonic() + seconds
-        with self._moved:
-            leaving, self._leaving = self._leaving, []
-        for carrier in leaving:
-            carrier.wait_until_gone(max(deadline - time.monotonic(), 0.0))
+        with self._changed:
+            leaving, self._removed = self._removed, []
+        for client in leaving:
+            client.wait_until_gone(max(deadline - time.monotonic(), 0.0))
 
-    def expect(self, payload: torch.Tensor, remotes: Iterable[Remote]) -> None:
-        """Workers on several hosts are about to be sent ``payload``."""
+    def expect(self, payload: torch.Tensor, remotes: Iterable[RelayedConnection]) -> None:
+        """Announce that ``payload`` is about to be sent to workers on several hosts."""
         hosts = list(dict.fromkeys(remote.host for remote in remotes))
-        with self._moved:
-            older = [content for content in self._expected if content[0] == _content(payload)[0]]
-            for content in older:
-                del self._expected[content]
-            self._expected[_content(payload)] = hosts
+        with self._changed:
+            older = [slot_use for slot_use in self._expected if slot_use[0] == _slot_use_of(payload)[0]]
+            for slot_use in older:
+                del self._expected[slot_use]
+            self._expected[_slot_use_of(payload)] = hosts
 
-    def deliver(self, payload: torch.Tensor, remote: Remote, timeout: float | None) -> bytes:
-        """Where ``remote`` finds ``payload`` on its host; sends it there if nobody else does.
+    def deliver(self, payload: torch.Tensor, remote: RelayedConnection, timeout: float | None) -> bytes:
+        """Return where ``remote`` finds ``payload`` on its host; send it there if no other thread does.
 
         Raises:
             LinkClosedError: the worker is gone.
             SyncTimeoutError: it took longer than ``timeout`` seconds, or the worker does not answer.
         """
-        content = _content(payload)
+        slot_use = _slot_use_of(payload)
         deadline = time.monotonic() + (STALLED if timeout is None else timeout)
         while True:
-            with self._moved:
-                remotes = self._await_turn(content, remote, deadline)
+            with self._changed:
+                remotes = self._await_turn(slot_use, remote, deadline)
                 if isinstance(remotes, bytes):
                     return remotes
-            self._carry(payload, remotes, self._patience(remotes, timeout))
+            self._send(payload, remotes, self._patience(remotes, timeout))
 
-    def _await_turn(self, content: _Content, remote: Remote, deadline: float) -> bytes | list[Remote]:
-        """Where the payload is, as soon as it is there; or those through whom this thread is to send it."""
+    def _await_turn(
+        self, slot_use: _SlotUse, remote: RelayedConnection, deadline: float
+    ) -> bytes | list[RelayedConnection]:
+        """Return where the payload is as soon as its host has it, or the connections to send it through."""
         while True:
             if remote.lost is not None:
                 raise remote.lost
-            slot, use = content
-            held = self._held.get((remote.host, slot))
-            if held is not None and held[0] == use:
-                return held[2]
-            if (remote.host, content) not in self._under_way and (first := self._idle(remote.host)):
-                return self._reserve(content, first)
+            slot, use = slot_use
+            delivered = self._delivered.get((remote.host, slot))
+            if delivered is not None and delivered[0] == use:
+                return delivered[2]
+            if (remote.host, slot_use) not in self._under_way and (first := self._idle(remote.host)):
+                return self._reserve(slot_use, first)
             left = deadline - time.monotonic()
-            if left <= 0 or not self._moved.wait(left):
+            if left <= 0 or not self._changed.wait(left):
                 raise SyncTimeoutError("the other workers of its host are busy with other payloads")
 
-    def _reserve(self, content: _Content, first: Remote) -> list[Remote]:
-        """``first``, and one for each other host that is to have ``content``; they are busy from now on."""
+    def _reserve(self, slot_use: _SlotUse, first: RelayedConnection) -> list[RelayedConnection]:
+        """Reserve ``first`` and one idle worker of each other host that needs ``slot_use``."""
         chosen = [first]
-        for host in self._expected.pop(content, []):
-            held = self._held.get((host, content[0]))
-            if host == first.host or (host, content) in self._under_way or (held and held[0] == content[1]):
+        for host in self._expected.pop(slot_use, []):
+            delivered = self._delivered.get((host, slot_use[0]))
+            if (
+                host == first.host
+                or (host, slot_use) in self._under_way
+                or (delivered and delivered[0] == slot_use[1])
+            ):
                 continue
             other = self._idle(host)
             if other is not None:
                 chosen.append(other)
         order = {id(remote): place for place, remote in enumerate(self._remotes)}
-        chosen.sort(key=lambda one: order[id(one)])  # always the same neighbours
+        chosen.sort(key=lambda one: order[id(one)])  # always the same neighbours in the chain
         for one in chosen:
             self._busy.add(id(one))
-            self._under_way.add((one.host, content))
-            self._held.pop((one.host, content[0]), None)
+            self._under_way.add((one.host, slot_use))
+            self._delivered.pop((one.host, slot_use[0]), None)
         return chosen
 
-    def _idle(self, host: str) -> Remote | None:
+    def _idle(self, host: str) -> RelayedConnection | None:
         able = [one for one in self._remotes if one.host == host and one.lost is None]
         return next((one for one in able if id(one) not in self._busy), None)
 
-    def _patience(self, chosen: list[Remote], timeout: float | None) -> float:
-        """How long to wait for one that makes no progress: all the time, if there is nobody else."""
+    def _patience(self, chosen: list[RelayedConnection], timeout: float | None) -> float:
+        """Return how long to wait without progress: all of ``timeout`` if no other worker can take over."""
         limit = STALLED if timeout is None else timeout
-        with self._moved:
+        with self._changed:
             alone = sum(one.host == chosen[0].host for one in self._remotes) == 1
         return limit if alone and len(chosen) == 1 else max(limit / _SHARE, _LEAST_PATIENCE)
 
-    def _carry(self, payload: torch.Tensor, chosen: list[Remote], patience: float) -> None:
-        content = _content(payload)
-        results: list[bytes | Exception] = [NotHeldError("it was not sent")] * len(chosen)
+    def _send(self, payload: torch.Tensor, chosen: list[RelayedConnection], patience: float) -> None:
+        slot_use = _slot_use_of(payload)
+        results: list[bytes | Exception] = [NotDeliveredError("it was not sent")] * len(chosen)
         try:
-            results = ship([one.carrier for one in chosen], payload, patience)
+            results = send_along_chain([one.relay_client for one in chosen], payload, patience)
         finally:
-            with self._moved:
+            with self._changed:
                 for one, result in zip(chosen, results, strict=True):
                     self._busy.discard(id(one))
-                    self._under_way.discard((one.host, content))
+                    self._under_way.discard((one.host, slot_use))
                     if isinstance(result, bytes) and one in self._remotes:
-                        self._held[one.host, content[0]] = (content[1], one, result)
-                self._moved.notify_all()
+                        self._delivered[one.host, slot_use[0]] = (slot_use[1], one, result)
+                self._changed.notify_all()
         for place, (one, result) in enumerate(zip(chosen, results, strict=True)):
-            if isinstance(result, NotHeldError) and place == 0:  # nobody stood between us
+            if isinstance(result, NotDeliveredError) and place == 0:  # no other host was involved
                 one.lose(LinkClosedError(str(result)))
-            elif isinstance(result, Exception) and not isinstance(result, NotHeldError):
+            elif isinstance(result, Exception) and not isinstance(result, NotDeliveredError):
                 one.lose(result)
 
 
-_routes: weakref.WeakKeyDictionary[Store, Route] = weakref.WeakKeyDictionary()
-_making = threading.Lock()
+_routers: weakref.WeakKeyDictionary[Store, Router] = weakref.WeakKeyDictionary()
+_registry_lock = threading.Lock()
 
 
-def _content(payload: torch.Tensor) -> _Content:
+def _slot_use_of(payload: torch.Tensor) -> _SlotUse:
     slot = slot_of(payload)
     return slot.key, slot.use
