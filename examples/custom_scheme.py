@@ -24,6 +24,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from weight_update import (
+    Capabilities,
     LinkClosedError,
     TransportBackend,
     TransportError,
@@ -58,7 +59,7 @@ class FileTransport(TransportBackend):
         end: which end this is.
     """
 
-    rejoins = True
+    capabilities = Capabilities(allows_rejoin=True)
 
     def __init__(self, directory: Path, end: End) -> None:
         directory.mkdir(parents=True, exist_ok=True)

@@ -66,6 +66,7 @@ from weight_update.synchronizer import (
 )
 from weight_update.transports import (
     Buffer,
+    Capabilities,
     DistributedTransport,
     MemoryTransport,
     MPTransport,
@@ -84,6 +85,7 @@ __all__ = [
     "BlockingTrainer",
     "BucketEncoding",
     "Buffer",
+    "Capabilities",
     "Compression",
     "ConversionError",
     "CorruptCheckpointError",

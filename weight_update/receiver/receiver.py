@@ -331,14 +331,14 @@ class Receiver:
             self.error = without_frames(error)
             self._news.notify_all()
         with self._busy, contextlib.ExitStack() as rest:
-            if self.link.lends:
+            if self.link.capabilities.payloads_die_with_sender:
                 rest.callback(self.link.close)  # the sender waits for that
                 rest.callback(self._move_out)
             self._to.forget()
 
     def _move_out(self) -> None:
         """Take the weights out of memory that ends with the sender, and refer to none of it any more."""
-        if not self.link.lends:
+        if not self.link.capabilities.payloads_die_with_sender:
             return
         self._to.drop_views()
         self._to.forget()

@@ -59,7 +59,8 @@ class Delivery:
         Returns:
             what was sent, or is being sent.
         """
-        slow = [(peer, self._load_or_lose(peer)) for peer in peers if not peer.link.quick]
+        blocking = [peer for peer in peers if not peer.link.capabilities.send_never_blocks]
+        slow = [(peer, self._load_or_lose(peer)) for peer in blocking]
         loads = [(peer, shipment) for peer, shipment in slow if shipment is not None]
         _announce(loads)
         for peer, shipment in loads:
@@ -71,7 +72,7 @@ class Delivery:
                 with self._moved:
                     peer.writing = False
                 self.lose(peer, LinkClosedError("the sender was shut down"))
-        sent = [self.bring_up(peer) for peer in peers if peer.link.quick]
+        sent = [self.bring_up(peer) for peer in peers if peer.link.capabilities.send_never_blocks]
         return [one for one in (*sent, *(shipment for _, shipment in loads)) if one is not None]
 
     def send(self, peer: Peer, chunks: Iterable[WeightChunk]) -> bool:

@@ -154,7 +154,8 @@ class Peer:
     @property
     def may_read(self) -> bool:
         """Whether it may still read memory of ours, connected or not."""
-        return self.link.shares_memory and (not self.link.near or may_run(self.pid))
+        link = self.link.capabilities
+        return link.shares_memory and (not link.pid_is_visible or may_run(self.pid))
 
     def let_go(self) -> None:
         """Stop counting on its answer. If it may still read our memory, never write there again."""

@@ -71,7 +71,7 @@ class Pipeline:
         self._borrow, self._write, self._moved = borrow, write, moved
         self._lent: Slot | None = None
         self._under_way: list[_Chunk] = []
-        slow = [peer for peer in peers if not peer.link.quick]
+        slow = [peer for peer in peers if not peer.link.capabilities.send_never_blocks]
         self._feeders = {peer.idx: _Feeder(peer, write, moved) for peer in slow}
         content = Content(step.version)
         for peer in peers:

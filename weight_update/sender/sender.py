@@ -96,7 +96,7 @@ class Sender:
         self._publishing = threading.Lock()
         self._joining: Mapping[int, NamedWeights] = {}  # weights for whom joins while connect() waits
         first = next(iter(links.values()))
-        self._shared = first.shares_memory
+        self._shared = first.capabilities.shares_memory
         self._pool = BufferPool(first)
         try:
             for schema in {schema.digest: schema for schema in schemas.values()}.values():
@@ -580,7 +580,7 @@ class Sender:
                     continue
             except (TransportError, FormatError, TimeoutError, NotEnoughMemoryError) as error:
                 self._delivery.lose(peer, error)
-                ended = not peer.link.rejoins
+                ended = not peer.link.capabilities.allows_rejoin
             except Exception as error:  # noqa: BLE001 - whatever it is, whoever waits must hear of it
                 _log.exception("the link to worker %d ended", peer.idx)
                 self._delivery.lose(peer, error)
@@ -698,7 +698,8 @@ class Sender:
 
     def _recall(self) -> None:
         """Let workers take their weights out of memory that ends with this process."""
-        borrowers = [peer for peer in self.roll if peer.joined and peer.link.lends]
+        joined = [peer for peer in self.roll if peer.joined]
+        borrowers = [peer for peer in joined if peer.link.capabilities.payloads_die_with_sender]
         self._delivery.tell(borrowers, WeightChunk(Kind.GOODBYE, {}))
         with self.roll.moved:
             self.roll.moved.wait_for(lambda: not any(peer.joined for peer in borrowers), _PARTING_SECONDS)

@@ -95,7 +95,7 @@ class Streams:
         for stage, seconds in pipeline.seconds.items():
             report.seconds[stage] = report.seconds.get(stage, 0.0) + seconds
         report.dense_bytes += lane.schema.dense_bytes
-        copies = 1 if peers[0].link.shares_memory else len(peers)
+        copies = 1 if peers[0].link.capabilities.shares_memory else len(peers)
         report.wire_bytes += pipeline.payload_bytes * copies
 
     def _ready(self, peers: list[Peer], step: Step, timeout: float) -> list[Peer]:

@@ -95,7 +95,7 @@ class TransportContract:
         assert got is not None
         assert got.payload is not None
         assert_same(got, sent)
-        if not receiver.shares_memory:
+        if not receiver.capabilities.shares_memory:
             assert [lend.data_ptr() for lend in lent] == [got.payload.data_ptr()]
 
     # -- timeouts ------------------------------------------------------------------------------------

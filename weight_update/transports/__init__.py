@@ -1,6 +1,6 @@
 """Transports: links that move chunks between a sender and one receiver each."""
 
-from weight_update.transports.base import Buffer, TransportBackend
+from weight_update.transports.base import Buffer, Capabilities, TransportBackend
 from weight_update.transports.distributed.transport import DistributedTransport
 from weight_update.transports.memory import MemoryTransport
 from weight_update.transports.multiprocess import MPTransport
@@ -10,6 +10,7 @@ from weight_update.transports.shared_memory.transport import SharedMemTransport
 
 __all__ = [
     "Buffer",
+    "Capabilities",
     "DistributedTransport",
     "MPTransport",
     "MemoryTransport",

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 import uuid
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,7 @@ from weight_update.errors import (
     LinkClosedError,
     TransportError,
 )
-from weight_update.transports.base import Allocate, Buffer, TransportBackend
+from weight_update.transports.base import Allocate, Buffer, Capabilities, TransportBackend
 from weight_update.transports.shared_memory.slots import SharedBuffer, SlotTable, open_slot, slot_of
 from weight_update.transports.shared_memory.unix_stream import (
     close_in_children,
@@ -110,8 +111,7 @@ class MPTransport(TransportBackend):
         name: of the pair of queues, random; a receiver's end then makes sure that no other process reads them
     """
 
-    shares_memory = True
-    rejoins = True
+    capabilities = Capabilities(shares_memory=True, send_never_blocks=True, allows_rejoin=True)
 
     def __init__(
         self,
@@ -134,7 +134,6 @@ class MPTransport(TransportBackend):
         self._other: int | None = None  # pidfd of the process at the other end
         self._watching = threading.RLock()  # a pidfd closed by two threads may close a stranger's file
         self._closed = False
-        self._near = True
         for side in (weight_queue, ack_queue):
             if side is not None:
                 side.cancel_join_thread()  # a dead reader must not keep this process from exiting
@@ -145,10 +144,6 @@ class MPTransport(TransportBackend):
             self._forget_other()
             with contextlib.suppress(OSError, AttributeError):
                 self._other = os.pidfd_open(pid)
-
-    @property
-    def near(self) -> bool:
-        return self._near
 
     def allocate(self, nbytes: int) -> Buffer:
         """A shared slot; see :meth:`TransportBackend.allocate`."""
@@ -251,7 +246,8 @@ class MPTransport(TransportBackend):
         prelude = Prelude.decode(head[:PRELUDE_BYTES])
         payload = None
         if where is not None and where[1] < 0:
-            self._near = self._near and where[2] == _pid_namespace()
+            if where[2] != _pid_namespace():
+                self.capabilities = replace(self.capabilities, pid_is_visible=False)
         elif where is not None:
             pid, fd, key = where
             with prelude.naming_version(head[PRELUDE_BYTES:]):
@@ -259,7 +255,7 @@ class MPTransport(TransportBackend):
                     key, prelude.payload_bytes, lambda: open_slot(pid, fd, key, self._directory)
                 )
         chunk = prelude.assemble(head[PRELUDE_BYTES:], payload)
-        if chunk.kind is Kind.HELLO and self._near:
+        if chunk.kind is Kind.HELLO and self.capabilities.pid_is_visible:
             self.watch(chunk.header["pid"])
         return chunk
 

@@ -19,7 +19,7 @@ from weight_update.errors import (
     NotEnoughMemoryError,
     TransportError,
 )
-from weight_update.transports.base import Allocate, Buffer, TransportBackend
+from weight_update.transports.base import Allocate, Buffer, Capabilities, TransportBackend
 from weight_update.transports.distributed.connection import (
     JOIN_QUEUE,
     Connection,
@@ -44,6 +44,13 @@ _log = logging.getLogger(__name__)
 _LEAVE_SECONDS = 0.5
 _ANEW_SECONDS = 1.0
 _ALONE = "/process "
+_CAPABILITIES = {
+    (local, visible): Capabilities(
+        shares_memory=True, send_never_blocks=local, pid_is_visible=visible, allows_rejoin=True
+    )
+    for local in (False, True)
+    for visible in (False, True)
+}
 _REMEMBERED = 10_000
 """How many joins are remembered, so that none of them, written down by a stranger, is let in again."""
 
@@ -77,9 +84,6 @@ class DistributedTransport(TransportBackend):
         backend: what payloads to other hosts go through; the sender's end decides.
     """
 
-    shares_memory = True
-    rejoins = True
-
     def __init__(
         self,
         find_store: Callable[[float | None], Store] | None = None,
@@ -100,11 +104,13 @@ class DistributedTransport(TransportBackend):
         self._fresh = False  # nothing was sent on this connection yet
         self._store: Store | None = None
         self._slots = SlotTable()
-        self._near = True  # until a worker came from another host, or from another pid namespace
+        self._pid_is_visible = True  # until a worker came from another host, or from another pid namespace
 
     @property
-    def near(self) -> bool:
-        return self._near
+    def capabilities(self) -> Capabilities:
+        connection = self._connection
+        local = connection is not None and connection.local
+        return _CAPABILITIES[local, self._pid_is_visible]
 
     def allocate(self, nbytes: int) -> Buffer:
         """A shared slot; see :meth:`TransportBackend.allocate`."""
@@ -125,12 +131,6 @@ class DistributedTransport(TransportBackend):
                 self._store, name, self._token, address, self._directory, self._slots
             )
             self._fresh = True
-
-    @property
-    def quick(self) -> bool:
-        """See :attr:`TransportBackend.quick`: true where the worker is on this host."""
-        connection = self._connection
-        return connection is not None and connection.local
 
     def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
         connection = self._connection
@@ -195,9 +195,9 @@ class DistributedTransport(TransportBackend):
         self, store: Store, link: str, host: str, pid: int, called: LocalCall | None
     ) -> LocalConnection | RemoteConnection:
         if called is not None:
-            self._near = self._near and called.stream.peer_pid == pid
+            self._pid_is_visible = self._pid_is_visible and called.stream.peer_pid == pid
             return LocalConnection(called, store, link, self._token)
-        self._near = False
+        self._pid_is_visible = False
         return RemoteConnection(
             store, link, self._token, pid, host, self._address or store.host, self._backend
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from weight_update.errors import FormatError, LinkClosedError
-from weight_update.transports.base import Allocate, TransportBackend
+from weight_update.transports.base import Allocate, Capabilities, TransportBackend
 from weight_update.transports.ray.connection import Line
 from weight_update.transports.ray.object_store import Shelf
 from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
@@ -29,7 +29,7 @@ class RayTransport(TransportBackend):
         shelf: shared by the sender's ends.
     """
 
-    rejoins = True
+    capabilities = Capabilities(send_never_blocks=True, allows_rejoin=True)
 
     def __init__(
         self, find_board: Callable[[float | None], Any] | None = None, shelf: Shelf | None = None
@@ -41,10 +41,6 @@ class RayTransport(TransportBackend):
         self._first: WeightChunk | None = None
         self._fresh = False  # nothing was sent on this line yet
         self._closed = False
-
-    @property
-    def quick(self) -> bool:
-        return True
 
     def restart(self, timeout: float | None = None) -> None:
         """See :meth:`TransportBackend.restart`: a new line, unless there is one that works."""

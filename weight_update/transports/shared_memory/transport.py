@@ -7,6 +7,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -17,7 +18,7 @@ from weight_update.errors import (
     SyncTimeoutError,
     TransportError,
 )
-from weight_update.transports.base import Allocate, Buffer, TransportBackend
+from weight_update.transports.base import Allocate, Buffer, Capabilities, TransportBackend
 from weight_update.transports.handshake import prove_token
 from weight_update.transports.listener import Listener
 from weight_update.transports.shared_memory.cuda_slots import CudaBuffer
@@ -50,8 +51,7 @@ class SharedMemTransport(TransportBackend):
         device: sender's end: a CUDA device to keep slots on; None keeps them in host memory.
     """
 
-    shares_memory = True
-    rejoins = True
+    capabilities = Capabilities(shares_memory=True, send_never_blocks=True, allows_rejoin=True)
 
     def __init__(
         self,
@@ -63,27 +63,14 @@ class SharedMemTransport(TransportBackend):
     ) -> None:
         self._address, self._token = address, token
         self._directory, self._device = directory, device
-        self._lends = device is not None
+        if device is not None:
+            self.capabilities = replace(self.capabilities, payloads_die_with_sender=True)
         self._changed = threading.Condition()
         self._joining: SocketStream | None = None  # a connection in the middle of the handshake
         self._stream: SlotStream | None = None
         self._first: WeightChunk | None = None
         self._closed = False
-        self._near = True
         self._slots = SlotTable()
-
-    @property
-    def lends(self) -> bool:
-        """See :attr:`TransportBackend.lends`: true with slots on a GPU."""
-        return self._lends
-
-    @property
-    def near(self) -> bool:
-        """See :attr:`TransportBackend.near`: false once a worker came that names itself by another number.
-
-        It is in another pid namespace, or is not who it says.
-        """
-        return self._near
 
     def allocate(self, nbytes: int) -> Buffer:
         """A shared slot; see :meth:`TransportBackend.allocate`."""
@@ -117,7 +104,8 @@ class SharedMemTransport(TransportBackend):
             self._drop(stream)
             raise
         finally:
-            self._lends = self._lends or stream.received_handle
+            if stream.received_handle and not self.capabilities.payloads_die_with_sender:
+                self.capabilities = replace(self.capabilities, payloads_die_with_sender=True)
 
     def release(self, payload: torch.Tensor) -> None:
         self._slots.release(payload)
@@ -130,7 +118,8 @@ class SharedMemTransport(TransportBackend):
                 return
             if self._stream is not None:
                 self._stream.close()
-            self._near = self._near and stream.peer_pid == first.header["pid"]
+            if stream.peer_pid != first.header["pid"]:  # in another pid namespace, or an impostor
+                self.capabilities = replace(self.capabilities, pid_is_visible=False)
             token = first.header["token"]
             self._stream, self._first = SlotStream(stream, self._slots, token), first
             self._changed.notify_all()
