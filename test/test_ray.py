@@ -42,8 +42,8 @@ from weight_update.testing.processes import freeze
 from weight_update.testing.ray_workers import RayWorker
 from weight_update.testing.transports import Ends
 from weight_update.transports.ray.listener import RayListener
-from weight_update.transports.ray.object_store import Shelf
-from weight_update.transports.ray.rendezvous import close_board, find_board, open_board
+from weight_update.transports.ray.object_store import ObjectStore
+from weight_update.transports.ray.rendezvous import find_rendezvous, start_rendezvous, stop_rendezvous
 from weight_update.transports.ray.transport import RayTransport
 from weight_update.wire.frames import Kind
 
@@ -81,21 +81,21 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.fixture(scope="class")
-def board(request: pytest.FixtureRequest) -> Iterator[None]:
-    request.cls.board = open_board("test of transports", None)
+def actor(request: pytest.FixtureRequest) -> Iterator[None]:
+    request.cls.actor = start_rendezvous("test of transports", None)
     yield
-    close_board(request.cls.board)
+    stop_rendezvous(request.cls.actor)
 
 
-@pytest.mark.usefixtures("board")
+@pytest.mark.usefixtures("actor")
 class TestRayTransport(TransportContract):
-    board: Any
+    actor: Any
 
     def make_ends(self) -> Ends:
         sender = RayTransport()
-        self.listener = RayListener(self.board, "token", {0: sender}, lambda worker: sender)
+        self.listener = RayListener(self.actor, "token", {0: sender}, lambda worker: sender)
         self.listener.start()
-        receiver = RayTransport(lambda _: find_board("test of transports", None, 10.0))
+        receiver = RayTransport(lambda _: find_rendezvous("test of transports", None, 10.0))
         greet(sender, receiver)
         return sender, receiver
 
@@ -346,7 +346,7 @@ def store_bytes() -> float:
 def test_a_payload_that_the_store_lost_comes_again(troupe: Troupe) -> None:
     source = wide()
     scheme, (worker,) = troupe.launch(source, wide(), data="object_store")
-    put, lost = scheme._shelf.put, []
+    put, lost = scheme._object_store.put, []
 
     def lose(chunk: Any) -> Any:
         ref = put(chunk)
@@ -357,7 +357,7 @@ def test_a_payload_that_the_store_lost_comes_again(troupe: Troupe) -> None:
             return lost[0]
         return ref
 
-    scheme._shelf.put = lose
+    scheme._object_store.put = lose
     source.weight.data.fill_(1)
     handle = scheme.send_async()
     assert lost
@@ -373,7 +373,7 @@ def test_a_full_store_is_an_error_that_says_what_to_do(monkeypatch: pytest.Monke
     monkeypatch.setattr(ray, "put", full)  # Ray spills to disk first, and nobody wants to fill that
     welcome = {"schema": {}, "strategy": "", "keep": False, "version": None, "digests": None}
     with pytest.raises(NotEnoughMemoryError, match="object_store_memory"):
-        Shelf().put(WeightChunk(Kind.WELCOME, welcome, torch.zeros(1 << 20, dtype=torch.uint8)))
+        ObjectStore().put(WeightChunk(Kind.WELCOME, welcome, torch.zeros(1 << 20, dtype=torch.uint8)))
 
 
 def test_workers_learn_that_their_trainer_died(troupe: Troupe) -> None:

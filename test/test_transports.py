@@ -28,8 +28,8 @@ from weight_update.transports import (
     MPTransport,
     RPCTransport,
     SharedMemTransport,
-    distributed,
 )
+from weight_update.transports.distributed import transport as distributed_transport
 from weight_update.transports.distributed.signed_queue import SignedQueue, find_store, open_store
 from weight_update.transports.distributed.transport import DistributedListener
 from weight_update.transports.shared_memory.transport import SharedMemListener
@@ -188,9 +188,9 @@ def test_the_token_does_not_cross_the_network(monkeypatch: pytest.MonkeyPatch) -
     assert not any(b"confidential" in message for message in sent)
 
 
-def test_a_worker_that_is_not_heard_for_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They fill the place where it listens: frames then go through the store."""
-    monkeypatch.setattr(distributed, "call", lambda name, token: None)
+def test_a_worker_whose_local_listener_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers fill its backlog: frames then go through the store."""
+    monkeypatch.setattr(distributed_transport, "call_local", lambda name, token: None)
     with opened(TestDistributedTransport()) as (sender, receiver):
         sent = update_of(sender, 1 << 20)
         assert_same(exchange(sender, receiver, sent), sent)

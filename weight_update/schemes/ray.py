@@ -20,35 +20,41 @@ from weight_update.transports.base import TransportBackend
 from weight_update.transports.distributed.transport import DistributedTransport
 from weight_update.transports.ray.actors import ActorLink, ActorWatch
 from weight_update.transports.ray.listener import RayListener
-from weight_update.transports.ray.object_store import Shelf
-from weight_update.transports.ray.rendezvous import ask, close_board, find_board, open_board, require_ray
+from weight_update.transports.ray.object_store import ObjectStore
+from weight_update.transports.ray.rendezvous import (
+    ask,
+    find_rendezvous,
+    require_ray,
+    start_rendezvous,
+    stop_rendezvous,
+)
 from weight_update.transports.ray.transport import RayTransport
 
 __all__ = ["RayWeightSyncScheme"]
 
-_GRACE_SECONDS = 1.0  # for the actor to say itself that there was nothing in time
+_GRACE_SECONDS = 1.0  # beyond the timeout, for the actor's own answer
 
 
 class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
-    """Workers are Ray actors, on any node. Ray must run in each process (``ray.init()``, or inside an actor).
+    """Scheme whose workers are Ray actors, on any node. Ray must run in each process.
 
-    Both sides meet at a small named actor that the sender starts; it costs no CPU slot, and ends with
-    :meth:`shutdown` or the sender's process. The scheme may be passed to actors before or after
-    ``init_on_sender``, as an argument of their constructor for example. No method of an actor is called for
-    an update: an actor that is busy takes it between its forward passes.
+    Call ``ray.init()`` in a process that is not an actor. Both sides meet at a small named actor that the
+    sender starts; it needs no CPU slot, and ends with :meth:`shutdown` or the sender's process. Pass the
+    scheme to actors before or after ``init_on_sender``, for example as an argument of their constructor. An
+    update calls no method of an actor: a busy actor takes it between its forward passes.
 
     Args:
         strategy: see :class:`WeightSyncScheme`.
         backend: see :class:`RemoteWeightSyncScheme`.
         sync: see :class:`WeightSyncScheme`.
-        data: ``"torch"``: weights travel as in :class:`DistributedWeightSyncScheme`, so workers on
-            other nodes must reach ``address``; ``ray.util.get_node_ip_address()`` is one they do.
+        data: ``"torch"``: weights travel as in :class:`DistributedWeightSyncScheme`, so workers on other
+            nodes must reach ``address``; they can reach ``ray.util.get_node_ip_address()``.
             ``"object_store"``: everything travels through Ray, for clusters whose actors cannot open ports to
-            each other. That costs one copy into the store an update, one transfer a node, and one copy out of
-            the store for each worker.
-        name: of the actor where both sides meet; schemes made in different jobs must be given the same, and
-            the same ``namespace`` and ``token``.
-        namespace: of that actor in Ray; None is that of the job.
+            each other. That costs one copy into the store for each update, one transfer to each node, and one
+            copy out of the store for each worker.
+        name: name of the actor where both sides meet. Schemes made in different jobs need the same name, the
+            same ``namespace`` and the same ``token``.
+        namespace: Ray namespace of that actor; None is the namespace of the job.
         address: see :class:`RemoteWeightSyncScheme`.
         port: see :class:`RemoteWeightSyncScheme`.
         token: see :class:`RemoteWeightSyncScheme`.
@@ -59,11 +65,11 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         stable_addresses: see :class:`WeightSyncScheme`.
 
     Attributes:
-        actors: handles of the actors by worker index, as far as they are known: errors then say which
-            actor died of what. Put the handle of an actor here that takes the place of another.
+        actors: handles of the actors by worker index, as far as they are known. Errors then say which actor
+            died, and why. Put the handle of an actor here that replaces another one.
 
     Raises:
-        ValueError: an unknown backend or way of data.
+        ValueError: the backend or ``data`` is unknown.
     """
 
     def __init__(
@@ -100,15 +106,15 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
             stable_addresses=stable_addresses,
         )
         self.data, self.namespace = data, namespace
-        # the whole cluster sees the name, so it does not hold the token
+        # the whole cluster sees the name, so it must not contain the token
         self.name = name or f"weight_update-{hashlib.sha256(self._token.encode()).hexdigest()[:12]}"
 
     def _reset(self) -> None:
         super()._reset()
         self.actors: dict[int, Any] = {}
         self._watch = ActorWatch(self.actors)
-        self._board: Any = None
-        self._shelf = Shelf()
+        self._actor: Any = None
+        self._object_store = ObjectStore()
 
     def init_on_sender(
         self,
@@ -124,13 +130,13 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         num_workers: int | None = None,
         ctx: Any = None,
     ) -> None:
-        """As in :class:`WeightSyncScheme`, with one argument more.
+        """Prepare the sender, as :meth:`WeightSyncScheme.init_on_sender` does, with one more argument.
 
         Args:
             remote_collectors: handles of the actors that are the workers, in the order of their indices;
-                takes the place of ``num_workers``.
+                replaces ``num_workers``.
             model_id: see :class:`WeightSyncScheme`.
-            context: may be given beside ``model`` or ``weights``, as collectors do.
+            context: may be given in addition to ``model`` or ``weights``, as collectors do.
             model: see :class:`WeightSyncScheme`.
             weights: see :class:`WeightSyncScheme`.
             params_map: see :class:`WeightSyncScheme`.
@@ -168,38 +174,38 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
         self.namespace = self.namespace or require_ray().get_runtime_context().namespace
-        self._board = open_board(self.name, self.namespace)
+        self._actor = start_rendezvous(self.name, self.namespace)
         try:
             if self.data == "torch":
                 links = super().open_sender(workers, ctx)
             else:
-                stored = {idx: self._stored(idx) for idx in workers}
-                self._door = RayListener(self._board, self._token, stored, self.newcomers())
+                stored = {idx: self._store_link(idx) for idx in workers}
+                self._door = RayListener(self._actor, self._token, stored, self.newcomers())
                 links = dict(stored)
         except BaseException:
-            close_board(self._board)
+            stop_rendezvous(self._actor)
             raise
         assert self._door is not None, "a listener was made for either kind of data"
-        self._door = _DoorAndBoard(self._door, self._board)
+        self._door = _ListenerAndActor(self._door, self._actor)
         return links
 
     def announce(self, where: Whereabouts) -> None:
-        """See :meth:`RemoteWeightSyncScheme.announce`. The token travels with the scheme, not here."""
+        """Announce the address of the sender at the actor. The token travels with the scheme, not here."""
         node = require_ray().util.get_node_ip_address()
-        self._board.announce.remote((where.address, where.port, node))
+        self._actor.announce.remote((where.address, where.port, node))
 
     def look_up(self, timeout: float) -> Whereabouts:
         deadline = time.monotonic() + timeout
-        board = find_board(self.name, self.namespace, timeout)
+        actor = find_rendezvous(self.name, self.namespace, timeout)
         left = max(deadline - time.monotonic(), 0.0)
-        found = ask(board.look_up.remote(left), left + _GRACE_SECONDS)
+        found = ask(actor.look_up.remote(left), left + _GRACE_SECONDS)
         if found is None:
             raise SyncTimeoutError(f"no sender announced itself to {self.name!r} in time")
         address, port, node = found
         here = require_ray().util.get_node_ip_address()
         if address.startswith("127.") and node != here:
             raise LifecycleError(
-                f"the sender on {node} listens on {address}, which nobody reaches from {here}: make the "
+                f"the sender on {node} listens on {address}, which cannot be reached from {here}: make the "
                 f"scheme with address={node!r}, or with data='object_store'"
             )
         return Whereabouts(address, port, self._token)
@@ -208,23 +214,25 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         if self.data == "torch":
             return super().create_transport(worker_idx=worker_idx, end=end)
         if end == "sender":
-            return self._stored(worker_idx)
-        return RayTransport(self._find_board)
+            return self._store_link(worker_idx)
+        return RayTransport(self._find_actor)
 
     def _find_sender(self, timeout: float) -> None:
         if self.data == "torch":
             super()._find_sender(timeout)
 
-    def _find_board(self, timeout: float | None) -> Any:
-        return find_board(self.name, self.namespace, self.connect_timeout if timeout is None else timeout)
+    def _find_actor(self, timeout: float | None) -> Any:
+        return find_rendezvous(
+            self.name, self.namespace, self.connect_timeout if timeout is None else timeout
+        )
 
     def sender_end(self, worker_idx: int) -> DistributedTransport:
         link = _TorchLink(**self.sender_options())
         link.worker, link.watch = worker_idx, self._watch
         return link
 
-    def _stored(self, worker_idx: int) -> RayTransport:
-        link = _StoreLink(shelf=self._shelf)
+    def _store_link(self, worker_idx: int) -> RayTransport:
+        link = _StoreLink(object_store=self._object_store)
         link.worker, link.watch = worker_idx, self._watch
         return link
 
@@ -243,19 +251,19 @@ class _StoreLink(ActorLink, RayTransport):
     """The sender's end of a link through Ray to an actor."""
 
 
-class _DoorAndBoard:
-    """Closed together, the board last: workers read the end of their lines there."""
+class _ListenerAndActor:
+    """A listener and its rendezvous actor, closed in this order: workers learn of the end from the actor."""
 
-    def __init__(self, door: Door, board: Any) -> None:
-        self._door, self._board = door, board
-        self.refusals = door.refusals
+    def __init__(self, listener: Door, actor: Any) -> None:
+        self._listener, self._actor = listener, actor
+        self.refusals = listener.refusals
 
     def start(self) -> None:
-        """Begin to let workers in."""
-        self._door.start()
+        """Start to admit workers."""
+        self._listener.start()
 
     def close(self) -> None:
-        """Let nobody in any more, and end the actor."""
+        """Admit no more workers, and end the actor."""
         with ExitStack() as rest:
-            rest.callback(close_board, self._board)
-            self._door.close()
+            rest.callback(stop_rendezvous, self._actor)
+            self._listener.close()

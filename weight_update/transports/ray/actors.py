@@ -1,4 +1,4 @@
-"""Which actor is behind a link, and why it died."""
+"""Actors behind links, and why they died."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PROBE_SECONDS = 2.0
 
 
 class ActorWatch:
-    """What is known of the actors that are workers.
+    """State of the actors that are workers.
 
     Args:
         actors: handles by worker index; may change.
@@ -26,24 +26,24 @@ class ActorWatch:
         self._probes: dict[int, tuple[Any, Any]] = {}
 
     def alive(self, idx: int) -> bool:
-        """Whether the actor may still come; does not wait for one that is busy."""
+        """Return whether the actor may still come; do not wait for a busy one."""
         return self._trouble(idx, 0.0)[0]
 
     def named(self, idx: int, error: Exception) -> Exception:
-        """``error`` of a lost link, with the name of the actor and why it died."""
+        """Return ``error`` of a lost link with the name of the actor and why it died."""
         if idx not in self.actors or not isinstance(error, LinkClosedError):
             return error
         _, trouble = self._trouble(idx, _PROBE_SECONDS)
         return LinkClosedError(f"{self.actors[idx]!r}: {trouble or error}")
 
     def all_named(self, error: SyncFailedError) -> SyncFailedError:
-        """``error`` with the names of the actors that died."""
+        """Return ``error`` with the names of the actors that died."""
         failures = {idx: self.named(idx, one) for idx, one in error.failures.items()}
         lines = "".join(f"\n  worker {idx}: {one}" for idx, one in sorted(failures.items()))
         return SyncFailedError(str(error).partition("\n")[0] + lines, failures, error.report)
 
     def _trouble(self, idx: int, seconds: float) -> tuple[bool, str | None]:
-        """Whether the actor may live, and what Ray says of it if that is not well."""
+        """Return whether the actor may be alive, and Ray's reason if it is not well."""
         actor = self.actors.get(idx)
         try:
             ray = require_ray()
@@ -68,10 +68,10 @@ class ActorWatch:
 
 
 class ActorLink(TransportBackend):
-    """Mixed into a transport, before it: errors of a lost link name the actor.
+    """Mixin for a transport, listed before it: errors of a lost link name the actor.
 
     Attributes:
-        watch: of the actors, on the sender's end.
+        watch: state of the actors, on the sender's end.
         worker: index of the actor behind this link.
     """
 
@@ -81,7 +81,7 @@ class ActorLink(TransportBackend):
 
     def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
         try:
-            super().send_chunk(chunk, timeout)  # type: ignore[safe-super]  # of the transport mixed with
+            super().send_chunk(chunk, timeout)  # type: ignore[safe-super]  # of the transport
         except LinkClosedError as error:
             raise self._named(error) from None
 

@@ -1,4 +1,4 @@
-"""One connection through Ray: messages by way of the board, payloads by way of the object store."""
+"""One connection through Ray: messages through the rendezvous actor, payloads through the object store."""
 
 from __future__ import annotations
 
@@ -13,98 +13,100 @@ import torch
 
 from weight_update.errors import FormatError, LinkClosedError
 from weight_update.transports.base import Allocate
-from weight_update.transports.ray.object_store import Shelf
+from weight_update.transports.ray.object_store import ObjectStore
 from weight_update.transports.ray.rendezvous import POLL_SECONDS, ask, running_ray, with_ray
 from weight_update.transports.shared_memory.unix_stream import seconds_left
 from weight_update.wire.frames import PRELUDE_BYTES, Prelude, WeightChunk
 from weight_update.wire.memory import byte_view
 
-__all__ = ["Line"]
+__all__ = ["RayConnection"]
 
 _FRAME, _LOST = 1, 2
-_FRONT = struct.Struct("<BI")  # kind of message, bytes of the frame's head
-_INLINE = 64 << 10
-"""Bytes of a payload that travels with the signal: an object of its own would cost more than it."""
+_PREFIX = struct.Struct("<BI")  # kind of message, bytes of the frame's head
+_INLINE_BYTES = 64 << 10
+"""Largest payload that travels in its message; an object of its own would cost more than the payload."""
 _FETCH_SECONDS = 60.0
-"""A payload that takes longer to come through the store counts as lost."""
+"""Seconds after which a payload that has not come through the store counts as lost."""
 
 
-class Line:
-    """One connection of a link: from a worker's knock until either end leaves.
+class RayConnection:
+    """One connection of a link: from a worker's join request until either end leaves.
 
     Args:
-        board: handle of the actor.
-        name: of this connection; used once.
+        actor: handle of the rendezvous actor.
+        name: name of this connection; used once.
         end: 0 on the sender's side, 1 on the worker's.
-        shelf: where payloads are put.
-        local: whether both ends are on one node, so that nothing crosses a network.
+        object_store: store that payloads are put into.
+        local: whether both ends are on one node, so that no payload crosses a network.
     """
 
-    def __init__(self, board: Any, name: str, end: int, shelf: Shelf, local: bool = True) -> None:
+    def __init__(
+        self, actor: Any, name: str, end: int, object_store: ObjectStore, local: bool = True
+    ) -> None:
         self.name = name
-        self._board, self._end, self._shelf, self._local = board, end, shelf, local
-        self._ready: deque[tuple[bytes, list[Any]]] = deque()
-        self._call: Any = None  # one call that waits in the actor for what comes next
+        self._actor, self._end, self._object_store, self._local = actor, end, object_store, local
+        self._messages: deque[tuple[bytes, list[Any]]] = deque()
+        self._call: Any = None  # a call that waits in the actor for the next messages
         self._taken = self._put = 0
         self._closed = self._lost = False
         self._sending = threading.Lock()
-        self._life: Any = board.watch.remote(name) if end == 1 else None
+        self._liveness: Any = actor.watch.remote(name) if end == 1 else None
 
-    def knock(self, hello: WeightChunk) -> None:
-        """Ask to join."""
+    def request_join(self, hello: WeightChunk) -> None:
+        """Ask the sender to admit this worker."""
         node = running_ray().get_runtime_context().get_node_id()
-        refs = [self._life]
-        ask(self._board.knock.remote(self.name, (node, hello.encode()), refs), _FETCH_SECONDS)
+        refs = [self._liveness]
+        ask(self._actor.request_join.remote(self.name, (node, hello.encode()), refs), _FETCH_SECONDS)
 
-    def follow(self, life: Any) -> None:
+    def follow(self, liveness: Any) -> None:
         """Sender's end: end this connection when the worker's process is gone."""
-        self._life = life
-        life.future().add_done_callback(self._end_if_lost)
+        self._liveness = liveness
+        liveness.future().add_done_callback(self._end_if_lost)
 
-    def _end_if_lost(self, life: Future[None]) -> None:
-        if not self._closed and life.exception() is not None:
+    def _end_if_lost(self, liveness: Future[None]) -> None:
+        if not self._closed and liveness.exception() is not None:
             self._lost = True
-            with_ray(lambda: self._board.finish.remote(self.name, 1, 0))
+            with_ray(lambda: self._actor.finish.remote(self.name, 1, 0))
 
     def send(self, chunk: WeightChunk) -> None:
-        """Leave a chunk for the other end.
+        """Send a chunk to the other end.
 
         Raises:
             LinkClosedError: this end was closed, or Ray was shut down.
             NotEnoughMemoryError: Ray's store has no room for the payload.
         """
-        head = self._shelf.head(chunk, checksum=not self._local)
-        message, refs = _FRONT.pack(_FRAME, len(head)) + head, []
-        if chunk.payload_bytes > _INLINE:
-            refs = [self._shelf.put(chunk)]
+        head = self._object_store.head(chunk, checksum=not self._local)
+        message, refs = _PREFIX.pack(_FRAME, len(head)) + head, []
+        if chunk.payload_bytes > _INLINE_BYTES:
+            refs = [self._object_store.put(chunk)]
         elif chunk.payload is not None:
             message += bytes(byte_view(chunk.payload))
-        self._say(message, refs)
+        self._send_message(message, refs)
 
-    def _say(self, message: bytes, refs: list[Any]) -> None:
+    def _send_message(self, message: bytes, refs: list[Any]) -> None:
         running_ray()
         with self._sending:
             if self._closed:
                 raise LinkClosedError("this end was closed")
-            self._board.put.remote(self.name, 1 - self._end, self._put, message, refs)
+            self._actor.put.remote(self.name, 1 - self._end, self._put, message, refs)
             self._put += 1
 
     def recv(self, deadline: float | None, allocate: Allocate | None) -> WeightChunk | None:
-        """The next chunk, or None if none came before ``deadline`` (of ``time.monotonic``).
+        """Return the next chunk, or None if none arrived before ``deadline`` (on the monotonic clock).
 
         Raises:
             LinkClosedError: the other end has left, or Ray lost the payload.
-            FormatError: what came is not a chunk.
+            FormatError: the received message is not a chunk.
         """
         found = self._next(deadline)
         if found is None:
             return None
         message, refs = found
-        kind, size = _FRONT.unpack(message[: _FRONT.size])
+        kind, size = _PREFIX.unpack(message[: _PREFIX.size])
         if kind == _LOST:
-            self._shelf.forget()
+            self._object_store.forget()
             raise LinkClosedError("Ray's object store lost an update on its way to this worker")
-        head, inline = message[_FRONT.size : _FRONT.size + size], message[_FRONT.size + size :]
+        head, inline = message[_PREFIX.size : _PREFIX.size + size], message[_PREFIX.size + size :]
         prelude = Prelude.decode(head[:PRELUDE_BYTES])
         payload = None
         if prelude.payload_bytes:
@@ -113,7 +115,7 @@ class Line:
                 raise FormatError(f"{data.nbytes} bytes came with a frame of {prelude.payload_bytes}")
             with prelude.naming_version(head[PRELUDE_BYTES:]):
                 payload = (allocate or _fresh)(prelude.payload_bytes)
-            np.copyto(payload.numpy(), data)  # what Ray maps is read-only, and the store's to drop
+            np.copyto(payload.numpy(), data)  # memory mapped by Ray is read-only, and Ray may drop it
         return prelude.assemble(head[PRELUDE_BYTES:], payload)
 
     def _fetch(self, ref: Any) -> Any:
@@ -121,17 +123,17 @@ class Line:
         try:
             return ray.get(ref, timeout=_FETCH_SECONDS)
         except (ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError) as error:
-            self._say(_FRONT.pack(_LOST, 0), [])
+            self._send_message(_PREFIX.pack(_LOST, 0), [])
             reason = " ".join(str(error).split())[:300]
             raise LinkClosedError(f"Ray's object store lost an update ({reason})") from None
 
     def _next(self, deadline: float | None) -> tuple[bytes, list[Any]] | None:
         ray = running_ray()
-        while not self._ready:
+        while not self._messages:
             if self._closed:
                 raise LinkClosedError("this end was closed")
             if self._call is None:
-                self._call = self._board.take.remote(self.name, self._end, self._taken, POLL_SECONDS)
+                self._call = self._actor.take.remote(self.name, self._end, self._taken, POLL_SECONDS)
             left = seconds_left(deadline)
             done, _ = ray.wait([self._call], timeout=left)
             if not done:
@@ -141,16 +143,16 @@ class Line:
             if over:
                 raise LinkClosedError("its process died" if self._lost else "the other end has left")
             self._taken += len(messages)
-            self._ready.extend(messages)
-        return self._ready.popleft()
+            self._messages.extend(messages)
+        return self._messages.popleft()
 
     def close(self) -> None:
-        """End it; the other end hears of that after what was sent before."""
+        """End the connection; the other end notices after it has read the earlier messages."""
         with self._sending:
             if self._closed:
                 return
             self._closed = True
-        with_ray(lambda: self._board.finish.remote(self.name, self._end, self._put))
+        with_ray(lambda: self._actor.finish.remote(self.name, self._end, self._put))
 
 
 def _fresh(nbytes: int) -> torch.Tensor:

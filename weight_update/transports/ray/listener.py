@@ -1,4 +1,4 @@
-"""The sender's door for links through Ray."""
+"""Listener for links through Ray."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError
 from weight_update.transports.rate_limit import RateLimitedLog, Refusals
-from weight_update.transports.ray.connection import Line
-from weight_update.transports.ray.object_store import Shelf
+from weight_update.transports.ray.connection import RayConnection
+from weight_update.transports.ray.object_store import ObjectStore
 from weight_update.transports.ray.rendezvous import POLL_SECONDS, ask, ray_runs, running_ray, with_ray
 from weight_update.transports.ray.transport import RayTransport
 from weight_update.wire.frames import Kind, WeightChunk
@@ -22,41 +22,41 @@ _BACK_OFF_SECONDS = 1.0
 
 
 class RayListener:
-    """The sender's door: takes those who knock and gives each connection to its link.
+    """Admits workers at any time and gives each connection to its link.
 
     Args:
-        board: handle of the actor.
-        token: workers must show it.
+        actor: handle of the rendezvous actor.
+        token: secret that workers must know.
         links: the sender's end for each worker index.
-        newcomers: gives the link of a worker that has none, or raises
+        late_joiners: returns the link for a worker index without one, or raises
             :class:`~weight_update.JoinRefusedError`.
 
     Attributes:
-        refusals: why the last join requests were refused.
+        refusals: reasons of the last refused join requests.
     """
 
     def __init__(
         self,
-        board: Any,
+        actor: Any,
         token: str,
         links: Mapping[int, RayTransport],
-        newcomers: Callable[[int], RayTransport],
+        late_joiners: Callable[[int], RayTransport],
     ) -> None:
-        self._board, self._token, self._links, self._newcomers = board, token, links, newcomers
+        self._actor, self._token, self._links, self._late_joiners = actor, token, links, late_joiners
         self._closed = threading.Event()
         self._log = RateLimitedLog(_log)
         self.refusals = Refusals(_log)
-        self._thread = threading.Thread(target=self._run, name="weight_update-door", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="weight_update-listener", daemon=True)
 
     def start(self) -> None:
-        """Begin to let workers in."""
+        """Start to admit workers."""
         if not self._thread.is_alive():
             self._thread.start()
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Admit no more workers."""
         self._closed.set()
-        with_ray(lambda: self._board.knock.remote("", (b"", b""), []))  # wakes the thread
+        with_ray(lambda: self._actor.request_join.remote("", (b"", b""), []))  # wakes the thread
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(5.0)
 
@@ -72,8 +72,8 @@ class RayListener:
     def _next(self) -> Any | None:
         """Return the next join request, or None if there is none yet."""
         try:
-            return ask(self._board.door.remote(POLL_SECONDS), None)
-        except LinkClosedError as error:  # the actor is away, perhaps only for a moment
+            return ask(self._actor.next_join_request.remote(POLL_SECONDS), None)
+        except LinkClosedError as error:  # the actor is unreachable, perhaps only for a moment
             self._log.warning("accepting workers goes on after this: %s", error)
             self._closed.wait(_BACK_OFF_SECONDS)
             return None
@@ -88,17 +88,17 @@ class RayListener:
             link = self._link_of(hello)
             link.screen(hello)
         except JoinRefusedError as error:
-            refused = Line(self._board, name, 0, Shelf(), local)
+            refused = RayConnection(self._actor, name, 0, ObjectStore(), local)
             header = {"reason": str(error), "problems": list(error.problems)}
             refused.send(WeightChunk(Kind.REFUSED, header))
             refused.close()
             raise
-        line = Line(self._board, name, 0, link.shelf, local)
-        line.follow(refs[0])
-        link.attach(line, hello)
+        connection = RayConnection(self._actor, name, 0, link.object_store, local)
+        connection.follow(refs[0])
+        link.attach(connection, hello)
 
     def _link_of(self, hello: WeightChunk) -> RayTransport:
         if not hello.shows(self._token):
             raise JoinRefusedError("wrong token: the scheme was not made by this sender")
         worker: int = hello.header["worker"]
-        return self._links.get(worker) or self._newcomers(worker)
+        return self._links.get(worker) or self._late_joiners(worker)

@@ -10,13 +10,13 @@ from weight_update.errors import NotEnoughMemoryError
 from weight_update.transports.ray.rendezvous import running_ray
 from weight_update.wire.frames import WeightChunk
 
-__all__ = ["Shelf"]
+__all__ = ["ObjectStore"]
 
 
-class Shelf:
-    """Payloads of one sender in Ray's object store: each is put there once, whatever the number of links.
+class ObjectStore:
+    """Payloads of one sender in Ray's object store. Each is put there once, whatever the number of links.
 
-    An object is let go when nobody holds its chunk any more.
+    An object is released when its chunk is garbage-collected.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Shelf:
         self._lock = threading.Lock()
 
     def put(self, chunk: WeightChunk) -> Any:
-        """Reference to the payload of ``chunk``; copies it into the store the first time.
+        """Return a reference to the payload of ``chunk``; copy it into the store on the first call.
 
         Raises:
             NotEnoughMemoryError: the store has no room.
@@ -46,7 +46,7 @@ class Shelf:
             return ref
 
     def head(self, chunk: WeightChunk, *, checksum: bool) -> bytes:
-        """Everything of the frame but its payload; the checksum is computed once."""
+        """Return the frame of ``chunk`` without its payload; compute the checksum only once."""
         if not checksum:
             return chunk.encode_head(checksum=False)
         with self._lock:
@@ -55,6 +55,6 @@ class Shelf:
             return self._heads[chunk]
 
     def forget(self) -> None:
-        """Put everything anew from now on: Ray lost an object."""
+        """Put every payload again from now on, because Ray lost an object."""
         with self._lock:
             self._refs.clear()

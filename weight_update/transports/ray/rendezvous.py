@@ -1,6 +1,6 @@
-"""A small Ray actor where the two ends of links meet: whereabouts and mailboxes.
+"""Ray actor through which the two ends of links exchange their addresses and messages.
 
-This is the only module that imports ray.
+No other module imports ray.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from weight_update.errors import LifecycleError, LinkClosedError, SyncTimeoutErr
 
 __all__ = [
     "POLL_SECONDS",
-    "Board",
+    "RendezvousActor",
     "ask",
-    "close_board",
-    "find_board",
-    "open_board",
+    "find_rendezvous",
     "ray_runs",
     "require_ray",
     "running_ray",
+    "start_rendezvous",
+    "stop_rendezvous",
     "with_ray",
 ]
 
 POLL_SECONDS = 20.0
-"""A call that waits in the actor is made anew after so long."""
+"""Seconds after which a call that waits in the actor is made again."""
 _LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 1.0
 
 
 def require_ray() -> Any:
-    """The ``ray`` module, ready to be used in this process.
+    """Return the ``ray`` module, initialized in this process.
 
     Raises:
-        ImportError: it is not installed.
-        LifecycleError: it was not initialized, or was shut down.
+        ImportError: Ray is not installed.
+        LifecycleError: Ray was not initialized, or was shut down.
     """
     try:
         import ray
@@ -49,143 +49,144 @@ def require_ray() -> Any:
     return ray
 
 
-class _Line:
-    """Messages of one connection, for each of its two ends, and whether an end has finished."""
+class _Channel:
+    """Messages of one connection, in an inbox for each end."""
 
     def __init__(self) -> None:
-        self.boxes: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
-        self.handed = [0, 0]  # to each end: how many
-        self.sent: list[int | None] = [None, None]  # by an end that has finished: how many
+        self.inboxes: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
+        self.delivered = [0, 0]  # number of messages taken by each end
+        self.sent: list[int | None] = [None, None]  # number of messages put by an end that has finished
         self.changed = asyncio.Condition()
 
     def finished(self, end: int) -> bool:
+        """Return whether ``end`` has finished."""
         return self.sent[end] is not None
 
     def exhausted(self, end: int, taken: int) -> bool:
-        """Whether ``end``, which took so many, has nothing more to wait for."""
+        """Return whether no message can come for ``end``, which has taken ``taken`` messages."""
         sent = self.sent[1 - end]
         return self.finished(end) or (sent is not None and taken >= sent)
 
 
-class Board:
-    """What runs in the actor. One for each scheme; it lives as long as the sender's process or its scheme.
+class RendezvousActor:
+    """Class of the Ray actor. Each scheme has one; it lives as long as the sender's process or its scheme.
 
-    A connection ("line") has two ends, 0 for the sender and 1 for the worker. Messages are numbered by
-    whoever puts them: Ray may begin the calls of an asynchronous actor in another order.
+    A connection has two ends, 0 for the sender and 1 for the worker. The end that puts messages numbers them,
+    because Ray may start the calls of an asynchronous actor in another order.
     """
 
     def __init__(self) -> None:
-        self._where: Any = None
+        self._whereabouts: Any = None
         self._announced = asyncio.Event()
-        self._lines: dict[str, _Line] = {}
-        self._knocks: asyncio.Queue[Any] = asyncio.Queue()
+        self._channels: dict[str, _Channel] = {}
+        self._join_requests: asyncio.Queue[Any] = asyncio.Queue()
 
     async def announce(self, where: Any) -> None:
         """Keep the whereabouts of the sender for :meth:`look_up`."""
-        self._where = where
+        self._whereabouts = where
         self._announced.set()
 
     async def look_up(self, seconds: float) -> Any:
-        """What was announced, or None if nothing was within ``seconds``."""
+        """Return what was announced, or None if nothing was announced within ``seconds``."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._announced.wait(), seconds)
-        return self._where
+        return self._whereabouts
 
-    async def knock(self, line: str, message: bytes, refs: list[Any]) -> None:
-        """Begin a line; the sender finds ``message`` and ``refs`` at its door."""
-        self._line(line)
-        self._knocks.put_nowait((line, message, refs))
+    async def request_join(self, connection: str, message: bytes, refs: list[Any]) -> None:
+        """Open a connection; the sender receives ``message`` and ``refs`` as a join request."""
+        self._channel(connection)
+        self._join_requests.put_nowait((connection, message, refs))
 
-    async def door(self, seconds: float) -> Any:
-        """The next knock, or None if there was none within ``seconds``."""
+    async def next_join_request(self, seconds: float) -> Any:
+        """Return the next join request, or None if there was none within ``seconds``."""
         try:
-            return await asyncio.wait_for(self._knocks.get(), seconds)
+            return await asyncio.wait_for(self._join_requests.get(), seconds)
         except asyncio.TimeoutError:
             return None
 
-    async def put(self, line: str, end: int, number: int, message: bytes, refs: list[Any]) -> None:
+    async def put(self, connection: str, end: int, number: int, message: bytes, refs: list[Any]) -> None:
         """Leave a message for ``end``, with references to objects in Ray's store."""
-        kept = self._lines.get(line)
-        if kept is not None and not kept.finished(end):
-            kept.boxes[end][number] = (message, refs)
-            await _tell(kept)
+        channel = self._channels.get(connection)
+        if channel is not None and not channel.finished(end):
+            channel.inboxes[end][number] = (message, refs)
+            await _notify(channel)
 
-    async def take(self, line: str, end: int, first: int, seconds: float) -> tuple[list[Any], bool]:
-        """The messages for ``end`` from number ``first`` on, and whether there will be no more.
+    async def take(self, connection: str, end: int, first: int, seconds: float) -> tuple[list[Any], bool]:
+        """Return the messages for ``end`` from number ``first`` on, and whether no more will come.
 
-        Waits up to ``seconds`` for one. Those before ``first`` have arrived and are forgotten.
+        Waits up to ``seconds`` for a message. Messages before ``first`` have arrived and are dropped.
         """
-        kept = self._lines.get(line)
-        if kept is None:
+        channel = self._channels.get(connection)
+        if channel is None:
             return [], True
-        box = kept.boxes[end]
-        for number in [number for number in box if number < first]:
-            del box[number]
-        async with kept.changed:
+        inbox = channel.inboxes[end]
+        for number in [number for number in inbox if number < first]:
+            del inbox[number]
+        async with channel.changed:
             with contextlib.suppress(asyncio.TimeoutError):
-                ready = kept.changed.wait_for(lambda: first in box or kept.exhausted(end, first))
+                ready = channel.changed.wait_for(lambda: first in inbox or channel.exhausted(end, first))
                 await asyncio.wait_for(ready, seconds)
         found = []
-        while first in box:
-            found.append(box[first])
+        while first in inbox:
+            found.append(inbox[first])
             first += 1
         if found:
-            kept.handed[end] = first
-            await _tell(kept)
-        return found, not found and kept.exhausted(end, first)
+            channel.delivered[end] = first
+            await _notify(channel)
+        return found, not found and channel.exhausted(end, first)
 
-    async def finish(self, line: str, end: int, sent: int) -> None:
-        """``end`` has left after so many messages; what is still meant for it is dropped."""
-        kept = self._lines.get(line)
-        if kept is None or kept.finished(end):
+    async def finish(self, connection: str, end: int, sent: int) -> None:
+        """Note that ``end`` has left after ``sent`` messages; drop the messages that wait for it."""
+        channel = self._channels.get(connection)
+        if channel is None or channel.finished(end):
             return
-        kept.sent[end] = sent
-        kept.boxes[end].clear()
-        await _tell(kept)
-        if kept.finished(1 - end):
-            self._lines.pop(line, None)
+        channel.sent[end] = sent
+        channel.inboxes[end].clear()
+        await _notify(channel)
+        if channel.finished(1 - end):
+            self._channels.pop(connection, None)
 
-    async def watch(self, line: str) -> None:
+    async def watch(self, connection: str) -> None:
         """Wait until an end has finished.
 
-        The sender holds the reference of the worker's call of this; Ray declares it lost at once when the
-        worker's process dies.
+        The sender holds the reference of the worker's call of this method; Ray declares it lost at once when
+        the worker's process dies.
         """
-        kept = self._line(line)
-        async with kept.changed:
-            await kept.changed.wait_for(lambda: kept.finished(0) or kept.finished(1))
+        channel = self._channel(connection)
+        async with channel.changed:
+            await channel.changed.wait_for(lambda: channel.finished(0) or channel.finished(1))
 
-    async def settle(self, seconds: float) -> None:
-        """Wait up to ``seconds`` until workers have taken what was left for them, or have finished."""
+    async def drain(self, seconds: float) -> None:
+        """Wait up to ``seconds`` until workers have taken their messages or have finished."""
 
-        async def taken(kept: _Line) -> None:
-            async with kept.changed:
-                await kept.changed.wait_for(
-                    lambda: kept.finished(1) or max(kept.boxes[1], default=-1) < kept.handed[1]
+        async def taken(channel: _Channel) -> None:
+            async with channel.changed:
+                await channel.changed.wait_for(
+                    lambda: channel.finished(1) or max(channel.inboxes[1], default=-1) < channel.delivered[1]
                 )
 
-        waits = [asyncio.create_task(taken(kept)) for kept in self._lines.values()]
+        waits = [asyncio.create_task(taken(channel)) for channel in self._channels.values()]
         if waits:
             await asyncio.wait(waits, timeout=seconds)
 
-    def _line(self, name: str) -> _Line:
-        return self._lines.setdefault(name, _Line())
+    def _channel(self, name: str) -> _Channel:
+        return self._channels.setdefault(name, _Channel())
 
 
-async def _tell(line: _Line) -> None:
-    async with line.changed:
-        line.changed.notify_all()
+async def _notify(channel: _Channel) -> None:
+    async with channel.changed:
+        channel.changed.notify_all()
 
 
-def open_board(name: str, namespace: str | None) -> Any:
-    """Start the actor, on this node; returns its handle without waiting for it."""
+def start_rendezvous(name: str, namespace: str | None) -> Any:
+    """Start the actor on this node; return its handle without waiting for it."""
     ray = require_ray()
     strategies = ray.util.scheduling_strategies
     here = strategies.NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     cloudpickle, me = ray.cloudpickle, sys.modules[__name__]
     cloudpickle.register_pickle_by_value(me)  # its process then starts without importing torch
     try:
-        remote = ray.remote(Board).options(
+        remote = ray.remote(RendezvousActor).options(
             name=name,
             namespace=namespace,
             num_cpus=0,
@@ -197,8 +198,8 @@ def open_board(name: str, namespace: str | None) -> Any:
         cloudpickle.unregister_pickle_by_value(me)
 
 
-def find_board(name: str, namespace: str | None, timeout: float) -> Any:
-    """The handle of the actor that the sender started; waits for it.
+def find_rendezvous(name: str, namespace: str | None, timeout: float) -> Any:
+    """Wait for the actor that the sender started; return its handle.
 
     Raises:
         SyncTimeoutError: there is none after ``timeout`` seconds.
@@ -216,11 +217,11 @@ def find_board(name: str, namespace: str | None, timeout: float) -> Any:
                     f"{round(timeout, 1):g} s; has it called init_on_sender(), and is it in this namespace "
                     "(namespace=...)?"
                 ) from None
-            time.sleep(_LOOK_SECONDS)  # Ray tells nobody that an actor was named
+            time.sleep(_LOOK_SECONDS)  # Ray has no event for the naming of an actor
 
 
 def running_ray() -> Any:
-    """As :func:`require_ray`, for links that are in use.
+    """Return the ``ray`` module, as :func:`require_ray` does, for links that are in use.
 
     Raises:
         LinkClosedError: Ray was shut down in this process.
@@ -232,10 +233,10 @@ def running_ray() -> Any:
 
 
 def ask(call: Any, timeout: float | None) -> Any:
-    """The result of a call of the board.
+    """Return the result of a call of the actor.
 
     Raises:
-        LinkClosedError: the board is gone, or Ray is, or gave no answer in time.
+        LinkClosedError: the actor or Ray is gone, or did not answer in time.
     """
     ray = running_ray()
     try:
@@ -245,7 +246,7 @@ def ask(call: Any, timeout: float | None) -> Any:
 
 
 def ray_runs() -> bool:
-    """Whether Ray has not ended in this process."""
+    """Return whether Ray still runs in this process."""
     try:
         require_ray()
     except LifecycleError:
@@ -254,17 +255,17 @@ def ray_runs() -> bool:
 
 
 def with_ray(call: Callable[[], object]) -> None:
-    """Do something with Ray, unless it has ended."""
+    """Call ``call`` unless Ray has ended."""
     if ray_runs():
         call()
 
 
-def close_board(board: Any) -> None:
-    """End the actor, after workers have taken what was left for them; nothing to do if Ray has ended."""
+def stop_rendezvous(actor: Any) -> None:
+    """End the actor after workers have taken their messages; do nothing if Ray has ended."""
     with contextlib.suppress(LifecycleError):
         ray = require_ray()
-        ray.wait([board.settle.remote(_GRACE_SECONDS)], timeout=2 * _GRACE_SECONDS)
-        ray.kill(board)
+        ray.wait([actor.drain.remote(_GRACE_SECONDS)], timeout=2 * _GRACE_SECONDS)
+        ray.kill(actor)
 
 
 def _brief(error: Exception) -> str:
