@@ -24,7 +24,7 @@ from typing import Any
 
 from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, SyncTimeoutError
 from weight_update.transports.handshake import prove_token
-from weight_update.transports.shared_memory.unix_stream import SocketStream, deadline_of
+from weight_update.transports.shared_memory.unix_stream import SocketStream, close_in_children, deadline_of
 
 __all__ = ["CONTEXT", "Wire", "connect"]
 
@@ -139,6 +139,7 @@ def _dial(address: str, port: int, deadline: float) -> socket.socket:
     found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     for tried, (family, kind, protocol, _, where) in enumerate(found):
         sock = socket.socket(family, kind, protocol)
+        close_in_children(sock)
         try:
             sock.settimeout(max(deadline - time.monotonic(), 0.0) / (len(found) - tried))
             sock.connect(where)

@@ -1,4 +1,4 @@
-"""Mutual proof, over a stream socket, that both ends know a token; the token itself never travels.
+"""Handshake in which both ends prove that they know a token; the token itself is never sent.
 
 Three messages of fixed size are exchanged::
 
@@ -6,10 +6,10 @@ Three messages of fixed size are exchanged::
     caller to listener   <4s32s32s   b"WUH1", nonce of the caller, proof of the caller
     listener to caller   <4sB32s     b"WUH1", status, proof of the listener
 
-A proof is the HMAC-SHA256, with the token as key, of ``b"weight_update handshake"``, the role of the end that
-proves (``b"C"`` or ``b"L"``), both nonces, and the context: a text that names what the connection is for. A
-proof from another connection, or from the other end of this one, is therefore worth nothing. The caller
-proves first: a stranger who connects to a listener is shown nothing that would help to guess the token.
+A proof is the HMAC-SHA256, with the token as key, of ``b"weight_update handshake"``, the role of the proving
+end (``b"C"`` or ``b"L"``), both nonces, and the context: a text that names the purpose of the connection.
+Therefore a proof from another connection, or from the other end of this one, is worthless. The caller proves
+first: a process without the token learns nothing from a listener that would help to guess the token.
 
 A status other than 0 refuses the caller and ends the connection; the 32 bytes that follow are then zeros.
 """
@@ -29,13 +29,13 @@ __all__ = ["PROOF_BYTES", "Challenge", "nonce", "proof", "prove_token", "require
 
 _MAGIC = b"WUH1"
 PROOF_BYTES = 32
-"""Length of a proof, and of a nonce."""
+"""Length in bytes of a proof, and of a nonce."""
 _REPLY = struct.Struct(f"<4sB{PROOF_BYTES}s")
 _REQUEST = struct.Struct(f"<4s{PROOF_BYTES}s{PROOF_BYTES}s")
 _WELCOME, _WRONG_TOKEN, _OTHER_USER = 0, 1, 2
 _REASONS = {
     _WRONG_TOKEN: "wrong token: the scheme was not made by this sender",
-    _OTHER_USER: "it is not a process of the user that listens; run both as one user",
+    _OTHER_USER: "the two processes belong to different users; run both as one user",
 }
 
 
@@ -45,20 +45,20 @@ def nonce() -> bytes:
 
 
 def proof(token: str, role: bytes, nonces: bytes, context: str) -> bytes:
-    """Return what only a holder of ``token`` can compute.
+    """Return a proof, which only a process that knows ``token`` can compute.
 
     Args:
-        token: what both ends know.
-        role: which end proves it, so that no proof can be sent back to the end it came from.
-        nonces: of both ends.
-        context: what the connection is for.
+        token: secret of both ends.
+        role: role of the proving end, so that a proof cannot be sent back to its author.
+        nonces: nonces of both ends.
+        context: purpose of the connection.
     """
     message = b"weight_update handshake" + role + nonces + context.encode()
     return hmac.new(token.encode(), message, hashlib.sha256).digest()
 
 
 def require_same_user(sock: socket.socket) -> None:
-    """Check that the other end of a Unix socket belongs to the user of this process, or to root.
+    """Check that the other end of a Unix socket belongs to this process's user, or to root.
 
     Raises:
         JoinRefusedError: it belongs to another user.
@@ -68,33 +68,35 @@ def require_same_user(sock: socket.socket) -> None:
     _, user, _ = peer_credentials(sock)
     if user not in (os.geteuid(), 0):
         raise JoinRefusedError(
-            f"the other end is a process of user {user}, and this of user {os.geteuid()}; both must be of one"
+            f"the other end belongs to user {user}, this process to user {os.geteuid()}; run both as one user"
         )
 
 
 def prove_token(stream: SocketStream, token: str, context: str, deadline: float | None) -> bytes:
-    """Prove to a listener that this end knows the token, and let it prove the same.
+    """Prove to a listener that this end knows the token, and verify the listener's proof.
 
     Args:
-        stream: just connected.
-        token: what both ends know.
+        stream: new connection.
+        token: secret of both ends.
         context: see :func:`proof`.
-        deadline: on the monotonic clock, for all of it.
+        deadline: on the monotonic clock, for the whole handshake.
 
     Returns:
-        a key for this connection, which both ends know and nobody else.
+        a key for this connection, known only to its two ends.
 
     Raises:
         JoinRefusedError: the listener refused, or does not know the token.
         LinkClosedError: the listener is gone.
-        SyncTimeoutError: it did not answer in time.
+        SyncTimeoutError: the listener did not answer in time.
     """
     require_same_user(stream.sock)
     theirs, mine = _next_reply(stream, deadline), nonce()
     nonces = theirs + mine
     stream.send(_REQUEST.pack(_MAGIC, mine, proof(token, b"C", nonces, context)), deadline)
     if not hmac.compare_digest(_next_reply(stream, deadline), proof(token, b"L", nonces, context)):
-        raise JoinRefusedError("the process that listens there does not know the token; it is not our sender")
+        raise JoinRefusedError(
+            "the process that listens there does not know the token, so it is not the sender"
+        )
     return proof(token, b"K", nonces, context)
 
 
@@ -110,16 +112,16 @@ def _next_reply(stream: SocketStream, deadline: float | None) -> bytes:
 
 
 class Challenge:
-    """The listener's end of one handshake; it reads and writes nothing itself.
+    """The listener's part of one handshake, without any input or output.
 
     Args:
-        token: what both ends know.
+        token: secret of both ends.
         context: see :func:`proof`.
 
     Attributes:
-        greeting: the listener's first message.
-        other_user: the listener's only message to a process of another user.
-        wrong_token: the listener's last message to a caller that does not know the token.
+        greeting: first message of the listener.
+        other_user: only message of the listener to a process of another user.
+        wrong_token: last message of the listener to a caller that does not know the token.
     """
 
     other_user = _REPLY.pack(_MAGIC, _OTHER_USER, bytes(PROOF_BYTES))
@@ -133,21 +135,21 @@ class Challenge:
 
     @property
     def missing(self) -> int:
-        """Bytes of the caller's message that have not come yet."""
+        """Number of bytes of the caller's message that have not arrived yet."""
         return _REQUEST.size - len(self._request)
 
     def add(self, data: bytes) -> None:
-        """Take bytes of the caller's message, at most :attr:`missing`.
+        """Add bytes of the caller's message, at most :attr:`missing`.
 
         Raises:
-            FormatError: they belong to something else.
+            FormatError: the bytes do not belong to a join request.
         """
         self._request += data
         if self._request[: len(_MAGIC)] != _MAGIC[: len(self._request)]:
-            raise FormatError("the other end does not ask to join")
+            raise FormatError("the other end did not send a join request")
 
     def verify(self) -> tuple[bytes, bytes]:
-        """Check the caller's proof, when nothing is missing.
+        """Check the caller's proof, once nothing is missing.
 
         Returns:
             the listener's last message, and the key that :func:`prove_token` returns at the other end.

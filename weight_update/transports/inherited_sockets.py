@@ -1,6 +1,6 @@
-"""Sockets of C++ libraries, which forked children must not keep open.
+"""Sockets of C++ libraries, which forked children have to close.
 
-While a child has one open, the other end does not notice that this process has died.
+An open copy in a child hides the death of this process from the other end.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ __all__ = ["InheritedSockets", "listening_sockets", "packed_address"]
 
 
 class InheritedSockets:
-    """Sockets of this process, told by their addresses, that its forked children close.
+    """Sockets of this process, identified by address, that its forked children close.
 
     Args:
-        local: addresses of ends here, as :func:`packed_address` gives them; a shorter one stands for all that
-            begin with it.
+        local: local addresses, as returned by :func:`packed_address`; a shorter one matches every address
+            that begins with it.
 
     Attributes:
-        local: addresses of ends here.
-        remote: addresses of other ends.
+        local: local addresses.
+        remote: remote addresses.
     """
 
     def __init__(self, *local: bytes) -> None:
@@ -32,11 +32,11 @@ class InheritedSockets:
         _watched.append(self)
 
     def forget(self) -> None:
-        """Let children keep them, as they are closed here."""
+        """Stop watching these sockets, because they are closed here."""
         _watched[:] = [one for one in _watched if one is not self]
 
     def keep_from_programs(self) -> None:
-        """Close them also in programs that this process starts."""
+        """Close these sockets also in programs that this process starts."""
         for fd, sock in _sockets():
             if self._matches(sock):
                 os.set_inheritable(fd, False)
@@ -51,7 +51,7 @@ class InheritedSockets:
 
 
 def packed_address(address: tuple[str, int] | tuple[str, int, int, int]) -> bytes:
-    """Return the beginning of an address of TCP as the kernel writes it."""
+    """Return the beginning of a TCP address in the kernel's layout."""
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     flow = bytes(4) if family == socket.AF_INET6 else b""
     host = address[0].partition("%")[0]
@@ -83,7 +83,7 @@ def _sockets() -> Iterator[tuple[int, socket.socket]]:
 
 
 def _close_inherited() -> None:
-    """Close them in a child; their numbers stay in use, as objects of C++ that the child has hold them."""
+    """Close the sockets in a child; keep their descriptors in use, because C++ objects refer to them."""
     if not _watched:
         return
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""A listener that strangers can neither exhaust nor end."""
+"""A listener that unauthenticated connections can neither exhaust nor stop."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ _JOIN_SECONDS = 30.0
 _MAX_PENDING = 128
 """Connections that may be in the middle of the handshake at once."""
 _MAX_ACCEPTED = 16
-"""Connections accepted between two looks at those that are pending."""
+"""Connections accepted between two checks of the pending ones."""
 _BACK_OFF_SECONDS = 0.1
 
 Serve = Callable[[SocketStream, bytes, float], None]
-"""Takes a connection, its key, and the moment by which the first request must have come."""
+"""Called with a connection, its key, and the deadline for the first request."""
 
 
 class Listener:
     """A thread that accepts connections and serves those whose other end knows the token.
 
-    The thread leads all handshakes. A connection that is not authenticated costs a descriptor and a few
-    hundred bytes, for a bounded time; if there are too many of them, or descriptors are short, the oldest is
-    closed. A connection that is authenticated gets a thread of its own. No error ends the listener before
-    :meth:`close`: errors are logged, at a limited rate, and it goes on.
+    The thread performs all handshakes. An unauthenticated connection costs a descriptor and a few hundred
+    bytes, for a bounded time; if there are too many of them, or descriptors are short, the oldest is closed.
+    An authenticated connection gets a thread of its own. No error stops the listener before :meth:`close`: it
+    logs errors, at a limited rate, and continues.
 
     Args:
-        sock: bound and listening; the listener closes it.
-        token: what the other ends must know.
+        sock: bound and listening socket; the listener closes it.
+        token: secret that the other ends must know.
         context: see :func:`~weight_update.transports.handshake.proof`.
-        serve: called in a thread for each connection, which is closed if that raises.
-        name: of the thread.
-        log: where refused connections are logged.
+        serve: called in a thread for each connection; the connection is closed if it raises.
+        name: name of the thread.
+        log: logger of refused connections.
 
     Attributes:
-        refusals: why the last connections were refused.
+        refusals: reasons of the last refused connections.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Listener:
         self._sock, self._token, self._context, self._serve = sock, token, context, serve
         self._log = RateLimitedLog(log)
         self.refusals = Refusals(log)
-        self._pending: dict[int, _Pending] = {}  # by descriptor, the oldest first
+        self._pending: dict[int, _Pending] = {}  # by descriptor, oldest first
         self._poller = select.poll()
         self._descriptor = sock.fileno()
         self._poller.register(self._descriptor, select.POLLIN)
@@ -76,7 +76,7 @@ class Listener:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin to accept; calling it twice is fine."""
+        """Start to accept connections; calling it twice is fine."""
         if not self._thread.is_alive():
             self._thread.start()
 
@@ -91,15 +91,15 @@ class Listener:
             self._thread.join(5.0)
         self._sock.close()
 
-    # -- the thread that leads all handshakes --------------------------------------------------------
+    # -- the thread of all handshakes ------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._closed.is_set():
             try:
                 self._step()
-            except Exception as error:  # noqa: BLE001 - if this thread ended nobody could join any more
+            except Exception as error:  # noqa: BLE001 - without this thread no one could join
                 if not self._closed.is_set():
-                    self._log.warning("accepting connections goes on after %r", error, exc_info=True)
+                    self._log.warning("the listener continues after %r", error, exc_info=True)
                     self._closed.wait(_BACK_OFF_SECONDS)
         for pending in list(self._pending.values()):
             self._remove(pending)
@@ -116,7 +116,7 @@ class Listener:
             if seconds_left(pending.deadline):
                 break
             self._refuse(
-                pending, SyncTimeoutError("the other end did not show in time that it knows the token")
+                pending, SyncTimeoutError("the other end did not prove in time that it knows the token")
             )
         if self._descriptor in ready:
             self._accept()
@@ -156,7 +156,7 @@ class Listener:
             self._refuse(pending, error)
 
     def _hand_over(self, stream: SocketStream, answer: bytes, key: bytes, deadline: float) -> None:
-        """Have an authenticated connection served; the other end learns that it is one by ``answer``."""
+        """Serve an authenticated connection in a new thread, which first sends ``answer``."""
         thread = threading.Thread(
             target=self._serve_one,
             args=(stream, answer, key, deadline),
@@ -166,7 +166,7 @@ class Listener:
         self._serving.add(stream)
         try:
             thread.start()
-        except BaseException:  # too many threads: the other end hears no answer and may try again
+        except BaseException:  # too many threads: the other end gets no answer and may retry
             self._serving.discard(stream)
             raise
 
@@ -214,12 +214,12 @@ class _Pending:
         try:
             require_same_user(self.stream.sock)
         except JoinRefusedError:
-            self._tell(self._challenge.other_user)
+            self._send_now(self._challenge.other_user)
             raise
-        self._tell(self._challenge.greeting)
+        self._send_now(self._challenge.greeting)
 
     def read(self) -> bool:
-        """Read what is there of the other end's message; return whether all of it is."""
+        """Read the available part of the other end's message; return whether the message is complete."""
         try:
             data = self.stream.sock.recv(self._challenge.missing)
         except BlockingIOError:
@@ -232,13 +232,13 @@ class _Pending:
         return not self._challenge.missing
 
     def verify(self) -> tuple[bytes, bytes]:
-        """Return the last message and the key of the connection, or refuse it."""
+        """Return the last message and the key of the connection, or refuse the connection."""
         try:
             return self._challenge.verify()
         except JoinRefusedError:
-            self._tell(self._challenge.wrong_token)
+            self._send_now(self._challenge.wrong_token)
             raise
 
-    def _tell(self, message: bytes) -> None:
-        """Send a message without waiting: so little always fits."""
+    def _send_now(self, message: bytes) -> None:
+        """Send a message without waiting; a message this small always fits into the socket's buffer."""
         self.stream.send(message, deadline_of(0.0))

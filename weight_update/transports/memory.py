@@ -1,4 +1,4 @@
-"""A link inside one process, for tests and for receivers that are threads."""
+"""Links inside one process, for tests and for receivers that are threads."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["MemoryTransport"]
 
 
 class MemoryTransport(TransportBackend):
-    """One end of an in-process link; make both with :meth:`pair`.
+    """One end of an in-process link; :meth:`pair` makes both.
 
-    Payloads are copied once, into the memory the receiver allocates.
+    A payload is copied once, into memory that the receiver allocates.
     """
 
     def __init__(
@@ -30,14 +30,14 @@ class MemoryTransport(TransportBackend):
 
     @classmethod
     def pair(cls) -> tuple[MemoryTransport, MemoryTransport]:
-        """Both ends of a new link."""
-        there: queue.SimpleQueue[WeightChunk | None] = queue.SimpleQueue()
-        back: queue.SimpleQueue[WeightChunk | None] = queue.SimpleQueue()
+        """Return both ends of a new link."""
+        forward: queue.SimpleQueue[WeightChunk | None] = queue.SimpleQueue()
+        backward: queue.SimpleQueue[WeightChunk | None] = queue.SimpleQueue()
         closed = threading.Event()
-        return cls(back, there, closed), cls(there, back, closed)
+        return cls(backward, forward, closed), cls(forward, backward, closed)
 
     def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
-        """See :meth:`TransportBackend.send_chunk`; never waits."""
+        """Send one chunk; never waits."""
         if self._closed.is_set():
             raise LinkClosedError("the link was closed")
         payload = None if chunk.payload is None else chunk.payload.clone()
@@ -65,7 +65,7 @@ class MemoryTransport(TransportBackend):
         return replace(chunk, payload=target.copy_(chunk.payload))
 
     def close(self) -> None:
-        """Close both ends; chunks that this end did not read are dropped."""
+        """Close both ends; chunks that this end has not read are dropped."""
         self._closed.set()
         with contextlib.suppress(queue.Empty):
             while True:

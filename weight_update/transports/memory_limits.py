@@ -1,4 +1,4 @@
-"""How much memory this process may still use, by the kernel's account and by those of its cgroups."""
+"""Memory that this process may still use, according to the kernel and to its cgroups."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["available_memory"]
 
 @dataclass(frozen=True)
 class _Controller:
-    """Where a version of the cgroup interface keeps the account of memory.
+    """Files in which a version of the cgroup interface accounts for memory.
 
     Attributes:
-        mounts: where it may be mounted, below ``/sys/fs/cgroup``.
+        mounts: possible mount points, below ``/sys/fs/cgroup``.
         limit: name of the file with the limit.
         usage: name of the file with the bytes in use, caches included.
         reclaimable: entries of ``memory.stat`` that count caches which the kernel drops when it needs memory.
@@ -39,12 +39,12 @@ _V2 = _Controller(
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
-    """Return the bytes this process may still use, None if unknown.
+    """Return the bytes that this process may still use, or None if unknown.
 
-    Page cache does not count as used: the kernel drops it when memory is needed.
+    Page cache does not count as used, because the kernel drops it when memory is needed.
 
     Args:
-        root: of the file system in which ``/proc`` and ``/sys`` are looked up.
+        root: root of the file system that holds ``/proc`` and ``/sys``.
     """
     limits = list(_left_in_cgroups(root))
     with contextlib.suppress(OSError, ValueError, KeyError):
@@ -53,7 +53,7 @@ def available_memory(root: Path = Path("/")) -> int | None:
 
 
 def _left_in_cgroups(root: Path) -> Iterator[int]:
-    """Yield the bytes left in each cgroup that this process is in, and in those around them."""
+    """Yield the bytes left in each cgroup of this process, and in the cgroups around them."""
     for controller, path in _memberships(root / "proc/self/cgroup"):
         for mount in controller.mounts:
             top = root / "sys/fs/cgroup" / mount
@@ -65,7 +65,7 @@ def _left_in_cgroups(root: Path) -> Iterator[int]:
 
 
 def _memberships(table: Path) -> Iterator[tuple[_Controller, str]]:
-    """Yield the cgroups of this process that account for memory; the topmost ones where it cannot be told."""
+    """Yield the cgroups of this process that account for memory; the root cgroups where they are unknown."""
     lines = [":memory:/", "0::/"]
     with contextlib.suppress(OSError):
         lines = table.read_text().splitlines()

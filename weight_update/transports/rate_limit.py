@@ -1,4 +1,4 @@
-"""A log whose volume strangers cannot drive up."""
+"""Logging that unauthenticated processes cannot flood."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _KEPT = 8
 
 
 class RateLimitedLog:
-    """A logger for events that anyone may cause as often as they like.
+    """A logger for events that any process may cause as often as it likes.
 
     Args:
-        log: where the records go.
-        burst: records of one message that are written in each period; further ones are counted, and the
-            next record that is written tells how many there were.
+        log: logger of the records.
+        burst: records of one message that are written in each period; further ones are counted, and the next
+            written record tells how many were omitted.
         seconds: length of a period.
     """
 
@@ -39,7 +39,7 @@ class RateLimitedLog:
             self._log.warning(message + more, *args, stacklevel=2, **options)
 
     def _admit(self, message: str) -> int | None:
-        """Count an event; return how many were omitted before it, or None if it is to be omitted too."""
+        """Count an event; return how many were omitted before it, or None if this one is to be omitted."""
         now = time.monotonic()
         with self._lock:
             period = self._periods.setdefault(message, _Period(now))
@@ -54,10 +54,10 @@ class RateLimitedLog:
 
 
 class Refusals:
-    """The last refusals of a listener, for the error of ``connect()`` to name them.
+    """The last refusals of a listener, which the error of ``connect()`` names.
 
     Args:
-        log: where each refusal is logged, at a limited rate.
+        log: logger of each refusal, at a limited rate.
     """
 
     def __init__(self, log: logging.Logger) -> None:
@@ -79,7 +79,7 @@ class Refusals:
 
 
 class _Period:
-    """Counts of one message."""
+    """Counts of one message in one period."""
 
     def __init__(self, start: float) -> None:
         self.start = start

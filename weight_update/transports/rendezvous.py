@@ -1,4 +1,4 @@
-"""The store through which the two ends of a process group find each other."""
+"""Store through which the two ends of a process group find each other."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _SIZE = struct.Struct("<I")  # of a key
 
 
 class SignedRendezvous(StoreBase):  # type: ignore[misc] # it has no type stubs
-    """A store of torch.distributed for one group of two, whose ends send each other all that they set.
+    """A torch.distributed store for a group of two, whose ends send each other every value that they set.
 
     Args:
-        store: carries it, signed: what strangers write there is ignored.
-        name: of the group; used once.
-        token: what both ends know.
+        store: store that carries the values, signed; unsigned messages in it are ignored.
+        name: name of the group; used once.
+        token: secret of both ends.
         rank: 0 or 1.
-        sockets: learns the addresses that the two ends of the group listen on.
+        sockets: receives the addresses that the two ends of the group listen on.
     """
 
     def __init__(self, store: Store, name: str, token: str, rank: int, sockets: InheritedSockets) -> None:
@@ -36,7 +36,7 @@ class SignedRendezvous(StoreBase):  # type: ignore[misc] # it has no type stubs
         self._inbox = SignedQueue(store, f"{name}/{1 - rank}", token)
         self._values: dict[str, bytes] = {}
         self._sockets = sockets
-        self._place: slice | None = None  # of the address that an end listens on, in what it sets
+        self._address_slice: slice | None = None  # position of the listening address in a value
 
     def set(self, key: str, value: bytes | str) -> None:
         """Set a value for both ends."""
@@ -44,7 +44,7 @@ class SignedRendezvous(StoreBase):  # type: ignore[misc] # it has no type stubs
         for address in listening_sockets():
             if address in value:
                 start = value.index(address)
-                self._place = slice(start, start + len(address))
+                self._address_slice = slice(start, start + len(address))
                 self._sockets.local.append(address)
         self._values[key] = value
         name = key.encode()
@@ -55,7 +55,7 @@ class SignedRendezvous(StoreBase):  # type: ignore[misc] # it has no type stubs
         return self._values[key]
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
-        """Wait until all of ``keys`` are set.
+        """Wait until all ``keys`` are set.
 
         Raises:
             SyncTimeoutError: they were not set in time.
@@ -70,14 +70,14 @@ class SignedRendezvous(StoreBase):  # type: ignore[misc] # it has no type stubs
                 raise SyncTimeoutError("the other end did not come in time")
 
     def close(self) -> None:
-        """Wait for nothing any more."""
+        """Stop waiting for values."""
         self._inbox.close()
 
     def _take(self, seconds: float) -> bytes | None:
         try:
             return self._inbox.take(seconds)
         except UnsignedError as error:
-            _log.warning("ignored in the rendezvous of two ends: %s", error)
+            _log.warning("ignored a message in the rendezvous of two ends: %s", error)
             return None
 
     def _keep(self, message: bytes) -> None:
@@ -86,5 +86,5 @@ class SignedRendezvous(StoreBase):  # type: ignore[misc] # it has no type stubs
         end = _SIZE.size + _SIZE.unpack_from(message)[0]
         key, value = message[_SIZE.size : end].decode(), message[end:]
         self._values[key] = value
-        if self._place is not None:
-            self._sockets.remote.append(value[self._place])
+        if self._address_slice is not None:
+            self._sockets.remote.append(value[self._address_slice])

@@ -82,7 +82,7 @@ class RayListener:
         node, raw = message
         hello = WeightChunk.decode(raw)
         if hello.kind is not Kind.HELLO:
-            raise FormatError("did not say hello")
+            raise FormatError("the first message is not a HELLO")
         local = node == running_ray().get_runtime_context().get_node_id()
         try:
             link = self._link_of(hello)

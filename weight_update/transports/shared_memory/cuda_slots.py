@@ -185,7 +185,7 @@ class CudaSlotMapping(SlotMapping):
         super().__init__(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
 
     @property
-    def given_up(self) -> bool:
+    def released(self) -> bool:
         if self._reference_fd is not None:
             return owner_released(self._reference_fd)
         return self._own_buffer is None or self._own_buffer.fd < 0

@@ -1,8 +1,8 @@
-"""Payload memory that several processes see: written by the sender, mapped by receivers.
+"""Slots: payload memory written by the sender and mapped by receivers.
 
-The sender holds each slot as an anonymous file (``memfd``): it has no name, so nothing is left behind
-however a process ends. Receivers map it copy-on-write: what a worker writes into its own weights stays
-its own, and is forgotten before the slot is used again.
+The sender holds each slot as an anonymous file (``memfd``). The file has no name, so nothing is left behind
+however a process ends. Receivers map it copy-on-write: writes of a worker into its own weights stay private,
+and are dropped before the slot is used again.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ __all__ = [
     "slot_of",
 ]
 
-_MADV_POPULATE_READ = 22  # Linux 5.14; mmap has no name for it
+_MADV_POPULATE_READ = 22  # Linux 5.14; mmap has no constant for it
 _PAGE = mmap.PAGESIZE
 _ENTRY = 8  # bytes of one page's entry in /proc/self/pagemap
 _PRESENT_OR_SWAPPED, _FILE_OR_SHARED = 0b11 << 62, 1 << 61
 _ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
-_SEAL_FUTURE_WRITE = 16  # Linux 5.1: mappings that exist stay writable; Python has no name for it
+_SEAL_FUTURE_WRITE = 16  # Linux 5.1: mappings that exist stay writable; Python has no constant for it
 _READ_ONLY = 0o400
-_GIVEN_UP = 1  # in the last byte of a slot's file
+_RELEASED = 1  # in the last byte of a slot's file
 _LOOKED_AT = 4
-"""Slots in use that are looked at for each payload."""
+"""Number of slots in use that are checked for each payload."""
 
 
 class SharedSlot(Buffer):
@@ -61,9 +61,9 @@ class SharedSlot(Buffer):
 
     Attributes:
         key: name of the slot, unique among all slots of all processes.
-        nbytes: its size.
-        fd: the file descriptor that is handed to them.
-        handle: what they need beside it.
+        nbytes: size in bytes.
+        fd: file descriptor that is sent to other processes.
+        handle: bytes that other processes need in addition to ``fd``; empty for host memory.
     """
 
     handle = b""
@@ -75,12 +75,13 @@ class SharedSlot(Buffer):
 
 
 class SharedBuffer(SharedSlot):
-    """A slot in host memory, which only the process that made it can write into.
+    """A slot in host memory, which only its owner can write.
 
-    The descriptor that others get is read-only. Anonymous memory is sealed: nobody can change its size, map
-    it for writing, or write to it through another descriptor.
+    The descriptor for other processes is read-only. Anonymous memory is also sealed: no process can change
+    its size, map it for writing, or write to it through another descriptor.
 
-    After the payload, on a page of its own, the file has one byte more: not 0 once the slot was given up.
+    After the payload, on a page of its own, the file has one more byte; it is not 0 once the slot was
+    released.
 
     Args:
         nbytes: size in bytes.
@@ -88,7 +89,7 @@ class SharedBuffer(SharedSlot):
             nameless file on that file system.
 
     Raises:
-        NotEnoughMemoryError: it does not fit; the message says what is needed.
+        NotEnoughMemoryError: there is not enough memory; the message says how much is needed.
     """
 
     def __init__(self, nbytes: int, directory: str | None = None) -> None:
@@ -110,13 +111,13 @@ class SharedBuffer(SharedSlot):
         super().__init__(torch.frombuffer(self._map, dtype=torch.uint8)[:nbytes], self.fd, key)
 
     def close(self) -> None:
-        """Give up the slot; workers that still point at it keep its memory until they move on."""
+        """Release the slot; workers that still use it keep its memory until they switch to another one."""
         if self.fd >= 0:
             if self._map is not None and os.getpid() == self._owner:
-                self._map[-1] = _GIVEN_UP
+                self._map[-1] = _RELEASED
             os.close(self.fd)
             self.fd = -1
-            self.tensor = self.tensor[:0].clone()  # the mapping goes with the last tensor that uses it
+            self.tensor = self.tensor[:0].clone()  # the mapping ends with the last tensor that uses it
             self._map = None
 
     def __del__(self) -> None:
@@ -127,19 +128,19 @@ _mine: weakref.WeakValueDictionary[int, SharedSlot] = weakref.WeakValueDictionar
 
 
 def slot_of(payload: torch.Tensor) -> SharedSlot:
-    """The slot that ``payload`` is the tensor of.
+    """Return the slot whose tensor is ``payload``.
 
     Raises:
-        TransportError: it is memory of another kind.
+        TransportError: ``payload`` is not the tensor of a slot.
     """
     slot = _mine.get(payload.data_ptr())
     if slot is None:
-        raise TransportError("this transport sends payloads made by its own allocate() only")
+        raise TransportError("this transport sends only payloads from its own allocate()")
     return slot
 
 
 def anonymous_name(key: str) -> str:
-    """What ``/proc/<pid>/fd`` shows for a slot in anonymous memory."""
+    """Return the name that ``/proc/<pid>/fd`` shows for a slot in anonymous memory."""
     return f"weight_update-{key}"
 
 
@@ -156,7 +157,7 @@ def _anonymous_file(key: str, size: int, directory: str | None) -> int:
         )
     if directory is None:
         fd = os.memfd_create(anonymous_name(key), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    else:  # with O_EXCL nobody can give it a name
+    else:  # O_EXCL: no process can give it a name
         fd = os.open(directory, os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(fd, 0, size)
@@ -178,17 +179,17 @@ def _anonymous_file(key: str, size: int, directory: str | None) -> int:
 
 
 def _seal(fd: int) -> None:
-    """Fix the size of anonymous memory, and refuse every way of writing but the mappings that exist."""
+    """Fix the size of anonymous memory, and forbid every write except through existing mappings."""
     size = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW
     try:
         fcntl.fcntl(fd, _ADD_SEALS, size | _SEAL_FUTURE_WRITE)
-    except OSError:  # an older kernel; the descriptors that are handed out are read-only all the same
+    except OSError:  # an older kernel; the descriptors for other processes are read-only anyway
         fcntl.fcntl(fd, _ADD_SEALS, size)
 
 
 @contextlib.contextmanager
 def _naming_memory(needed: str) -> Iterator[None]:
-    """Raise NotEnoughMemoryError, which says what is ``needed``, where the operating system has no memory."""
+    """Raise NotEnoughMemoryError, with what is ``needed``, where the operating system has no memory."""
     try:
         yield
     except (OSError, MemoryError) as error:
@@ -206,20 +207,20 @@ def _free_bytes(directory: str) -> int:
 
 
 class SlotMapping:
-    """One slot, opened in a receiver.
+    """A slot that is open in a receiver.
 
     Args:
-        whole: its memory.
+        whole: memory of the slot.
     """
 
     def __init__(self, whole: torch.Tensor) -> None:
         self._whole = self._shown = whole
 
     def first(self, nbytes: int) -> torch.Tensor:
-        """The first ``nbytes`` bytes; the same tensor object while it is the same number.
+        """Return the first ``nbytes`` bytes; the same tensor object as long as ``nbytes`` stays the same.
 
         Raises:
-            FormatError: there are not so many.
+            FormatError: the slot is smaller.
         """
         if nbytes > self._whole.numel():
             raise FormatError(f"a payload of {nbytes} bytes in a slot of {self._whole.numel()}")
@@ -228,23 +229,23 @@ class SlotMapping:
         return self._shown
 
     def holds(self, payload: torch.Tensor) -> bool:
-        """Whether ``payload`` lies here."""
+        """Return whether ``payload`` lies in this slot."""
         return payload.data_ptr() == self._whole.data_ptr()
 
     @property
-    def given_up(self) -> bool:
-        """Whether the sender will not name this slot any more."""
+    def released(self) -> bool:
+        """Whether the sender has released this slot and will not use it again."""
         return False
 
     def release(self) -> None:
-        """The weights in it are no longer in use here; the sender may write others."""
+        """Allow the sender to write the slot again: its weights are no longer in use here."""
 
 
 class HostSlotMapping(SlotMapping):
     """A slot in host memory, mapped copy-on-write.
 
     Args:
-        fd: its file descriptor.
+        fd: file descriptor of the slot.
     """
 
     def __init__(self, fd: int) -> None:
@@ -254,19 +255,19 @@ class HostSlotMapping(SlotMapping):
         with _naming_memory(f"the sender's slot of {size / 1e6:.1f} MB"):
             self._map = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
         with contextlib.suppress(OSError, ValueError):
-            self._map.madvise(_MADV_POPULATE_READ)  # else the first forward pass pays the page faults
+            self._map.madvise(_MADV_POPULATE_READ)  # otherwise the first forward pass takes the page faults
         super().__init__(torch.frombuffer(self._map, dtype=torch.uint8)[:-1])
         self._faults = _page_faults()
 
     @property
-    def given_up(self) -> bool:
+    def released(self) -> bool:
         return self._map[-1] != 0
 
     def release(self) -> None:
-        """Drop pages that this process wrote to, so that the sender's next write is seen here.
+        """Drop the pages that this process wrote to, so that it sees the sender's next write.
 
-        The first write to a page is a page fault. No fault since the last look means no page of its own,
-        which saves the look: 10 ms a GB.
+        The first write to a page is a page fault. Without a fault since the last call there are no private
+        pages, which saves the search for them: 10 ms a GB.
         """
         faults = _page_faults()
         if faults == self._faults:
@@ -289,15 +290,15 @@ class HostSlotMapping(SlotMapping):
 
 
 def _page_faults() -> int:
-    """Page faults of this process so far, all threads together."""
+    """Return the number of page faults of this process so far, of all threads."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_minflt + usage.ru_majflt
 
 
 class SlotTable:
-    """The slots that a receiver has opened, by key; :meth:`clear` may be called from any thread.
+    """The slots that a receiver has opened, by key. :meth:`clear` may be called from any thread.
 
-    A slot stays open until its owner gives it up or dies, so that no update maps one again.
+    A slot stays open until its owner releases it or dies, so that no update has to map a slot again.
     """
 
     def __init__(self) -> None:
@@ -313,20 +314,20 @@ class SlotTable:
         mapping: Callable[[int], SlotMapping] = HostSlotMapping,
         owner: int | None = None,
     ) -> torch.Tensor:
-        """The memory of a slot; the same tensor object each time.
+        """Return the memory of a slot; the same tensor object each time.
 
         Args:
             key: name of the slot.
             nbytes: size of the payload, which begins where the slot does.
-            open_fd: gives a file descriptor when the slot is not opened yet; it is closed here.
-            mapping: opens the slot that it is of.
-            owner: id of the process that holds the slot; None if it cannot end without the link.
+            open_fd: returns a file descriptor of a slot that is not open yet; this method closes it.
+            mapping: maps the slot of a file descriptor.
+            owner: id of the process that owns the slot; None if the link ends when that process does.
 
         Raises:
             LinkClosedError: the slot is gone.
             FormatError: the payload is larger than the slot.
             NotEnoughMemoryError: this process has no memory to map it.
-            UnreachableMemoryError: it may not open it.
+            UnreachableMemoryError: this process may not open it.
         """
         with self._lock:
             found = self._slots.get(key)
@@ -335,7 +336,7 @@ class SlotTable:
                 found = self._slots[key] = self._open(key, open_fd, mapping)
                 if owner is not None:
                     self._owners[key] = owner
-            self._drop_given_up()
+            self._drop_released()
             return found.first(nbytes)
 
     @staticmethod
@@ -351,11 +352,11 @@ class SlotTable:
         finally:
             os.close(fd)
 
-    def _drop_given_up(self) -> None:
-        """Close slots that were given up; look at a few that were not, and at others the next time."""
+    def _drop_released(self) -> None:
+        """Close released slots; check a few of the others, in turn from call to call."""
         looked_at = 0
         for key in list(self._slots):
-            if self._slots[key].given_up:
+            if self._slots[key].released:
                 self._drop(key)
                 continue
             self._slots.move_to_end(key)
@@ -364,7 +365,7 @@ class SlotTable:
                 return
 
     def _drop_orphans(self) -> None:
-        """Close the slots of processes that died without giving them up."""
+        """Close the slots of processes that died without releasing them."""
         gone = {pid for pid in set(self._owners.values()) if not may_run(pid)}
         for key in [key for key, owner in self._owners.items() if owner in gone]:
             self._drop(key)
@@ -374,7 +375,7 @@ class SlotTable:
         self._owners.pop(key, None)
 
     def release(self, payload: torch.Tensor) -> None:
-        """The weights in ``payload`` are no longer in use here."""
+        """Note that the weights in ``payload`` are no longer in use here."""
         with self._lock:
             for opened in self._slots.values():
                 if opened.holds(payload):
@@ -388,7 +389,7 @@ class SlotTable:
 
 
 def may_run(pid: int) -> bool:
-    """Return whether a process of this pid namespace may still execute; True when that cannot be told."""
+    """Return whether a process of this pid namespace may still execute; True when that is unknown."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -398,18 +399,18 @@ def may_run(pid: int) -> bool:
     try:
         poller = select.poll()
         poller.register(fd, select.POLLIN)
-        return not poller.poll(0)  # readable once all threads have ended, also before anybody waited for it
+        return not poller.poll(0)  # readable once all threads have ended, even before the process is reaped
     finally:
         os.close(fd)
 
 
 def open_slot(pid: int, fd: int, key: str, directory: str | None = None) -> int:
-    """Open the slot that another process of this host and user holds.
+    """Open a slot that another process of this host and user owns; return a file descriptor.
 
     Raises:
-        LinkClosedError: it has given it up.
+        LinkClosedError: the owner has released the slot.
         UnreachableMemoryError: this process may not open it.
-        OSError: the process is gone.
+        OSError: the owner is gone.
     """
     path = f"/proc/{pid}/fd/{fd}"
     try:
@@ -422,5 +423,5 @@ def open_slot(pid: int, fd: int, key: str, directory: str | None = None) -> int:
         ) from None
     if directory is None and anonymous_name(key) not in os.readlink(path):
         os.close(opened)
-        raise LinkClosedError(f"the sender has given up the slot {key}")
+        raise LinkClosedError(f"the sender has released the slot {key}")
     return opened

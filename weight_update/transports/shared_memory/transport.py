@@ -1,4 +1,4 @@
-"""Links on one machine whose payloads are never copied to the receiver: it maps the sender's slot."""
+"""Links on one machine whose receivers map the sender's slots instead of copying payloads."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ _NO_ANSWER = "the sender did not answer in time; has it called connect()?"
 
 
 class SharedMemTransport(TransportBackend):
-    """A Unix socket for signals; payloads stay in shared slots. See :class:`SlotStream` for the format.
+    """One end of a link over a Unix socket; payloads stay in shared slots, see :class:`SlotStream`.
 
     Args:
-        address: where the sender listens (receiver's end); None makes a sender's end, which is given its
-            connection by :class:`SharedMemListener`.
-        token: receiver's end: the token of the listener.
+        address: receiver's end: address of the sender's listener. None makes a sender's end, whose connection
+            comes from :class:`SharedMemListener`.
+        token: receiver's end: token of the listener.
         directory: see :class:`~weight_update.transports.shared_memory.slots.SharedBuffer`.
-        device: sender's end: a CUDA device to keep slots on; None keeps them in host memory.
+        device: sender's end: CUDA device for slots; None keeps them in host memory.
     """
 
     capabilities = Capabilities(shares_memory=True, send_never_blocks=True, allows_rejoin=True)
@@ -73,7 +73,7 @@ class SharedMemTransport(TransportBackend):
         self._slots = SlotTable()
 
     def allocate(self, nbytes: int) -> Buffer:
-        """A shared slot; see :meth:`TransportBackend.allocate`."""
+        """Return a shared slot."""
         if self._device is not None:
             return CudaBuffer(nbytes, self._device)
         return SharedBuffer(nbytes, self._directory)
@@ -85,7 +85,7 @@ class SharedMemTransport(TransportBackend):
             stream.send(chunk, deadline)
         except (LinkClosedError, TimeoutError) as error:
             if self._address is not None or isinstance(error, TimeoutError):
-                self._drop(stream)  # else there may be a last word to be read
+                self._drop(stream)  # a sender's end may still have a last chunk to read
             raise
 
     def recv_chunk(
@@ -114,7 +114,7 @@ class SharedMemTransport(TransportBackend):
         """Sender's end: take over an authenticated connection whose HELLO, with the token, is ``first``."""
         with self._changed:
             if self._closed:
-                stream.close()  # the worker hears of it at once
+                stream.close()  # the worker notices at once
                 return
             if self._stream is not None:
                 self._stream.close()
@@ -128,7 +128,7 @@ class SharedMemTransport(TransportBackend):
         self._drop()
 
     def _drop(self, stream: SlotStream | None = None) -> None:
-        """End the connection, only if it is still ``stream`` when that is given."""
+        """End the connection, but only if it is still ``stream`` where that is given."""
         with self._changed:
             if self._stream is not None and stream in (None, self._stream):
                 self._stream.close()
@@ -144,7 +144,7 @@ class SharedMemTransport(TransportBackend):
         self._slots.clear()
 
     def _connect(self, first: WeightChunk, deadline: float | None) -> SlotStream:
-        """Connect to the listener, again and again while it is too busy to admit this worker."""
+        """Connect to the listener; retry while it is too busy to admit this worker."""
         if self._address is None or first.kind is not Kind.HELLO:
             raise LinkClosedError("the other end is not connected")
         while True:
@@ -159,8 +159,8 @@ class SharedMemTransport(TransportBackend):
                 raise SyncTimeoutError(_NO_ANSWER)
 
     def _join(self, address: str, deadline: float | None) -> SlotStream:
-        """Connect and prove that this end knows the token; raise BlockingIOError to have it tried again."""
-        stream = self._dial(address)
+        """Connect and prove knowledge of the token; raise BlockingIOError if the caller should retry."""
+        stream = self._open_stream(address)
         try:
             prove_token(stream, self._token, _context(address), deadline)
             with self._changed:
@@ -176,7 +176,7 @@ class SharedMemTransport(TransportBackend):
             stream.close()
             raise
 
-    def _dial(self, address: str) -> SocketStream:
+    def _open_stream(self, address: str) -> SocketStream:
         stream = SocketStream(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         close_in_children(stream.sock)
         with self._changed:
@@ -209,7 +209,7 @@ class SharedMemTransport(TransportBackend):
 
 
 def _context(address: str) -> str:
-    """Return the context of connections to ``address``; a proof is worth nothing at another address."""
+    """Return the context of connections to ``address``, which makes a proof worthless at another address."""
     return f"shared memory {address}"
 
 
@@ -217,26 +217,26 @@ class SharedMemListener:
     """Admits workers at any time and gives each connection to its link.
 
     Args:
-        token: workers must prove that they know it.
+        token: secret that workers must know.
         links: the sender's end for each worker index.
-        newcomers: gives the link of a worker that has none, or raises
+        late_joiners: returns the link for a worker index without one, or raises
             :class:`~weight_update.JoinRefusedError`.
 
     Attributes:
-        address: an abstract Unix address; it vanishes with the process.
-        refusals: why the last join requests were refused.
+        address: abstract Unix address, which vanishes with the process.
+        refusals: reasons of the last refused join requests.
     """
 
     def __init__(
         self,
         token: str,
         links: Mapping[int, SharedMemTransport],
-        newcomers: Callable[[int], SharedMemTransport],
+        late_joiners: Callable[[int], SharedMemTransport],
     ) -> None:
         if not hasattr(socket, "AF_UNIX") or not hasattr(socket, "send_fds"):
             raise TransportError("shared memory schemes need Unix sockets; use another scheme here")
         self.address = f"\0weight_update-{uuid.uuid4().hex}"
-        self._token, self._links, self._newcomers = token, links, newcomers
+        self._token, self._links, self._late_joiners = token, links, late_joiners
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.bind(self.address)
         sock.listen(_BACKLOG)
@@ -246,23 +246,23 @@ class SharedMemListener:
         self.refusals = self._listener.refusals
 
     def start(self) -> None:
-        """Begin to accept."""
+        """Start to accept connections."""
         self._listener.start()
 
     def close(self) -> None:
-        """Stop accepting, and send away workers that have not said hello yet."""
+        """Stop accepting, and disconnect workers that have not sent their HELLO yet."""
         self._listener.close()
 
     def _admit(self, stream: SocketStream, key: bytes, deadline: float) -> None:
         """Read the HELLO of a worker that knows the token, and give the connection to its link."""
-        del key  # nobody can write between the two ends of a Unix socket
+        del key  # no third process can write to a connected Unix socket
         prelude, raw = stream.recv_head(deadline)
         if prelude.kind is not Kind.HELLO or prelude.payload_bytes:
-            raise FormatError("did not say hello")
+            raise FormatError("the first frame is not a HELLO")
         hello = prelude.assemble(raw, None).with_token(self._token)
         worker: int = hello.header["worker"]
         try:
-            link = self._links.get(worker) or self._newcomers(worker)
+            link = self._links.get(worker) or self._late_joiners(worker)
             link.screen(hello)
         except JoinRefusedError as error:
             header = {"reason": str(error), "problems": list(error.problems)}

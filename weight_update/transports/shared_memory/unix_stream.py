@@ -1,4 +1,4 @@
-"""Frames over a stream socket, with deadlines, usable by one reading and one writing thread at once."""
+"""Stream sockets with deadlines, for one reading and one writing thread at once."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ __all__ = [
 ]
 
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
-"""Errors of the system that pass when others free descriptors or memory."""
-_CREDENTIALS = struct.Struct("iII")  # process, user and group, as Linux gives them
+"""Errors of the operating system that pass when other programs free descriptors or memory."""
+_CREDENTIALS = struct.Struct("iII")  # process, user and group, as Linux writes them
 _STALLED = 60.0
 """Seconds without progress in the middle of a frame after which the other end counts as gone."""
 
 
 def deadline_of(timeout: float | None) -> float | None:
-    """The moment, on the monotonic clock, at which ``timeout`` seconds will have passed."""
+    """Return the moment, on the monotonic clock, that is ``timeout`` seconds away; None for no timeout."""
     return None if timeout is None else time.monotonic() + timeout
 
 
 def seconds_left(deadline: float | None) -> float | None:
-    """Seconds until then, at least 0; None if there is none."""
+    """Return the seconds until ``deadline``, at least 0; None for no deadline."""
     return None if deadline is None else max(deadline - time.monotonic(), 0.0)
 
 
 def close_in_children(sock: socket.socket) -> None:
-    """Have forked children close ``sock``: while one had it open the other end would not notice our end."""
+    """Close ``sock`` in forked children, where an open copy would hide the end of this process."""
     _ours.add(sock)
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
     """Return process, user and group of the other end of a connected Unix socket.
 
-    The kernel takes them when the connection is made, and translates them to this process's namespaces: the
-    process is 0 if it cannot be seen from here.
+    The kernel records them when the connection is made, and translates them to this process's namespaces: the
+    process is 0 if it is not visible here.
     """
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, gid = _CREDENTIALS.unpack(raw)
@@ -80,14 +80,14 @@ class SocketStream:
 
     @property
     def peer_pid(self) -> int:
-        """Process id of the other end in this pid namespace, by the kernel; 0 if it has none here."""
+        """Process id of the other end in this pid namespace, from the kernel; 0 if it has none here."""
         try:
             return peer_credentials(self.sock)[0]
         except OSError:  # it was closed meanwhile
             return 0
 
     def wait_readable(self, timeout: float | None) -> bool:
-        """Whether something (bytes, or the end) is there to read within ``timeout`` seconds."""
+        """Return whether bytes, or the end, can be read within ``timeout`` seconds."""
         return self._poll(select.POLLIN, deadline_of(timeout))
 
     def send(self, data: bytes | memoryview, deadline: float | None) -> None:
@@ -110,11 +110,11 @@ class SocketStream:
         """Fill ``view``.
 
         Args:
-            view: what to fill.
-            deadline: on the monotonic clock; None waits while bytes come at all.
+            view: memory to fill.
+            deadline: on the monotonic clock; None waits as long as bytes keep coming.
 
         Raises:
-            SyncTimeoutError: the deadline passed before it was full.
+            SyncTimeoutError: the deadline passed before ``view`` was full.
         """
         while view:
             try:
@@ -129,14 +129,14 @@ class SocketStream:
             view = view[count:]
 
     def recv_head(self, deadline: float | None = None) -> tuple[Prelude, bytes]:
-        """The prelude and the raw header of the next frame.
+        """Receive the prelude and the raw header of the next frame.
 
         Args:
             deadline: see :meth:`recv_into`.
 
         Raises:
-            FormatError: it is not a frame.
-            SyncTimeoutError: the deadline passed before it was here.
+            FormatError: the received bytes are not a frame.
+            SyncTimeoutError: the deadline passed before all of it arrived.
         """
         raw = bytearray(PRELUDE_BYTES)
         self.recv_into(memoryview(raw), deadline)
@@ -146,7 +146,7 @@ class SocketStream:
         return prelude, bytes(header)
 
     def send_with_fd(self, data: bytes, fd: int, deadline: float | None) -> None:
-        """Send a short record and a file descriptor along with it (Unix sockets only)."""
+        """Send a short record together with a file descriptor (Unix sockets only)."""
         while True:
             try:
                 sent = socket.send_fds(self.sock, [data], [fd])
@@ -159,7 +159,7 @@ class SocketStream:
         self.send(data[sent:], deadline)
 
     def recv_with_fd(self, size: int) -> tuple[bytes, int | None]:
-        """A record of ``size`` bytes and the file descriptor that came along, if any."""
+        """Receive a record of ``size`` bytes and the file descriptor sent with it, if any."""
         while True:
             try:
                 data, fds, _, _ = socket.recv_fds(self.sock, size, 1)
@@ -175,7 +175,7 @@ class SocketStream:
         return data + bytes(rest), (fds[0] if fds else None)
 
     def close(self) -> None:
-        """End the connection and wake whoever waits on it."""
+        """End the connection and wake threads that wait on it."""
         with contextlib.suppress(OSError):  # it may not be connected any more
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
@@ -184,7 +184,7 @@ class SocketStream:
         if self._poll(select.POLLIN, deadline_of(_STALLED) if deadline is None else deadline):
             return
         if deadline is not None:
-            raise SyncTimeoutError("the other end did not send all that it should in time")
+            raise SyncTimeoutError("the other end did not send the whole message in time")
         raise LinkClosedError(f"the other end stopped in the middle of a frame for {_STALLED:.0f} s")
 
     def _poll(self, event: int, deadline: float | None) -> bool:
