@@ -164,7 +164,7 @@ def test_something_else_listens(ends, says: bytes) -> None:
 def test_something_else_calls() -> None:
     challenge = Challenge(TOKEN, "here")
     challenge.add(b"WU")
-    with pytest.raises(FormatError, match="ask to join"):
+    with pytest.raises(FormatError, match="did not send a join request"):
         challenge.add(b"PD")
 
 

@@ -128,7 +128,7 @@ def test_another_user_is_refused_though_it_knows_the_token(caplog: pytest.LogCap
     with closing(ours):
         assert "run both as one user" in ours.recv()
     process.join()
-    assert eventually(lambda: "process of user 65534" in caplog.text)
+    assert eventually(lambda: "belongs to user 65534" in caplog.text)
     service.listener.close()
 
 

@@ -220,7 +220,7 @@ class Tap:
 
 
 def test_what_a_worker_said_is_not_heard_twice(crew: Crew, caplog: pytest.LogCaptureFixture) -> None:
-    """Somebody who listened on the wire says it again, word for word."""
+    """A stranger that recorded the traffic repeats a join request, byte for byte."""
     scheme, model = crew.scheme(DistributedWeightSyncScheme, timeout=5.0), make_here()
     scheme.init_on_sender(model=model, num_workers=1)
     with closing(Tap(scheme.port)) as tap:
@@ -233,7 +233,7 @@ def test_what_a_worker_said_is_not_heard_twice(crew: Crew, caplog: pytest.LogCap
         (said,) = [bytes(said) for said in tap.heard if b"door" in said]
         with caplog.at_level(logging.WARNING):
             call(scheme.port, said).close()
-            assert eventually(lambda: "says it again" in caplog.text, 5.0)
+            assert eventually(lambda: "is a repeated one" in caplog.text, 5.0)
         for version in range(2, 6):
             scheme.send(fill(model, version))
             assert worker.call(version_of) == version

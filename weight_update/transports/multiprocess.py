@@ -1,4 +1,4 @@
-"""Links over a pair of multiprocessing queues; a message is one item however many tensors it carries."""
+"""Links over two multiprocessing queues; a message is one item, however many tensors it carries."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from weight_update.wire.frames import PRELUDE_BYTES, Kind, Prelude, WeightChunk
 __all__ = ["MPTransport"]
 
 _Item = tuple[bytes, tuple[int, int, str] | None]
-_LOOK_SECONDS = 0.2
-"""How often a waiting end looks whether the other process still lives; messages do not wait for it."""
+_CHECK_SECONDS = 0.2
+"""Seconds between checks of a waiting end that the other process lives; messages do not wait for it."""
 _BACKLOG = 128
 _TRIES, _RETRY_SECONDS = 10, 0.02
 
 
-class Claim:
-    """The right to read a queue, held by one process until it closes the claim or ends.
+class ReaderLock:
+    """The right to read a queue, which one process holds until it closes the lock or ends.
 
-    A process of another user that holds the name is no reader of the queue, and is ignored.
+    A process of another user that holds the name does not read the queue, and is ignored.
 
     Args:
-        name: of the queue, random.
+        name: random name of the queue.
 
     Raises:
-        JoinRefusedError: another process holds it.
+        JoinRefusedError: another process holds the lock.
     """
 
     def __init__(self, name: str) -> None:
@@ -64,7 +64,7 @@ class Claim:
                 self._sock.close()
             if (owner := _owner_of(address)) is not None:
                 break
-            time.sleep(_RETRY_SECONDS)  # it has ended, or does not listen yet
+            time.sleep(_RETRY_SECONDS)  # the owner has ended, or does not listen yet
         pid, user = owner or ("unknown", os.geteuid())
         if user in (os.geteuid(), 0):
             raise JoinRefusedError(
@@ -73,7 +73,7 @@ class Claim:
             )
 
     def close(self) -> None:
-        """Let another process have it."""
+        """Release the lock for another process."""
         self._sock.close()
 
 
@@ -85,7 +85,7 @@ def _unix_socket() -> socket.socket:
 
 
 def _owner_of(address: str) -> tuple[int, int] | None:
-    """Return process and user that listen on a Unix address; None where nobody does."""
+    """Return process and user that listen on a Unix address, or None without a listener."""
     with _unix_socket() as sock:
         try:
             sock.connect(address)
@@ -98,17 +98,18 @@ def _owner_of(address: str) -> tuple[int, int] | None:
 class MPTransport(TransportBackend):
     """One end of a link over two ``multiprocessing`` queues.
 
-    An item of a queue is ``(head, slot)``: the frame's prelude and header as bytes, and where its payload
-    lies, or None. Payloads are slots of shared memory that the receiver opens once and maps.
+    An item of a queue is ``(head, slot)``: the frame's prelude and header as bytes, and the location of its
+    payload or None. Payloads are slots of shared memory that the receiver opens once and maps.
 
     Args:
-        weight_queue: carries chunks to the receiver.
-        ack_queue: carries chunks back; an end without it cannot join a scheme, but can use
+        weight_queue: queue that carries chunks to the receiver.
+        ack_queue: queue that carries chunks back. An end without it cannot join a scheme, but can use
             :meth:`send_weights` and :meth:`receive_weights`.
-        timeout: seconds for waits that name none; None waits as long as the other end lives.
-        end: which end this is.
+        timeout: seconds for waits without a timeout of their own; None waits as long as the other end lives.
+        end: end of the link that this object is.
         directory: see :class:`~weight_update.transports.shared_memory.slots.SharedBuffer`.
-        name: of the pair of queues, random; a receiver's end then makes sure that no other process reads them
+        name: random name of the two queues; with it, a receiver's end makes sure that it is their only
+            reader.
     """
 
     capabilities = Capabilities(shares_memory=True, send_never_blocks=True, allows_rejoin=True)
@@ -124,7 +125,7 @@ class MPTransport(TransportBackend):
         name: str | None = None,
     ) -> None:
         self._end, self._name = end, name
-        self._claim: Claim | None = None
+        self._reader_lock: ReaderLock | None = None
         self._outbox, self._inbox = weight_queue, ack_queue
         if end == "receiver":
             self._outbox, self._inbox = ack_queue, weight_queue
@@ -132,28 +133,28 @@ class MPTransport(TransportBackend):
         self._directory = directory
         self._slots = SlotTable()
         self._other: int | None = None  # pidfd of the process at the other end
-        self._watching = threading.RLock()  # a pidfd closed by two threads may close a stranger's file
+        self._watching = threading.RLock()  # closing a pidfd twice may close an unrelated file
         self._closed = False
         for side in (weight_queue, ack_queue):
             if side is not None:
                 side.cancel_join_thread()  # a dead reader must not keep this process from exiting
 
     def watch(self, pid: int) -> None:
-        """Learn which process is at the other end, to notice its death."""
+        """Watch the process at the other end, to notice its death."""
         with self._watching:
             self._forget_other()
             with contextlib.suppress(OSError, AttributeError):
                 self._other = os.pidfd_open(pid)
 
     def allocate(self, nbytes: int) -> Buffer:
-        """A shared slot; see :meth:`TransportBackend.allocate`."""
+        """Return a shared slot."""
         return SharedBuffer(nbytes, self._directory)
 
     def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
-        """See :meth:`TransportBackend.send_chunk`; never waits."""
+        """Send one chunk; never waits."""
         if self._closed or self._other_is_dead():
             raise LinkClosedError("the other process is gone")
-        if self._end == "receiver" and self._name is not None and self._claim is None:
+        if self._end == "receiver" and self._name is not None and self._reader_lock is None:
             raise LinkClosedError("another process uses the queues of this worker")
         if self._outbox is None:
             raise TransportError("this end has no queue to send on")
@@ -171,42 +172,43 @@ class MPTransport(TransportBackend):
         deadline = deadline_of(self._timeout if timeout is None else timeout)
         while True:
             left = seconds_left(deadline)
-            item = self._get(_LOOK_SECONDS if left is None else min(left, _LOOK_SECONDS))
+            item = self._get(_CHECK_SECONDS if left is None else min(left, _CHECK_SECONDS))
             if item is not None:
                 return self._read(item)
             if self._closed or self._other_is_dead():
-                item = self._get(0.0)  # it may have spoken before it died
+                item = self._get(0.0)  # it may have sent chunks before it died
                 if item is not None:
                     return self._read(item)
                 if self._end == "sender":
-                    self._forget_other()  # another worker may take its place; no other sender will
+                    self._forget_other()  # another worker may take its place; a sender has no successor
                 raise LinkClosedError("the other process is gone")
-            if left is not None and left <= _LOOK_SECONDS:
+            if left is not None and left <= _CHECK_SECONDS:
                 return None
 
     def release(self, payload: torch.Tensor) -> None:
         self._slots.release(payload)
 
     def disconnect(self) -> None:
-        """See :meth:`TransportBackend.disconnect`; the worker hears of it after what was sent before."""
+        """Cut the worker off; it notices after it has read the earlier chunks."""
         self._forget_other()
         with contextlib.suppress(LinkClosedError):
             self._put(None)
 
     def restart(self, timeout: float | None = None) -> None:
-        """See :meth:`TransportBackend.restart`.
+        """Begin anew, also where an earlier worker left the queues in use.
 
-        A worker that was killed while it waited left the queue's lock taken. Each queue has one reader and
-        one writer, this process from now on, so a lock that is taken is such a relic.
+        A worker that was killed while it waited never released the queue's lock. Each queue has one reader
+        and one writer, which is this process from now on, so a lock that is still held belongs to a dead
+        worker.
 
         Raises:
             JoinRefusedError: another process uses these queues.
         """
-        if self._name is not None and self._claim is None:
-            self._claim = Claim(self._name)
+        if self._name is not None and self._reader_lock is None:
+            self._reader_lock = ReaderLock(self._name)
         for lock in (getattr(self._inbox, "_rlock", None), getattr(self._outbox, "_wlock", None)):
             if lock is not None:
-                lock.acquire(timeout=_LOOK_SECONDS)
+                lock.acquire(timeout=_CHECK_SECONDS)
                 lock.release()
         with contextlib.suppress(LinkClosedError, FormatError):
             while self._get(0.0) is not None:
@@ -219,8 +221,8 @@ class MPTransport(TransportBackend):
                 side.close()
         self._forget_other()
         self._slots.clear()
-        if self._claim is not None:
-            self._claim.close()
+        if self._reader_lock is not None:
+            self._reader_lock.close()
 
     def _put(self, item: _Item | None) -> None:
         try:
@@ -238,7 +240,7 @@ class MPTransport(TransportBackend):
         except (OSError, ValueError, EOFError):
             raise LinkClosedError("the queue was closed") from None
         if item is None:
-            raise LinkClosedError("the sender cut this worker off; it has to join again")
+            raise LinkClosedError("the sender disconnected this worker; it has to join again")
         return item
 
     def _read(self, item: _Item) -> WeightChunk:
@@ -275,7 +277,7 @@ class MPTransport(TransportBackend):
 
 
 def _pid_namespace() -> str:
-    """Return a name that two processes share exactly when they number processes alike; random if unknown."""
+    """Return a name shared exactly by processes of one pid namespace; random if unknown."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:

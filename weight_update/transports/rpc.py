@@ -1,4 +1,4 @@
-"""Links whose sender calls the worker through torch.distributed.rpc when an update is in force there."""
+"""Links whose sender calls the worker through torch.distributed.rpc after each update."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from weight_update.wire.frames import Kind, WeightChunk
 __all__ = ["RPCTransport", "called_for"]
 
 called_for: ContextVar[str | None] = ContextVar("called_for", default=None)
-"""In a worker, while its sender calls it: the id of the model that was updated."""
+"""Id of the updated model, in a worker while its sender calls it; None otherwise."""
 
 
 class RPCTransport(DistributedTransport):
     """The sender's end of a link to a worker that is called through RPC after each update.
 
-    The call runs ``_receive_weights_scheme()`` of the worker's object. The update counts as applied when
-    the call has returned; what it raises counts as a failure of the update. So there is at most one call at
-    a time. The weights of a worker that joins need none.
+    The call runs ``_receive_weights_scheme()`` of the worker's object. The update counts as applied when the
+    call has returned; an exception in it counts as a failure of the update. So there is at most one call at a
+    time. The first weights of a worker that joins are applied without a call.
 
-    A worker's process that ended and was started again is not in the place that RPC knows; it gets its
-    updates without calls.
+    A worker whose process ended and was started again is not the process that RPC knows; it gets its updates
+    without calls.
 
     Args:
-        rref: of the worker's object; None calls nobody.
-        model_id: of the model that this link updates.
+        rref: reference to the worker's object; None makes no calls.
+        model_id: id of the model that this link updates.
         timeout: seconds that a call may take.
         link: arguments of :class:`DistributedTransport`.
     """
@@ -50,14 +50,14 @@ class RPCTransport(DistributedTransport):
     def recv_chunk(
         self, timeout: float | None = None, allocate: Allocate | None = None
     ) -> WeightChunk | None:
-        """See :meth:`TransportBackend.recv_chunk`; APPLIED comes when the call has returned."""
+        """Return the next chunk, or None on timeout; APPLIED comes when the call has returned."""
         deadline = deadline_of(timeout)
         if self._call is None:
             chunk = super().recv_chunk(timeout, allocate)
             if chunk is None or not self._wants_call(chunk):
                 return chunk
             self._call = _Call(self._rref, self._model_id, chunk, self._timeout)
-            if self._closed:  # meanwhile: close() may not have seen the call
+            if self._closed:  # close() may not have seen the call
                 self._call.give_up()
         outcome = self._call.outcome(seconds_left(deadline))
         if outcome is not None:
@@ -65,7 +65,7 @@ class RPCTransport(DistributedTransport):
         return outcome
 
     def close(self) -> None:
-        """See :meth:`TransportBackend.close`; a call that is under way is left to itself."""
+        """Close the link; a running call is abandoned."""
         super().close()
         call = self._call
         if call is not None:
@@ -86,10 +86,10 @@ class _Call:
     """One call of a worker.
 
     Args:
-        rref: of its object.
-        model_id: of the model that was updated.
-        applied: what to hand on if all goes well.
-        timeout: seconds.
+        rref: reference to the worker's object.
+        model_id: id of the model that was updated.
+        applied: chunk to return if the call succeeds.
+        timeout: seconds that the call may take.
     """
 
     def __init__(self, rref: Any, model_id: str, applied: WeightChunk, timeout: float) -> None:
@@ -104,10 +104,10 @@ class _Call:
             self._fail(error)
 
     def outcome(self, timeout: float | None) -> WeightChunk | None:
-        """APPLIED or FAILED; None while the call runs.
+        """Return APPLIED or FAILED, or None while the call runs.
 
         Raises:
-            LinkClosedError: it was given up.
+            LinkClosedError: the call was abandoned.
         """
         if not self._ended.wait(timeout):
             return None
@@ -120,12 +120,12 @@ class _Call:
         return WeightChunk(Kind.FAILED, header)
 
     def give_up(self) -> None:
-        """Wake whoever waits."""
+        """Abandon the call; wake the thread in :meth:`outcome`."""
         self._given_up = True
         self._ended.set()
 
     def _end(self, future: Any) -> None:
-        """In a thread of RPC's."""
+        """Take the result, in a thread of RPC."""
         try:
             self._error = future.value()
             self._ended.set()
@@ -143,11 +143,11 @@ class _Call:
 
 
 def _receive(rref: Any, model_id: str) -> tuple[str, str] | None:
-    """In the worker: call its object; what that raised, in words."""
+    """Call the worker's object, in the worker; return its error and traceback, or None."""
     before = called_for.set(model_id)
     try:
         rref.local_value()._receive_weights_scheme()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the sender must hear of it
+    except Exception as error:  # noqa: BLE001 - the sender reports any error
         text = "".join(traceback.format_exception(error))
         return f"_receive_weights_scheme() raised {type(error).__name__}: {error}", text
     finally:

@@ -1,4 +1,4 @@
-"""One connection between a sender and a worker, of one host or of two."""
+"""One connection between a sender and a worker, on one host or on two."""
 
 from __future__ import annotations
 
@@ -49,27 +49,27 @@ _log = RateLimitedLog(logging.getLogger(__name__))
 JOIN_QUEUE = "door"
 """Name of the queue that takes join requests."""
 
-_CUT, _FRAME = 0, 1  # the end; a frame
+_CUT, _FRAME = 0, 1  # the end of the connection; a frame
 _OPEN_GROUP = 2  # the worker is on another host and makes a point-to-point group
 _USE_STORE, _USE_SOCKET = 3, 4  # answers to a join request: frames go through the store, or the Unix socket
-_ASK, _TELL = 5, 6  # whether the worker has all messages; an answer, from which the sender learns it as well
-_FRONT = struct.Struct("<BII")  # kind of message, bytes of the frame's head, and of where its payload lies
+_ASK, _TELL = 5, 6  # a request for a sign of life, and its answer; a gap in their numbers shows a loss
+_FRONT = struct.Struct("<BII")  # kind of message, bytes of the frame's head and of the payload's location
 _LINK = re.compile("[0-9a-f]{32}")
-_LARGEST_INFO = 4096  # bytes of what a join request says beside its HELLO
+_LARGEST_INFO = 4096  # bytes of a join request beside its HELLO
 INLINE_BYTES = 64 << 10
-"""Bytes of a payload that travels with the signal: a further message would cost more than it."""
+"""Largest payload that travels with its signal; another message would cost more than such a payload."""
 
 _DOUBT_SECONDS = 1.0
-"""Seconds that an answer with our token may come later than one without it, which strangers can write."""
+"""Seconds to wait for a signed answer after an unsigned one, which strangers can write."""
 
 _ASK_SECONDS, _LONGEST_PAUSE = 2.0, 60.0
-"""Seconds without an answer after which the sender asks for one; doubled each time."""
+"""Seconds without a message after which the sender asks for one; doubled each time."""
 
 _LAST_WORDS = 0.5
 """Seconds that the last message through the store may take longer than the end of the group."""
 
 MapSlot = Callable[[int, int, str, int], torch.Tensor]
-"""Maps the slot that a process has open: its id, the file descriptor, the key, bytes of the payload."""
+"""Maps a slot that another process has open: process id, file descriptor, key, bytes of the payload."""
 
 
 class Connection:
@@ -79,8 +79,8 @@ class Connection:
 
     Args:
         store: client of the store.
-        name: of this connection; used once.
-        token: what both ends know.
+        name: name of this connection; used once.
+        token: secret of both ends.
         rank: 0 for the sender's end, 1 for the worker's.
     """
 
@@ -99,12 +99,12 @@ class Connection:
             self.outbox.put(_FRONT.pack(_USE_STORE, 0, 0))
 
     def place(self, chunk: WeightChunk, timeout: float | None) -> bytes:
-        """Make the payload available to the other end and say where; nothing if it goes with the frame."""
+        """Make the payload available to the other end; return its location, or nothing if it goes inline."""
         del chunk, timeout
         return b""
 
     def send(self, chunk: WeightChunk, timeout: float | None) -> None:
-        """See :meth:`TransportBackend.send_chunk`."""
+        """Send a chunk; raise as :meth:`TransportBackend.send_chunk`."""
         if self.inbox.ended:
             raise LinkClosedError("the other end has ended this connection")
         if chunk.kind is Kind.HELLO:
@@ -117,7 +117,7 @@ class Connection:
         self.outbox.put(front + head + where + inline, timeout=seconds_left(deadline))
 
     def recv(self, timeout: float | None, allocate: Allocate | None, map_slot: MapSlot) -> WeightChunk | None:
-        """See :meth:`TransportBackend.recv_chunk`."""
+        """Return the next chunk or None; raise as :meth:`TransportBackend.recv_chunk`."""
         message = self._next_frame(deadline_of(timeout))
         if message is None:
             return None
@@ -139,7 +139,7 @@ class Connection:
         return chunk.with_token(self.token) if chunk.kind is Kind.HELLO else chunk
 
     def _next_frame(self, deadline: float | None) -> bytes | None:
-        """Act on messages up to the next that holds a frame; return that one, or None if none came."""
+        """Handle messages up to the next one that holds a frame; return that one, or None if none came."""
         while True:
             message = self._take(deadline)
             if message is None:
@@ -160,7 +160,7 @@ class Connection:
         raise FormatError("only a sender asks for a point-to-point group")
 
     def close(self) -> None:
-        """End it; the other end hears of that after what was sent before."""
+        """End the connection; the other end notices after it has read the earlier messages."""
         with self._closing:
             if self._closed:
                 return
@@ -172,10 +172,10 @@ class Connection:
         self.release()
 
     def release(self) -> None:
-        """Let go of what belongs to this connection, once."""
+        """Release the resources of this connection; called once."""
 
     def _take(self, deadline: float | None) -> bytes | None:
-        """Return the next message that is signed with our token, or None if none came in time."""
+        """Return the next message signed with this end's token, or None if none came in time."""
         while True:
             until = deadline
             if self._doubted is not None and not self._greeted:
@@ -185,7 +185,7 @@ class Connection:
                 message = self.inbox.take(left)
             except UnsignedError as error:
                 if self._greeted:
-                    _log.warning("a message to a connection was ignored: %s", error)
+                    _log.warning("ignored a message to a connection: %s", error)
                 elif self._doubted is None:
                     self._doubted = time.monotonic() + _DOUBT_SECONDS
                 if left != 0:
@@ -201,11 +201,11 @@ class Connection:
 
 
 class LocalConnection:
-    """The sender's end to a worker on its own host: a Unix socket, by which slots are handed over.
+    """The sender's end to a worker on its own host: a Unix socket that carries slots.
 
     Args:
-        call: the connection; nothing is sent before the worker has answered there.
-        store: tells the worker that it was called.
+        call: connection to the worker; nothing is sent before the worker has answered.
+        store: store that tells the worker of the connection.
         name: see :class:`Connection`.
         token: see :class:`Connection`.
     """
@@ -223,14 +223,14 @@ class LocalConnection:
             raise
 
     def send(self, chunk: WeightChunk, timeout: float | None) -> None:
-        """See :meth:`TransportBackend.send_chunk`."""
+        """Send a chunk; raise as :meth:`TransportBackend.send_chunk`."""
         deadline = deadline_of(timeout)
         if self._call is not None:
             self._await_answer(deadline)
         self._stream.send(chunk, deadline)
 
     def recv(self, timeout: float | None, allocate: Allocate | None, map_slot: MapSlot) -> WeightChunk | None:
-        """See :meth:`TransportBackend.recv_chunk`."""
+        """Return the next chunk or None; raise as :meth:`TransportBackend.recv_chunk`."""
         del allocate, map_slot
         deadline = deadline_of(timeout)
         if self._call is not None:
@@ -252,25 +252,25 @@ class LocalConnection:
             self._answering.release()
 
     def close(self) -> None:
-        """End it; the other end hears of that after what was sent before."""
+        """End the connection; the other end notices after it has read the earlier messages."""
         self._stream.close()
 
 
 class RemoteConnection(Connection):
-    """The sender's end to a worker on another host, which maps what one worker there keeps.
+    """The sender's end to a worker on another host, which maps the replica that one worker there keeps.
 
     Args:
         store: see :class:`Connection`.
         name: see :class:`Connection`.
         token: see :class:`Connection`.
-        pid: of the worker.
+        pid: process id of the worker.
         host: name of its host.
-        address: of this machine's interface for payloads.
-        backend: what they go through.
+        address: address of this machine's interface for payloads.
+        backend: backend that carries payloads.
 
     Attributes:
         relay_client: connection to the host relay of the worker.
-        lost: why the connection is of no more use, if so.
+        lost: error that ended the connection; None while it works.
     """
 
     local = False
@@ -284,26 +284,27 @@ class RemoteConnection(Connection):
         self._backend = backend
         self._router = Router.of(store)
         self._opened = False
-        self._heard_after = self.outbox.count  # messages that were sent when the last one came
+        self._count_when_heard = self.outbox.count  # messages sent before the last one arrived
         self._pause = _ASK_SECONDS
 
     lost: Exception | None
 
     def _take(self, deadline: float | None) -> bytes | None:
-        """See :meth:`Connection._take`.
+        """Return the next signed message, or None if none came in time.
 
-        Strangers can take messages out of the store. A later message shows the gap and ends the connection,
-        and the worker joins again. Where there is no answer to a message, another one is sent for that.
+        Strangers can take messages out of the store. The next message then shows a gap and ends the
+        connection, and the worker joins again. Where a message gets no answer, another message is sent to
+        reveal the gap.
         """
         while True:
             ask_at = time.monotonic() + self._pause
             message = super()._take(ask_at if deadline is None else min(ask_at, deadline))
             if message is not None:
-                self._heard_after, self._pause = self.outbox.count, _ASK_SECONDS
+                self._count_when_heard, self._pause = self.outbox.count, _ASK_SECONDS
                 return message
             if deadline is not None and time.monotonic() >= deadline:
                 return None
-            if self.outbox.count > self._heard_after:
+            if self.outbox.count > self._count_when_heard:
                 self.outbox.put(_FRONT.pack(_ASK, 0, 0))
                 self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
@@ -317,17 +318,17 @@ class RemoteConnection(Connection):
         super().send(chunk, timeout)
 
     def place(self, chunk: WeightChunk, timeout: float | None) -> bytes:
-        if chunk.payload is None or not self.carries(chunk.payload):
+        if chunk.payload is None or not self.needs_relay(chunk.payload):
             return b""
         return self._router.deliver(chunk.payload, self, timeout)
 
     @staticmethod
-    def carries(payload: torch.Tensor) -> bool:
-        """Whether it is too large to go with the frame."""
+    def needs_relay(payload: torch.Tensor) -> bool:
+        """Return whether ``payload`` is too large to travel with its frame."""
         return payload.numel() > INLINE_BYTES
 
     def lose(self, error: Exception) -> None:
-        """Close this end for good; ``error`` is raised to its users, unless an earlier one is."""
+        """Close this end for good; its users get ``error``, unless an earlier error was set."""
         self.lost = self.lost or error
         self.inbox.end(self.lost)
         self.release()
@@ -366,7 +367,7 @@ class WorkerConnection(Connection):
         self._asked: Mapping[str, Any] | None = None  # the HELLO of a join request without an answer
 
     def request_join(self, hello: WeightChunk, host: str, timeout: float | None) -> None:
-        """Ask to join.
+        """Send a join request with ``hello``.
 
         Raises:
             LinkClosedError: the store is gone.
@@ -459,10 +460,10 @@ def _front_of(message: bytes) -> tuple[int, int, int]:
 
 
 def read_join_request(message: bytes, token: str) -> tuple[str, str, WeightChunk]:
-    """Name of the connection, the worker's host, and its HELLO, with the token that signed the message.
+    """Return a connection's name, the worker's host, and its HELLO with the token that signed the message.
 
     Raises:
-        FormatError: it is something else.
+        FormatError: the message is not a join request.
     """
     (size,) = struct.unpack_from("<I", message) if len(message) >= 4 else (0,)
     if not 0 < size <= min(_LARGEST_INFO, len(message) - 4):

@@ -1,4 +1,4 @@
-"""What is used of torch.distributed, whose compiled half has no complete type stubs."""
+"""TCPStore and other names of torch.distributed, whose compiled half has no complete type stubs."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ __all__ = [
 
 _DRAIN_SECONDS, _LOOK_SECONDS = 0.5, 0.005
 _AWAITED = 63
-"""Queues of readers that were killed are never read: of so many, the oldest are not waited for."""
+"""Largest number of queues that :meth:`Store.close` waits for; a killed reader never reads its queue."""
 _FAREWELL_SECONDS = 2.0
 REPLY_SECONDS = 10.0
-"""Seconds that the server of a store may take for an answer where the caller sets no limit."""
+"""Seconds that the server of a store may take to answer where the caller sets no limit."""
 
 _T = TypeVar("_T")
 
@@ -49,24 +49,24 @@ TCPStore: Any = _dist.TCPStore
 
 
 def process_group_nccl() -> Any:
-    """The class; there is none without NCCL."""
+    """Return the class of NCCL process groups, which exists only in a PyTorch with NCCL."""
     return _dist.ProcessGroupNCCL
 
 
 class Store:
     """A TCPStore: the server in this process, or a connection to one in another.
 
-    A connection that fails is opened once more, as the server may have dropped it and live on.
+    A failed connection is opened once more, because the server may have dropped it and still run.
 
     Args:
-        host: where the server listens.
-        port: where the server listens.
+        host: host of the server.
+        port: port of the server.
         timeout: seconds to reach the server.
-        server: the ``torch.distributed.TCPStore`` that listens, if it is in this process.
-        sockets: those of that server.
+        server: listening ``torch.distributed.TCPStore``, if it is in this process.
+        sockets: sockets of that server.
 
     Raises:
-        LinkClosedError: nobody listens there.
+        LinkClosedError: no process listens there.
         SyncTimeoutError: the server did not answer in time.
     """
 
@@ -90,25 +90,25 @@ class Store:
             self._client: StoreClient | None = StoreClient(host, port, timeout)
         except BaseException:
             disown(server)
-            self._server = server = None  # it listens while anything refers to it
+            self._server = server = None  # it listens as long as an object refers to it
             if sockets is not None:
                 sockets.forget()
             raise
 
     def connect(self) -> StoreClient:
-        """Open another connection, for a thread of its own; raise as the constructor."""
+        """Open another connection, for use in a single thread; raise as the constructor."""
         if self._closed:
             raise LinkClosedError("this store was closed")
         return StoreClient(self.host, self.port, REPLY_SECONDS)
 
     def give_up(self, error: LinkClosedError) -> None:
-        """Try no more to reach a server of another process, after ``error``."""
+        """Make no further attempt to reach a server in another process, after ``error``."""
         if self._server is None:
             self._lost = error
 
     def c10d(self) -> Any:
-        """Return a client that process groups of torch take; raise as the constructor."""
-        self.connect().release()  # torch's client would wait for minutes for a server that is stopped
+        """Return a client for process groups of torch; raise as the constructor."""
+        self.connect().release()  # torch's client would wait minutes for a stopped server
         limit = timedelta(seconds=REPLY_SECONDS)
         return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=limit)
 
@@ -116,7 +116,7 @@ class Store:
         """Add ``item`` to a queue; do not wait until the server has it.
 
         Args:
-            name: of the queue.
+            name: name of the queue.
             item: at most :data:`LARGEST_VALUE` bytes.
             timeout: seconds; None takes :data:`REPLY_SECONDS`.
 
@@ -127,17 +127,17 @@ class Store:
         self._use(lambda client, left: client.push(name, item, left), timeout)
 
     def queue_len(self, name: str, timeout: float | None = None) -> int:
-        """Return how many items a queue has, after all that was pushed; raise as :meth:`queue_push`."""
+        """Return the length of a queue after all earlier pushes; raise as :meth:`queue_push`."""
         return self._use(lambda client, left: client.length(name, left), timeout)
 
     def await_reader(self, name: str) -> None:
-        """Have a server's :meth:`close` wait until a queue was read, to which nothing more is added."""
+        """Make :meth:`close` of a server wait until a finished queue was read."""
         if self._server is not None:
             unread = [one for one in self._unread if one != name and self.queue_len(one)]
             self._unread = [*unread[-_AWAITED:], name]
 
     def close(self) -> None:
-        """End it; the server does when what was added last has been read, or some time has passed."""
+        """Close the store; a server first waits, for a limited time, until the last items have been read."""
         deadline = time.monotonic() + _DRAIN_SECONDS
         with contextlib.suppress(TransportError, TimeoutError):
             while self._server is not None and not self._closed and any(map(self.queue_len, self._unread)):
@@ -170,7 +170,7 @@ class Store:
                     self.give_up(error)
                     raise
                 except SyncTimeoutError:
-                    self._drop()  # half of a request may be under way
+                    self._drop()  # half of a request may have been sent
                     raise
             if self._lost is not None:
                 raise LinkClosedError(str(self._lost))
@@ -198,17 +198,17 @@ _owned: list[Any] = []
 
 
 def own(thing: Any) -> Any:
-    """Keep ``thing`` until :meth:`disown`; returns it.
+    """Keep ``thing`` alive until :meth:`disown`; return it.
 
-    Objects that have threads must not be destroyed in a forked child, where those threads do not exist. A
-    child inherits this list, and never empties it.
+    Objects with threads must not be destroyed in a forked child, where those threads do not exist. A child
+    inherits this list, and never empties it.
     """
     _owned.append(thing)
     return thing
 
 
 def disown(thing: Any) -> None:
-    """Let ``thing`` go, in the process that called :meth:`own`; once is enough."""
+    """Release ``thing``, in the process that called :meth:`own`; calling it twice is fine."""
     _owned[:] = [one for one in _owned if one is not thing]
 
 
@@ -216,9 +216,9 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def leave_in_order(thread: threading.Thread) -> None:
-    """Have the interpreter's end wait a little for ``thread``, which may come back from C++ just then.
+    """Make the interpreter's exit wait briefly for ``thread``, which may return from C++ at that moment.
 
-    The process would abort.
+    Otherwise the process would abort.
     """
     _threads.add(thread)
 

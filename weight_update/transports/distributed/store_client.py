@@ -1,4 +1,4 @@
-"""A connection to the server of a TCPStore, with timeouts that are honoured."""
+"""Connections to the server of a TCPStore, with timeouts that are honoured."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from weight_update.transports.shared_memory.unix_stream import SHORTAGES, close_
 __all__ = ["LARGEST_VALUE", "DroppedError", "StoreClient", "keep_alive"]
 
 LARGEST_VALUE = 8 << 20
-"""Bytes of a value; a TCPStore drops the connection of a client that sends more."""
+"""Largest size of a value in bytes; a TCPStore drops the connection of a client that sends more."""
 
-_LARGEST_KEY = (8 << 10) - 1  # with the slash that stands before each
+_LARGEST_KEY = (8 << 10) - 1  # including the leading slash
 _VALIDATE, _WAIT, _DELETE_KEY, _PING, _QUEUE_PUSH, _QUEUE_POP, _QUEUE_LEN = 0, 6, 8, 13, 14, 15, 16
 _MAGIC = struct.pack("<BI", _VALIDATE, 0x3C85F7CE)
 _NUMBER = struct.Struct("<Q")
@@ -27,25 +27,25 @@ _FULL_SPEED_WAKES = 3  # wakes without a message; after so many the next one is 
 _DELAY_SECONDS = 0.05
 
 _VANISHED_SECONDS = 180
-"""A machine that is silent for so long is gone; a link may be down for less."""
+"""Seconds of silence after which a machine counts as gone; a link may be down for less."""
 _PROBES = 9
 
 
 class StoreClient:
     """A connection to the server of a TCPStore.
 
-    It speaks the protocol of ``torch.distributed.TCPStore``. The client there bounds only some of its waits
-    (its constructor waits for minutes for a server that is stopped), and no other thread can wake it.
+    It speaks the protocol of ``torch.distributed.TCPStore``. PyTorch's own client limits only some of its
+    waits (its constructor waits minutes for a stopped server), and no other thread can wake it.
 
     One thread at a time uses it; any thread may :meth:`close` it.
 
     Args:
-        host: where the server listens.
-        port: where the server listens.
-        timeout: seconds to connect and to hear from the server.
+        host: host of the server.
+        port: port of the server.
+        timeout: seconds to connect and to get an answer.
 
     Raises:
-        LinkClosedError: nobody listens there, or not a TCPStore.
+        LinkClosedError: no process listens there, or it is not a TCPStore.
         DroppedError: this process is short of descriptors or memory.
         SyncTimeoutError: the server was reached, and did not answer in time.
     """
@@ -55,7 +55,7 @@ class StoreClient:
         self._where = f"{host}:{port}"
         self._closing = threading.Lock()
         self._closed = False
-        self._ahead = bytearray()  # received, and not asked for yet
+        self._ahead = bytearray()  # received beyond the last request
         self._part = memoryview(bytearray(_PART))
         try:
             self._sock = socket.create_connection((host, port), max(timeout, _LEAST_SECONDS))
@@ -77,14 +77,14 @@ class StoreClient:
 
         Raises:
             LinkClosedError: the server is gone.
-            SyncTimeoutError: the server does not read; the connection is of no more use.
+            SyncTimeoutError: the server does not read; the connection is not usable afterwards.
         """
         if len(item) > LARGEST_VALUE:
             raise ValueError(f"{len(item)} bytes do not fit into a TCPStore")
         self._send(_request(_QUEUE_PUSH, queue) + _NUMBER.pack(len(item)) + item, timeout)
 
     def length(self, queue: str, timeout: float) -> int:
-        """Return how many items a queue has, after all that was pushed here; raises as :meth:`push`."""
+        """Return the length of a queue after all earlier pushes of this connection; raise as :meth:`push`."""
         return self._number(_request(_QUEUE_LEN, queue), timeout)
 
     def pop(self, queue: str) -> bytearray:
@@ -102,7 +102,7 @@ class StoreClient:
                 if size > LARGEST_VALUE:
                     raise self._gone(OSError(f"it sends {size} bytes"))
                 return self._recv(size)
-            # somebody else took the item, or made a key of that name, of which every wait is told at once
+            # another client took the item, or set a key of that name, which ends every wait at once
             self._number(_request(_DELETE_KEY, queue), None)
             empty += 1
             if empty > _FULL_SPEED_WAKES:
@@ -137,7 +137,7 @@ class StoreClient:
             raise self._failed(error, "does not read what it is sent: it is stopped") from None
 
     def _recv(self, size: int) -> bytearray:
-        """Receive ``size`` bytes, and keep what comes with them for the next call."""
+        """Receive ``size`` bytes; keep surplus bytes for the next call."""
         received = self._ahead[:size]
         del self._ahead[:size]
         begun = len(received)
@@ -163,7 +163,9 @@ class StoreClient:
         return count
 
     def _failed(self, error: OSError, late: str) -> Exception:
-        if isinstance(error, TimeoutError) and error.errno is None:  # else the other machine has vanished
+        if (
+            isinstance(error, TimeoutError) and error.errno is None
+        ):  # otherwise the other machine has vanished
             return SyncTimeoutError(f"{self._where} {late}")
         return self._gone(error)
 
@@ -175,11 +177,11 @@ class StoreClient:
 
 
 class DroppedError(LinkClosedError):
-    """A connection to a store ended, or could not be made; the store may be fine, and another one may do."""
+    """A connection to a store ended or could not be made; another connection to the store may work."""
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Have the kernel end this connection, or those to be accepted here, when the other machine vanishes."""
+    """Make the kernel end this connection, or those accepted here, when the other machine vanishes."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(_VANISHED_SECONDS // _PROBES, 1))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(_VANISHED_SECONDS // _PROBES, 1))

@@ -1,4 +1,4 @@
-"""Links through torch.distributed: workers come to a TCPStore; what happens then depends on their host."""
+"""Links through torch.distributed; their way of transfer depends on the hosts of the two ends."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from weight_update.wire.frames import Kind, WeightChunk
 __all__ = ["DistributedListener", "DistributedTransport", "this_host"]
 
 _log = logging.getLogger(__name__)
-_LEAVE_SECONDS = 0.5
-_ANEW_SECONDS = 1.0
+_CLOSE_SECONDS = 0.5
+_RETRY_SECONDS = 1.0
 _ALONE = "/process "
 _CAPABILITIES = {
     (local, visible): Capabilities(
@@ -52,14 +52,14 @@ _CAPABILITIES = {
     for visible in (False, True)
 }
 _REMEMBERED = 10_000
-"""How many joins are remembered, so that none of them, written down by a stranger, is let in again."""
+"""Number of remembered joins; a recorded join request that a stranger repeats is refused."""
 
 
 def this_host() -> str:
-    """Equal in two processes exactly when they see each other's Unix sockets and open files.
+    """Return a name shared exactly by processes that see each other's Unix sockets and open files.
 
     Where the kernel hides the files of this process from others of its user, as after setuid(), the part from
-    :data:`_ALONE` on is its own: the sockets can be seen all the same.
+    :data:`_ALONE` on belongs to this process alone; its sockets are visible all the same.
     """
     spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")]
     hidden = os.stat("/proc/self/fd").st_uid != os.geteuid()
@@ -70,18 +70,19 @@ def this_host() -> str:
 class DistributedTransport(TransportBackend):
     """One end of a link through torch.distributed.
 
-    A worker comes to the store. On the sender's host the two go on over a Unix socket, by which slots are
-    handed over. To other hosts frames go through queues of the store, signed with the token, and a payload is
-    sent once, through a process group of two with one worker there; the others map what that one keeps.
+    A worker joins through the store. On the sender's host the two ends continue over a Unix socket that
+    carries slots. To other hosts frames go through queues of the store, signed with the token. A payload is
+    sent once to each host, through a process group of two with one worker there; the other workers map that
+    worker's copy.
 
     Args:
-        find_store: gives a client of the store within so many seconds; called when the link is first used.
-            None makes a sender's end, which is given its connection by :class:`DistributedListener`.
-        token: what both ends know.
-        address: of this machine's interface for payloads; None finds the one that leads to the store.
+        find_store: returns a client of the store within the given seconds; called when the link is first
+            used. None makes a sender's end, whose connection comes from :class:`DistributedListener`.
+        token: secret of both ends.
+        address: address of this machine's interface for payloads; None finds the one that leads to the store.
         host: name of this host, if not :func:`this_host`; two ends with one name share memory.
         directory: see :class:`~weight_update.transports.shared_memory.slots.SharedBuffer`.
-        backend: what payloads to other hosts go through; the sender's end decides.
+        backend: backend that carries payloads to other hosts; the sender's end decides.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class DistributedTransport(TransportBackend):
         self._connection: Connection | LocalConnection | None = None
         self._first: WeightChunk | None = None
         self._closed = False
-        self._fresh = False  # nothing was sent on this connection yet
+        self._fresh = False  # no chunk was sent on this connection yet
         self._store: Store | None = None
         self._slots = SlotTable()
         self._pid_is_visible = True  # until a worker came from another host, or from another pid namespace
@@ -113,11 +114,11 @@ class DistributedTransport(TransportBackend):
         return _CAPABILITIES[local, self._pid_is_visible]
 
     def allocate(self, nbytes: int) -> Buffer:
-        """A shared slot; see :meth:`TransportBackend.allocate`."""
+        """Return a shared slot."""
         return SharedBuffer(nbytes, self._directory)
 
     def restart(self, timeout: float | None = None) -> None:
-        """See :meth:`TransportBackend.restart`: a new connection, unless there is one that works."""
+        """Open a new connection, unless there is one that works."""
         if self._find_store is None or self._closed:
             raise LinkClosedError("this end was closed")
         if self._connection is not None:
@@ -144,7 +145,7 @@ class DistributedTransport(TransportBackend):
                 connection.send(chunk, timeout)
         except (LinkClosedError, TimeoutError) as error:
             if self._find_store is not None or isinstance(error, TimeoutError):
-                self._drop(connection)  # else there may be a last word to be read
+                self._drop(connection)  # a sender's end may still have a last chunk to read
             raise
 
     def recv_chunk(
@@ -166,14 +167,14 @@ class DistributedTransport(TransportBackend):
     def expect(self, payload: torch.Tensor, links: Sequence[TransportBackend]) -> None:
         connections = [link._connection for link in links if isinstance(link, DistributedTransport)]
         remotes = [connection for connection in connections if isinstance(connection, RemoteConnection)]
-        if remotes and remotes[0].carries(payload):
+        if remotes and remotes[0].needs_relay(payload):
             Router.of(remotes[0].store).expect(payload, remotes)
 
     def reach(self, link: str, host: str) -> LocalCall | None:
-        """Sender's end: connect to a worker that is said to be on this host; return None if it is on another.
+        """Sender's end: connect to a worker that claims to be on this host; return None if it is on another.
 
         Raises:
-            JoinRefusedError: it is said to be on this host, and cannot be reached there.
+            JoinRefusedError: the worker claims to be on this host, and cannot be reached there.
         """
         same = host.partition(_ALONE)[0] == self._host.partition(_ALONE)[0]
         return call_local(link, self._token) if same else None
@@ -181,7 +182,7 @@ class DistributedTransport(TransportBackend):
     def attach(
         self, store: Store, link: str, host: str, hello: WeightChunk, called: LocalCall | None
     ) -> None:
-        """Sender's end: take over a worker; ``called`` is what :meth:`reach` returned for it."""
+        """Sender's end: take over a worker's connection; ``called`` is the result of :meth:`reach` for it."""
         connection = self._connection_to(store, link, host, hello.header["pid"], called)
         with self._changed:
             ended = connection if self._closed else self._connection
@@ -206,7 +207,7 @@ class DistributedTransport(TransportBackend):
         self._slots.release(payload)
 
     def disconnect(self) -> None:
-        """See :meth:`TransportBackend.disconnect`; the worker hears of it after what was sent before."""
+        """Cut the worker off; it notices after it has read the earlier chunks."""
         self._drop(self._connection)
 
     def close(self) -> None:
@@ -219,10 +220,10 @@ class DistributedTransport(TransportBackend):
             self._store.close()
 
     def _map(self, pid: int, fd: int, key: str, nbytes: int) -> torch.Tensor:
-        """Map the copy of the sender's slot that a worker of this host keeps.
+        """Map the replica of the sender's slot that a worker of this host keeps.
 
         Raises:
-            NotEnoughMemoryError: that worker has none, or this one cannot map it.
+            NotEnoughMemoryError: that worker has no replica, or this one cannot map it.
         """
         if fd < 0:
             raise NotEnoughMemoryError(key)
@@ -249,17 +250,17 @@ class DistributedTransport(TransportBackend):
 
 
 class DistributedListener:
-    """The sender's door: takes those who knock and gives each connection to its link.
+    """Admits workers at any time and gives each connection to its link.
 
     Args:
-        store: the server's.
-        token: workers must show it.
+        store: store of the server.
+        token: secret that workers must know.
         links: the sender's end for each worker index.
-        newcomers: gives the link of a worker that has none, or raises
+        late_joiners: returns the link for a worker index without one, or raises
             :class:`~weight_update.JoinRefusedError`.
 
     Attributes:
-        refusals: why the last join requests were refused.
+        refusals: reasons of the last refused join requests.
     """
 
     def __init__(
@@ -267,34 +268,34 @@ class DistributedListener:
         store: Store,
         token: str,
         links: Mapping[int, DistributedTransport],
-        newcomers: Callable[[int], DistributedTransport],
+        late_joiners: Callable[[int], DistributedTransport],
     ) -> None:
-        self._store, self._token, self._links, self._newcomers = store, token, links, newcomers
+        self._store, self._token, self._links, self._late_joiners = store, token, links, late_joiners
         self._join_requests = SignedQueue(store, JOIN_QUEUE, token, ordered=False)
         self._router = Router.of(store)
-        self._known: OrderedDict[str, None] = OrderedDict()
+        self._seen: OrderedDict[str, None] = OrderedDict()
         self._closing = threading.Event()
         self._log = RateLimitedLog(_log)
         self.refusals = Refusals(_log)
         self._thread = threading.Thread(target=self._run, name="weight_update-listener", daemon=True)
 
     def start(self) -> None:
-        """Begin to let workers in."""
+        """Start to admit workers."""
         if not self._thread.is_alive():
             self._thread.start()
 
     @property
     def network_bytes(self) -> int:
-        """Bytes of payloads that were sent to other hosts; those that go with their signal do not count."""
+        """Bytes of payloads sent to other hosts; payloads that travel with their signal do not count."""
         return self._router.sent
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Admit no more workers."""
         self._closing.set()
         self._join_requests.close()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(5.0)
-        self._router.wait_until_gone(_LEAVE_SECONDS)
+        self._router.wait_until_gone(_CLOSE_SECONDS)
         self._store.close()
 
     def _run(self) -> None:
@@ -306,35 +307,35 @@ class DistributedListener:
             except UnsignedError as error:
                 self.refusals.note(error, expected=True)
                 self._answer_stranger(error.message)
-            except Exception as error:  # noqa: BLE001 - whatever it is, others must be able to join
+            except Exception as error:  # noqa: BLE001 - other workers must be able to join
                 self.refusals.note(error)
                 if not isinstance(error, TransportError | FormatError | TimeoutError):
-                    self._closing.wait(_ANEW_SECONDS)  # it may come again at once
+                    self._closing.wait(_RETRY_SECONDS)  # the error may repeat at once
 
     def _next(self) -> bytes | None:
-        """Return the next join request; None where this thread is to look anew."""
+        """Return the next join request; None if the caller should try again."""
         try:
             return self._join_requests.take(None)
         except LinkClosedError as error:
             if not self._closing.is_set():
-                self._log.warning("the queue of join requests is read anew: %s", error)
+                self._log.warning("the queue of join requests is opened again: %s", error)
                 self._join_requests.close()
                 self._join_requests = SignedQueue(self._store, JOIN_QUEUE, self._token, ordered=False)
-                self._closing.wait(_ANEW_SECONDS)
+                self._closing.wait(_RETRY_SECONDS)
                 if self._closing.is_set():
                     self._join_requests.close()
             return None
 
     def _answer_stranger(self, message: bytes) -> None:
-        """Send a worker that has another token what it cannot read; it learns from that.
+        """Send an unreadable answer to a worker with another token, which shows it that the tokens differ.
 
-        A connection of its own is used, which the server may drop without harm.
+        It goes through a connection of its own, which the server may drop without harm.
         """
         try:
             link, _, _ = read_join_request(message, "")
         except FormatError:
             return
-        if link in self._known:
+        if link in self._seen:
             return
         with contextlib.suppress(TransportError, TimeoutError):
             client = self._store.connect()
@@ -345,15 +346,15 @@ class DistributedListener:
 
     def _admit(self, message: bytes) -> None:
         link, host, hello = read_join_request(message, self._token)
-        if hello.kind is not Kind.HELLO or link in self._known:
-            raise FormatError("did not say hello, or says it again")
-        self._known[link] = None
-        if len(self._known) > _REMEMBERED:
-            self._known.popitem(last=False)
+        if hello.kind is not Kind.HELLO or link in self._seen:
+            raise FormatError("the join request has no HELLO, or is a repeated one")
+        self._seen[link] = None
+        if len(self._seen) > _REMEMBERED:
+            self._seen.popitem(last=False)
         worker = hello.header["worker"]
         try:
-            end = self._links.get(worker) or self._newcomers(worker)
-            called = end.reach(link, host)  # what can fail comes before the index belongs to this worker
+            end = self._links.get(worker) or self._late_joiners(worker)
+            called = end.reach(link, host)  # before the index belongs to this worker, as it can fail
             try:
                 end.screen(hello)
             except BaseException:
