@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -20,6 +21,29 @@ def test_outside_of_a_world() -> None:
     scheme.init_on_receiver(model=mlp(1), worker_idx=0)
     with pytest.raises(LifecycleError, match="init_rpc"):
         scheme.connect()
+
+
+class Place:
+    """A context, with which ``connect()`` joins in the background."""
+
+
+def test_receive_waits_once_for_the_join_and_the_update() -> None:
+    sender = RPCWeightSyncScheme(token="token")
+    sender.init_on_sender(model=mlp(1), num_workers=1)
+    receiver = RPCWeightSyncScheme(port=sender.port, token="token")
+    receiver.init_on_receiver(model=mlp(2), context=Place(), worker_idx=0)
+    receiver.connect()
+    admit = threading.Timer(1.0, sender.connect)
+    admit.start()
+    try:
+        began = time.monotonic()
+        assert receiver.receive(timeout=1.5) is None  # the first weights are no update
+        assert time.monotonic() - began < 2.2
+        assert receiver.version == sender.version
+    finally:
+        admit.join()
+        receiver.shutdown()
+        sender.shutdown()
 
 
 @in_world()

@@ -32,6 +32,7 @@ from torch.distributed import DistError, TCPStore
 
 from weight_update import DistributedWeightSyncScheme, SyncFailedError, WeightChunk
 from weight_update.transports.distributed.signed_queue import SignedQueue
+from weight_update.transports.inherited_sockets import listening_sockets
 from weight_update.transports.rate_limit import Refusals
 from weight_update.wire.frames import Kind
 
@@ -305,3 +306,17 @@ def test_whatever_strangers_write(
     assert vandal.done > 50
     assert training.link() == link  # the connection never broke
     training.goes_on()
+
+
+class Mute(DistributedWeightSyncScheme):
+    """A scheme that cannot announce itself."""
+
+    def announce(self, where: object) -> None:
+        raise RuntimeError("nowhere to announce it")
+
+
+def test_a_sender_that_cannot_be_announced_stops_listening() -> None:
+    before = listening_sockets()
+    with pytest.raises(RuntimeError, match="nowhere"):
+        Mute().init_on_sender(model=torch.nn.Linear(2, 2), num_workers=1)
+    assert listening_sockets() == before

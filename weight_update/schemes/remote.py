@@ -120,8 +120,13 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         store = open_store(self.address, self.port)
         self.port = store.port
         links = {idx: self.sender_end(idx) for idx in workers}
-        self._door = self._listener = DistributedListener(store, self._token, links, self.newcomers())
-        self.announce(Whereabouts(self.address, self.port, self._token))
+        listener = DistributedListener(store, self._token, links, self.newcomers())
+        try:
+            self.announce(Whereabouts(self.address, self.port, self._token))
+        except BaseException:
+            listener.close()
+            raise
+        self._door = self._listener = listener
         return dict(links)
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:

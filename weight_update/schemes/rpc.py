@@ -23,6 +23,7 @@ from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.distributed.transport import DistributedTransport
 from weight_update.transports.rpc import RPCTransport, called_for
+from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
 
 __all__ = ["RPCWeightSyncScheme"]
 
@@ -220,9 +221,10 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
         if called is not None:
             receiver = self._receiver if called == self._model_name else None
             return self.model if receiver is not None and receiver.await_next(0.0) else None
+        deadline = deadline_of(timeout)
         if self._joining is not None and not self._await_join(timeout):
             return None
-        return super().receive(timeout)
+        return super().receive(seconds_left(deadline))
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
         link = super().create_transport(worker_idx=worker_idx, end=end)
