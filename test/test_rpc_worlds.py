@@ -30,8 +30,8 @@ class Place:
 def test_receive_waits_once_for_the_join_and_the_update() -> None:
     sender = RPCWeightSyncScheme(token="token")
     sender.init_on_sender(model=mlp(1), num_workers=1)
-    receiver = RPCWeightSyncScheme(port=sender.port, token="token")
-    receiver.init_on_receiver(model=mlp(2), context=Place(), worker_idx=0)
+    receiver, place = RPCWeightSyncScheme(port=sender.port, token="token"), Place()
+    receiver.init_on_receiver(model=mlp(2), context=place, worker_idx=0)
     receiver.connect()
     admit = threading.Timer(1.0, sender.connect)
     admit.start()
