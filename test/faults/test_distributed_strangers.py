@@ -1,4 +1,4 @@
-"""The door of DistributedWeightSyncScheme is a port of the network: strangers there change nothing."""
+"""Strangers at the port of DistributedWeightSyncScheme, which the network reaches, change nothing."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_many_at_once(busy: DistributedWeightSyncScheme) -> None:
     assert flows_on(busy)
 
 
-def knock(info: object, hello: bytes = b"") -> bytes:
+def join_request(info: object, hello: bytes = b"") -> bytes:
     text = info if isinstance(info, bytes) else json.dumps(info).encode()
     return struct.pack("<I", len(text)) + text + hello
 
@@ -137,22 +137,24 @@ def hello(token: str, worker: int) -> bytes:
     return WeightChunk(Kind.HELLO, header).encode()
 
 
-KNOCKS = {
+JOIN_REQUESTS = {
     "empty": b"",
     "short": b"\1\2\3",
     "noise": bytes(range(256)),
-    "no_json": knock(b"{"),
-    "json_without_end": knock(b"[" * 200_000),
-    "no_link": knock({"host": "h"}),
-    "a_link_that_is_no_text": knock({"link": "\ud800", "host": "h"}, hello("0", 0)),
-    "somebody": knock({"link": "stranger", "host": "h"}, hello("0" * 32, 0)),
-    "no_frame": knock({"link": "stranger", "host": "h"}, b"WUPD" * 100),
+    "no_json": join_request(b"{"),
+    "json_without_end": join_request(b"[" * 200_000),
+    "no_link": join_request({"host": "h"}),
+    "a_link_that_is_no_text": join_request({"link": "\ud800", "host": "h"}, hello("0", 0)),
+    "somebody": join_request({"link": "stranger", "host": "h"}, hello("0" * 32, 0)),
+    "no_frame": join_request({"link": "stranger", "host": "h"}, b"WUPD" * 100),
 }
 
 
 @pytest.mark.parametrize("signature", [b"", bytes(25)], ids=["unsigned", "wrongly_signed"])
-@pytest.mark.parametrize("data", KNOCKS.values(), ids=KNOCKS)
-def test_knocks_of_strangers(busy, caplog: pytest.LogCaptureFixture, data: bytes, signature: bytes) -> None:
+@pytest.mark.parametrize("data", JOIN_REQUESTS.values(), ids=JOIN_REQUESTS)
+def test_join_requests_of_strangers(
+    busy, caplog: pytest.LogCaptureFixture, data: bytes, signature: bytes
+) -> None:
     with caplog.at_level(logging.WARNING):
         client(busy).queue_push("door", signature + data)
         assert eventually(lambda: "refused a connection: wrong token" in caplog.text, 5.0)
@@ -240,7 +242,7 @@ def test_what_a_worker_said_is_not_heard_twice(crew: Crew, caplog: pytest.LogCap
         worker.kill()
 
 
-def test_a_flood_of_large_knocks(busy) -> None:
+def test_a_flood_of_large_join_requests(busy) -> None:
     me, stranger = psutil.Process(), client(busy)
     before, peak = me.memory_info().rss, 0
     for _ in range(15):

@@ -57,7 +57,7 @@ def hello(token: str, worker: int, **other) -> bytes:
     return WeightChunk(Kind.HELLO, header).encode()
 
 
-def knock(address: str, data: bytes) -> socket.socket:
+def connect_raw(address: str, data: bytes) -> socket.socket:
     stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     stranger.settimeout(10.0)
     stranger.connect(address)
@@ -67,7 +67,7 @@ def knock(address: str, data: bytes) -> socket.socket:
 
 def prove(scheme: SharedMemWeightSyncScheme, data: bytes, token: str | None = None) -> socket.socket:
     """Connect as somebody who knows the token."""
-    sock = knock(scheme._address, b"")
+    sock = connect_raw(scheme._address, b"")
     try:
         context = f"shared memory {scheme._address}"
         prove_token(SocketStream(sock), token or scheme._token, context, time.monotonic() + 10.0)
@@ -80,7 +80,7 @@ def prove(scheme: SharedMemWeightSyncScheme, data: bytes, token: str | None = No
 
 
 def answer(stranger: socket.socket) -> bytes:
-    """All that comes until the door is closed again."""
+    """Return all that comes until the connection is closed."""
     parts = []
     try:
         while part := stranger.recv(65536):
@@ -124,7 +124,7 @@ RUBBISH = {
 def test_rubbish_is_refused_and_logged(busy, caplog: pytest.LogCaptureFixture, data: bytes) -> None:
     """From strangers, and from those who know the token."""
     scheme, _ = busy
-    for connect in (lambda: knock(scheme._address, data), lambda: prove(scheme, data)):
+    for connect in (lambda: connect_raw(scheme._address, data), lambda: prove(scheme, data)):
         caplog.clear()
         with caplog.at_level(logging.WARNING), closing(connect()) as stranger:
             assert b"WUPD" not in answer(stranger)
@@ -157,26 +157,29 @@ def test_half_a_frame_and_silence(busy) -> None:
         closing(prove(scheme, whole[:10])),
         closing(prove(scheme, whole[:-5])),
         closing(prove(scheme, b"")),
-        closing(knock(scheme._address, b"WUH1")),
-        closing(knock(scheme._address, b"")),
+        closing(connect_raw(scheme._address, b"WUH1")),
+        closing(connect_raw(scheme._address, b"")),
     ):
         assert flows_on(scheme)
 
 
 def test_many_at_once(busy) -> None:
     scheme, _ = busy
-    strangers = [knock(scheme._address, b"x" * n) for n in range(100)]
+    strangers = [connect_raw(scheme._address, b"x" * n) for n in range(100)]
     assert flows_on(scheme)
     for stranger in strangers:
         stranger.close()
     assert flows_on(scheme)
 
 
-def test_nobody_who_knocked_outlives_the_scheme(crew: Crew) -> None:
+def test_no_pending_connection_outlives_the_scheme(crew: Crew) -> None:
     scheme, model = crew.scheme(SharedMemWeightSyncScheme, timeout=10.0), Stripes(2, 4)
     before = set(threading.enumerate())
     crew.launch(scheme, model, lambda: Stripes(2, 4), 1)
-    with closing(knock(scheme._address, b"WUH1")) as stranger, closing(prove(scheme, b"WUPD")) as silent:
+    with (
+        closing(connect_raw(scheme._address, b"WUH1")) as stranger,
+        closing(prove(scheme, b"WUPD")) as silent,
+    ):
         assert eventually(lambda: any("join" in thread.name for thread in threading.enumerate()), 5.0)
         scheme.shutdown()
         assert b"WUPD" not in answer(stranger) + answer(silent)
