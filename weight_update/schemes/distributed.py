@@ -1,4 +1,4 @@
-"""torch.distributed: workers on this machine or on others, started by anything."""
+"""Scheme for torch.distributed: workers on this machine or on others, started in any way."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ from weight_update.transports.distributed.store import leave_in_order
 
 __all__ = ["DistributedWeightSyncScheme"]
 
-_GRACE_SECONDS = 0.2  # for the store to say itself that there was nothing in time
+_GRACE_SECONDS = 0.2  # beyond the timeout, for the store's own answer
 
 
 class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed"):
-    """torch.distributed, with a process group or without one; a default group is left alone.
+    """Scheme over torch.distributed, with or without a process group; a default group is left alone.
 
-    Workers find the sender by what the scheme carries when it is pickled to them after ``init_on_sender``. A
-    program whose processes each make their own scheme (as under torchrun) gives all of them the same
-    ``address``, ``port`` and ``token``; or it initializes torch.distributed first, whose store then tells
-    the workers.
+    Workers find the sender by the scheme that is pickled to them after ``init_on_sender``. A program whose
+    processes each make their own scheme (as under torchrun) gives all of them the same ``address``, ``port``
+    and ``token``; or it initializes torch.distributed first, and workers ask the store of the default group.
 
     Args:
         backend: see :class:`RemoteWeightSyncScheme`.
@@ -95,7 +94,7 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed")
         num_workers: int | None = None,
         ctx: Any = None,
     ) -> None:
-        """See :meth:`WeightSyncScheme.init_on_sender`. Workers have indices from 0, whatever their ranks."""
+        """Prepare the sender. Workers have indices from 0, whatever their ranks."""
         self._first_worker = first_worker_of(context)
         super().init_on_sender(
             model_id=model_id,
@@ -117,7 +116,7 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed")
         model: Any = None,
         worker_idx: int | None = None,
     ) -> None:
-        """See :meth:`WeightSyncScheme.init_on_receiver`; a worker of TorchRL's gives its rank."""
+        """Prepare the receiver; a worker of TorchRL passes its rank as ``worker_idx``."""
         super().init_on_receiver(
             model_id=model_id, context=context, model=model, worker_idx=self._index_of(worker_idx)
         )
@@ -125,19 +124,19 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed")
     def connect(
         self, *, worker_idx: int | None = None, weights: Any = None, timeout: float | None = None
     ) -> None:
-        """See :meth:`WeightSyncScheme.connect`; a worker of TorchRL's gives its rank."""
+        """Connect to the other side; a worker of TorchRL passes its rank as ``worker_idx``."""
         super().connect(worker_idx=self._index_of(worker_idx), weights=weights, timeout=timeout)
 
     def _index_of(self, worker: int | None) -> int | None:
         return None if worker is None else worker - self._first_worker
 
     def announce(self, where: Whereabouts) -> None:
-        """See :meth:`RemoteWeightSyncScheme.announce`: through the store of the default group."""
+        """Announce the sender in the store of the default group."""
         if dist.is_initialized():
             _default_store().set(self._notice, json.dumps(astuple(where)))
 
     def look_up(self, timeout: float) -> Whereabouts:
-        """See :meth:`RemoteWeightSyncScheme.look_up`: in the store of the default group."""
+        """Return the announcement in the store of the default group."""
         if not dist.is_initialized():
             raise LifecycleError(
                 "this scheme does not know where its sender is: pass it to the worker after "
@@ -153,14 +152,14 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed")
         return Whereabouts(*json.loads(answer))
 
     def _ask_default_store(self, timeout: float) -> bytes | Exception:
-        """Return the notice, or why there is none; in time, also where the store is stopped."""
+        """Return the announcement, or the reason why there is none, even where the store is stopped."""
         store, answers = _default_store(), queue.SimpleQueue[bytes | Exception]()
 
         def ask() -> None:
             try:
                 store.wait([self._notice], timedelta(seconds=timeout))
                 answers.put(store.get(self._notice))
-            except Exception as error:  # noqa: BLE001 - whatever a store raises, the caller hears of it
+            except Exception as error:  # noqa: BLE001 - the caller raises any error of the store
                 answers.put(error)
 
         thread = threading.Thread(target=ask, name="weight_update-look-up", daemon=True)

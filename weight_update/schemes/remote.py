@@ -1,4 +1,4 @@
-"""What the schemes whose workers may be on other machines have in common."""
+"""Common base of the schemes whose workers may be on other machines."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _HOST = "WEIGHT_UPDATE_HOST"
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Where a sender listens, and what it lets workers in with.
+    """Address and token that a worker needs to join a sender.
 
     Attributes:
-        address: of its interface.
-        port: of its store.
-        token: the secret.
+        address: address of the sender's interface.
+        port: port of its store.
+        token: secret of the scheme.
     """
 
     address: str
@@ -38,34 +38,35 @@ class Whereabouts:
 
 
 class RemoteWeightSyncScheme(WeightSyncScheme):
-    """Workers come to a TCPStore; process groups of two carry weights. No process group of yours is needed.
+    """Base of schemes whose workers join through a TCPStore; it needs no process group of the program.
 
-    Workers on the sender's host map its memory, and no weights cross a socket to them. To other hosts the
-    store carries the signals.
+    Workers on the sender's host map its memory, so no weights cross a socket to them. To other hosts the
+    store carries the signals, and process groups of two carry the weights.
 
-    Workers find the sender by what the scheme carries when it is pickled to them after ``init_on_sender``,
-    or by the same ``address``, ``port`` and ``token`` given on both sides. Where neither is so they ask:
-    a subclass writes :meth:`announce` and :meth:`look_up`.
+    Workers find the sender by the scheme that is pickled to them after ``init_on_sender``, or by the same
+    ``address``, ``port`` and ``token`` on both sides. Otherwise they ask: a subclass implements
+    :meth:`announce` and :meth:`look_up`.
 
     Args:
-        backend: what weights go through to other hosts, ``"gloo"`` or ``"nccl"``. NCCL goes over the CUDA
-            device that is current in each process, which must be one of its own: a copy to the device and
-            one from it are added. A worker that uses CUDA cannot be started by ``fork``.
+        backend: backend that carries weights to other hosts, ``"gloo"`` or ``"nccl"``. NCCL uses the CUDA
+            device that is current in each process, which no other process may use, and adds a copy to the
+            device and a copy from it. A worker that uses CUDA cannot be started by ``fork``.
         sync: see :class:`WeightSyncScheme`.
         strategy: see :class:`WeightSyncScheme`.
-        address: of the interface that the sender listens on, and where workers find it. The default,
+        address: address of the interface that the sender listens on, and where workers find it. The default,
             loopback, reaches workers on this machine only.
-        port: that it listens on; 0 takes a free one.
-        token: workers must show it; None takes the environment's ``WEIGHT_UPDATE_TOKEN``, or makes one.
-        host: name of the host that this process runs on, if processes of one machine are not to share
-            memory; None takes the environment's ``WEIGHT_UPDATE_HOST``, or finds out.
-        directory: where buffers lie, as in :class:`SharedMemWeightSyncScheme`.
+        port: port that the sender listens on; 0 takes a free one.
+        token: secret that workers must know; None takes the environment's ``WEIGHT_UPDATE_TOKEN``, or makes
+            one.
+        host: name of the host of this process, if processes of one machine are not to share memory; None
+            takes the environment's ``WEIGHT_UPDATE_HOST``, or determines it.
+        directory: directory of buffers, as in :class:`SharedMemWeightSyncScheme`.
         timeout: see :class:`WeightSyncScheme`.
         connect_timeout: see :class:`WeightSyncScheme`.
         stable_addresses: see :class:`WeightSyncScheme`.
 
     Raises:
-        ValueError: an unknown backend, or NCCL without CUDA.
+        ValueError: the backend is unknown, or is NCCL without CUDA.
     """
 
     def __init__(
@@ -101,17 +102,17 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
 
     @abstractmethod
     def announce(self, where: Whereabouts) -> None:
-        """Sender: tell those who will ask. Called once, by ``init_on_sender``; does not wait."""
+        """Sender: make ``where`` known to workers that ask; called once, by ``init_on_sender``."""
 
     @abstractmethod
     def look_up(self, timeout: float) -> Whereabouts:
-        """Receiver: return what the sender announced.
+        """Receiver: return the whereabouts that the sender announced.
 
         Args:
-            timeout: seconds to wait for it.
+            timeout: seconds to wait for the announcement.
 
         Raises:
-            LifecycleError: this scheme cannot ask anybody here; the message says what to do.
+            LifecycleError: this scheme has nowhere to ask; the message says what to do.
             SyncTimeoutError: the sender did not announce itself in time.
         """
 
@@ -143,16 +144,16 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
 
     @property
     def network_bytes(self) -> int:
-        """Bytes of payloads that this sender sent to other hosts so far; up to 64 KiB they do not count."""
+        """Bytes of payloads sent to other hosts so far; payloads of up to 64 KiB do not count."""
         return 0 if self._listener is None else self._listener.network_bytes
 
     def sender_end(self, worker_idx: int) -> DistributedTransport:
-        """The sender's end of the link to a worker."""
+        """Return the sender's end of the link to a worker."""
         del worker_idx
         return DistributedTransport(**self.sender_options())
 
     def sender_options(self) -> dict[str, Any]:
-        """Arguments for the sender's end of any link."""
+        """Return the arguments of the sender's end of any link."""
         return {
             "token": self._token,
             "address": self.address,
@@ -162,7 +163,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         }
 
     def host_name(self) -> str | None:
-        """Processes that have one name share memory; None: find out."""
+        """Return the name of this host; processes with one name share memory. None determines it."""
         return self.host or os.environ.get(_HOST)
 
     def _find_store(self, timeout: float | None) -> Store:

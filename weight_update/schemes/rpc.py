@@ -1,4 +1,4 @@
-"""torch.distributed.rpc: workers of one RPC world, called after each update."""
+"""Scheme for torch.distributed.rpc: workers of one RPC world, called after each update."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ _LEAVE_SECONDS = 5.0
 
 
 class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
-    """Workers find the sender, and are called by it, through torch.distributed.rpc.
+    """Scheme whose workers find the sender through torch.distributed.rpc, and are called by it.
 
-    Weights travel as in :class:`RemoteWeightSyncScheme`, and a background thread of the worker applies
-    them. Where the sender knows an ``RRef`` of an object in the worker (a collector), it then calls
-    ``_receive_weights_scheme()`` of that object; ``send()`` waits for the call, and raises what the call
-    raised. In such a call ``receive()`` returns at once.
+    Weights travel as in :class:`RemoteWeightSyncScheme`, and a background thread of the worker applies them.
+    If the sender knows an ``RRef`` of an object in the worker (a collector), it then calls
+    ``_receive_weights_scheme()`` of that object; ``send()`` waits for the call, and raises its exception. In
+    such a call ``receive()`` returns at once.
 
     A worker that does not know the sender's address asks the RPC worker ``sender``. A receiver with a
-    ``context`` connects in the background, for collectors make their receivers before there is a sender:
+    ``context`` connects in the background, because collectors make their receivers before there is a sender:
     its ``connect()`` returns at once, and ``hold()``, ``receive()`` or a second ``connect()`` wait for the
     first weights.
 
-    A process that cannot be in the RPC world, such as one that takes the place of a killed worker, joins
-    with the ``address``, ``port`` and ``token`` that were given to the sender.
+    A process that cannot be in the RPC world, such as one that replaces a killed worker, joins with the
+    ``address``, ``port`` and ``token`` that were given to the sender.
 
     Args:
         strategy: see :class:`WeightSyncScheme`.
         backend: see :class:`RemoteWeightSyncScheme`.
         sync: see :class:`WeightSyncScheme`.
-        sender: name of the sender in the RPC world; None is whoever pickled the scheme to the worker, and
-            rank 0 where nobody did.
+        sender: name of the sender in the RPC world; None is the process that pickled the scheme to the
+            worker, and rank 0 for a scheme that was not pickled.
         address: see :class:`RemoteWeightSyncScheme`.
         port: see :class:`RemoteWeightSyncScheme`.
         token: see :class:`RemoteWeightSyncScheme`.
@@ -119,12 +119,12 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
         num_workers: int | None = None,
         ctx: Any = None,
     ) -> None:
-        """See :meth:`WeightSyncScheme.init_on_sender`.
+        """Prepare the sender, as :meth:`WeightSyncScheme.init_on_sender` does, with one more argument.
 
         Args:
             worker_rrefs: ``torch.distributed.rpc.RRef`` of an object in each worker, by index, that has a
-                method ``_receive_weights_scheme()``; workers without one are not called. None takes the
-                ``collector_rrefs`` of the context, if it has some.
+                method ``_receive_weights_scheme()``; workers without an RRef are not called. None takes the
+                ``collector_rrefs`` of the context, if it has any.
             model_id: see :class:`WeightSyncScheme`.
             context: see :class:`WeightSyncScheme`.
             model: see :class:`WeightSyncScheme`.
@@ -136,7 +136,7 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
             ctx: see :class:`WeightSyncScheme`.
 
         Raises:
-            ValueError: also for an RRef of a worker that does not exist.
+            ValueError: an RRef belongs to a worker that does not exist, or see :class:`WeightSyncScheme`.
         """
         rrefs = rrefs_of(context) if worker_rrefs is None else worker_rrefs
         given = dict(rrefs if isinstance(rrefs, Mapping) else enumerate(rrefs))
@@ -169,14 +169,14 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
         )
 
     def announce(self, where: Whereabouts) -> None:
-        """See :meth:`RemoteWeightSyncScheme.announce`: to the workers of the RPC world that ask."""
+        """Announce the sender to the workers of the RPC world that ask."""
         post(self._model_name, where)
         self._notice = weakref.finalize(self, withdraw, self._model_name, where)
 
     # -- receiver ----------------------------------------------------------------------------------
 
     def look_up(self, timeout: float) -> Whereabouts:
-        """See :meth:`RemoteWeightSyncScheme.look_up`: asks the RPC worker ``sender``."""
+        """Ask the RPC worker ``sender`` for its announcement."""
         if own_name() is None:
             raise LifecycleError(
                 "this scheme does not know where its sender is: call torch.distributed.rpc.init_rpc() first, "
@@ -193,7 +193,7 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
         weights: Any = None,
         timeout: float | None = None,
     ) -> None:
-        """See :meth:`WeightSyncScheme.connect`; a receiver with a context does not wait the first time."""
+        """Connect to the other side; the first call on a receiver with a context does not wait."""
         limit = self._connect_limit(timeout)
         idx = self._worker_idx if worker_idx is None else worker_idx
         if self._joining is not None and not self._connected:
@@ -213,9 +213,9 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
             super().connect(worker_idx=worker_idx, weights=weights, timeout=timeout)
 
     def receive(self, timeout: float | None = None) -> Any | None:
-        """See :meth:`WeightSyncScheme.receive`; does not wait while the sender calls this worker.
+        """Wait for the next update to be applied, but return at once while the sender calls this worker.
 
-        It then gives the model if there is a new version of it: nobody asks the call for weights.
+        In such a call it returns the model if it has a new version, and None otherwise.
         """
         called = called_for.get()
         if called is not None:
@@ -233,10 +233,10 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
         return link
 
     def _join(self, joining: futures.Future[None], **arguments: Any) -> None:
-        """Thread: ``connect()``."""
+        """Connect, in the background thread."""
         try:
             super().connect(**arguments)
-        except Exception as error:  # noqa: BLE001 - raised where somebody waits
+        except Exception as error:  # noqa: BLE001 - _await_join() raises it
             if not self._leaving:
                 _log.warning("worker %s could not connect: %s", self._worker_idx, error)
             joining.set_exception(error)
@@ -244,7 +244,7 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
             joining.set_result(None)
 
     def _await_join(self, timeout: float | None) -> bool:
-        """Whether it has connected within ``timeout`` seconds; an error is raised once."""
+        """Return whether the background thread connected within ``timeout`` seconds; raise its error once."""
         joining = self._joining
         if joining is None:
             return True
@@ -277,7 +277,7 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
                 self._notice()
 
     def __getstate__(self) -> dict[str, Any]:
-        """See :meth:`WeightSyncScheme.__getstate__`; with the name of this process in the RPC world."""
+        """Return the state to pickle, with the name of this process in the RPC world."""
         state = super().__getstate__()
         state["sender"] = self.sender or own_name()
         return state

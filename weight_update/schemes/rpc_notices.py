@@ -1,4 +1,4 @@
-"""How workers of one RPC world hear where a sender listens."""
+"""Announcements of senders to the workers of an RPC world."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _LEAST_SECONDS = 0.001  # RPC waits for ever with 0
 _lock = threading.Lock()
 _posted: dict[str, Whereabouts] = {}
 _askers: dict[str, list[tuple[str, str]]] = {}
-"""Who asked for what was not posted yet: name of the worker and of its question."""
+"""Workers that asked for a missing announcement: name of the worker and of its question."""
 _questions: dict[str, queue.SimpleQueue[Whereabouts | None]] = {}
 
 
 def own_name() -> str | None:
-    """The name of this process in its RPC world; None outside of one."""
+    """Return the name of this process in its RPC world; None outside of one."""
     try:
         return str(rpc.get_worker_info().name)
     except RuntimeError:
@@ -33,27 +33,27 @@ def own_name() -> str | None:
 
 
 def post(key: str, where: Whereabouts) -> None:
-    """Tell all who asked, and will ask, for ``key``; does not wait."""
+    """Announce ``where`` under ``key`` to all workers that asked or will ask; does not wait."""
     with _lock:
         _posted[key] = where
         askers = _askers.pop(key, [])
     for name, question in askers:
-        with contextlib.suppress(RuntimeError):  # who left meanwhile needs no answer
-            rpc.rpc_async(name, _hear, args=(question, where))
+        with contextlib.suppress(RuntimeError):  # a worker that has left needs no answer
+            rpc.rpc_async(name, _take_answer, args=(question, where))
 
 
 def withdraw(key: str, where: Whereabouts) -> None:
-    """Take back what was posted, unless something else was posted since."""
+    """Withdraw an announcement, unless another one has replaced it."""
     with _lock:
         if _posted.get(key) == where:
             del _posted[key]
 
 
 class Question:
-    """Asks a worker of the RPC world for what it posts. No thread of RPC's waits, on either side.
+    """A question to a worker of the RPC world for its announcement. No thread of RPC waits, on either side.
 
     Args:
-        key: what for.
+        key: key of the announcement.
     """
 
     def __init__(self, key: str) -> None:
@@ -64,12 +64,12 @@ class Question:
         """Wait for the answer.
 
         Args:
-            sender: name or rank of whom to ask.
+            sender: name or rank of the worker to ask.
             timeout: seconds.
 
         Raises:
-            LinkClosedError: it cannot be asked, or :meth:`cancel` was called.
-            SyncTimeoutError: it posted nothing in time.
+            LinkClosedError: that worker cannot be asked, or :meth:`cancel` was called.
+            SyncTimeoutError: that worker announced nothing in time.
         """
         _questions[self._name] = self._answers
         deadline = time.monotonic() + timeout
@@ -92,20 +92,20 @@ class Question:
         return found
 
     def cancel(self) -> None:
-        """Ask no more."""
+        """Make :meth:`ask` raise."""
         self._answers.put(None)
 
 
 def _answer(key: str, asker: str, question: str) -> Whereabouts | None:
-    """In the sender: what is posted, or None; then the asker is told as soon as something is."""
+    """Return the announcement, in the sender; without one return None and remember the asker."""
     with _lock:
         if key not in _posted:
             _askers.setdefault(key, []).append((asker, question))
         return _posted.get(key)
 
 
-def _hear(question: str, where: Whereabouts) -> None:
-    """In the asker."""
+def _take_answer(question: str, where: Whereabouts) -> None:
+    """Take the answer to a question, in the worker that asked."""
     waiting = _questions.get(question)
     if waiting is not None:
         waiting.put(where)

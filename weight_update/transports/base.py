@@ -106,7 +106,7 @@ class TransportBackend(WeightTransfer):
         self.close()
 
     def restart(self, timeout: float | None = None) -> None:
-        """Receiver's end: begin anew; the worker joins (again) now, perhaps in place of one that died.
+        """Receiver's end: start again; the worker joins now, perhaps in place of one that died.
 
         Args:
             timeout: seconds to find the other end, where it has to be found.

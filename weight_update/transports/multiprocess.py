@@ -195,7 +195,7 @@ class MPTransport(TransportBackend):
             self._put(None)
 
     def restart(self, timeout: float | None = None) -> None:
-        """Begin anew, also where an earlier worker left the queues in use.
+        """Start again, even where an earlier worker left the queues in use.
 
         A worker that was killed while it waited never released the queue's lock. Each queue has one reader
         and one writer, which is this process from now on, so a lock that is still held belongs to a dead

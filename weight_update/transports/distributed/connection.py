@@ -93,8 +93,8 @@ class Connection:
         self.inbox = SignedQueue(store, f"{name}/{back}", token)
         self._closing = threading.Lock()
         self._closed = False
-        self._greeted = rank == 0  # a worker has shown that it knows the token
-        self._doubted: float | None = None  # until when a signed answer may still follow one that is not
+        self._greeted = rank == 0  # whether the other end has proved that it knows the token
+        self._doubted: float | None = None  # end of the wait for a signed answer after an unsigned one
         if rank == 0:
             self.outbox.put(_FRONT.pack(_USE_STORE, 0, 0))
 
@@ -344,15 +344,15 @@ class RemoteConnection(Connection):
 
 
 class WorkerConnection(Connection):
-    """The worker's end.
+    """The worker's end of a connection.
 
     Args:
         store: see :class:`Connection`.
         name: see :class:`Connection`.
         token: see :class:`Connection`.
-        address: of this machine's interface for payloads.
-        directory: where replicas of the sender's slots lie, if it is on another host.
-        slots: those that were opened here.
+        address: address of this machine's interface for payloads.
+        directory: directory of replicas of the sender's slots, if the sender is on another host.
+        slots: table of the slots opened here.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class StoreClient:
             self._sock = socket.create_connection((host, port), max(timeout, _LEAST_SECONDS))
         except OSError as error:
             kind = DroppedError if error.errno in SHORTAGES else LinkClosedError
-            raise kind(f"nobody answers at {self._where} ({error})") from None
+            raise kind(f"no process answers at {self._where} ({error})") from None
         weakref.finalize(self, self._sock.close).atexit = False
         close_in_children(self._sock)
         try:

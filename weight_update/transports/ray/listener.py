@@ -66,7 +66,7 @@ class RayListener:
                 request = self._next()
                 if request is not None and not self._closed.is_set():
                     self._admit(*request)
-            except Exception as error:  # noqa: BLE001 - if this thread ended nobody could join any more
+            except Exception as error:  # noqa: BLE001 - without this thread no worker could join
                 self.refusals.note(error, expected=isinstance(error, ValueError | TypeError))
 
     def _next(self) -> Any | None:
