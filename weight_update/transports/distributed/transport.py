@@ -34,8 +34,9 @@ from weight_update.transports.distributed.relay.router import Router
 from weight_update.transports.distributed.signed_queue import SignedQueue, UnsignedError
 from weight_update.transports.distributed.store import REPLY_SECONDS, Store
 from weight_update.transports.rate_limit import RateLimitedLog, Refusals
+from weight_update.transports.reconnecting import ReconnectingLink
 from weight_update.transports.shared_memory.slots import SharedBuffer, SlotTable, open_slot
-from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
+from weight_update.transports.shared_memory.unix_stream import seconds_left
 from weight_update.wire.frames import Kind, WeightChunk
 
 __all__ = ["DistributedListener", "DistributedTransport", "this_host"]
@@ -67,7 +68,7 @@ def this_host() -> str:
     return "/".join([_text("/proc/sys/kernel/random/boot_id"), *spaces, str(os.geteuid())]) + alone
 
 
-class DistributedTransport(TransportBackend):
+class DistributedTransport(ReconnectingLink[Connection | LocalConnection]):
     """One end of a link through torch.distributed.
 
     A worker joins through the store. On the sender's host the two ends continue over a Unix socket that
@@ -95,13 +96,10 @@ class DistributedTransport(TransportBackend):
         directory: str | None = None,
         backend: str = "gloo",
     ) -> None:
+        super().__init__(joins=find_store is not None)
         self._backend = backend
         self._find_store, self._token, self._address = find_store, token, address
         self._host, self._directory = host or this_host(), directory
-        self._changed = threading.Condition()
-        self._connection: Connection | LocalConnection | None = None
-        self._first: WeightChunk | None = None
-        self._closed = False
         self._fresh = False  # no chunk was sent on this connection yet
         self._store: Store | None = None
         self._slots = SlotTable()
@@ -133,36 +131,19 @@ class DistributedTransport(TransportBackend):
             )
             self._fresh = True
 
-    def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
-        connection = self._connection
-        if connection is None:
-            raise LinkClosedError("the other end is not connected")
-        try:
-            if self._fresh and isinstance(connection, WorkerConnection):
-                self._fresh = False
-                connection.request_join(chunk, self._host, timeout)
-            else:
-                connection.send(chunk, timeout)
-        except (LinkClosedError, TimeoutError) as error:
-            if self._find_store is not None or isinstance(error, TimeoutError):
-                self._drop(connection)  # a sender's end may still have a last chunk to read
-            raise
+    def _send(
+        self, connection: Connection | LocalConnection, chunk: WeightChunk, deadline: float | None
+    ) -> None:
+        if self._fresh and isinstance(connection, WorkerConnection):
+            self._fresh = False
+            connection.request_join(chunk, self._host, seconds_left(deadline))
+        else:
+            connection.send(chunk, seconds_left(deadline))
 
-    def recv_chunk(
-        self, timeout: float | None = None, allocate: Allocate | None = None
+    def _recv(
+        self, connection: Connection | LocalConnection, deadline: float | None, allocate: Allocate | None
     ) -> WeightChunk | None:
-        deadline = deadline_of(timeout)
-        connection = self._await_connection(deadline)
-        if connection is None:
-            return None
-        if self._first is not None:
-            first, self._first = self._first, None
-            return first
-        try:
-            return connection.recv(seconds_left(deadline), allocate, self._map)
-        except (LinkClosedError, FormatError, TimeoutError):
-            self._drop(connection)
-            raise
+        return connection.recv(seconds_left(deadline), allocate, self._map)
 
     def expect(self, payload: torch.Tensor, links: Sequence[TransportBackend]) -> None:
         connections = [link._connection for link in links if isinstance(link, DistributedTransport)]
@@ -183,14 +164,7 @@ class DistributedTransport(TransportBackend):
         self, store: Store, link: str, host: str, hello: WeightChunk, called: LocalCall | None
     ) -> None:
         """Sender's end: take over a worker's connection; ``called`` is the result of :meth:`reach` for it."""
-        connection = self._connection_to(store, link, host, hello.header["pid"], called)
-        with self._changed:
-            ended = connection if self._closed else self._connection
-            if not self._closed:
-                self._connection, self._first = connection, hello
-                self._changed.notify_all()
-        if ended is not None:
-            ended.close()
+        self.take_over(self._connection_to(store, link, host, hello.header["pid"], called), hello)
 
     def _connection_to(
         self, store: Store, link: str, host: str, pid: int, called: LocalCall | None
@@ -206,15 +180,8 @@ class DistributedTransport(TransportBackend):
     def release(self, payload: torch.Tensor) -> None:
         self._slots.release(payload)
 
-    def disconnect(self) -> None:
-        """Cut the worker off; it notices after it has read the earlier chunks."""
-        self._drop(self._connection)
-
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._drop(self._connection)
+        super().close()
         self._slots.clear()
         if self._store is not None:
             self._store.close()
@@ -228,25 +195,6 @@ class DistributedTransport(TransportBackend):
         if fd < 0:
             raise NotEnoughMemoryError(key)
         return self._slots.payload(key, nbytes, lambda: open_slot(pid, fd, key, self._directory), owner=pid)
-
-    def _drop(self, connection: Connection | LocalConnection | None = None) -> None:
-        with self._changed:
-            connection = connection or self._connection
-            if connection is not None and connection is self._connection:
-                self._connection = None
-        if connection is not None:
-            connection.close()
-
-    def _await_connection(self, deadline: float | None) -> Connection | LocalConnection | None:
-        with self._changed:
-            while self._connection is None:
-                if self._closed or self._find_store is not None:
-                    raise LinkClosedError("not connected to the sender")
-                left = seconds_left(deadline)
-                if left == 0:
-                    return None
-                self._changed.wait(left)
-            return self._connection
 
 
 class DistributedListener:

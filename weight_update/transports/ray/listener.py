@@ -95,7 +95,7 @@ class RayListener:
             raise
         connection = RayConnection(self._actor, name, 0, link.object_store, local)
         connection.follow(refs[0])
-        link.attach(connection, hello)
+        link.take_over(connection, hello)
 
     def _link_of(self, hello: WeightChunk) -> RayTransport:
         if not hello.shows(self._token):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,16 +17,16 @@ from weight_update.errors import (
     SyncTimeoutError,
     TransportError,
 )
-from weight_update.transports.base import Allocate, Buffer, Capabilities, TransportBackend
+from weight_update.transports.base import Allocate, Buffer, Capabilities
 from weight_update.transports.handshake import prove_token
 from weight_update.transports.listener import Listener
+from weight_update.transports.reconnecting import ReconnectingLink
 from weight_update.transports.shared_memory.cuda_slots import CudaBuffer
 from weight_update.transports.shared_memory.slot_frames import SlotStream
 from weight_update.transports.shared_memory.slots import SharedBuffer, SlotTable
 from weight_update.transports.shared_memory.unix_stream import (
     SocketStream,
     close_in_children,
-    deadline_of,
     seconds_left,
 )
 from weight_update.wire.frames import Kind, WeightChunk
@@ -40,7 +39,7 @@ _RETRY_SECONDS = 0.02
 _NO_ANSWER = "the sender did not answer in time; has it called connect()?"
 
 
-class SharedMemTransport(TransportBackend):
+class SharedMemTransport(ReconnectingLink[SlotStream]):
     """One end of a link over a Unix socket; payloads stay in shared slots, see :class:`SlotStream`.
 
     Args:
@@ -61,15 +60,12 @@ class SharedMemTransport(TransportBackend):
         directory: str | None = None,
         device: torch.device | None = None,
     ) -> None:
+        super().__init__(joins=address is not None)
         self._address, self._token = address, token
         self._directory, self._device = directory, device
         if device is not None:
             self.capabilities = replace(self.capabilities, payloads_die_with_sender=True)
-        self._changed = threading.Condition()
         self._joining: SocketStream | None = None  # a connection in the middle of the handshake
-        self._stream: SlotStream | None = None
-        self._first: WeightChunk | None = None
-        self._closed = False
         self._slots = SlotTable()
 
     def allocate(self, nbytes: int) -> Buffer:
@@ -78,75 +74,38 @@ class SharedMemTransport(TransportBackend):
             return CudaBuffer(nbytes, self._device)
         return SharedBuffer(nbytes, self._directory)
 
-    def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
-        deadline = deadline_of(timeout)
-        stream = self._stream or self._connect(chunk, deadline)
-        try:
-            stream.send(chunk, deadline)
-        except (LinkClosedError, TimeoutError) as error:
-            if self._address is not None or isinstance(error, TimeoutError):
-                self._drop(stream)  # a sender's end may still have a last chunk to read
-            raise
+    def _send(self, connection: SlotStream, chunk: WeightChunk, deadline: float | None) -> None:
+        connection.send(chunk, deadline)
 
-    def recv_chunk(
-        self, timeout: float | None = None, allocate: Allocate | None = None
+    def _recv(
+        self, connection: SlotStream, deadline: float | None, allocate: Allocate | None
     ) -> WeightChunk | None:
-        deadline = deadline_of(timeout)
-        stream = self._await_stream(deadline)
-        if stream is None:
-            return None
-        if self._first is not None:
-            first, self._first = self._first, None
-            return first
         try:
-            return stream.recv(seconds_left(deadline))
-        except (LinkClosedError, FormatError):
-            self._drop(stream)
-            raise
+            return connection.recv(seconds_left(deadline))
         finally:
-            if stream.received_handle and not self.capabilities.payloads_die_with_sender:
+            if connection.received_handle and not self.capabilities.payloads_die_with_sender:
                 self.capabilities = replace(self.capabilities, payloads_die_with_sender=True)
 
     def release(self, payload: torch.Tensor) -> None:
         self._slots.release(payload)
 
-    def attach(self, stream: SocketStream, first: WeightChunk) -> None:
-        """Sender's end: take over an authenticated connection whose HELLO, with the token, is ``first``."""
-        with self._changed:
-            if self._closed:
-                stream.close()  # the worker notices at once
-                return
-            if self._stream is not None:
-                self._stream.close()
-            if stream.peer_pid != first.header["pid"]:  # in another pid namespace, or an impostor
-                self.capabilities = replace(self.capabilities, pid_is_visible=False)
-            token = first.header["token"]
-            self._stream, self._first = SlotStream(stream, self._slots, token), first
-            self._changed.notify_all()
-
-    def disconnect(self) -> None:
-        self._drop()
-
-    def _drop(self, stream: SlotStream | None = None) -> None:
-        """End the connection, but only if it is still ``stream`` where that is given."""
-        with self._changed:
-            if self._stream is not None and stream in (None, self._stream):
-                self._stream.close()
-                self._stream = None
+    def attach(self, stream: SocketStream, hello: WeightChunk) -> None:
+        """Sender's end: take over an authenticated connection whose HELLO, with the token, is ``hello``."""
+        if stream.peer_pid != hello.header["pid"]:  # in another pid namespace, or an impostor
+            self.capabilities = replace(self.capabilities, pid_is_visible=False)
+        self.take_over(SlotStream(stream, self._slots, hello.header["token"]), hello)
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            if self._joining is not None:
-                self._joining.close()
-            self._changed.notify_all()
-        self._drop()
+        super().close()
+        joining = self._joining
+        if joining is not None:
+            joining.close()
         self._slots.clear()
 
-    def _connect(self, first: WeightChunk, deadline: float | None) -> SlotStream:
+    def _open(self, chunk: WeightChunk, deadline: float | None) -> SlotStream:
         """Connect to the listener; retry while it is too busy to admit this worker."""
-        if self._address is None or first.kind is not Kind.HELLO:
-            raise LinkClosedError("the other end is not connected")
+        if self._address is None or chunk.kind is not Kind.HELLO:
+            return super()._open(chunk, deadline)
         while True:
             try:
                 return self._join(self._address, deadline)
@@ -167,8 +126,8 @@ class SharedMemTransport(TransportBackend):
                 self._joining = None
                 if self._closed:
                     raise LinkClosedError("this end was closed")
-                self._stream = SlotStream(stream, self._slots, self._token)
-                return self._stream
+                self._connection = SlotStream(stream, self._slots, self._token)
+                return self._connection
         except LinkClosedError:
             stream.close()
             raise BlockingIOError("the listener is too busy, or this end was closed") from None
@@ -193,19 +152,6 @@ class SharedMemTransport(TransportBackend):
             stream.close()
             raise LinkClosedError(f"the sender cannot be reached ({error})") from None
         return stream
-
-    def _await_stream(self, deadline: float | None) -> SlotStream | None:
-        with self._changed:
-            if self._address is not None and self._stream is None:
-                raise LinkClosedError("not connected to the sender")
-            while self._stream is None:
-                if self._closed:
-                    raise LinkClosedError("this end was closed")
-                left = seconds_left(deadline)
-                if left == 0:
-                    return None
-                self._changed.wait(left)
-            return self._stream
 
 
 def _context(address: str) -> str:
