@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +32,7 @@ from weight_update.transports.distributed.relay.gloo import address_towards
 from weight_update.transports.distributed.relay.router import Router
 from weight_update.transports.distributed.signed_queue import SignedQueue, UnsignedError
 from weight_update.transports.distributed.store import REPLY_SECONDS, Store
-from weight_update.transports.rate_limit import RateLimitedLog, Refusals
+from weight_update.transports.join_listener import BACK_OFF_SECONDS, JoinListener, refusal_of
 from weight_update.transports.reconnecting import ReconnectingLink
 from weight_update.transports.shared_memory.slots import SharedBuffer, SlotTable, open_slot
 from weight_update.transports.shared_memory.unix_stream import seconds_left
@@ -43,7 +42,6 @@ __all__ = ["DistributedListener", "DistributedTransport", "this_host"]
 
 _log = logging.getLogger(__name__)
 _CLOSE_SECONDS = 0.5
-_RETRY_SECONDS = 1.0
 _ALONE = "/process "
 _CAPABILITIES = {
     (local, visible): Capabilities(
@@ -197,7 +195,7 @@ class DistributedTransport(ReconnectingLink[Connection | LocalConnection]):
         return self._slots.payload(key, nbytes, lambda: open_slot(pid, fd, key, self._directory), owner=pid)
 
 
-class DistributedListener:
+class DistributedListener(JoinListener[DistributedTransport]):
     """Admits workers at any time and gives each connection to its link.
 
     Args:
@@ -218,19 +216,11 @@ class DistributedListener:
         links: Mapping[int, DistributedTransport],
         late_joiners: Callable[[int], DistributedTransport],
     ) -> None:
-        self._store, self._token, self._links, self._late_joiners = store, token, links, late_joiners
+        super().__init__(links, late_joiners, _log)
+        self._store, self._token = store, token
         self._join_requests = SignedQueue(store, JOIN_QUEUE, token, ordered=False)
         self._router = Router.of(store)
         self._seen: OrderedDict[str, None] = OrderedDict()
-        self._closing = threading.Event()
-        self._log = RateLimitedLog(_log)
-        self.refusals = Refusals(_log)
-        self._thread = threading.Thread(target=self._run, name="weight_update-listener", daemon=True)
-
-    def start(self) -> None:
-        """Start to admit workers."""
-        if not self._thread.is_alive():
-            self._thread.start()
 
     @property
     def network_bytes(self) -> int:
@@ -239,40 +229,28 @@ class DistributedListener:
 
     def close(self) -> None:
         """Admit no more workers."""
-        self._closing.set()
-        self._join_requests.close()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(5.0)
+        super().close()
         self._router.wait_until_gone(_CLOSE_SECONDS)
         self._store.close()
 
-    def _run(self) -> None:
-        while not self._closing.is_set():
-            try:
-                message = self._next()
-                if message is not None:
-                    self._admit(message)
-            except UnsignedError as error:
-                self.refusals.note(error, expected=True)
-                self._answer_stranger(error.message)
-            except Exception as error:  # noqa: BLE001 - other workers must be able to join
-                self.refusals.note(error)
-                if not isinstance(error, TransportError | FormatError | TimeoutError):
-                    self._closing.wait(_RETRY_SECONDS)  # the error may repeat at once
+    def _wake(self) -> None:
+        self._join_requests.close()
 
     def _next(self) -> bytes | None:
-        """Return the next join request; None if the caller should try again."""
         try:
             return self._join_requests.take(None)
+        except UnsignedError as error:
+            self.refusals.note(error, expected=True)
+            self._answer_stranger(error.message)
         except LinkClosedError as error:
-            if not self._closing.is_set():
+            if not self._closed.is_set():
                 self._log.warning("the queue of join requests is opened again: %s", error)
                 self._join_requests.close()
                 self._join_requests = SignedQueue(self._store, JOIN_QUEUE, self._token, ordered=False)
-                self._closing.wait(_RETRY_SECONDS)
-                if self._closing.is_set():
+                self._closed.wait(BACK_OFF_SECONDS)
+                if self._closed.is_set():
                     self._join_requests.close()
-            return None
+        return None
 
     def _answer_stranger(self, message: bytes) -> None:
         """Send an unreadable answer to a worker with another token, which shows it that the tokens differ.
@@ -292,16 +270,15 @@ class DistributedListener:
             finally:
                 client.release()
 
-    def _admit(self, message: bytes) -> None:
-        link, host, hello = read_join_request(message, self._token)
+    def _admit(self, request: bytes) -> None:
+        link, host, hello = read_join_request(request, self._token)
         if hello.kind is not Kind.HELLO or link in self._seen:
             raise FormatError("the join request has no HELLO, or is a repeated one")
         self._seen[link] = None
         if len(self._seen) > _REMEMBERED:
             self._seen.popitem(last=False)
-        worker = hello.header["worker"]
         try:
-            end = self._links.get(worker) or self._late_joiners(worker)
+            end = self._link_for(hello.header["worker"])
             called = end.reach(link, host)  # before the index belongs to this worker, as it can fail
             try:
                 end.screen(hello)
@@ -312,8 +289,7 @@ class DistributedListener:
             end.attach(self._store, link, host, hello, called)
         except JoinRefusedError as error:
             refused = Connection(self._store, link, self._token)
-            header = {"reason": str(error), "problems": list(error.problems)}
-            refused.send(WeightChunk(Kind.REFUSED, header), None)
+            refused.send(refusal_of(error), None)
             raise
 
 

@@ -19,6 +19,7 @@ from weight_update.errors import (
 )
 from weight_update.transports.base import Allocate, Buffer, Capabilities
 from weight_update.transports.handshake import prove_token
+from weight_update.transports.join_listener import refusal_of
 from weight_update.transports.listener import Listener
 from weight_update.transports.reconnecting import ReconnectingLink
 from weight_update.transports.shared_memory.cuda_slots import CudaBuffer
@@ -211,8 +212,6 @@ class SharedMemListener:
             link = self._links.get(worker) or self._late_joiners(worker)
             link.screen(hello)
         except JoinRefusedError as error:
-            header = {"reason": str(error), "problems": list(error.problems)}
-            refused = WeightChunk(Kind.REFUSED, header)
-            stream.send(refused.encode(), deadline)
+            stream.send(refusal_of(error).encode(), deadline)
             raise
         link.attach(stream, hello)
