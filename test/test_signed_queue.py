@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from weight_update.errors import LinkClosedError, SyncTimeoutError, TransportError
-from weight_update.transports.distributed.connection import LocalConnection
+from weight_update.transports.distributed.local_connection import LocalConnection
 from weight_update.transports.distributed.local_rendezvous import LocalListener, call_local
 from weight_update.transports.distributed.signed_queue import (
     SignedQueue,

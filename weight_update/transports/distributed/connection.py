@@ -21,7 +21,7 @@ from weight_update.errors import (
     SyncTimeoutError,
 )
 from weight_update.transports.base import Allocate
-from weight_update.transports.distributed.local_rendezvous import LocalCall, LocalListener
+from weight_update.transports.distributed.local_rendezvous import LocalListener
 from weight_update.transports.distributed.relay.client import RelayClient
 from weight_update.transports.distributed.relay.host_relay import HostRelay
 from weight_update.transports.distributed.relay.router import Router
@@ -37,8 +37,8 @@ from weight_update.wire.memory import byte_view
 __all__ = [
     "INLINE_BYTES",
     "JOIN_QUEUE",
+    "USE_SOCKET",
     "Connection",
-    "LocalConnection",
     "MapSlot",
     "RemoteConnection",
     "WorkerConnection",
@@ -54,6 +54,9 @@ _OPEN_GROUP = 2  # the worker is on another host and makes a point-to-point grou
 _USE_STORE, _USE_SOCKET = 3, 4  # answers to a join request: frames go through the store, or the Unix socket
 _ASK, _TELL = 5, 6  # a request for a sign of life, and its answer; a gap in their numbers shows a loss
 _FRONT = struct.Struct("<BII")  # kind of message, bytes of the frame's head and of the payload's location
+USE_SOCKET = _FRONT.pack(_USE_SOCKET, 0, 0)
+"""Answer to a join request: frames go through the Unix socket where the worker listens."""
+
 _LINK = re.compile("[0-9a-f]{32}")
 _LARGEST_INFO = 4096  # bytes of a join request beside its HELLO
 INLINE_BYTES = 64 << 10
@@ -198,62 +201,6 @@ class Connection:
                     "init_on_sender(), or give both ends the same token= (or WEIGHT_UPDATE_TOKEN)"
                 )
             return message
-
-
-class LocalConnection:
-    """The sender's end to a worker on its own host: a Unix socket that carries slots.
-
-    Args:
-        call: connection to the worker; nothing is sent before the worker has answered.
-        store: store that tells the worker of the connection.
-        name: see :class:`Connection`.
-        token: see :class:`Connection`.
-    """
-
-    local = True
-
-    def __init__(self, call: LocalCall, store: Store, name: str, token: str) -> None:
-        self._stream = SlotStream(call.stream, SlotTable(), token)
-        self._call: LocalCall | None = call  # until it is answered
-        self._answering = threading.Lock()
-        try:
-            SignedQueue(store, f"{name}/down", token).put(_FRONT.pack(_USE_SOCKET, 0, 0), last=True)
-        except BaseException:
-            self.close()
-            raise
-
-    def send(self, chunk: WeightChunk, timeout: float | None) -> None:
-        """Send a chunk; raise as :meth:`TransportBackend.send_chunk`."""
-        deadline = deadline_of(timeout)
-        if self._call is not None:
-            self._await_answer(deadline)
-        self._stream.send(chunk, deadline)
-
-    def recv(self, timeout: float | None, allocate: Allocate | None, map_slot: MapSlot) -> WeightChunk | None:
-        """Return the next chunk or None; raise as :meth:`TransportBackend.recv_chunk`."""
-        del allocate, map_slot
-        deadline = deadline_of(timeout)
-        if self._call is not None:
-            try:
-                self._await_answer(deadline)
-            except SyncTimeoutError:
-                return None
-        return self._stream.recv(seconds_left(deadline))
-
-    def _await_answer(self, deadline: float | None) -> None:
-        left = seconds_left(deadline)
-        if not self._answering.acquire(timeout=-1 if left is None else left):  # another thread waits as well
-            raise SyncTimeoutError("the worker did not answer in time")
-        try:
-            if self._call is not None:
-                self._call.await_answer(deadline)
-                self._call = None
-        finally:
-            self._answering.release()
-
-    def close(self) -> None:
-        """End the connection; the other end notices after it has read the earlier messages."""
-        self._stream.close()
 
 
 class RemoteConnection(Connection):

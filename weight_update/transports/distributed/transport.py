@@ -22,11 +22,11 @@ from weight_update.transports.base import Allocate, Buffer, Capabilities, Transp
 from weight_update.transports.distributed.connection import (
     JOIN_QUEUE,
     Connection,
-    LocalConnection,
     RemoteConnection,
     WorkerConnection,
     read_join_request,
 )
+from weight_update.transports.distributed.local_connection import LocalConnection
 from weight_update.transports.distributed.local_rendezvous import LocalCall, call_local
 from weight_update.transports.distributed.relay.gloo import address_towards
 from weight_update.transports.distributed.relay.router import Router
