@@ -1,4 +1,4 @@
-"""What Ray's workers import in the Ray tests."""
+"""Classes and functions that Ray's workers import in the Ray tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WAIT = 60.0
 
 
 class Player:
-    """Joins in its constructor, and so again when Ray makes it anew."""
+    """An actor that joins in its constructor, and so joins again when Ray restarts it."""
 
     def __init__(self, scheme: RayWeightSyncScheme, idx: int) -> None:
         torch.set_num_threads(1)
@@ -48,7 +48,7 @@ class Trainer:
 
 
 class Owner:
-    """Puts an object into Ray's store that is lost when this actor dies."""
+    """An actor that puts an object into Ray's store, which is lost when the actor dies."""
 
     def put(self, value: Any) -> list[Any]:
         return [ray.put(value)]
@@ -64,7 +64,7 @@ def pid_of(body: Body) -> int:
 
 
 def writable(body: Body) -> bool:
-    """Whether the model's memory can be written, as that of Ray's store cannot."""
+    """Return whether the model's memory is writable, unlike the memory of Ray's store."""
     with torch.no_grad():
         for parameter in body.model.parameters():
             parameter.add_(0)
@@ -72,7 +72,7 @@ def writable(body: Body) -> bool:
 
 
 def wait_for_more(body: Body) -> Any:
-    """The error of a worker whose sender goes away."""
+    """Return the error of a worker whose sender ends."""
     try:
         while body.scheme.receive(30.0) is not None:
             pass

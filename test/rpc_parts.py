@@ -131,12 +131,12 @@ class World:
         self.inside = True
 
     def admit(self, index: int, place: int | None = None) -> None:
-        """Let a worker into a world that may grow, in the place of another if need be."""
+        """Add a worker to a world that may grow, in the place of another if given."""
         place = index if place is None else place
         self.workers[index].call("run", enter_world, f"w{place}", place + 1, self.port, None)
 
     def sender(self, model: Any, *, called: bool = False, model_id: str | None = None, **options: Any) -> Any:
-        """An initialized sender for the workers of the world; they are called if ``called``."""
+        """Return an initialized sender for the workers of the world, which are called if ``called``."""
         scheme = RPCWeightSyncScheme(**{**LIMITS, **options})
         self.schemes.append(scheme)
         rrefs = (
@@ -147,35 +147,35 @@ class World:
         return scheme
 
     def run(self, index: int, function: Any, *args: Any) -> Any:
-        """``function(body, *args)`` in a worker."""
+        """Run ``function(body, *args)`` in a worker."""
         return self.workers[index].call("run", function, *args)
 
     def ask(self, function: Any, *args: Any) -> list[Any]:
-        """The same in both first workers."""
+        """Run it in both first workers."""
         return [self.run(index, function, *args) for index in (0, 1)]
 
     def post_join(self, model: Any, model_id: str = "policy", **options: Any) -> None:
-        """Let both first workers receive into a copy of ``model``; do not wait."""
+        """Make both first workers receive into a copy of ``model``; do not wait."""
         for worker in self.workers[:2]:
             worker.post("run", join, model, model_id, options)
 
     def answers(self) -> None:
-        """Wait for them."""
+        """Wait for the answers of both first workers."""
         for worker in self.workers[:2]:
             worker.answer()
 
     def connect(self, scheme: Any, model: Any, model_id: str = "policy", **options: Any) -> None:
-        """Both first workers receive into a copy of ``model``; both sides connect."""
+        """Make both first workers receive into a copy of ``model``, and connect both sides."""
         self.post_join(model, model_id, **options)
         scheme.connect()
         self.answers()
 
     def seen(self, model_id: str = "policy", only: Iterable[int] = (0, 1)) -> list[Any]:
-        """Fingerprints of the workers' models."""
+        """Return the fingerprints of the workers' models."""
         return [self.run(index, weights_of, model_id) for index in only]
 
     def leave(self) -> None:
-        """Everybody leaves the world, in order."""
+        """Make all processes leave the world, in order."""
         for worker in self.workers[:2]:
             worker.post("run", leave_world)
         leave(graceful=True)
@@ -197,7 +197,7 @@ class World:
 
 
 class Desk:
-    """What a sender calls; stands for a collector."""
+    """The object that a sender calls, in the place of a collector."""
 
     def __init__(self) -> None:
         self.schemes: dict[str, RPCWeightSyncScheme] = {}
@@ -244,7 +244,7 @@ def weights_of(body: Any, model_id: str = "policy") -> Any:
 
 
 class Stripes(nn.Module):
-    """Its forward pass gives the smallest and the largest of its weights, read one after the other."""
+    """A model whose forward pass returns its smallest and its largest weight, read one after the other."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -150,7 +150,7 @@ def keepers() -> list[threading.Thread]:
 
 
 def all_given_back(memory: list[weakref.ref[Any]], seconds: float) -> bool:
-    """Whether all is freed within so many seconds."""
+    """Return whether all memory is freed in time."""
     deadline = time.monotonic() + seconds
     for thread in keepers():
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -158,7 +158,7 @@ def all_given_back(memory: list[weakref.ref[Any]], seconds: float) -> bool:
 
 
 def borrowed(body: Body) -> int:
-    """How many slots this process has open."""
+    """Return the number of slots that this process has open."""
     del body
     found = 0
     for name in os.listdir("/proc/self/fd"):

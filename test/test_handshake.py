@@ -1,4 +1,4 @@
-"""Both ends prove that they know the token, and the token does not travel."""
+"""Both ends prove that they know the token, and the token is never sent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKEN = "confidential"
 
 @pytest.fixture
 def ends() -> Iterator[tuple[SocketStream, SocketStream]]:
-    """A caller and a listener that are connected."""
+    """Return a connected caller and listener."""
     caller, listener = (SocketStream(sock) for sock in socket.socketpair())
     with closing(caller), closing(listener):
         yield caller, listener
@@ -39,7 +39,7 @@ def soon() -> float:
 
 
 def answer(listener: SocketStream, challenge: Challenge) -> bytes:
-    """Do what a listener does; return the key."""
+    """Act as a listener; return the key."""
     listener.send(challenge.greeting, soon())
     challenge.add(read(listener, challenge.missing))
     last, key = challenge.verify()
@@ -50,7 +50,7 @@ def answer(listener: SocketStream, challenge: Challenge) -> bytes:
 def call(
     caller: SocketStream, token: str = TOKEN, context: str = "here"
 ) -> tuple[list[bytes], list[Exception]]:
-    """Do what a caller does, in a thread; the lists fill with its key or its error."""
+    """Act as a caller in a thread; its key or its error is added to one of the lists."""
     keys: list[bytes] = []
     errors: list[Exception] = []
 

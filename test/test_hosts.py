@@ -1,4 +1,4 @@
-"""Workers on other hosts: once a host, down a chain, and what happens when one of them fails."""
+"""Workers on other hosts: one transfer to each host, along a chain, and failures in it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Hire = Callable[..., Crew]
 
 
 class Large(nn.Module):
-    """Its weights do not fit the buffers of a socket."""
+    """A model whose weights exceed the buffers of a socket."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ def test_relay_killed_in_the_middle(hire: Hire) -> None:
 
 
 def kill_later(worker: Worker) -> None:
-    """In half a second, while the caller is busy."""
+    """Kill the worker in half a second, while the caller is busy."""
     pid = worker.runner.pid
     if os.fork() == 0:
         time.sleep(0.5)
@@ -273,7 +273,7 @@ def test_a_sibling_that_holds_delays_nobody(hire: Hire) -> None:
 
 
 def test_one_that_left_keeps_its_weights_whole(hire: Hire) -> None:
-    """Its model still points at memory that its siblings get new versions in."""
+    """Its model still points at memory that other workers of the host get new versions in."""
     crew = hire(ApartInTwos, 2)
     crew.scheme.send(Large(1.0))
     crew.workers[1].call("shutdown")
@@ -419,7 +419,7 @@ def test_control_messages_are_signed(groups: tuple[PointToPointGroup, PointToPoi
 
 
 def test_a_host_without_memory_for_a_while(hire: Hire) -> None:
-    """Its workers say so and keep their version, other hosts have the update, and the next one comes."""
+    """Its workers report it and keep their version; other hosts get the update; all get the next one."""
     crew = hire(ApartInTwos, 4)
     for worker in crew.workers[:2]:
         worker.call("run", have_no_memory, True)

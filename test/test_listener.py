@@ -1,4 +1,4 @@
-"""A listener admits who knows the token, whatever strangers do meanwhile."""
+"""A listener admits processes that know the token, whatever strangers do at the same time."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Service:
         return stream
 
     def admits(self) -> bool:
-        """Whether somebody who knows the token is served."""
+        """Return whether a caller that knows the token is served."""
         with closing(self.join()) as stream:
             stream.send(b"ping", None)
             return read(stream) == b"ping"
@@ -83,7 +83,7 @@ def read(stream: SocketStream) -> bytes:
 
 
 def ends(sock: socket.socket) -> bool:
-    """Whether the other end closes the connection."""
+    """Return whether the other end closes the connection."""
     try:
         while sock.recv(1000):
             pass
@@ -152,7 +152,7 @@ def test_many_idle_connections_cost_little(service: Service) -> None:
 
 
 def test_those_who_never_show_the_token_are_closed(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dripping bytes does not help."""
+    """Sending single bytes does not extend the time."""
     monkeypatch.setattr(module, "_JOIN_SECONDS", 0.5)
     start = time.monotonic()
     with service.stranger() as silent, service.stranger() as dripping:
@@ -227,7 +227,7 @@ def test_an_error_of_the_service_ends_one_connection(
 
 
 def test_too_many_threads(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller is not told that it is admitted, and may try again."""
+    """The caller gets no admission, and may retry."""
 
     def start(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -266,7 +266,7 @@ def test_a_listener_that_was_never_started() -> None:
 
 
 class Failing:
-    """A listening socket whose ``accept`` fails so many times."""
+    """A listening socket whose ``accept`` fails a given number of times."""
 
     def __init__(self, sock: socket.socket, error: Exception, times: int) -> None:
         self._sock, self._error, self.times = sock, error, times

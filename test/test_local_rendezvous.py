@@ -1,4 +1,4 @@
-"""Two processes of one host find each other, and nobody else gets in between."""
+"""Two processes of one host connect, and no third process can interfere."""
 
 import multiprocessing
 import socket

@@ -1,4 +1,4 @@
-"""How much memory is left, as /proc and the cgroups tell it."""
+"""Memory that is left, according to /proc and the cgroups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write(root: Path, path: str, text: object) -> None:
 
 
 def machine(root: Path, cgroups: str) -> Path:
-    """A machine with 1000 MB left, and a process in ``cgroups``."""
+    """Make the files of a machine with 1000 MB left and a process in ``cgroups``."""
     write(root, "proc/meminfo", f"MemTotal: 9 kB\nMemAvailable: {1000 * MB // 1024} kB\nHugePages_Total: 0")
     write(root, "proc/self/cgroup", cgroups)
     return root
@@ -82,7 +82,7 @@ def test_the_tightest_of_nested_limits_counts(tmp_path: Path) -> None:
 
 
 def test_a_container_that_sees_its_own_cgroup_as_the_root(tmp_path: Path) -> None:
-    """Its path is that of the host, where the files of that path are not mounted."""
+    """The path of the cgroup is valid on the host, and not mounted here."""
     root = machine(tmp_path, "4:memory:/docker/1234")
     cgroup_1(root, "", 300 * MB, 100 * MB)
     assert available_memory(root) == 200 * MB

@@ -1,4 +1,4 @@
-"""Ray: actors as workers, over both ways of data."""
+"""Ray: actors as workers, for both values of ``data``."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ pytestmark = pytest.mark.timeout(180)
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    """One Ray for the module, whose workers can import what lies beside this file."""
+    """Start one Ray for the module, whose workers can import the files of this folder."""
     here = Path(__file__).parent
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{here.parent}:{here}")
@@ -148,7 +148,7 @@ class Troupe:
     def launch(
         self, source: Any, *models: Any, **options: Any
     ) -> tuple[RayWeightSyncScheme, list[RayWorker]]:
-        """A sender and its actors, connected; the actors were there before ``init_on_sender``."""
+        """Return a connected sender and its actors, which existed before ``init_on_sender``."""
         scheme = self.scheme(**options)
         workers = [self.hire(scheme, idx, model) for idx, model in enumerate(models or (None, None))]
         for worker in workers:
@@ -338,7 +338,7 @@ def test_the_object_store_is_freed(troupe: Troupe) -> None:
 
 
 def store_bytes() -> float:
-    """As Ray tells it, which it does some 0.1 s late."""
+    """Wait until Ray reports it, about 0.1 s late."""
     total, free = ray.cluster_resources(), ray.available_resources()
     return total["object_store_memory"] - free["object_store_memory"]
 

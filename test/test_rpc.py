@@ -1,4 +1,4 @@
-"""Real worlds of torch.distributed.rpc: the sender is found, workers are called, processes come and go."""
+"""Real worlds of torch.distributed.rpc: workers find the sender and are called; processes come and go."""
 
 from __future__ import annotations
 

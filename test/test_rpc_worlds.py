@@ -1,4 +1,4 @@
-"""Worlds of torch.distributed.rpc that something happens to."""
+"""Worlds of torch.distributed.rpc whose processes fail, join or leave."""
 
 from __future__ import annotations
 

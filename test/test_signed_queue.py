@@ -126,7 +126,7 @@ def test_strangers_on_the_port_do_not_stop_it(server: Store) -> None:
 
 
 def test_a_child_keeps_nothing_open_of_a_store(server: Store) -> None:
-    """Else clients of a process that died would wait for as long as one of its children lives."""
+    """Otherwise clients of a dead process would wait as long as one of its children lives."""
     waiting = client(server)
     ours, theirs = socket.socketpair()
     child = multiprocessing.get_context("fork").Process(target=look_and_wait, args=(server.port, theirs))

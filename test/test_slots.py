@@ -1,4 +1,4 @@
-"""Slots of shared memory, where the contract suites of the transports do not look."""
+"""Properties of shared memory slots that the contract suites of the transports do not cover."""
 
 import errno
 import mmap
@@ -23,7 +23,7 @@ from weight_update.transports.shared_memory.slots import SharedBuffer, SlotTable
 
 
 def test_clearing_while_another_thread_releases():
-    """A receiver's thread may let go of a payload at the moment another thread closes the link."""
+    """A receiver's thread may release a payload while another thread closes the link."""
     slots = [SharedBuffer(64) for _ in range(4)]
     table, errors, stop = SlotTable(), [], threading.Event()
 

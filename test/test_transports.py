@@ -1,4 +1,4 @@
-"""The transports keep their contract, and what is special about each."""
+"""The transports keep their contract; tests of the properties of each."""
 
 import contextlib
 import multiprocessing
@@ -47,7 +47,7 @@ class TestMPTransport(TransportContract):
         return MPTransport(*queues), MPTransport(*queues, end="receiver")
 
     def test_a_last_word_can_be_read(self) -> None:
-        """In one process both ends have the same queues, which end with the first."""
+        """In one process both ends have the same queues, which close with the first end."""
         queues = multiprocessing.Queue(), multiprocessing.Queue()
         sender = MPTransport(*queues)
         child = multiprocessing.get_context("fork").Process(target=speak_and_end, args=queues)
@@ -105,7 +105,7 @@ class TestDistributedTransport(TransportContract):
 
 
 class TestDistributedTransportAcrossHosts(TestDistributedTransport):
-    """Two ends that believe to be on two hosts: payloads cross a socket."""
+    """Two ends with different host names: payloads cross a socket."""
 
     hosts = ("here", "there")
 
@@ -116,7 +116,7 @@ def nobody_else(worker_idx: int) -> NoReturn:
 
 @pytest.mark.slow  # the link of Distributed
 class TestRPCTransport(TestDistributedTransport):
-    """Without an object to call; ``test_rpc`` has those."""
+    """Links without an object to call; ``test_rpc`` tests the calls."""
 
     sender_class = RPCTransport
 
@@ -155,7 +155,7 @@ def opened(case: TransportContract) -> Iterator[Ends]:
 
 @pytest.mark.parametrize("case", [TestSharedMemTransport(), TestDistributedTransport()])
 def test_a_long_hello_meets_a_long_answer(case: TransportContract) -> None:
-    """Each is longer than a socket holds; who says it once more must not wait for who answers."""
+    """Each HELLO exceeds a socket's buffer; a repeated HELLO must not wait for the end that answers."""
     long = "x" * (2 << 20)
     mine = hello(schema={"x": long})
     answer = WeightChunk(Kind.REFUSED, {"reason": long, "problems": []})

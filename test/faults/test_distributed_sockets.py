@@ -1,4 +1,4 @@
-"""Faults of this folder once more, with workers that share no memory with the sender, and more."""
+"""Fault tests of this folder with workers that share no memory with the sender, and further ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow  # the same tests run over Distributed on one host
 
 
 class Apart(DistributedWeightSyncScheme):
-    """Every process believes to be a host of its own."""
+    """A scheme for which every process is a host of its own."""
 
     def host_name(self) -> str:
         return f"host of {os.getpid()}"
@@ -35,12 +35,12 @@ class Apart(DistributedWeightSyncScheme):
 
 @pytest.fixture
 def kind() -> type[DistributedWeightSyncScheme]:
-    """In place of the schemes that the tests run over elsewhere."""
+    """Return the scheme that replaces those of the original tests."""
     return Apart
 
 
 def receive(me: Worker, timeout: float) -> set[float] | None:
-    """The values of all weights received."""
+    """Return the values of all received weights."""
     weights = me.scheme.receive(timeout)
     if weights is None:
         return None

@@ -1,4 +1,4 @@
-"""Whatever strangers write into the store: workers join, and connections to other hosts go on."""
+"""Whatever strangers write into the store, workers can join and connections to other hosts keep working."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Training:
         return getattr(self.scheme._sender.roll[0].link._connection, "name", "")
 
     def dismiss(self, worker: Remote) -> None:
-        """Let a worker leave, and wait until the trainer has heard of it."""
+        """Make a worker leave, and wait until the trainer has noticed."""
         worker.call(leave)
         assert eventually(lambda: worker.idx not in self.scheme.worker_versions)
         worker.kill()
@@ -103,12 +103,12 @@ def training() -> Iterator[Training]:
 
 
 def stranger_of(training: Training) -> TCPStore:
-    """Return a client of somebody who reaches the port and speaks the protocol."""
+    """Return the store client of a stranger that speaks the protocol."""
     return TCPStore("127.0.0.1", training.scheme.port, is_master=False, wait_for_workers=False)
 
 
 def join_request(link: str) -> bytes:
-    """Return a join request that nobody signed."""
+    """Return an unsigned join request."""
     header = {"token": "", "worker": 0, "pid": 1, "version": None, "schema": None, "error": None}
     info = json.dumps({"link": link, "host": "h"}).encode()
     return bytes(25) + struct.pack("<I", len(info)) + info + WeightChunk(Kind.HELLO, header).encode()
@@ -188,7 +188,7 @@ def test_a_connection_whose_messages_are_taken_is_made_anew(training: Training, 
 
 
 class Vandal:
-    """A stranger who writes into every queue and key of the protocol, also what others said before."""
+    """A stranger that writes into every queue and key of the protocol, including repeated messages."""
 
     def __init__(self, training: Training, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self._random = random.Random(seed)

@@ -40,7 +40,7 @@ from weight_update.wire.frames import Kind
 WORKERS = 2
 SHAPE = (24, 4096)  # 400 KB: more than what travels with a signal
 VALIDATE = b"\0" + struct.pack("<I", 0x3C85F7CE)
-"""What a client of a TCPStore says first."""
+"""Return the first bytes that a client of a TCPStore sends."""
 
 
 def make_here() -> Stripes:
@@ -54,7 +54,7 @@ def make_elsewhere() -> Stripes:
 
 @pytest.fixture(scope="module")
 def busy() -> Iterator[DistributedWeightSyncScheme]:
-    """Updates flow all the time, into a worker that maps them and one that they are sent to."""
+    """Send updates all the time, to a worker that maps them and to one behind a socket."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a child forked after OpenMP ran hangs in its own parallel loops
     with closing(Crew()) as crew:
@@ -89,12 +89,12 @@ def call(port: int, data: bytes) -> socket.socket:
 
 
 def client(scheme: DistributedWeightSyncScheme) -> TCPStore:
-    """A stranger who speaks the protocol of the store."""
+    """Return the store client of a stranger that speaks the protocol."""
     return TCPStore("127.0.0.1", scheme.port, is_master=False, wait_for_workers=False)
 
 
 def listening() -> set[int]:
-    """Ports that this process and its workers listen on."""
+    """Return the ports that this process and its workers listen on."""
     me = psutil.Process()
     found = [one for process in (me, *me.children()) for one in process.net_connections("tcp")]
     return {one.laddr.port for one in found if one.status == psutil.CONN_LISTEN}
@@ -180,7 +180,7 @@ def test_a_worker_with_another_token(busy, crew: Crew, caplog: pytest.LogCapture
 
 
 def test_rubbish_on_every_port(busy) -> None:
-    """There are others: each process that payloads come to through a socket listens for them."""
+    """Each process that receives payloads through a socket listens on further ports."""
     ports = listening() - {busy.port}
     assert len(ports) >= 2
     strangers = [call(port, data) for port in ports for data in (b"", b"x", bytes(4096), b"\xff" * 4096)]
@@ -191,7 +191,7 @@ def test_rubbish_on_every_port(busy) -> None:
 
 
 class Tap:
-    """Passes connections on to a port, and writes down what clients say."""
+    """A proxy of a port that records the bytes of its clients."""
 
     def __init__(self, port: int) -> None:
         self._to, self.heard = port, []
@@ -259,6 +259,6 @@ def test_a_key_that_is_too_large(busy) -> None:
 
 
 def test_a_store_gives_no_secret_away(busy) -> None:
-    """Whoever speaks the protocol finds no key; queues cannot be listed."""
+    """A stranger that speaks the protocol finds no key; queues cannot be listed."""
     assert client(busy).list_keys() == []
     assert flows_on(busy)

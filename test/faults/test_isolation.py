@@ -139,7 +139,7 @@ def _plain_weights(me: Worker) -> dict[str, torch.Tensor]:
 
 
 def test_a_faulty_worker_cannot_write_into_slots(pair) -> None:
-    """Neither by a descriptor that it has nor by one that it finds in the sender's process."""
+    """A worker can write neither by its own descriptor nor by one of the sender's process."""
     scheme, model, (faulty, sibling) = pair
     before = state_of(model)
     attempts, succeeded = faulty.call(attack_slots, os.getpid())

@@ -1,4 +1,4 @@
-"""A flood of strangers costs a trainer or a Synchronizer little, and keeps nobody out who knows the token."""
+"""A flood of strangers costs a listener little, and excludes no process that knows the token."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CTX = mp.get_context("fork")
 
 
 class Host(ABC):
-    """A process that listens, seen from the test."""
+    """A listening process, as seen by the test."""
 
     def __init__(self) -> None:
         self._pipe, theirs = CTX.Pipe()
@@ -47,7 +47,7 @@ class Host(ABC):
 
     @abstractmethod
     def listen(self) -> tuple[str, str]:
-        """Begin to listen, in the process; return address and token."""
+        """Start to listen, in the process; return address and token."""
 
     @abstractmethod
     def connect(self) -> socket.socket:
@@ -55,7 +55,7 @@ class Host(ABC):
 
     @abstractmethod
     def join(self, index: int, timeout: float = WAIT) -> None:
-        """Join as somebody who knows the token; raise an exception if that fails."""
+        """Join with the token; raise an exception if that fails."""
 
     def call(self, function: Any, *args: Any) -> Any:
         self._pipe.send((function, args))
@@ -132,20 +132,20 @@ def host(request: pytest.FixtureRequest) -> Iterator[Host]:
 
 
 def spare_descriptors(count: int) -> None:
-    """Let the process open so many more files."""
+    """Limit the number of further files that the process may open."""
     limit = len(os.listdir("/proc/self/fd")) + count
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 def spare_memory(megabytes: int | None) -> None:
-    """Let the process have so much more of it; None takes the limit off again."""
+    """Limit the process to that much more of a resource; None removes the limit."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = -1 if megabytes is None else pages * resource.getpagesize() + (megabytes << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, -1))
 
 
 def most_memory() -> int:
-    """Return the megabytes that the process has had at most."""
+    """Return the peak memory of the process in megabytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
 

@@ -1,4 +1,4 @@
-"""The listener of SharedMemWeightSyncScheme: strangers are refused, and nobody notices."""
+"""Strangers are refused by the listener of SharedMemWeightSyncScheme, without an effect on others."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def connect_raw(address: str, data: bytes) -> socket.socket:
 
 
 def prove(scheme: SharedMemWeightSyncScheme, data: bytes, token: str | None = None) -> socket.socket:
-    """Connect as somebody who knows the token."""
+    """Connect as a process that knows the token."""
     sock = connect_raw(scheme._address, b"")
     try:
         context = f"shared memory {scheme._address}"
@@ -92,7 +92,7 @@ def answer(stranger: socket.socket) -> bytes:
 
 @pytest.fixture
 def busy(crew: Crew) -> Iterator[tuple[SharedMemWeightSyncScheme, list]]:
-    """A scheme whose updates flow all the time, into workers that compute all the time."""
+    """Return a scheme that sends updates all the time, to workers that compute all the time."""
     scheme, model = crew.scheme(SharedMemWeightSyncScheme, timeout=10.0), Stripes(24, 4096)
     workers = crew.launch(scheme, model, lambda: Stripes(24, 4096), WORKERS)
     for worker in workers:
@@ -122,7 +122,7 @@ RUBBISH = {
 
 @pytest.mark.parametrize("data", RUBBISH.values(), ids=RUBBISH)
 def test_rubbish_is_refused_and_logged(busy, caplog: pytest.LogCaptureFixture, data: bytes) -> None:
-    """From strangers, and from those who know the token."""
+    """Garbage from strangers, and from processes that know the token."""
     scheme, _ = busy
     for connect in (lambda: connect_raw(scheme._address, data), lambda: prove(scheme, data)):
         caplog.clear()
@@ -187,7 +187,7 @@ def test_no_pending_connection_outlives_the_scheme(crew: Crew) -> None:
 
 
 def test_a_stranger_that_takes_the_trainers_address(crew: Crew) -> None:
-    """Workers neither show it their token nor take weights from it."""
+    """Workers neither show the stranger their token nor take weights from it."""
     assert_not_taken_over(crew, os.geteuid())
 
 
@@ -231,7 +231,7 @@ def assert_not_taken_over(crew: Crew, user: int) -> None:
 
 
 def train(pipe: Any, scheme: SharedMemWeightSyncScheme, model: Stripes) -> None:
-    """Process of the trainer; it dies by a signal."""
+    """Run the trainer's process, which dies by a signal."""
     scheme.init_on_sender(model=fill(model, 5.0), num_workers=1)
     pipe.send(scheme.address)
     scheme.connect()
@@ -239,7 +239,7 @@ def train(pipe: Any, scheme: SharedMemWeightSyncScheme, model: Stripes) -> None:
 
 
 def take_over(pipe: Any, address: str, user: int) -> None:
-    """Process of a stranger: it listens in the trainer's place and answers as well as it can."""
+    """Run a stranger's process, which listens in the trainer's place and answers as well as it can."""
     os.setuid(user)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.bind(address)

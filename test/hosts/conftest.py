@@ -14,7 +14,7 @@ refused = cache(why_not)
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    """Three hosts; this thread is on the first."""
+    """Make three hosts; this thread is on the first."""
     reason = refused()
     if reason is not None:
         pytest.skip(reason)
@@ -24,7 +24,7 @@ def network() -> Iterator[Network]:
 
 @pytest.fixture
 def crew(network: Network, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostsCrew]:
-    """Starts workers on hosts, and ends them whatever happens."""
+    """Start workers on hosts, and end them after the test."""
     monkeypatch.setenv("WEIGHT_UPDATE_HOST", "trainer")  # they all have the boot id of this machine
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a child forked after OpenMP ran hangs in its own parallel loops

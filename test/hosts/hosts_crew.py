@@ -21,7 +21,7 @@ class HostsCrew(Crew):
         self.network = network
 
     def trainer(self, **options: Any) -> DistributedWeightSyncScheme:
-        """A scheme that listens on the trainer's address."""
+        """Return a scheme that listens on the trainer's address."""
         options = {"address": self.network.address["trainer"], "timeout": 10.0, **options}
         scheme = self.scheme(DistributedWeightSyncScheme, **options)
         assert isinstance(scheme, DistributedWeightSyncScheme)
@@ -30,7 +30,7 @@ class HostsCrew(Crew):
     def start_on(
         self, host: str, scheme: WeightSyncScheme, idx: int, make_model: Callable[[], Any]
     ) -> Remote:
-        """A worker on ``host`` that did not join yet."""
+        """Start a worker on ``host`` that has not joined yet."""
 
         def make_there() -> Any:
             self.network.enter(host)

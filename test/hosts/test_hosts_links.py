@@ -29,7 +29,7 @@ from weight_update.transports.distributed import store_client
 
 LIMIT = 1.0
 CHAIN_LIMIT = 6.0
-"""Timeout where a payload goes from host to host: who makes no progress is given up after a quarter of it."""
+"""Timeout for payloads along a chain of hosts: a host without progress is skipped after a quarter of it."""
 BACK = {"pull": "plug", "lose": "find"}
 SIZES = {"small": ((8, 64), LIMIT), "large": ((8, 1 << 18), CHAIN_LIMIT)}  # one travels with its signal
 
@@ -129,7 +129,7 @@ def train(me: Worker, value: float) -> None:
 
 
 def await_end(me: Worker) -> str:
-    """Receive until that raises."""
+    """Receive until an exception is raised."""
     try:
         while me.scheme.receive(timeout=20.0) is not None:
             pass
@@ -188,7 +188,7 @@ def test_trainer_killed_while_a_forked_child_lives(crew: HostsCrew) -> None:
 
 
 def test_trainer_whose_machine_vanishes(crew: HostsCrew, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No packet tells of it."""
+    """No packet reports the loss."""
     monkeypatch.setattr(store_client, "_VANISHED_SECONDS", 3)
     trainer, worker = alone(crew, "trainer"), alone(crew, "one")
     trainer.begin(train, 1.0)

@@ -86,7 +86,7 @@ raise SystemExit(len(ray.nodes()) < {count})"""
 
 
 def _environment() -> dict[str, str]:
-    """No proxy leads to these hosts; Ray wants a token where nodes are not on loopback."""
+    """Return the environment: no proxy for these hosts, and the token that Ray needs beyond loopback."""
     kept = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     return {
         **kept,
@@ -109,7 +109,7 @@ def cluster(crew: HostsCrew) -> Iterator[Cluster]:
 
 
 def check(cluster: Cluster) -> None:
-    """Both actors, each on its host, have the trainer's weights."""
+    """Check that both actors, each on its host, have the trainer's weights."""
     found = cluster.ask("weights")
     hosts = [cluster.network.address[name] for name in ("trainer", "one")]
     assert found["theirs"] == [[host, found["mine"]] for host in hosts]

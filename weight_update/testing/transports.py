@@ -1,4 +1,4 @@
-"""What every transport must do."""
+"""Contract tests of a transport."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TransportContract:
     """Tests of one transport; subclass it and write :meth:`make_ends`."""
 
     def make_ends(self) -> Ends:
-        """A new link, both ends in this process: the sender's end and the receiver's.
+        """Return a new link with both ends in this process: the sender's end and the receiver's.
 
         Ends that meet by a HELLO call :func:`greet` here.
         """
@@ -38,7 +38,7 @@ class TransportContract:
 
     @pytest.fixture
     def ends(self) -> Iterator[Ends]:
-        """A link that is closed after the test."""
+        """Return a link that is closed after the test."""
         sender, receiver = self.make_ends()
         yield sender, receiver
         receiver.close()
@@ -102,7 +102,7 @@ class TransportContract:
 
     @pytest.mark.parametrize("timeout", [0, MOMENT, 3 * MOMENT])
     def test_nothing_arrives_in_time(self, ends: Ends, timeout: float) -> None:
-        """``recv_chunk`` gives None after ``timeout`` seconds; 0 only looks."""
+        """``recv_chunk`` returns None after ``timeout`` seconds; 0 does not wait."""
         for end in ends:
             start = time.monotonic()
             assert end.recv_chunk(timeout) is None
@@ -134,7 +134,7 @@ class TransportContract:
     # -- the end -------------------------------------------------------------------------------------
 
     def test_a_last_word_can_be_read(self, ends: Ends) -> None:
-        """Also after something could not be sent any more."""
+        """Chunks sent before the end can be read, even after ``send_chunk`` has failed."""
         sender, receiver = ends
         receiver.send_chunk(number(7), LONG)
         receiver.close()
@@ -184,7 +184,7 @@ class TransportContract:
         assert fingerprint(got, strategy) == fingerprint(source, strategy)
 
     def test_weights_wait_for_a_slow_receiver(self, ends: Ends) -> None:
-        """What ``send_weights`` handed over stays available, and is not what the model became later."""
+        """The weights of ``send_weights`` stay available, and do not follow later changes of the model."""
         sender, receiver = ends
         source = mlp(1)
         expected = fingerprint(source)
@@ -193,7 +193,7 @@ class TransportContract:
         assert fingerprint(receiver.receive_weights(LONG)) == expected
 
     def test_no_weights_in_time(self, ends: Ends) -> None:
-        """``receive_weights`` gives None on timeout."""
+        """``receive_weights`` returns None on timeout."""
         assert ends[1].receive_weights(MOMENT) is None
 
     def test_weights_that_do_not_fit(self, ends: Ends) -> None:
@@ -215,13 +215,13 @@ class TransportContract:
 
 
 def hello(token: str = "token", **header: Any) -> WeightChunk:
-    """What worker 0 says first."""
+    """Return the HELLO of worker 0."""
     who = {"token": token, "worker": 0, "pid": os.getpid()}
     return WeightChunk(Kind.HELLO, {**who, "version": None, "schema": None, "error": None, **header})
 
 
 def greet(sender: TransportBackend, receiver: TransportBackend, token: str = "token") -> None:
-    """Begin as a scheme does: the receiver says hello, and the sender answers."""
+    """Connect as a scheme does: the receiver sends its HELLO, and the sender answers."""
     receiver.restart(LONG)
     receiver.send_chunk(hello(token), LONG)
     assert must_receive(sender).header == hello(token).header
@@ -229,7 +229,7 @@ def greet(sender: TransportBackend, receiver: TransportBackend, token: str = "to
 
 
 def update_of(end: TransportBackend, size: int, seed: int = 0) -> WeightChunk:
-    """An UPDATE chunk with a payload of random bytes in memory that ``end`` lends."""
+    """Return an UPDATE chunk with a payload of random bytes in memory of ``end``."""
     payload = end.allocate(size)
     payload.tensor.copy_(random_bits((size,), torch.uint8, size + seed))
     header = {
@@ -253,7 +253,7 @@ _kept: list[object] = []
 
 
 def number(version: int) -> WeightChunk:
-    """A chunk without a payload."""
+    """Return a chunk without a payload."""
     return WeightChunk(Kind.COMMIT, {"version": version})
 
 
@@ -272,7 +272,7 @@ def exchange(source: TransportBackend, target: TransportBackend, chunk: WeightCh
 
 
 def must_receive(end: TransportBackend) -> WeightChunk:
-    """The next chunk; fails the test if none comes."""
+    """Return the next chunk; fail the test if none comes."""
     chunk = end.recv_chunk(LONG)
     assert chunk is not None, "no chunk came"
     return chunk
