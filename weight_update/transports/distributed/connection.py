@@ -62,7 +62,7 @@ _LARGEST_INFO = 4096  # bytes of a join request beside its HELLO
 INLINE_BYTES = 64 << 10
 """Largest payload that travels with its signal; another message would cost more than such a payload."""
 
-_DOUBT_SECONDS = 1.0
+_VERIFY_SECONDS = 1.0
 """Seconds to wait for a signed answer after an unsigned one, which strangers can write."""
 
 _ASK_SECONDS, _LONGEST_PAUSE = 2.0, 60.0
@@ -96,8 +96,8 @@ class Connection:
         self.inbox = SignedQueue(store, f"{name}/{back}", token)
         self._closing = threading.Lock()
         self._closed = False
-        self._greeted = rank == 0  # whether the other end has proved that it knows the token
-        self._doubted: float | None = None  # end of the wait for a signed answer after an unsigned one
+        self._verified = rank == 0  # whether the other end has proved that it knows the token
+        self._verify_until: float | None = None  # end of the wait for a signed answer after an unsigned one
         if rank == 0:
             self.outbox.put(_FRONT.pack(_USE_STORE, 0, 0))
 
@@ -181,21 +181,21 @@ class Connection:
         """Return the next message signed with this end's token, or None if none came in time."""
         while True:
             until = deadline
-            if self._doubted is not None and not self._greeted:
-                until = self._doubted if deadline is None else min(self._doubted, deadline)
+            if self._verify_until is not None and not self._verified:
+                until = self._verify_until if deadline is None else min(self._verify_until, deadline)
             left = seconds_left(until)
             try:
                 message = self.inbox.take(left)
             except UnsignedError as error:
-                if self._greeted:
+                if self._verified:
                     _log.warning("ignored a message to a connection: %s", error)
-                elif self._doubted is None:
-                    self._doubted = time.monotonic() + _DOUBT_SECONDS
+                elif self._verify_until is None:
+                    self._verify_until = time.monotonic() + _VERIFY_SECONDS
                 if left != 0:
                     continue
                 message = None
-            self._greeted = self._greeted or message is not None
-            if message is None and self._doubted is not None and not self._greeted:
+            self._verified = self._verified or message is not None
+            if message is None and self._verify_until is not None and not self._verified:
                 raise JoinRefusedError(
                     "the tokens of the two ends differ: pass the scheme to the worker after "
                     "init_on_sender(), or give both ends the same token= (or WEIGHT_UPDATE_TOKEN)"
