@@ -24,8 +24,8 @@ from weight_update import (
 )
 from weight_update.errors import JoinRefusedError, LinkClosedError
 from weight_update.schemes.liveness import liveness
-from weight_update.sender.peer import Holder
 from weight_update.sender.sender import Sender
+from weight_update.sender.workers import Holder
 from weight_update.testing import Crew, mlp
 from weight_update.testing.crew import context_of
 from weight_update.testing.newcomers import forgotten, gone, join
@@ -133,8 +133,8 @@ def test_a_slow_log_does_not_hold_the_sender_up(caplog: pytest.LogCaptureFixture
         scheme.init_on_sender(model=mlp(1), num_workers=1)
         sender = scheme._sender
         assert isinstance(sender, Sender)
-        (peer,) = sender.roll
-        peer.joined, peer.holder = True, Holder("former", 1)
+        (state,) = sender.table
+        state.joined, state.holder = True, Holder("former", 1)
         header = {
             "token": scheme._token,
             "worker": 0,
@@ -144,14 +144,14 @@ def test_a_slow_log_does_not_hold_the_sender_up(caplog: pytest.LogCaptureFixture
             "error": None,
             "instance": "new",
         }
-        probe = LockProbe(sender.roll.moved)
+        probe = LockProbe(sender.table.changed)
         log = logging.getLogger("weight_update")
         log.addHandler(probe)
         try:
             with caplog.at_level(logging.INFO, "weight_update"):
-                sender._screen(peer, WeightChunk(Kind.HELLO, header))
-                peer.replaced = False
-                sender._delivery.lose(peer, LinkClosedError("the other end is gone"))
+                sender._screen(state, WeightChunk(Kind.HELLO, header))
+                state.replaced = False
+                sender._delivery.lose(state, LinkClosedError("the other end is gone"))
         finally:
             log.removeHandler(probe)
     assert probe.free == [True, True]

@@ -97,12 +97,12 @@ def settled_usage(scheme: WeightSyncScheme) -> tuple[int, int]:
     sender = scheme._sender
     assert isinstance(sender, Sender)
     deadline = time.monotonic() + 10.0
-    while len(list(sender.roll)) > 1 or any("peer-" in name for name in late_threads()):
-        assert time.monotonic() < deadline, (list(sender.roll), late_threads())
+    while len(list(sender.table)) > 1 or any("worker-" in name for name in late_threads()):
+        assert time.monotonic() < deadline, (list(sender.table), late_threads())
         time.sleep(0.01)
     gc.collect()  # receivers of this process leave cycles that hold descriptors
     return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
 
 def late_threads() -> list[str]:
-    return [one.name for one in threading.enumerate() if one.name != "weight_update-peer-0"]
+    return [one.name for one in threading.enumerate() if one.name != "weight_update-worker-0"]

@@ -70,7 +70,7 @@ class Training:
 
     def link(self) -> str:
         """Return the name of the connection to the worker on another host, or nothing between two."""
-        return getattr(self.scheme._sender.roll[0].link._line, "name", "")
+        return getattr(self.scheme._sender.table[0].link._line, "name", "")
 
     def dismiss(self, worker: Remote) -> None:
         """Let a worker leave, and wait until the trainer has heard of it."""

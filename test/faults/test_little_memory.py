@@ -222,7 +222,7 @@ def test_no_memory_to_join_again(
     joining.start()
     scheme.connect()
     joining.join()
-    (peer,) = scheme._sender.roll
+    (state,) = scheme._sender.table
     failed = threading.Event()
 
     def fail(*args: object) -> None:
@@ -232,10 +232,10 @@ def test_no_memory_to_join_again(
     with receiver:
         with monkeypatch.context() as patch:
             patch.setattr(*step, fail)
-            peer.link.disconnect()
+            state.link.disconnect()
             assert failed.wait(5.0)
-            assert eventually(lambda: not peer.joined, 5.0)
-        assert eventually(lambda: peer.joined, 5.0), receiver._receiver.error
+            assert eventually(lambda: not state.joined, 5.0)
+        assert eventually(lambda: state.joined, 5.0), receiver._receiver.error
         scheme.send(fill(model, 1))
         assert set(mine(START).tolist()) == {1.0}
 

@@ -13,7 +13,7 @@ import torch
 from weight_update.encodings import Encoder
 from weight_update.errors import SchemaMismatchError, SyncTimeoutError
 from weight_update.sender.buffers import Content, Shipment, Slot
-from weight_update.sender.peer import Peer
+from weight_update.sender.workers import WorkerState
 from weight_update.wire.frames import Kind, WeightChunk
 from weight_update.wire.memory import memory_identity
 from weight_update.wire.schema import WeightSchema
@@ -40,12 +40,12 @@ class Pipeline:
 
     Args:
         step: which version.
-        peers: the workers, each ready for another version. The sender's lock is held.
+        states: the workers, each ready for another version. The sender's lock is held.
         limit: how many chunks there are at most: one being filled, the others sent and not yet taken by all.
         timeout: seconds that a worker has to take a chunk.
         borrow: gives a slot for a payload of any size, with one user; may wait.
         write: sends a frame to a worker, or loses the worker where that fails.
-        moved: the sender's lock.
+        changed: the sender's lock.
 
     Attributes:
         seconds: what the caller spent: ``convert``, ``encode``, ``send``.
@@ -55,28 +55,28 @@ class Pipeline:
     def __init__(
         self,
         step: Step,
-        peers: Sequence[Peer],
+        states: Sequence[WorkerState],
         *,
         limit: int,
         timeout: float,
         borrow: Callable[[], Slot],
-        write: Callable[[Peer, WeightChunk], None],
-        moved: threading.Condition,
+        write: Callable[[WorkerState, WeightChunk], None],
+        changed: threading.Condition,
     ) -> None:
         self.step = step
         self.seconds = dict.fromkeys(("convert", "encode", "send"), 0.0)
         self.payload_bytes = 0
-        self._peers = {peer.idx: peer for peer in peers}
+        self._states = {worker.idx: worker for worker in states}
         self._limit, self._timeout = limit, timeout
-        self._borrow, self._write, self._moved = borrow, write, moved
+        self._borrow, self._write, self._changed = borrow, write, changed
         self._lent: Slot | None = None
         self._under_way: list[_Chunk] = []
-        slow = [peer for peer in peers if not peer.link.quick]
-        self._feeders = {peer.idx: _Feeder(peer, write, moved) for peer in slow}
+        slow = [worker for worker in states if not worker.link.quick]
+        self._feeders = {worker.idx: _Feeder(worker, write, changed) for worker in slow}
         content = Content(step.version)
-        for peer in peers:
-            peer.pipeline, peer.since = self, time.monotonic()
-            peer.hold("inflight", Shipment(content, [], []))
+        for worker in states:
+            worker.pipeline, worker.since = self, time.monotonic()
+            worker.hold("inflight", Shipment(content, [], []))
 
     # -- the caller's side -------------------------------------------------------------------------
 
@@ -104,13 +104,13 @@ class Pipeline:
         try:
             for index, payload in enumerate(encoder.stream(tensors, self._lend)):
                 self._send(frame_of(self.step, schema, encoding, index, count, payload))
-                if not self._peers:
+                if not self._states:
                     break
         except BaseException:
             self._abort()
             raise
         finally:
-            with self._moved:
+            with self._changed:
                 self._give_back_lent()
             for feeder in self._feeders.values():
                 feeder.put(None)
@@ -153,114 +153,117 @@ class Pipeline:
         self.seconds["send"] += time.perf_counter() - start
         return self._lent.buffer.tensor[:nbytes]
 
-    def _await_room(self) -> list[Peer]:
+    def _await_room(self) -> list[WorkerState]:
         """Wait until one more chunk may be made; the workers that do not let it be, if there are some."""
-        with self._moved:
+        with self._changed:
             while len(self._under_way) >= self._limit:
                 oldest = self._under_way[0]
                 left = oldest.since + self._timeout - time.monotonic()
                 if left <= 0:
-                    return [self._peers[idx] for idx in oldest.readers]
-                self._moved.wait(left)
+                    return [self._states[idx] for idx in oldest.readers]
+                self._changed.wait(left)
         return []
 
     def _send(self, chunk: WeightChunk) -> None:
         assert self._lent is not None
         start = time.perf_counter()
-        with self._moved:
-            peers = list(self._peers.values())
-            if not peers:
+        with self._changed:
+            states = list(self._states.values())
+            if not states:
                 return
-            sent = _Chunk(chunk.header["index"], self._lent, set(self._peers), time.monotonic())
+            sent = _Chunk(chunk.header["index"], self._lent, set(self._states), time.monotonic())
             self._under_way.append(sent)
             self._lent = None
         self.payload_bytes += chunk.payload_bytes
-        slow = [peer.link for peer in peers if peer.idx in self._feeders]
+        slow = [worker.link for worker in states if worker.idx in self._feeders]
         if len(slow) > 1 and chunk.payload is not None:
             slow[0].expect(chunk.payload, slow)
-        for peer in peers:
-            if peer.idx in self._feeders:
-                self._feeders[peer.idx].put(chunk)
+        for worker in states:
+            if worker.idx in self._feeders:
+                self._feeders[worker.idx].put(chunk)
             else:
-                self._write(peer, chunk)
+                self._write(worker, chunk)
         self.seconds["send"] += time.perf_counter() - start
 
-    def _give_up(self, peers: list[Peer]) -> None:
+    def _give_up(self, states: list[WorkerState]) -> None:
         """Go on without workers that do not take a chunk in time; they keep the version they have."""
-        for peer in peers:
-            with self._moved:
-                peer.failures[self.step.version] = SyncTimeoutError(
+        for worker in states:
+            with self._changed:
+                worker.failures[self.step.version] = SyncTimeoutError(
                     f"did not read a chunk of it within {self._timeout:g} s: it is stopped or too slow; it "
                     "gets all weights with the next send() (or raise timeout=)"
                 )
-            self._forget(peer)
+            self._forget(worker)
 
     def _abort(self) -> None:
-        for peer in list(self._peers.values()):
-            self._forget(peer)
+        for worker in list(self._states.values()):
+            self._forget(worker)
 
-    def _forget(self, peer: Peer) -> None:
+    def _forget(self, worker: WorkerState) -> None:
         """Have a worker forget what it has of this version."""
-        with self._moved:
-            peer.hold("inflight", None)
-            self.leave(peer, reading=peer.may_read)
+        with self._changed:
+            worker.hold("inflight", None)
+            self.leave(worker, reading=worker.may_read)
         aborted = WeightChunk(Kind.ABORT, {"version": self.step.version})
-        if peer.idx in self._feeders:
-            self._feeders[peer.idx].put(aborted)
+        if worker.idx in self._feeders:
+            self._feeders[worker.idx].put(aborted)
         else:
-            self._write(peer, aborted)
+            self._write(worker, aborted)
 
     # -- the workers' side; the sender's lock is held ----------------------------------------------
 
-    def taken(self, peer: Peer, index: int) -> None:
+    def taken(self, worker: WorkerState, index: int) -> None:
         """A worker has read the chunks up to ``index``."""
         for chunk in [chunk for chunk in self._under_way if chunk.index <= index]:
-            chunk.readers.discard(peer.idx)
+            chunk.readers.discard(worker.idx)
         self._free()
 
-    def leave(self, peer: Peer, *, reading: bool) -> None:
+    def leave(self, worker: WorkerState, *, reading: bool) -> None:
         """A worker has all, or will not have it.
 
         Args:
-            peer: which.
+            worker: which.
             reading: whether it may still read what it was sent; that memory is then not used again.
         """
-        peer.pipeline, peer.former = None, self
-        if self._peers.pop(peer.idx, None) is None:
+        worker.pipeline, worker.former = None, self
+        if self._states.pop(worker.idx, None) is None:
             return
         for chunk in self._under_way:
-            if peer.idx in chunk.readers:
-                chunk.readers.discard(peer.idx)
+            if worker.idx in chunk.readers:
+                chunk.readers.discard(worker.idx)
                 chunk.slot.abandoned |= reading
         self._free()
 
-    def busy(self, peer: Peer) -> bool:
+    def busy(self, worker: WorkerState) -> bool:
         """Whether a thread still writes to a worker that left."""
-        feeder = self._feeders.get(peer.idx)
+        feeder = self._feeders.get(worker.idx)
         return feeder is not None and not feeder.done
 
     def _free(self) -> None:
         for chunk in [chunk for chunk in self._under_way if not chunk.readers]:
             self._under_way.remove(chunk)
             chunk.slot.users -= 1
-        self._moved.notify_all()
+        self._changed.notify_all()
 
     def _give_back_lent(self) -> None:
         if self._lent is not None:
             self._lent.users -= 1
             self._lent = None
-            self._moved.notify_all()
+            self._changed.notify_all()
 
 
 class _Feeder(threading.Thread):
     """Writes frames to one worker, in order, until it is given None; then it is ``done``, which is told."""
 
     def __init__(
-        self, peer: Peer, write: Callable[[Peer, WeightChunk], None], moved: threading.Condition
+        self,
+        worker: WorkerState,
+        write: Callable[[WorkerState, WeightChunk], None],
+        changed: threading.Condition,
     ) -> None:
-        super().__init__(name=f"weight_update-pipeline-{peer.idx}", daemon=True)
+        super().__init__(name=f"weight_update-pipeline-{worker.idx}", daemon=True)
         self.done = False
-        self._peer, self._write, self._moved = peer, write, moved
+        self._peer, self._write, self._changed = worker, write, changed
         self._frames: queue.SimpleQueue[WeightChunk | None] = queue.SimpleQueue()
         self.put = self._frames.put
         self.start()
@@ -270,9 +273,9 @@ class _Feeder(threading.Thread):
             while (chunk := self._frames.get()) is not None:
                 self._write(self._peer, chunk)
         finally:
-            with self._moved:
+            with self._changed:
                 self.done = True
-                self._moved.notify_all()
+                self._changed.notify_all()
 
 
 def _mismatch(problem: str) -> SchemaMismatchError:

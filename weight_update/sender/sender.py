@@ -28,9 +28,8 @@ from weight_update.sender.buffers import MIXED, BufferPool, Slot
 from weight_update.sender.delivery import Delivery
 from weight_update.sender.groups.assignment import Lanes
 from weight_update.sender.groups.full import Lane, Staged
-from weight_update.sender.peer import Holder, Peer
 from weight_update.sender.streams import Streams
-from weight_update.sender.workers import Roll
+from weight_update.sender.workers import Holder, WorkerState, WorkerTable
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
@@ -67,7 +66,7 @@ class Sender:
         timeout: seconds an update may take until all workers have applied it.
 
     Attributes:
-        roll: the workers.
+        table: the workers.
         version: the last one that a worker applied.
         refusals: why the listener refused join requests, for :meth:`connect` to say.
     """
@@ -84,12 +83,14 @@ class Sender:
         self.version: int | None = None
         self.timeout = timeout
         self._strategy, self._token = strategy, token
-        self.roll = Roll(Peer(idx, link, schemas[idx], tracked[idx]) for idx, link in links.items())
-        for peer in self.roll:
-            self._screen_at(peer)
-        self._lanes = Lanes(self.roll, strategy.encoding, self._borrow)
-        self._delivery = Delivery(self.roll.moved, timeout)
-        self._streams = Streams(self.roll, self._lanes, strategy, self._free_slot, self._delivery)
+        self.table = WorkerTable(
+            WorkerState(idx, link, schemas[idx], tracked[idx]) for idx, link in links.items()
+        )
+        for worker in self.table:
+            self._screen_at(worker)
+        self._lanes = Lanes(self.table, strategy.encoding, self._borrow)
+        self._delivery = Delivery(self.table.changed, timeout)
+        self._streams = Streams(self.table, self._lanes, strategy, self._free_slot, self._delivery)
         self._numbers = -1
         self.refusals: Iterable[str] = ()
         self._replaced: OrderedDict[str | None, int] = OrderedDict()  # replaced instance: pid of the new one
@@ -124,20 +125,22 @@ class Sender:
         Raises:
             JoinRefusedError: :meth:`close` was called.
         """
-        with self.roll.moved:
+        with self.table.changed:
             if self._closed:
                 raise JoinRefusedError("the sender was shut down")
-            if idx not in self.roll:
-                like, link = next(iter(self.roll)), make_link()
-                peer = self.roll.removed(idx) or Peer(idx, link, like.schema, like.tracked, guest=True)
-                peer.link = link
-                self._screen_at(peer)
-                self.roll.add(peer)
-            peer = self.roll[idx]
-            peer.admitted = time.monotonic() + _ADMITTED_SECONDS
+            if idx not in self.table:
+                like, link = next(iter(self.table)), make_link()
+                worker = self.table.removed(idx) or WorkerState(
+                    idx, link, like.schema, like.tracked, guest=True
+                )
+                worker.link = link
+                self._screen_at(worker)
+                self.table.add(worker)
+            worker = self.table[idx]
+            worker.admitted = time.monotonic() + _ADMITTED_SECONDS
             if self.serving:
-                self._listen_to(peer)
-            return peer.link
+                self._listen_to(worker)
+            return worker.link
 
     # -- joining -----------------------------------------------------------------------------------
 
@@ -159,14 +162,14 @@ class Sender:
             SyncTimeoutError: workers did not come in time; the message names them.
             SyncFailedError: anything else went wrong in a worker.
         """
-        with self.roll.moved:
-            for peer in self.roll:
-                peer.lost, peer.failures = None, {}
+        with self.table.changed:
+            for worker in self.table:
+                worker.lost, worker.failures = None, {}
         deadline = time.monotonic() + timeout
         if self._strategy.max_in_flight is not None:
-            for peer in self.roll:
-                self._listen_to(peer)
-            self.roll.await_none(lambda: self.roll.absent, deadline, alive)
+            for worker in self.table:
+                self._listen_to(worker)
+            self.table.await_none(lambda: self.table.absent, deadline, alive)
             with self._publishing:
                 self._numbers += 1
                 report = self._streams.send(self._of_known(weights), Step(self._numbers), self.timeout)
@@ -175,41 +178,41 @@ class Sender:
                 weights = self._of_known(weights)
                 report = self._stage(weights, weights)
                 self._joining = weights
-            for peer in self.roll:
-                self._delivery.bring_up(peer)
-                self._listen_to(peer)
+            for worker in self.table:
+                self._delivery.bring_up(worker)
+                self._listen_to(worker)
         try:
-            self.roll.await_none(lambda: self.roll.unsettled, deadline, alive)
-            self.roll.require_all(timeout, self.refusals)
+            self.table.await_none(lambda: self.table.unsettled, deadline, alive)
+            self.table.require_all(timeout, self.refusals)
         finally:
             with self._publishing:
                 for idx, named in self._of_known(weights).items():
                     if (
-                        self.roll[idx].lane is None and not self.roll[idx].guest
+                        self.table[idx].lane is None and not self.table[idx].guest
                     ):  # it may come later, when these weights have changed
                         kept = named if self._strategy.max_in_flight is None else None
-                        self._settle_in(self.roll[idx], self.roll[idx].schema, kept)
+                        self._settle_in(self.table[idx], self.table[idx].schema, kept)
                 self._joining = {}
             report.dense_bytes = sum(lane.schema.dense_bytes for lane in self._lanes.all())
-        self.roll.fill(report, weights)
+        self.table.fill(report, weights)
         return report
 
-    def _listen_to(self, peer: Peer) -> None:
-        with self.roll.moved:
-            if peer.thread is None:
-                name = f"weight_update-peer-{peer.idx}"
-                peer.thread = threading.Thread(target=self._serve, args=(peer,), name=name, daemon=True)
+    def _listen_to(self, worker: WorkerState) -> None:
+        with self.table.changed:
+            if worker.thread is None:
+                name = f"weight_update-worker-{worker.idx}"
+                worker.thread = threading.Thread(target=self._serve, args=(worker,), name=name, daemon=True)
                 try:
-                    peer.thread.start()
+                    worker.thread.start()
                 except BaseException:
-                    peer.thread = None  # the worker's next attempt to join tries it again
+                    worker.thread = None  # the worker's next attempt to join tries it again
                     raise
 
-    def _screen_at(self, peer: Peer) -> None:
+    def _screen_at(self, worker: WorkerState) -> None:
         """Have the link of a worker screen join requests."""
-        peer.link.on_join_request = functools.partial(self._screen, peer)
+        worker.link.on_join_request = functools.partial(self._screen, worker)
 
-    def _screen(self, peer: Peer, hello: WeightChunk) -> None:
+    def _screen(self, worker: WorkerState, hello: WeightChunk) -> None:
         """Note which receiver an index belongs to from now on.
 
         A new receiver replaces the one that is connected, if its model fits. A receiver that was replaced and
@@ -220,44 +223,44 @@ class Sender:
         """
         header = hello.header
         who, again = Holder(header.get("instance"), header["pid"]), header.get("again", False)
-        if peer.holder == who:
+        if worker.holder == who:
             return
-        misfit = None if again else self._misfit(peer, hello)
-        with self.roll.moved:
-            former = peer.holder if peer.holder and peer.holder.instance != who.instance else None
+        misfit = None if again else self._misfit(worker, hello)
+        with self.table.changed:
+            former = worker.holder if worker.holder and worker.holder.instance != who.instance else None
             successor = self._replaced.get(who.instance, former.pid if former is not None else None)
             if again and successor is not None:
                 raise JoinRefusedError(
-                    f"worker {peer.idx} (process {who.pid}) was replaced by process {successor}"
+                    f"worker {worker.idx} (process {who.pid}) was replaced by process {successor}"
                 )
-            replaces = former is not None and peer.joined and misfit is None
+            replaces = former is not None and worker.joined and misfit is None
             if misfit is None:
-                self._give_index(peer, who, former)
-            elif former is not None and peer.joined:
+                self._give_index(worker, who, former)
+            elif former is not None and worker.joined:
                 raise JoinRefusedError(str(misfit).partition("\n")[0], getattr(misfit, "problems", ()))
         if former is not None and replaces:
-            _log.info("worker %d: process %d replaces process %d", peer.idx, who.pid, former.pid)
+            _log.info("worker %d: process %d replaces process %d", worker.idx, who.pid, former.pid)
 
-    def _give_index(self, peer: Peer, who: Holder, former: Holder | None) -> None:
+    def _give_index(self, worker: WorkerState, who: Holder, former: Holder | None) -> None:
         """Let an index belong to ``who``, in the place of ``former``."""
-        peer.holder = who
+        worker.holder = who
         self._replaced.pop(who.instance, None)
         if former is not None:
             self._replaced[former.instance] = who.pid
         if len(self._replaced) > _REPLACED_KEPT:
             self._replaced.popitem(last=False)
-        if former is not None and peer.joined:
-            peer.replaced = True
+        if former is not None and worker.joined:
+            worker.replaced = True
 
-    def _misfit(self, peer: Peer, hello: WeightChunk) -> Exception | None:
+    def _misfit(self, worker: WorkerState, hello: WeightChunk) -> Exception | None:
         """Return why a receiver cannot be the worker, or None."""
         try:
-            self._schema_of(peer, hello)
+            self._schema_of(worker, hello)
         except (WorkerError, JoinRefusedError, SchemaMismatchError, FormatError) as error:
             return error
         return None
 
-    def _schema_of(self, peer: Peer, hello: WeightChunk) -> WeightSchema:
+    def _schema_of(self, worker: WorkerState, hello: WeightChunk) -> WeightSchema:
         """Return the schema of the model of a receiver that fits.
 
         Raises:
@@ -271,59 +274,59 @@ class Sender:
         if header["error"] is not None:
             raise WorkerError(header["error"])
         if header["schema"] is None:
-            return peer.schema
+            return worker.schema
         theirs = WeightSchema.from_header(header["schema"])
-        peer.schema.require_same(theirs, f"worker {peer.idx}", more=self._strategy.partial)
+        worker.schema.require_same(theirs, f"worker {worker.idx}", more=self._strategy.partial)
         return theirs
 
-    def _welcome(self, peer: Peer, hello: WeightChunk) -> None:
+    def _welcome(self, worker: WorkerState, hello: WeightChunk) -> None:
         header = hello.header
-        peer.admitted = 0.0
+        worker.admitted = 0.0
         try:
-            theirs = self._schema_of(peer, hello)
-            self._screen(peer, hello)
+            theirs = self._schema_of(worker, hello)
+            self._screen(worker, hello)
         except (WorkerError, JoinRefusedError, SchemaMismatchError, FormatError) as error:
-            self._refuse(peer, error)
+            self._refuse(worker, error)
             return
-        with self.roll.moved:
-            peer.let_go()
-            peer.lost = None
-        lane = self._lane_to_join(peer, peer.schema.for_receiver(theirs))
+        with self.table.changed:
+            worker.let_go()
+            worker.lost = None
+        lane = self._lane_to_join(worker, worker.schema.for_receiver(theirs))
         welcome = {"schema": lane.schema.to_header(), "strategy": self._strategy.extract_as}
-        with peer.sending:  # an update that is just being sent goes to the old link, or not at all
-            peer.link.send_chunk(WeightChunk(Kind.WELCOME, {**welcome, **lane.welcome()}), self.timeout)
-            with self.roll.moved:
-                peer.joined, peer.left, peer.lost, peer.pid = True, False, None, header["pid"]
-                peer.replaced = False
-                peer.failures.clear()  # it is another process, or has begun anew
-        _log.info("worker %d (process %d) joined", peer.idx, peer.pid)
-        self._delivery.bring_up(peer)
+        with worker.sending:  # an update that is just being sent goes to the old link, or not at all
+            worker.link.send_chunk(WeightChunk(Kind.WELCOME, {**welcome, **lane.welcome()}), self.timeout)
+            with self.table.changed:
+                worker.joined, worker.left, worker.lost, worker.pid = True, False, None, header["pid"]
+                worker.replaced = False
+                worker.failures.clear()  # it is another process, or has begun anew
+        _log.info("worker %d (process %d) joined", worker.idx, worker.pid)
+        self._delivery.bring_up(worker)
 
-    def _refuse(self, peer: Peer, error: Exception) -> None:
+    def _refuse(self, worker: WorkerState, error: Exception) -> None:
         """Tell a worker why it is not admitted, unless it told us, and note it for waiting callers."""
         if not isinstance(error, WorkerError):
             header = {
                 "reason": str(error).partition("\n")[0],
                 "problems": list(getattr(error, "problems", ())),
             }
-            self._delivery.say(peer, WeightChunk(Kind.REFUSED, header))
-        with self.roll.moved:
-            peer.joined, peer.lost = False, error
-            self.roll.moved.notify_all()
+            self._delivery.say(worker, WeightChunk(Kind.REFUSED, header))
+        with self.table.changed:
+            worker.joined, worker.lost = False, error
+            self.table.changed.notify_all()
 
-    def _lane_to_join(self, peer: Peer, wire: WeightSchema) -> Lane:
+    def _lane_to_join(self, worker: WorkerState, wire: WeightSchema) -> Lane:
         """The lane for a joining worker whose weights best travel as ``wire``."""
         with self._publishing:
-            self._lanes.join(peer, wire)
-            if peer.lane is None:
-                first = next(iter(self._joining.values()), None) if peer.guest else None
-                self._settle_in(peer, wire, self._joining.get(peer.idx, first))
-            assert peer.lane is not None
-            return peer.lane
+            self._lanes.join(worker, wire)
+            if worker.lane is None:
+                first = next(iter(self._joining.values()), None) if worker.guest else None
+                self._settle_in(worker, wire, self._joining.get(worker.idx, first))
+            assert worker.lane is not None
+            return worker.lane
 
-    def _settle_in(self, peer: Peer, wire: WeightSchema, named: NamedWeights | None) -> None:
-        self._lanes.settle_in(peer, wire, self._numbers, named)
-        with self.roll.moved:
+    def _settle_in(self, worker: WorkerState, wire: WeightSchema, named: NamedWeights | None) -> None:
+        self._lanes.settle_in(worker, wire, self._numbers, named)
+        with self.table.changed:
             self._pool.trim(self._update_bytes(wire))
 
     def _update_bytes(self, schema: WeightSchema) -> int:
@@ -352,16 +355,16 @@ class Sender:
         with self._publishing:
             self._lanes.dismiss_guests()
             weights = self._of_known(weights)
-            with self.roll.moved:
+            with self.table.changed:
                 for idx in weights:
-                    self.roll[idx].forget_old_failures()
+                    self.table[idx].forget_old_failures()
             if self._strategy.max_in_flight is not None:
                 self._numbers += 1
                 step = Step(self._numbers, commit=commit, group=group)
                 return self._streams.send(weights, step, self.timeout)
             report = self._stage(weights, weights, commit=commit, group=group)
             start = time.perf_counter()
-            sent = self._delivery.bring_up_all([self.roll[idx] for idx in weights])
+            sent = self._delivery.bring_up_all([self.table[idx] for idx in weights])
             report.seconds["send"] = time.perf_counter() - start
             chunks = [chunk for shipment in sent for chunk in shipment.chunks]
             if self._shared:
@@ -376,9 +379,9 @@ class Sender:
 
     def _of_known(self, weights: Mapping[int, NamedWeights]) -> Mapping[int, NamedWeights]:
         """Return ``weights`` without those for late joiners that were forgotten meanwhile."""
-        if all(idx in self.roll for idx in weights):
+        if all(idx in self.table for idx in weights):
             return weights
-        return {idx: named for idx, named in weights.items() if idx in self.roll}
+        return {idx: named for idx, named in weights.items() if idx in self.table}
 
     def _stage(
         self,
@@ -398,24 +401,24 @@ class Sender:
         lanes: list[Lane] = []
         staged: list[Staged] = []
         try:
-            for peers in kinds:
+            for states in kinds:
                 self._await_room()
-                named = weights[peers[0].idx]
-                lanes.append(self._lanes.for_one_kind(peers))
+                named = weights[states[0].idx]
+                lanes.append(self._lanes.for_one_kind(states))
                 step = Step.of(self._numbers, named.extra, commit=commit, group=group)
-                holders = [peer.has for peer in peers if peer.has is not None]
+                holders = [worker.has for worker in states if worker.has is not None]
                 staged.append(lanes[-1].stage(step, named.tensors, holders))
         except BaseException:
             self._lanes.abandon(lanes)
             raise
-        for peers, lane in zip(kinds, lanes, strict=True):
-            lane.family = (self._numbers, id(weights[peers[0].idx]))
-            self._lanes.move(peers, lane)
+        for states, lane in zip(kinds, lanes, strict=True):
+            lane.family = (self._numbers, id(weights[states[0].idx]))
+            self._lanes.move(states, lane)
             if commit:
                 lane.settle()
         _enter(report, lanes, staged)
         if lanes:  # else the first workers are yet to come, and forked ones still hold what would be freed
-            with self.roll.moved:
+            with self.table.changed:
                 self._pool.trim(max(self._update_bytes(lane.schema) for lane in lanes))
         report.seconds["encode"] = time.perf_counter() - start
         return report
@@ -428,17 +431,17 @@ class Sender:
         """
         alike: dict[tuple[int | bool, ...], int] = {}
         for idx, named in weights.items():
-            peer = self.roll[idx]
-            alike.setdefault((id(named), id(peer.schema), id(peer.tracked), peer.lane is None), idx)
+            worker = self.table[idx]
+            alike.setdefault((id(named), id(worker.schema), id(worker.tracked), worker.lane is None), idx)
         for idx in alike.values():
-            self._require(self.roll[idx], weights[idx])
+            self._require(self.table[idx], weights[idx])
 
-    def _require(self, peer: Peer, named: NamedWeights) -> None:
+    def _require(self, worker: WorkerState, named: NamedWeights) -> None:
         """Check weights to be sent; those that updates do not carry are needed the first time only."""
-        schema, more = peer.schema, self._strategy.partial
-        if peer.tracked is not None and peer.lane is not None:
+        schema, more = worker.schema, self._strategy.partial
+        if worker.tracked is not None and worker.lane is not None:
             known = [
-                meta for meta in schema.tensors if meta.name in peer.tracked or meta.name in named.tensors
+                meta for meta in schema.tensors if meta.name in worker.tracked or meta.name in named.tensors
             ]
             schema = WeightSchema(tuple(known), schema.nbytes)
         require_agreed(schema, named.tensors, more=more)
@@ -454,7 +457,7 @@ class Sender:
     def _free_slot(self, nbytes: int) -> Slot:
         """A slot that nobody reads, with one user; waits for one while memory is short."""
         deadline = time.monotonic() + self.timeout
-        with self.roll.moved:
+        with self.table.changed:
             while True:
                 slot = self._pool.take(nbytes)
                 if slot is not None:
@@ -464,7 +467,7 @@ class Sender:
                     raise NotEnoughMemoryError(
                         f"no memory for {nbytes / 1e6:.1f} MB, and workers did not let go of any in time"
                     )
-                self.roll.moved.wait(_LOOK_SECONDS)
+                self.table.changed.wait(_LOOK_SECONDS)
 
     def _await_room(self) -> None:
         """Wait while so many updates are in use that a further one would cost too much memory.
@@ -472,37 +475,37 @@ class Sender:
         A worker that is late keeps up to two until it goes on: there may be so many more.
         """
         deadline = time.monotonic() + self.timeout
-        with self.roll.moved:
+        with self.table.changed:
             while time.monotonic() < deadline:
                 lanes = self._lanes.all()
                 held = [one for lane in lanes for one in lane.held]
-                held += [one for peer in self.roll for one in (peer.applied, peer.inflight) if one]
+                held += [one for worker in self.table for one in (worker.applied, worker.inflight) if one]
                 limit = _MAX_UPDATES + 2 * self._late() + 2 * (len(lanes) - 1)
                 if len({id(one.content) for one in held}) < limit:
                     return
-                self.roll.moved.wait(_LOOK_SECONDS)
+                self.table.changed.wait(_LOOK_SECONDS)
 
     def _late(self) -> int:
         """How many workers have had an update for longer than the timeout."""
         now = time.monotonic()
-        peers = self.roll
-        return sum(peer.inflight is not None and now - peer.since > self.timeout for peer in peers)
+        states = self.table
+        return sum(worker.inflight is not None and now - worker.since > self.timeout for worker in states)
 
     # -- waiting -----------------------------------------------------------------------------------
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """Indices of all workers; see :attr:`~weight_update.sender.workers.Roll.workers`."""
-        return self.roll.workers
+        """Indices of all workers; see :attr:`~weight_update.sender.workers.WorkerTable.workers`."""
+        return self.table.workers
 
     @property
     def worker_versions(self) -> dict[int, int | None]:
         """What each worker has applied; None for one that is not connected."""
-        return {peer.idx: peer.version for peer in self.roll.present}
+        return {worker.idx: worker.version for worker in self.table.present}
 
     def members(self, workers: Sequence[int]) -> Sequence[object]:
         """Return what has to be held for the outcome of an update to these workers to be known."""
-        return self.roll.known(workers)
+        return self.table.known(workers)
 
     def wait(self, report: SyncReport, workers: Sequence[int], timeout: float | None) -> dict[int, Exception]:
         """Wait until workers have applied an update or a newer one; the errors of those that did not.
@@ -513,21 +516,21 @@ class Sender:
             timeout: seconds; None takes the sender's, counted from when all was sent.
         """
         limit = self.timeout if timeout is None else timeout
-        failures = self.roll.wait_applied(report.version, workers, limit, patient=timeout is None)
-        self.roll.fill(report, workers)
+        failures = self.table.wait_applied(report.version, workers, limit, patient=timeout is None)
+        self.table.fill(report, workers)
         return failures
 
     def wait_staged(self, version: int, workers: Sequence[int]) -> dict[int, Exception]:
         """Wait until workers have ``version`` staged; the errors of those that do not."""
-        return self.roll.wait_staged(version, workers, self.timeout)
+        return self.table.wait_staged(version, workers, self.timeout)
 
     def settled(self, version: int, workers: Sequence[int]) -> bool:
         """Whether nothing more is to be waited for."""
-        return self.roll.settled(version, workers)
+        return self.table.settled(version, workers)
 
     def failures(self, version: int, workers: Sequence[int]) -> dict[int, Exception]:
         """The errors known by now of workers that will not apply ``version``; does not wait."""
-        return self.roll.failures(version, workers)
+        return self.table.failures(version, workers)
 
     def outcomes(self, updates: Sequence[tuple[int, Sequence[int]]]) -> list[Outcome]:
         """Of each update, a version and its workers: whether it is settled, and the errors known by now."""
@@ -546,116 +549,116 @@ class Sender:
             for lane in self._lanes.all():
                 if lane.pending == version:
                     lane.settle()
-        peers = self.roll.known(workers)
-        with self.roll.moved:
-            told = [p for p in peers if p.inflight is not None and p.inflight.version == version]
+        states = self.table.known(workers)
+        with self.table.changed:
+            told = [p for p in states if p.inflight is not None and p.inflight.version == version]
         self._delivery.tell(told, WeightChunk(Kind.COMMIT, {"version": version}))
-        self._delivery.bring_up_all([peer for peer in peers if peer not in told])
+        self._delivery.bring_up_all([worker for worker in states if worker not in told])
 
     def abort(self, version: int, workers: Iterable[int]) -> None:
         """Let workers forget what they staged, and go back to the version before."""
-        peers = self.roll.known(workers)
+        states = self.table.known(workers)
         with self._publishing:
             for lane in self._lanes.all():
                 if lane.pending == version:
                     lane.drop()
-        with self.roll.moved:
-            for peer in peers:
-                peer.staged = None
-                if peer.inflight is not None and peer.inflight.version == version:
-                    peer.hold("inflight", None)  # first: what is not sent yet is then not sent at all
-            self.roll.moved.notify_all()
-        self._delivery.tell(peers, WeightChunk(Kind.ABORT, {"version": version}))
+        with self.table.changed:
+            for worker in states:
+                worker.staged = None
+                if worker.inflight is not None and worker.inflight.version == version:
+                    worker.hold("inflight", None)  # first: what is not sent yet is then not sent at all
+            self.table.changed.notify_all()
+        self._delivery.tell(states, WeightChunk(Kind.ABORT, {"version": version}))
 
     # -- answers -----------------------------------------------------------------------------------
 
-    def _serve(self, peer: Peer) -> None:
+    def _serve(self, worker: WorkerState) -> None:
         """Thread of one worker: everything that comes from it."""
         ended = False
         while not self._closed and not ended:
             try:
-                chunk = peer.link.recv_chunk(_ABSENT_SECONDS if peer.guest else None)
+                chunk = worker.link.recv_chunk(_ABSENT_SECONDS if worker.guest else None)
                 if chunk is not None:
-                    self._answer(peer, chunk)
+                    self._answer(worker, chunk)
                     continue
             except (TransportError, FormatError, TimeoutError, NotEnoughMemoryError) as error:
-                self._delivery.lose(peer, error)
-                ended = not peer.link.rejoins
+                self._delivery.lose(worker, error)
+                ended = not worker.link.rejoins
             except Exception as error:  # noqa: BLE001 - whatever it is, whoever waits must hear of it
-                _log.exception("the link to worker %d ended", peer.idx)
-                self._delivery.lose(peer, error)
+                _log.exception("the link to worker %d ended", worker.idx)
+                self._delivery.lose(worker, error)
                 ended = True
-            ended = self._forget(peer) or ended
+            ended = self._forget(worker) or ended
 
-    def _forget(self, peer: Peer) -> bool:
+    def _forget(self, worker: WorkerState) -> bool:
         """Forget a late joiner, unless it is connected or about to be; return whether it is forgotten."""
-        if peer.joined or not peer.guest or self._closed:
+        if worker.joined or not worker.guest or self._closed:
             return False
-        with self._publishing, self.roll.moved:
-            if peer.joined or time.monotonic() < peer.admitted:
+        with self._publishing, self.table.changed:
+            if worker.joined or time.monotonic() < worker.admitted:
                 return False
-            self._lanes.leave(peer)
-            self.roll.remove(peer)
-            peer.thread = peer.former = None
-            link = peer.link
+            self._lanes.leave(worker)
+            self.table.remove(worker)
+            worker.thread = worker.former = None
+            link = worker.link
         link.close()
         return True
 
-    def _answer(self, peer: Peer, chunk: WeightChunk) -> None:
+    def _answer(self, worker: WorkerState, chunk: WeightChunk) -> None:
         header = chunk.header
         if chunk.kind is Kind.HELLO:
-            self._welcome(peer, chunk)
+            self._welcome(worker, chunk)
         elif chunk.kind is Kind.STAGED:
-            with self.roll.moved:
-                peer.staged = header["version"]
-                self._arrived(peer, header["version"])
-                self.roll.moved.notify_all()
+            with self.table.changed:
+                worker.staged = header["version"]
+                self._arrived(worker, header["version"])
+                self.table.changed.notify_all()
         elif chunk.kind is Kind.TAKEN:
-            with self.roll.moved:
-                if peer.pipeline is not None and peer.pipeline.step.version == header["version"]:
-                    peer.pipeline.taken(peer, header["index"])
+            with self.table.changed:
+                if worker.pipeline is not None and worker.pipeline.step.version == header["version"]:
+                    worker.pipeline.taken(worker, header["index"])
         elif chunk.kind in (Kind.APPLIED, Kind.FAILED):
-            self._settle(peer, chunk)
-            self._delivery.bring_up(peer)
+            self._settle(worker, chunk)
+            self._delivery.bring_up(worker)
         elif chunk.kind is Kind.BEHIND:
-            with self.roll.moved:
-                peer.has = None  # whole weights, then
-                if peer.inflight is not None and peer.inflight.version == header["version"]:
-                    peer.hold("inflight", None)
-            self._delivery.bring_up(peer)
+            with self.table.changed:
+                worker.has = None  # whole weights, then
+                if worker.inflight is not None and worker.inflight.version == header["version"]:
+                    worker.hold("inflight", None)
+            self._delivery.bring_up(worker)
         elif chunk.kind is Kind.GOODBYE:
-            peer.left = True
-            self._delivery.lose(peer, LinkClosedError("it left"))
+            worker.left = True
+            self._delivery.lose(worker, LinkClosedError("it left"))
         else:
             raise FormatError(f"unexpected {chunk.kind.name} frame")
 
-    def _arrived(self, peer: Peer, version: int) -> None:
+    def _arrived(self, worker: WorkerState, version: int) -> None:
         """A worker has read all of a version, or will read no more of it."""
-        if peer.pipeline is not None and peer.pipeline.step.version == version:
-            peer.pipeline.leave(peer, reading=False)
+        if worker.pipeline is not None and worker.pipeline.step.version == version:
+            worker.pipeline.leave(worker, reading=False)
 
-    def _settle(self, peer: Peer, chunk: WeightChunk) -> None:
+    def _settle(self, worker: WorkerState, chunk: WeightChunk) -> None:
         version = chunk.header["version"]
-        with self.roll.moved:
-            self._arrived(peer, version)
-            update = peer.inflight
+        with self.table.changed:
+            self._arrived(worker, version)
+            update = worker.inflight
             if update is None or update.version != version:
                 return
             if chunk.kind is Kind.APPLIED:
-                peer.has, peer.reached = update.content, version
-                peer.apply_seconds = float(chunk.header["apply_seconds"])
-                peer.stall_seconds = float(chunk.header["stall_seconds"])
-                peer.hold("applied", None if self._strategy.encoding.keeps else update)
+                worker.has, worker.reached = update.content, version
+                worker.apply_seconds = float(chunk.header["apply_seconds"])
+                worker.stall_seconds = float(chunk.header["stall_seconds"])
+                worker.hold("applied", None if self._strategy.encoding.keeps else update)
                 self.version = version if self.version is None else max(version, self.version)
             else:
                 for slot in update.slots if self._shared else ():
                     slot.abandoned = True  # it may have failed after the switch, and read this memory now
                 text = chunk.header["traceback"] or chunk.header["error"]
-                if not chunk.header["kept"] and peer.has is not None:
-                    peer.has = MIXED
-                peer.failures[version] = WorkerError(f"{chunk.header['error']}\n\n{text}")
-            peer.hold("inflight", None)
-            self.roll.moved.notify_all()
+                if not chunk.header["kept"] and worker.has is not None:
+                    worker.has = MIXED
+                worker.failures[version] = WorkerError(f"{chunk.header['error']}\n\n{text}")
+            worker.hold("inflight", None)
+            self.table.changed.notify_all()
 
     def close(self) -> None:
         """Say goodbye, end all threads, free all memory."""
@@ -670,38 +673,40 @@ class Sender:
             self._recall()
 
     def _say_goodbye(self) -> None:
-        with self.roll.moved:
+        with self.table.changed:
             self._closed = True  # no late joiner is admitted from now on
-        self._delivery.tell(self.roll, WeightChunk(Kind.GOODBYE, {}))
+        self._delivery.tell(self.table, WeightChunk(Kind.GOODBYE, {}))
 
     def _close_links(self) -> None:
         with ExitStack() as rest:
-            for peer in self.roll:
-                rest.callback(peer.link.close)
+            for worker in self.table:
+                rest.callback(worker.link.close)
 
     def _end_threads(self) -> None:
-        for peer in self.roll:
-            if peer.thread is not None and peer.thread is not threading.current_thread():
-                peer.thread.join(5.0)
+        for worker in self.table:
+            if worker.thread is not None and worker.thread is not threading.current_thread():
+                worker.thread.join(5.0)
 
     def _free_memory(self) -> None:
-        with self.roll.moved:
+        with self.table.changed:
             for lane in self._lanes.all():
                 lane.close()
-            for peer in self.roll:
-                peer.joined = False
-                peer.hold("applied", None)
-                peer.hold("inflight", None)
-                peer.lane = None
-            self.roll.moved.notify_all()
+            for worker in self.table:
+                worker.joined = False
+                worker.hold("applied", None)
+                worker.hold("inflight", None)
+                worker.lane = None
+            self.table.changed.notify_all()
         self._pool.close()
 
     def _recall(self) -> None:
         """Let workers take their weights out of memory that ends with this process."""
-        borrowers = [peer for peer in self.roll if peer.joined and peer.link.lends]
+        borrowers = [worker for worker in self.table if worker.joined and worker.link.lends]
         self._delivery.tell(borrowers, WeightChunk(Kind.GOODBYE, {}))
-        with self.roll.moved:
-            self.roll.moved.wait_for(lambda: not any(peer.joined for peer in borrowers), _PARTING_SECONDS)
+        with self.table.changed:
+            self.table.changed.wait_for(
+                lambda: not any(worker.joined for worker in borrowers), _PARTING_SECONDS
+            )
 
 
 def _enter(report: SyncReport, lanes: list[Lane], staged: list[Staged]) -> None:

@@ -11,9 +11,8 @@ from weight_update.report import SyncReport
 from weight_update.sender.buffers import Slot
 from weight_update.sender.delivery import Delivery
 from weight_update.sender.groups.assignment import Lanes
-from weight_update.sender.peer import Peer
 from weight_update.sender.pipeline import Pipeline
-from weight_update.sender.workers import Roll
+from weight_update.sender.workers import WorkerState, WorkerTable
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.wire.frames import Kind, WeightChunk
@@ -28,7 +27,7 @@ class Streams:
     Nothing of a version is kept: who joins later, or missed it, is sent the next one.
 
     Args:
-        roll: the workers.
+        table: the workers.
         lanes: which of them are sent the same.
         strategy: with ``max_in_flight``.
         borrow: gives a slot of so many bytes, with one user; may wait.
@@ -37,13 +36,13 @@ class Streams:
 
     def __init__(
         self,
-        roll: Roll,
+        table: WorkerTable,
         lanes: Lanes,
         strategy: WeightStrategy,
         borrow: Callable[[int], Slot],
         delivery: Delivery,
     ) -> None:
-        self._roll, self._lanes, self._strategy = roll, lanes, strategy
+        self._table, self._lanes, self._strategy = table, lanes, strategy
         self._borrow, self._delivery = borrow, delivery
         self._encoders: dict[str, Encoder] = {}
 
@@ -59,66 +58,66 @@ class Streams:
             SchemaMismatchError: the weights are not those of the schema; no worker applies them.
         """
         report = SyncReport(step.version, self._strategy.encoding.label)
-        for peers in self._lanes.kinds(weights, weights, apart=not step.commit):
-            named = weights[peers[0].idx]
+        for states in self._lanes.kinds(weights, weights, apart=not step.commit):
+            named = weights[states[0].idx]
             extra = Step.of(step.version, named.extra).extra
-            self._send_to(peers, named, replace(step, extra=extra), timeout, report)
+            self._send_to(states, named, replace(step, extra=extra), timeout, report)
         return report
 
     def _send_to(
-        self, peers: list[Peer], named: NamedWeights, step: Step, timeout: float, report: SyncReport
+        self, states: list[WorkerState], named: NamedWeights, step: Step, timeout: float, report: SyncReport
     ) -> None:
         """Send a version to workers of one kind."""
-        lane, encoding, limit = peers[0].lane, self._strategy.encoding.whole, self._strategy.max_in_flight
+        lane, encoding, limit = states[0].lane, self._strategy.encoding.whole, self._strategy.max_in_flight
         assert lane is not None
         assert limit is not None
         sizes = encoding.payload_sizes(lane.schema)
         digest = lane.schema.digest
         if digest not in self._encoders:
             self._encoders[digest] = encoding.encoder(lane.schema)
-        with self._roll.moved:
+        with self._table.changed:
             pipeline = Pipeline(
                 step,
-                self._ready(peers, step, timeout),
+                self._ready(states, step, timeout),
                 limit=limit,
                 timeout=timeout,
                 borrow=lambda: self._borrow(max(sizes)),
                 write=self._write,
-                moved=self._roll.moved,
+                changed=self._table.changed,
             )
         items = named.items()
         try:
-            tensors = pipeline.checked(peers[0].schema, items)
+            tensors = pipeline.checked(states[0].schema, items)
             pipeline.run(self._encoders[digest], lane.schema, encoding.name, len(sizes), tensors)
         finally:
             items.close()
         for stage, seconds in pipeline.seconds.items():
             report.seconds[stage] = report.seconds.get(stage, 0.0) + seconds
         report.dense_bytes += lane.schema.dense_bytes
-        copies = 1 if peers[0].link.shares_memory else len(peers)
+        copies = 1 if states[0].link.shares_memory else len(states)
         report.wire_bytes += pipeline.payload_bytes * copies
 
-    def _ready(self, peers: list[Peer], step: Step, timeout: float) -> list[Peer]:
+    def _ready(self, states: list[WorkerState], step: Step, timeout: float) -> list[WorkerState]:
         """Those that can be sent a version now; waits for those that are busy with the one before."""
 
-        def busy(peer: Peer) -> bool:
-            writing = peer.former is not None and peer.former.busy(peer)
-            return peer.joined and (peer.inflight is not None or writing)
+        def busy(worker: WorkerState) -> bool:
+            writing = worker.former is not None and worker.former.busy(worker)
+            return worker.joined and (worker.inflight is not None or writing)
 
-        self._roll.moved.wait_for(lambda: not any(map(busy, peers)), timeout)
-        for peer in filter(busy, peers):
-            peer.failures[step.version] = SyncTimeoutError(
+        self._table.changed.wait_for(lambda: not any(map(busy, states)), timeout)
+        for worker in filter(busy, states):
+            worker.failures[step.version] = SyncTimeoutError(
                 f"was busy with an earlier version for {timeout:g} s: it is stopped, or in hold() or a long "
                 "forward pass; it gets all weights with the next send() (or raise timeout=)"
             )
-        return [peer for peer in peers if peer.joined and not busy(peer)]
+        return [worker for worker in states if worker.joined and not busy(worker)]
 
-    def _write(self, peer: Peer, chunk: WeightChunk) -> None:
+    def _write(self, worker: WorkerState, chunk: WeightChunk) -> None:
         """Send a frame, if the worker is still to have the version that it belongs to."""
-        with peer.sending:
-            with self._roll.moved:
-                arriving = None if peer.pipeline is None else peer.pipeline.step.version
+        with worker.sending:
+            with self._table.changed:
+                arriving = None if worker.pipeline is None else worker.pipeline.step.version
                 stale = chunk.kind is Kind.UPDATE and arriving != chunk.header["version"]
-                if stale or not peer.joined:
+                if stale or not worker.joined:
                     return
-            self._delivery.send(peer, [chunk])
+            self._delivery.send(worker, [chunk])

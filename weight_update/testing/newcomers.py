@@ -186,7 +186,7 @@ def forgotten(crew: Crew, index: int) -> None:
     sender = crew.scheme._sender
     assert isinstance(sender, Sender)
     deadline = time.monotonic() + 10
-    while index in sender.roll:
+    while index in sender.table:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

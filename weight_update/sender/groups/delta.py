@@ -35,7 +35,7 @@ class ChangeLane(Lane):
     Args:
         schema: see :class:`Lane`.
         borrow: see :class:`Lane`.
-        moved: see :class:`Lane`.
+        lock: see :class:`Lane`.
         encoding: how changes are found and told.
         tracked: positions of the entries that updates may change; None for all.
         tracker: what to begin with, for a fork.
@@ -45,12 +45,12 @@ class ChangeLane(Lane):
         self,
         schema: WeightSchema,
         borrow: Borrow,
-        moved: threading.Condition,
+        lock: threading.Condition,
         encoding: DeltaEncoding,
         tracked: Sequence[int] | None = None,
         tracker: Tracker[Any] | None = None,
     ) -> None:
-        super().__init__(schema, borrow, moved)
+        super().__init__(schema, borrow, lock)
         self._encoding, self._tracked = encoding, tracked
         self._tracker = tracker or encoding.tracker(schema, tracked)
         self._remembering = threading.Lock()  # held while the tracker is read or changed
@@ -123,7 +123,7 @@ class ChangeLane(Lane):
         with self._remembering:
             if done.difference is not None:
                 self._tracker.advance(done.difference)
-            with self._moved:
+            with self._lock:
                 self._next, self.pending = None, None
                 self._drop_whole()
                 if done.payload is None or self.content is None:
@@ -136,7 +136,7 @@ class ChangeLane(Lane):
                 self._first = self.version if self._first is None else self._first
 
     def drop(self) -> None:
-        with self._moved:
+        with self._lock:
             if self._next is not None:
                 give_back(self._next.slots)
             if self.content is None:
@@ -178,7 +178,7 @@ class ChangeLane(Lane):
             except BaseException:
                 self._give_back(slots)
                 raise
-            with self._moved:
+            with self._lock:
                 if self._goal()[0] is content:
                     self._whole = Shipment(content, chunks, slots)
                 else:  # it was closed or dropped meanwhile
@@ -188,9 +188,9 @@ class ChangeLane(Lane):
         """See :meth:`Lane.fork`; what is remembered is copied."""
         with self._remembering:
             other = ChangeLane(
-                self.schema, self._borrow, self._moved, self._encoding, self._tracked, self._tracker.copy()
+                self.schema, self._borrow, self._lock, self._encoding, self._tracked, self._tracker.copy()
             )
-        with self._moved:
+        with self._lock:
             other.content, other.family, other._step = self.content, self.family, self._step
             other._first, other._digests = self._first, self._digests
             for one in self._past:
@@ -199,7 +199,7 @@ class ChangeLane(Lane):
         return other
 
     def close(self) -> None:
-        with self._moved:
+        with self._lock:
             self.drop()
             self._drop_whole()
             self._forget_past(0)
@@ -218,7 +218,7 @@ class ChangeLane(Lane):
         return self._digests
 
     def _put(self, pending: _Next) -> None:
-        with self._moved:
+        with self._lock:
             self.drop()
             self._next, self.pending = pending, pending.step.version
 
@@ -267,7 +267,7 @@ class ChangeLane(Lane):
             self._give_back(oldest.slots)
 
     def _give_back(self, slots: list[Slot]) -> None:
-        with self._moved:
+        with self._lock:
             give_back(slots)
 
 

@@ -47,7 +47,7 @@ class Lane(ABC):
     Args:
         schema: the tensors as they travel, in the receivers' dtypes.
         borrow: where payloads lie.
-        moved: the sender's lock; it guards versions and the count of users of each slot.
+        lock: the sender's lock; it guards versions and the count of users of each slot.
 
     Attributes:
         content: what was settled last.
@@ -55,12 +55,12 @@ class Lane(ABC):
         family: lanes that were last given the same weights have the same.
     """
 
-    def __init__(self, schema: WeightSchema, borrow: Borrow, moved: threading.Condition) -> None:
+    def __init__(self, schema: WeightSchema, borrow: Borrow, lock: threading.Condition) -> None:
         self.schema = schema
         self.content: Content | None = None
         self.pending: int | None = None
         self.family: Hashable = None
-        self._borrow, self._moved = borrow, moved
+        self._borrow, self._lock = borrow, lock
 
     @property
     def version(self) -> int | None:
@@ -129,11 +129,11 @@ class WholeLane(Lane):
         self,
         schema: WeightSchema,
         borrow: Borrow,
-        moved: threading.Condition,
+        lock: threading.Condition,
         encoding: WholeEncoding,
         encoder: Encoder | None = None,
     ) -> None:
-        super().__init__(schema, borrow, moved)
+        super().__init__(schema, borrow, lock)
         self._encoding = encoding
         self._encoder = encoder or encoding.encoder(schema)
         self._step = Step(-1)
@@ -154,11 +154,11 @@ class WholeLane(Lane):
                 [tensors[name] for name in self.schema.names], self._borrow(slots)
             )
         except BaseException:
-            with self._moved:
+            with self._lock:
                 give_back(slots)
             raise
         chunks = frames_of(step, self.schema, self._encoding.name, payloads)
-        with self._moved:
+        with self._lock:
             self.drop()
             self._next = Shipment(Content(step.version), chunks, slots)
             self._step, self.pending = step, step.version
@@ -166,7 +166,7 @@ class WholeLane(Lane):
         return Staged(self._encoding.label, elements, elements)
 
     def settle(self) -> None:
-        with self._moved:
+        with self._lock:
             shipment, self._next = self._next, None
             if shipment is None:
                 return
@@ -180,7 +180,7 @@ class WholeLane(Lane):
             self._latest, self.content, self.pending = shipment, shipment.content, None
 
     def drop(self) -> None:
-        with self._moved:
+        with self._lock:
             if self._next is not None:
                 self._next.release()
             self._next, self.pending = None, None
@@ -194,14 +194,14 @@ class WholeLane(Lane):
 
     def fork(self) -> Lane:
         """See :meth:`Lane.fork`; the memory is shared."""
-        other = WholeLane(self.schema, self._borrow, self._moved, self._encoding, self._encoder)
-        with self._moved:
+        other = WholeLane(self.schema, self._borrow, self._lock, self._encoding, self._encoder)
+        with self._lock:
             other.content, other.family = self.content, self.family
             other._latest = None if self._latest is None else self._latest.retain()
         return other
 
     def close(self) -> None:
-        with self._moved:
+        with self._lock:
             self.drop()
             if self._latest is not None:
                 self._latest.release()
