@@ -25,7 +25,7 @@ from weight_update import (
 from weight_update.errors import JoinRefusedError, LinkClosedError
 from weight_update.schemes.liveness import liveness
 from weight_update.sender.sender import Sender
-from weight_update.sender.workers import Holder
+from weight_update.sender.workers import ReceiverId
 from weight_update.testing import Crew, mlp
 from weight_update.testing.crew import context_of
 from weight_update.testing.newcomers import forgotten, gone, join
@@ -134,7 +134,7 @@ def test_a_slow_log_does_not_hold_the_sender_up(caplog: pytest.LogCaptureFixture
         sender = scheme._sender
         assert isinstance(sender, Sender)
         (state,) = sender.table
-        state.joined, state.holder = True, Holder("former", 1)
+        state.joined, state.receiver = True, ReceiverId("former", 1)
         header = {
             "token": scheme._token,
             "worker": 0,

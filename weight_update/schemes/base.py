@@ -521,7 +521,7 @@ class WeightSyncScheme(ABC):
 
     def stage(self, weights: Any, worker_ids: Any, step: str) -> SendHandle:
         """First half of :func:`~weight_update.send_together`: workers keep it until told to apply it."""
-        return self._publish(weights, worker_ids, commit=False, group=step)
+        return self._publish(weights, worker_ids, commit=False, group_commit=step)
 
     def _publish(self, weights: Any, worker_ids: Any, **how: Any) -> SendHandle:
         sender = self._require_sender()

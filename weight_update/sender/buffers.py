@@ -8,14 +8,14 @@ from weight_update.errors import NotEnoughMemoryError
 from weight_update.transports.base import Buffer, TransportBackend
 from weight_update.wire.frames import WeightChunk
 
-__all__ = ["MIXED", "BufferPool", "Content", "Shipment", "Slot", "give_back"]
+__all__ = ["MIXED", "BufferPool", "EncodedUpdate", "Slot", "VersionId", "give_back"]
 
 
 _IDLE_UPDATES = 8
 
 
 class Slot:
-    """A buffer and how many shipments in use lie in it.
+    """A buffer and how many updates in use lie in it.
 
     Attributes:
         taken: the update, as the pool counts them, that it was last taken for.
@@ -29,28 +29,28 @@ class Slot:
 
 
 @dataclass(frozen=True, eq=False)
-class Content:
+class VersionId:
     """The weights that some workers were given as ``version``; others may have been given others as that."""
 
     version: int
 
 
-MIXED = Content(-1)
+MIXED = VersionId(-1)
 """No version: a part of one and a part of another."""
 
 
-class Shipment:
-    """The frames that bring a worker to ``content``, and the slots that their payloads lie in."""
+class EncodedUpdate:
+    """The frames that bring a worker to ``version_id``, and the slots that their payloads lie in."""
 
-    def __init__(self, content: Content, chunks: list[WeightChunk], slots: list[Slot]) -> None:
-        self.content, self.chunks, self.slots = content, chunks, slots
+    def __init__(self, version_id: VersionId, chunks: list[WeightChunk], slots: list[Slot]) -> None:
+        self.version_id, self.chunks, self.slots = version_id, chunks, slots
 
     @property
     def version(self) -> int:
-        """Number of the content."""
-        return self.content.version
+        """Number of the version_id."""
+        return self.version_id.version
 
-    def retain(self) -> Shipment:
+    def retain(self) -> EncodedUpdate:
         """Count one more user of its memory; itself."""
         for slot in self.slots:
             slot.users += 1

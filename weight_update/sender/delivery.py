@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from weight_update.errors import LinkClosedError, NotEnoughMemoryError, TransportError, without_frames
-from weight_update.sender.buffers import Shipment
+from weight_update.sender.buffers import EncodedUpdate
 from weight_update.sender.workers import WorkerState
 from weight_update.transports.base import TransportBackend
 from weight_update.wire.frames import WeightChunk
@@ -24,7 +24,7 @@ _WRITERS = 256  # threads that may wait for workers of other hosts at once
 
 
 class Delivery:
-    """Sends workers frames, and what their lanes have for them.
+    """Sends workers frames, and what their groups have for them.
 
     The caller's thread writes to a worker whose link is quick, a thread of this class to any other.
 
@@ -39,7 +39,7 @@ class Delivery:
         self._closed = False
         self._writers = ThreadPoolExecutor(_WRITERS, "weight_update-send")
 
-    def bring_up(self, worker: WorkerState) -> Shipment | None:
+    def bring_up(self, worker: WorkerState) -> EncodedUpdate | None:
         """Send a worker what it lacks, unless it is busy; called whenever that may have changed.
 
         Returns:
@@ -49,30 +49,30 @@ class Delivery:
             if not worker.joined or worker.inflight is not None or worker.lacks is None:
                 return None
         with worker.sending:
-            shipment = self._load_or_lose(worker)
-            sent = shipment is None or self.send(worker, shipment.chunks)
-            return shipment if sent else None
+            update = self._load_or_lose(worker)
+            sent = update is None or self.send(worker, update.chunks)
+            return update if sent else None
 
-    def bring_up_all(self, states: list[WorkerState]) -> list[Shipment]:
+    def bring_up_all(self, states: list[WorkerState]) -> list[EncodedUpdate]:
         """As :meth:`bring_up`, but where a link waits for its worker a thread does, and not the caller.
 
         Returns:
             what was sent, or is being sent.
         """
         slow = [(worker, self._load_or_lose(worker)) for worker in states if not worker.link.quick]
-        loads = [(worker, shipment) for worker, shipment in slow if shipment is not None]
+        loads = [(worker, update) for worker, update in slow if update is not None]
         _announce(loads)
-        for worker, shipment in loads:
+        for worker, update in loads:
             with self._changed:
                 worker.writing = True
             try:
-                self._writers.submit(self._transmit, worker, shipment)
+                self._writers.submit(self._transmit, worker, update)
             except RuntimeError:  # close() came in between
                 with self._changed:
                     worker.writing = False
                 self.lose(worker, LinkClosedError("the sender was shut down"))
         sent = [self.bring_up(worker) for worker in states if worker.link.quick]
-        return [one for one in (*sent, *(shipment for _, shipment in loads)) if one is not None]
+        return [one for one in (*sent, *(update for _, update in loads)) if one is not None]
 
     def send(self, worker: WorkerState, chunks: Iterable[WeightChunk]) -> bool:
         """Send frames; where that fails this is false, and the worker has left, is lost, or soon will be.
@@ -134,7 +134,7 @@ class Delivery:
         self._closed = True
         self._writers.shutdown(wait=False, cancel_futures=True)
 
-    def _load_or_lose(self, worker: WorkerState) -> Shipment | None:
+    def _load_or_lose(self, worker: WorkerState) -> EncodedUpdate | None:
         """As :meth:`_load`; a worker that there is no memory for is lost."""
         try:
             return self._load(worker)
@@ -142,26 +142,26 @@ class Delivery:
             self.lose(worker, error)
             return None
 
-    def _load(self, worker: WorkerState) -> Shipment | None:
-        """Make what ``worker`` lacks the shipment in flight to it."""
+    def _load(self, worker: WorkerState) -> EncodedUpdate | None:
+        """Make what ``worker`` lacks the update in flight to it."""
         while True:
             with self._changed:
-                lane = worker.lane
-                if not worker.joined or worker.inflight is not None or lane is None or worker.lacks is None:
+                group = worker.group
+                if not worker.joined or worker.inflight is not None or group is None or worker.lacks is None:
                     return None
-                shipment = lane.ready(worker.has)
-                if shipment is not None:
-                    worker.hold("inflight", shipment)
+                update = group.ready(worker.has)
+                if update is not None:
+                    worker.hold("inflight", update)
                     worker.since = time.monotonic()
-                    return shipment
-            lane.prepare()
+                    return update
+            group.prepare()
 
-    def _transmit(self, worker: WorkerState, shipment: Shipment) -> None:
+    def _transmit(self, worker: WorkerState, update: EncodedUpdate) -> None:
         """In a thread of its own: send what is in flight, unless the worker was lost meanwhile."""
         try:
             with worker.sending:
-                if worker.inflight is shipment:
-                    self.send(worker, shipment.chunks)
+                if worker.inflight is update:
+                    self.send(worker, update.chunks)
         except Exception as error:  # noqa: BLE001 - whatever it is, whoever waits must hear of it
             _log.exception("sending to worker %d ended", worker.idx)
             self.lose(worker, error)
@@ -171,11 +171,11 @@ class Delivery:
                 self._changed.notify_all()
 
 
-def _announce(loads: list[tuple[WorkerState, Shipment]]) -> None:
+def _announce(loads: list[tuple[WorkerState, EncodedUpdate]]) -> None:
     """Tell the links which payloads several of them are about to be sent."""
     wanted: dict[int, tuple[torch.Tensor, list[TransportBackend]]] = {}
-    for worker, shipment in loads:
-        for chunk in shipment.chunks:
+    for worker, update in loads:
+        for chunk in update.chunks:
             if chunk.payload is not None:
                 wanted.setdefault(id(chunk.payload), (chunk.payload, []))[1].append(worker.link)
     for payload, links in wanted.values():

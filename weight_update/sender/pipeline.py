@@ -12,7 +12,7 @@ import torch
 
 from weight_update.encodings import Encoder
 from weight_update.errors import SchemaMismatchError, SyncTimeoutError
-from weight_update.sender.buffers import Content, Shipment, Slot
+from weight_update.sender.buffers import EncodedUpdate, Slot, VersionId
 from weight_update.sender.workers import WorkerState
 from weight_update.wire.frames import Kind, WeightChunk
 from weight_update.wire.memory import memory_identity
@@ -73,10 +73,10 @@ class Pipeline:
         self._under_way: list[_Chunk] = []
         slow = [worker for worker in states if not worker.link.quick]
         self._feeders = {worker.idx: _Feeder(worker, write, changed) for worker in slow}
-        content = Content(step.version)
+        version_id = VersionId(step.version)
         for worker in states:
             worker.pipeline, worker.since = self, time.monotonic()
-            worker.hold("inflight", Shipment(content, [], []))
+            worker.hold("inflight", EncodedUpdate(version_id, [], []))
 
     # -- the caller's side -------------------------------------------------------------------------
 

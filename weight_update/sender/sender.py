@@ -26,10 +26,10 @@ from weight_update.errors import (
 from weight_update.report import SyncReport
 from weight_update.sender.buffers import MIXED, BufferPool, Slot
 from weight_update.sender.delivery import Delivery
-from weight_update.sender.groups.assignment import Lanes
-from weight_update.sender.groups.full import Lane, Staged
+from weight_update.sender.groups.assignment import GroupAssignment
+from weight_update.sender.groups.full import SendGroup, UpdateStats
 from weight_update.sender.streams import Streams
-from weight_update.sender.workers import Holder, WorkerState, WorkerTable
+from weight_update.sender.workers import ReceiverId, WorkerState, WorkerTable
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
@@ -88,9 +88,9 @@ class Sender:
         )
         for worker in self.table:
             self._screen_at(worker)
-        self._lanes = Lanes(self.table, strategy.encoding, self._borrow)
+        self._groups = GroupAssignment(self.table, strategy.encoding, self._borrow)
         self._delivery = Delivery(self.table.changed, timeout)
-        self._streams = Streams(self.table, self._lanes, strategy, self._free_slot, self._delivery)
+        self._streams = Streams(self.table, self._groups, strategy, self._free_slot, self._delivery)
         self._numbers = -1
         self.refusals: Iterable[str] = ()
         self._replaced: OrderedDict[str | None, int] = OrderedDict()  # replaced instance: pid of the new one
@@ -188,12 +188,12 @@ class Sender:
             with self._publishing:
                 for idx, named in self._of_known(weights).items():
                     if (
-                        self.table[idx].lane is None and not self.table[idx].guest
+                        self.table[idx].group is None and not self.table[idx].guest
                     ):  # it may come later, when these weights have changed
                         kept = named if self._strategy.max_in_flight is None else None
                         self._settle_in(self.table[idx], self.table[idx].schema, kept)
                 self._joining = {}
-            report.dense_bytes = sum(lane.schema.dense_bytes for lane in self._lanes.all())
+            report.dense_bytes = sum(group.schema.dense_bytes for group in self._groups.all())
         self.table.fill(report, weights)
         return report
 
@@ -222,12 +222,12 @@ class Sender:
             JoinRefusedError: the connected worker stays.
         """
         header = hello.header
-        who, again = Holder(header.get("instance"), header["pid"]), header.get("again", False)
-        if worker.holder == who:
+        who, again = ReceiverId(header.get("instance"), header["pid"]), header.get("again", False)
+        if worker.receiver == who:
             return
         misfit = None if again else self._misfit(worker, hello)
         with self.table.changed:
-            former = worker.holder if worker.holder and worker.holder.instance != who.instance else None
+            former = worker.receiver if worker.receiver and worker.receiver.instance != who.instance else None
             successor = self._replaced.get(who.instance, former.pid if former is not None else None)
             if again and successor is not None:
                 raise JoinRefusedError(
@@ -241,9 +241,9 @@ class Sender:
         if former is not None and replaces:
             _log.info("worker %d: process %d replaces process %d", worker.idx, who.pid, former.pid)
 
-    def _give_index(self, worker: WorkerState, who: Holder, former: Holder | None) -> None:
+    def _give_index(self, worker: WorkerState, who: ReceiverId, former: ReceiverId | None) -> None:
         """Let an index belong to ``who``, in the place of ``former``."""
-        worker.holder = who
+        worker.receiver = who
         self._replaced.pop(who.instance, None)
         if former is not None:
             self._replaced[former.instance] = who.pid
@@ -291,10 +291,10 @@ class Sender:
         with self.table.changed:
             worker.let_go()
             worker.lost = None
-        lane = self._lane_to_join(worker, worker.schema.for_receiver(theirs))
-        welcome = {"schema": lane.schema.to_header(), "strategy": self._strategy.extract_as}
+        group = self._group_to_join(worker, worker.schema.for_receiver(theirs))
+        welcome = {"schema": group.schema.to_header(), "strategy": self._strategy.extract_as}
         with worker.sending:  # an update that is just being sent goes to the old link, or not at all
-            worker.link.send_chunk(WeightChunk(Kind.WELCOME, {**welcome, **lane.welcome()}), self.timeout)
+            worker.link.send_chunk(WeightChunk(Kind.WELCOME, {**welcome, **group.welcome()}), self.timeout)
             with self.table.changed:
                 worker.joined, worker.left, worker.lost, worker.pid = True, False, None, header["pid"]
                 worker.replaced = False
@@ -314,18 +314,18 @@ class Sender:
             worker.joined, worker.lost = False, error
             self.table.changed.notify_all()
 
-    def _lane_to_join(self, worker: WorkerState, wire: WeightSchema) -> Lane:
-        """The lane for a joining worker whose weights best travel as ``wire``."""
+    def _group_to_join(self, worker: WorkerState, wire: WeightSchema) -> SendGroup:
+        """The group for a joining worker whose weights best travel as ``wire``."""
         with self._publishing:
-            self._lanes.join(worker, wire)
-            if worker.lane is None:
+            self._groups.join(worker, wire)
+            if worker.group is None:
                 first = next(iter(self._joining.values()), None) if worker.guest else None
                 self._settle_in(worker, wire, self._joining.get(worker.idx, first))
-            assert worker.lane is not None
-            return worker.lane
+            assert worker.group is not None
+            return worker.group
 
     def _settle_in(self, worker: WorkerState, wire: WeightSchema, named: NamedWeights | None) -> None:
-        self._lanes.settle_in(worker, wire, self._numbers, named)
+        self._groups.settle_in(worker, wire, self._numbers, named)
         with self.table.changed:
             self._pool.trim(self._update_bytes(wire))
 
@@ -340,33 +340,33 @@ class Sender:
         weights: Mapping[int, NamedWeights],
         *,
         commit: bool = True,
-        group: str | None = None,
+        group_commit: str | None = None,
     ) -> SyncReport:
         """Encode and send; does not wait for workers.
 
         Args:
             weights: by worker; workers that share an object share its encoding.
             commit: False leaves it staged in the workers until :meth:`commit` or :meth:`abort`.
-            group: see :func:`~weight_update.send_together`.
+            group_commit: see :func:`~weight_update.send_together`.
 
         Raises:
             SchemaMismatchError: the weights are not those of the schema; nothing was sent.
         """
         with self._publishing:
-            self._lanes.dismiss_guests()
+            self._groups.dismiss_guests()
             weights = self._of_known(weights)
             with self.table.changed:
                 for idx in weights:
                     self.table[idx].forget_old_failures()
             if self._strategy.max_in_flight is not None:
                 self._numbers += 1
-                step = Step(self._numbers, commit=commit, group=group)
+                step = Step(self._numbers, commit=commit, group_commit=group_commit)
                 return self._streams.send(weights, step, self.timeout)
-            report = self._stage(weights, weights, commit=commit, group=group)
+            report = self._stage(weights, weights, commit=commit, group_commit=group_commit)
             start = time.perf_counter()
             sent = self._delivery.bring_up_all([self.table[idx] for idx in weights])
             report.seconds["send"] = time.perf_counter() - start
-            chunks = [chunk for shipment in sent for chunk in shipment.chunks]
+            chunks = [chunk for update in sent for chunk in update.chunks]
             if self._shared:
                 chunks = list({id(chunk.payload): chunk for chunk in chunks}.values())
             report.wire_bytes = sum(chunk.payload_bytes for chunk in chunks)
@@ -388,38 +388,38 @@ class Sender:
         weights: Mapping[int, NamedWeights],
         workers: Iterable[int],
         commit: bool = True,
-        group: str | None = None,
+        group_commit: str | None = None,
     ) -> SyncReport:
         """Encode a new version for ``workers`` and, unless it waits for COMMIT, settle it."""
         start = time.perf_counter()
         self._require_all(weights)
         self._numbers += 1
         report = SyncReport(self._numbers, self._strategy.encoding.label)
-        kinds = self._lanes.kinds(
+        parts = self._groups.parts(
             weights, workers, apart=not commit
-        )  # what may be aborted brings no lanes together
-        lanes: list[Lane] = []
-        staged: list[Staged] = []
+        )  # what may be aborted brings no groups together
+        groups: list[SendGroup] = []
+        staged: list[UpdateStats] = []
         try:
-            for states in kinds:
+            for states in parts:
                 self._await_room()
                 named = weights[states[0].idx]
-                lanes.append(self._lanes.for_one_kind(states))
-                step = Step.of(self._numbers, named.extra, commit=commit, group=group)
-                holders = [worker.has for worker in states if worker.has is not None]
-                staged.append(lanes[-1].stage(step, named.tensors, holders))
+                groups.append(self._groups.group_for(states))
+                step = Step.of(self._numbers, named.extra, commit=commit, group_commit=group_commit)
+                bases = [worker.has for worker in states if worker.has is not None]
+                staged.append(groups[-1].stage(step, named.tensors, bases))
         except BaseException:
-            self._lanes.abandon(lanes)
+            self._groups.abandon(groups)
             raise
-        for states, lane in zip(kinds, lanes, strict=True):
-            lane.family = (self._numbers, id(weights[states[0].idx]))
-            self._lanes.move(states, lane)
+        for states, group in zip(parts, groups, strict=True):
+            group.family = (self._numbers, id(weights[states[0].idx]))
+            self._groups.move(states, group)
             if commit:
-                lane.settle()
-        _enter(report, lanes, staged)
-        if lanes:  # else the first workers are yet to come, and forked ones still hold what would be freed
+                group.settle()
+        _enter(report, groups, staged)
+        if groups:  # else the first workers are yet to come, and forked ones still hold what would be freed
             with self.table.changed:
-                self._pool.trim(max(self._update_bytes(lane.schema) for lane in lanes))
+                self._pool.trim(max(self._update_bytes(group.schema) for group in groups))
         report.seconds["encode"] = time.perf_counter() - start
         return report
 
@@ -432,14 +432,14 @@ class Sender:
         alike: dict[tuple[int | bool, ...], int] = {}
         for idx, named in weights.items():
             worker = self.table[idx]
-            alike.setdefault((id(named), id(worker.schema), id(worker.tracked), worker.lane is None), idx)
+            alike.setdefault((id(named), id(worker.schema), id(worker.tracked), worker.group is None), idx)
         for idx in alike.values():
             self._require(self.table[idx], weights[idx])
 
     def _require(self, worker: WorkerState, named: NamedWeights) -> None:
         """Check weights to be sent; those that updates do not carry are needed the first time only."""
         schema, more = worker.schema, self._strategy.partial
-        if worker.tracked is not None and worker.lane is not None:
+        if worker.tracked is not None and worker.group is not None:
             known = [
                 meta for meta in schema.tensors if meta.name in worker.tracked or meta.name in named.tensors
             ]
@@ -477,11 +477,11 @@ class Sender:
         deadline = time.monotonic() + self.timeout
         with self.table.changed:
             while time.monotonic() < deadline:
-                lanes = self._lanes.all()
-                held = [one for lane in lanes for one in lane.held]
+                groups = self._groups.all()
+                held = [one for group in groups for one in group.kept]
                 held += [one for worker in self.table for one in (worker.applied, worker.inflight) if one]
-                limit = _MAX_UPDATES + 2 * self._late() + 2 * (len(lanes) - 1)
-                if len({id(one.content) for one in held}) < limit:
+                limit = _MAX_UPDATES + 2 * self._late() + 2 * (len(groups) - 1)
+                if len({id(one.version_id) for one in held}) < limit:
                     return
                 self.table.changed.wait(_LOOK_SECONDS)
 
@@ -546,9 +546,9 @@ class Sender:
     def commit(self, version: int, workers: Iterable[int]) -> None:
         """Let workers apply what they staged."""
         with self._publishing:
-            for lane in self._lanes.all():
-                if lane.pending == version:
-                    lane.settle()
+            for group in self._groups.all():
+                if group.pending == version:
+                    group.settle()
         states = self.table.known(workers)
         with self.table.changed:
             told = [p for p in states if p.inflight is not None and p.inflight.version == version]
@@ -559,9 +559,9 @@ class Sender:
         """Let workers forget what they staged, and go back to the version before."""
         states = self.table.known(workers)
         with self._publishing:
-            for lane in self._lanes.all():
-                if lane.pending == version:
-                    lane.drop()
+            for group in self._groups.all():
+                if group.pending == version:
+                    group.drop()
         with self.table.changed:
             for worker in states:
                 worker.staged = None
@@ -597,7 +597,7 @@ class Sender:
         with self._publishing, self.table.changed:
             if worker.joined or time.monotonic() < worker.admitted:
                 return False
-            self._lanes.leave(worker)
+            self._groups.leave(worker)
             self.table.remove(worker)
             worker.thread = worker.former = None
             link = worker.link
@@ -645,7 +645,7 @@ class Sender:
             if update is None or update.version != version:
                 return
             if chunk.kind is Kind.APPLIED:
-                worker.has, worker.reached = update.content, version
+                worker.has, worker.reached = update.version_id, version
                 worker.apply_seconds = float(chunk.header["apply_seconds"])
                 worker.stall_seconds = float(chunk.header["stall_seconds"])
                 worker.hold("applied", None if self._strategy.encoding.keeps else update)
@@ -689,13 +689,13 @@ class Sender:
 
     def _free_memory(self) -> None:
         with self.table.changed:
-            for lane in self._lanes.all():
-                lane.close()
+            for group in self._groups.all():
+                group.close()
             for worker in self.table:
                 worker.joined = False
                 worker.hold("applied", None)
                 worker.hold("inflight", None)
-                worker.lane = None
+                worker.group = None
             self.table.changed.notify_all()
         self._pool.close()
 
@@ -709,11 +709,11 @@ class Sender:
             )
 
 
-def _enter(report: SyncReport, lanes: list[Lane], staged: list[Staged]) -> None:
+def _enter(report: SyncReport, groups: list[SendGroup], staged: list[UpdateStats]) -> None:
     """Enter into ``report`` what was staged."""
     if not staged:
         return
-    report.dense_bytes = sum(lane.schema.dense_bytes for lane in lanes)
+    report.dense_bytes = sum(group.schema.dense_bytes for group in groups)
     report.encoding = "+".join(sorted({one.label for one in staged}))
     report.compression = "+".join(sorted({one.compression for one in staged} - {""}))
     total = sum(one.total for one in staged)

@@ -10,7 +10,7 @@ from weight_update.errors import SyncTimeoutError
 from weight_update.report import SyncReport
 from weight_update.sender.buffers import Slot
 from weight_update.sender.delivery import Delivery
-from weight_update.sender.groups.assignment import Lanes
+from weight_update.sender.groups.assignment import GroupAssignment
 from weight_update.sender.pipeline import Pipeline
 from weight_update.sender.workers import WorkerState, WorkerTable
 from weight_update.strategy.named_weights import NamedWeights
@@ -28,7 +28,7 @@ class Streams:
 
     Args:
         table: the workers.
-        lanes: which of them are sent the same.
+        groups: which of them are sent the same.
         strategy: with ``max_in_flight``.
         borrow: gives a slot of so many bytes, with one user; may wait.
         delivery: sends frames to a worker, or loses it.
@@ -37,12 +37,12 @@ class Streams:
     def __init__(
         self,
         table: WorkerTable,
-        lanes: Lanes,
+        groups: GroupAssignment,
         strategy: WeightStrategy,
         borrow: Callable[[int], Slot],
         delivery: Delivery,
     ) -> None:
-        self._table, self._lanes, self._strategy = table, lanes, strategy
+        self._table, self._groups, self._strategy = table, groups, strategy
         self._borrow, self._delivery = borrow, delivery
         self._encoders: dict[str, Encoder] = {}
 
@@ -58,7 +58,7 @@ class Streams:
             SchemaMismatchError: the weights are not those of the schema; no worker applies them.
         """
         report = SyncReport(step.version, self._strategy.encoding.label)
-        for states in self._lanes.kinds(weights, weights, apart=not step.commit):
+        for states in self._groups.parts(weights, weights, apart=not step.commit):
             named = weights[states[0].idx]
             extra = Step.of(step.version, named.extra).extra
             self._send_to(states, named, replace(step, extra=extra), timeout, report)
@@ -67,14 +67,14 @@ class Streams:
     def _send_to(
         self, states: list[WorkerState], named: NamedWeights, step: Step, timeout: float, report: SyncReport
     ) -> None:
-        """Send a version to workers of one kind."""
-        lane, encoding, limit = states[0].lane, self._strategy.encoding.whole, self._strategy.max_in_flight
-        assert lane is not None
+        """Send a version to workers of one group."""
+        group, encoding, limit = states[0].group, self._strategy.encoding.whole, self._strategy.max_in_flight
+        assert group is not None
         assert limit is not None
-        sizes = encoding.payload_sizes(lane.schema)
-        digest = lane.schema.digest
+        sizes = encoding.payload_sizes(group.schema)
+        digest = group.schema.digest
         if digest not in self._encoders:
-            self._encoders[digest] = encoding.encoder(lane.schema)
+            self._encoders[digest] = encoding.encoder(group.schema)
         with self._table.changed:
             pipeline = Pipeline(
                 step,
@@ -88,12 +88,12 @@ class Streams:
         items = named.items()
         try:
             tensors = pipeline.checked(states[0].schema, items)
-            pipeline.run(self._encoders[digest], lane.schema, encoding.name, len(sizes), tensors)
+            pipeline.run(self._encoders[digest], group.schema, encoding.name, len(sizes), tensors)
         finally:
             items.close()
         for stage, seconds in pipeline.seconds.items():
             report.seconds[stage] = report.seconds.get(stage, 0.0) + seconds
-        report.dense_bytes += lane.schema.dense_bytes
+        report.dense_bytes += group.schema.dense_bytes
         copies = 1 if states[0].link.shares_memory else len(states)
         report.wire_bytes += pipeline.payload_bytes * copies
 

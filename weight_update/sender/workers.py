@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 
 from weight_update.errors import LinkClosedError, SchemaMismatchError, SyncFailedError, SyncTimeoutError
 from weight_update.report import SyncReport
-from weight_update.sender.buffers import MIXED, Content, Shipment
-from weight_update.sender.groups.full import Lane
+from weight_update.sender.buffers import MIXED, EncodedUpdate, VersionId
+from weight_update.sender.groups.full import SendGroup
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.shared_memory.slots import may_run
 from weight_update.wire.schema import WeightSchema
@@ -23,7 +23,7 @@ _LOOK_SECONDS = 0.2
 _MAX_FAILURES = 8
 
 
-class Arriving(Protocol):
+class ChunkedUpdate(Protocol):
     """A version that workers are being sent chunk by chunk.
 
     See :class:`~weight_update.sender.pipeline.Pipeline`.
@@ -41,7 +41,7 @@ class Arriving(Protocol):
         """Whether a thread still writes to a worker that left."""
 
 
-class Holder(NamedTuple):
+class ReceiverId(NamedTuple):
     """The receiver that an index belongs to.
 
     Attributes:
@@ -59,7 +59,7 @@ class WorkerState:
     Attributes:
         schema: what it is to have, in the sender's dtypes.
         tracked: names of the weights that updates carry; None for all.
-        lane: what it is sent; None until it first joins.
+        group: what it is sent; None until it first joins.
         has: the weights it has; None if unknown.
         applied: what it has; where memory is shared, what it reads.
         inflight: what it was sent and has not answered yet.
@@ -70,7 +70,7 @@ class WorkerState:
         guest: whether it came beyond the first number of workers; nobody waits for it when it has gone.
         left: whether it said goodbye.
         replaced: whether another receiver is about to join in its place.
-        holder: the receiver that was last admitted under this index.
+        receiver: the receiver that was last admitted under this index.
         admitted: until when, on the monotonic clock, a connection that was admitted may reach the link.
     """
 
@@ -85,19 +85,19 @@ class WorkerState:
     ) -> None:
         self.idx, self.link, self.schema, self.tracked = idx, link, schema, tracked
         self.guest, self.left = guest, False
-        self.lane: Lane | None = None
+        self.group: SendGroup | None = None
         self.joined = False
         self.replaced = False
-        self.holder: Holder | None = None
+        self.receiver: ReceiverId | None = None
         self.admitted = 0.0
         self.pid = 0
-        self.has: Content | None = None
+        self.has: VersionId | None = None
         self.reached = -1
         self.staged: int | None = None
-        self.applied: Shipment | None = None
-        self.inflight: Shipment | None = None
-        self.pipeline: Arriving | None = None
-        self.former: Arriving | None = None
+        self.applied: EncodedUpdate | None = None
+        self.inflight: EncodedUpdate | None = None
+        self.pipeline: ChunkedUpdate | None = None
+        self.former: ChunkedUpdate | None = None
         self.writing = False
         self.since = 0.0
         self.lost: Exception | None = None
@@ -124,7 +124,7 @@ class WorkerState:
     @property
     def lacks(self) -> int | None:
         """The version that it should be sent; None if it has that, or failed to apply it."""
-        target = None if self.lane is None else self.lane.target(self.has)
+        target = None if self.group is None else self.group.target(self.has)
         if target is None or target in self.failures:
             return None
         return None if self.version is not None and self.version >= target else target
@@ -150,10 +150,10 @@ class WorkerState:
         for version in list(self.failures)[:-_MAX_FAILURES]:
             del self.failures[version]
 
-    def hold(self, role: str, shipment: Shipment | None) -> None:
+    def hold(self, role: str, update: EncodedUpdate | None) -> None:
         """Set ``applied`` or ``inflight``, keeping count of who uses which memory."""
-        old: Shipment | None = self.__dict__[role]
-        self.__dict__[role] = shipment.retain() if shipment is not None else None
+        old: EncodedUpdate | None = self.__dict__[role]
+        self.__dict__[role] = update.retain() if update is not None else None
         if old is not None:
             old.release()
 
@@ -168,8 +168,8 @@ class WorkerState:
         if self.pipeline is not None:
             self.pipeline.leave(self, reading=reading)
         if reading:
-            for shipment in (self.applied, self.inflight):
-                for slot in shipment.slots if shipment is not None else ():
+            for update in (self.applied, self.inflight):
+                for slot in update.slots if update is not None else ():
                     slot.abandoned = True
         self.joined, self.has, self.staged = False, None, None
         self.hold("inflight", None)

@@ -56,10 +56,10 @@ class Follower:
         return _report(self._follow())
 
     def publish(
-        self, weights: Mapping[int, NamedWeights], *, commit: bool = True, group: str | None = None
+        self, weights: Mapping[int, NamedWeights], *, commit: bool = True, group_commit: str | None = None
     ) -> SyncReport:
         """Take part until an update was sent; see :meth:`Sender.publish`."""
-        del weights, commit, group
+        del weights, commit, group_commit
         return _report(self._follow())
 
     def wait(self, report: SyncReport, workers: Sequence[int], timeout: float | None) -> dict[int, Exception]:

@@ -46,11 +46,11 @@ class Leader(Sender):
         return report
 
     def publish(
-        self, weights: Mapping[int, NamedWeights], *, commit: bool = True, group: str | None = None
+        self, weights: Mapping[int, NamedWeights], *, commit: bool = True, group_commit: str | None = None
     ) -> SyncReport:
         with self._telling() as result:
             whole, seconds = self._put_together(weights)
-            report = _add(super().publish(whole, commit=commit, group=group), seconds)
+            report = _add(super().publish(whole, commit=commit, group_commit=group_commit), seconds)
             result["report"] = dataclasses.asdict(report)
         return report
 

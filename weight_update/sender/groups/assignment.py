@@ -6,18 +6,18 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 from weight_update.encodings import DeltaEncoding, Encoding
-from weight_update.sender.groups.delta import ChangeLane
-from weight_update.sender.groups.full import Borrow, Lane, WholeLane
+from weight_update.sender.groups.delta import DeltaGroup
+from weight_update.sender.groups.full import Borrow, FullGroup, SendGroup
 from weight_update.sender.workers import WorkerState, WorkerTable
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.wire.schema import WeightSchema
 from weight_update.wire.updates import Step
 
-__all__ = ["Lanes"]
+__all__ = ["GroupAssignment"]
 
 
-class Lanes:
-    """Assigns workers to lanes; its methods are called by one thread at a time.
+class GroupAssignment:
+    """Assigns workers to groups; its methods are called by one thread at a time.
 
     Args:
         table: the workers.
@@ -28,66 +28,66 @@ class Lanes:
     def __init__(self, table: WorkerTable, encoding: Encoding, borrow: Borrow) -> None:
         self._table, self._encoding, self._borrow = table, encoding, borrow
 
-    def all(self) -> list[Lane]:
+    def all(self) -> list[SendGroup]:
         """Those that somebody is in."""
-        return list({id(worker.lane): worker.lane for worker in self._table if worker.lane}.values())
+        return list({id(worker.group): worker.group for worker in self._table if worker.group}.values())
 
-    def newest(self) -> Lane | None:
+    def newest(self) -> SendGroup | None:
         """The one with the newest version; None if there is none."""
         return max(self.all(), key=_version, default=None)
 
-    def move(self, states: Iterable[WorkerState], lane: Lane) -> None:
-        """Put workers into a lane; those that nobody is in any more are closed."""
+    def move(self, states: Iterable[WorkerState], group: SendGroup) -> None:
+        """Put workers into a group; those that nobody is in any more are closed."""
         with self._table.changed:
-            left = {id(worker.lane): worker.lane for worker in states if worker.lane not in (None, lane)}
+            left = {id(worker.group): worker.group for worker in states if worker.group not in (None, group)}
             for worker in states:
-                worker.lane = lane
+                worker.group = group
             self._close_unused(left.values())
 
-    def _close_unused(self, left: Iterable[Lane | None]) -> None:
-        for lane in left:
-            if lane is not None and lane not in self.all():
-                lane.close()
+    def _close_unused(self, left: Iterable[SendGroup | None]) -> None:
+        for group in left:
+            if group is not None and group not in self.all():
+                group.close()
 
     def join(self, worker: WorkerState, wire: WeightSchema) -> None:
-        """Give a worker that is in a lane, or a guest, the lane for weights that best travel as ``wire``."""
-        if worker.lane is None and worker.guest and (newest := self.newest()) is not None:
+        """Give a worker that is in a group, or a guest, the group for weights that best travel as ``wire``."""
+        if worker.group is None and worker.guest and (newest := self.newest()) is not None:
             self.move([worker], newest)
-        lane = worker.lane
-        if lane is None or wire.digest == lane.schema.digest:
+        group = worker.group
+        if group is None or wire.digest == group.schema.digest:
             return
-        twins = [one for one in self.all() if one.family == lane.family]
+        twins = [one for one in self.all() if one.family == group.family]
         same = [one for one in twins if one.schema.digest == wire.digest]
         if same:
             self.move([worker], same[0])
-        elif lane.schema.digest != worker.schema.digest:  # neither its own kind nor our own: wait
-            self.move([worker], self._new(wire, worker.tracked, lane.family))
+        elif group.schema.digest != worker.schema.digest:  # neither the schema it has nor ours: wait
+            self.move([worker], self._new(wire, worker.tracked, group.family))
 
     def settle_in(
         self, worker: WorkerState, wire: WeightSchema, version: int, named: NamedWeights | None
     ) -> None:
-        """Find or make the first lane of a worker, with ``named`` as its weights."""
+        """Find or make the first group of a worker, with ``named`` as its weights."""
         family = (version, id(named))
-        for lane in self.all():
-            if lane.family == family and lane.schema.digest == wire.digest:
-                self.move([worker], lane)
+        for group in self.all():
+            if group.family == family and group.schema.digest == wire.digest:
+                self.move([worker], group)
                 return
-        lane = self._new(wire, worker.tracked, family)
+        group = self._new(wire, worker.tracked, family)
         if named is not None:
-            lane.stage(Step.of(version, named.extra), named.tensors)
-            lane.settle()
-        self.move([worker], lane)
+            group.stage(Step.of(version, named.extra), named.tensors)
+            group.settle()
+        self.move([worker], group)
 
-    def _new(self, schema: WeightSchema, tracked: frozenset[str] | None, family: Hashable) -> Lane:
+    def _new(self, schema: WeightSchema, tracked: frozenset[str] | None, family: Hashable) -> SendGroup:
         names = schema.names
         positions = None if tracked is None else [i for i, name in enumerate(names) if name in tracked]
-        lane: Lane
+        group: SendGroup
         if isinstance(self._encoding, DeltaEncoding):
-            lane = ChangeLane(schema, self._borrow, self._table.changed, self._encoding, positions)
+            group = DeltaGroup(schema, self._borrow, self._table.changed, self._encoding, positions)
         else:
-            lane = WholeLane(schema, self._borrow, self._table.changed, self._encoding.whole)
-        lane.family = family
-        return lane
+            group = FullGroup(schema, self._borrow, self._table.changed, self._encoding.whole)
+        group.family = family
+        return group
 
     def dismiss_guests(self) -> None:
         """What a guest that has gone was sent is kept for nobody."""
@@ -99,10 +99,10 @@ class Lanes:
     def leave(self, worker: WorkerState) -> None:
         """Take a worker out of its send group."""
         with self._table.changed:
-            left, worker.lane = worker.lane, None
+            left, worker.group = worker.group, None
             self._close_unused([left])
 
-    def kinds(
+    def parts(
         self, weights: Mapping[int, NamedWeights], workers: Iterable[int], *, apart: bool
     ) -> list[list[WorkerState]]:
         """Workers by what they can be sent together; without those not here yet, or just gone.
@@ -110,33 +110,33 @@ class Lanes:
         Args:
             weights: what each is to be sent.
             workers: indices.
-            apart: bring no lanes together.
+            apart: bring no groups together.
         """
-        kinds: dict[tuple[Any, ...], list[WorkerState]] = {}
+        parts: dict[tuple[Any, ...], list[WorkerState]] = {}
         for idx in workers:
             worker = self._table[idx]
-            if worker.lane is not None:
-                own = id(worker.lane) if apart else None
-                kind = (id(weights[idx]), worker.lane.schema.digest, worker.tracked, own)
-                kinds.setdefault(kind, []).append(worker)
-        return list(kinds.values())
+            if worker.group is not None:
+                own = id(worker.group) if apart else None
+                key = (id(weights[idx]), worker.group.schema.digest, worker.tracked, own)
+                parts.setdefault(key, []).append(worker)
+        return list(parts.values())
 
-    def for_one_kind(self, states: list[WorkerState]) -> Lane:
-        """A lane for workers of one kind that are now sent the same weights, and for nobody else.
+    def group_for(self, states: list[WorkerState]) -> SendGroup:
+        """A group for workers that are sent the same that are now sent the same weights, and for nobody else.
 
         They are to be moved to it when that is certain.
         """
-        lanes = {id(worker.lane): worker.lane for worker in states if worker.lane is not None}
-        outside = {id(worker.lane) for worker in self._table if worker not in states}
-        own = [lane for key, lane in lanes.items() if key not in outside]
-        return max(own, key=_version) if own else next(iter(lanes.values())).fork()
+        groups = {id(worker.group): worker.group for worker in states if worker.group is not None}
+        outside = {id(worker.group) for worker in self._table if worker not in states}
+        own = [group for key, group in groups.items() if key not in outside]
+        return max(own, key=_version) if own else next(iter(groups.values())).fork()
 
-    def abandon(self, lanes: Iterable[Lane]) -> None:
-        """Drop what is pending in ``lanes``, and close those that nobody was moved to."""
-        for lane in lanes:
-            lane.drop()
-            self._close_unused([lane])
+    def abandon(self, groups: Iterable[SendGroup]) -> None:
+        """Drop what is pending in ``groups``, and close those that nobody was moved to."""
+        for group in groups:
+            group.drop()
+            self._close_unused([group])
 
 
-def _version(lane: Lane) -> int:
-    return -1 if lane.version is None else lane.version
+def _version(group: SendGroup) -> int:
+    return -1 if group.version is None else group.version

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from weight_update.encodings import DeltaEncoding, Difference, Lend, Tracker
-from weight_update.sender.buffers import Content, Shipment, Slot, give_back
-from weight_update.sender.groups.full import Borrow, Lane, Staged
+from weight_update.sender.buffers import EncodedUpdate, Slot, VersionId, give_back
+from weight_update.sender.groups.full import Borrow, SendGroup, UpdateStats
 from weight_update.wire.memory import digest
 from weight_update.wire.schema import WeightSchema
 from weight_update.wire.updates import Step, frames_of
 
-__all__ = ["ChangeLane"]
+__all__ = ["DeltaGroup"]
 
 _NOT_WORTH = 0.9
 """Share of all elements, or of all bytes, above which an update is sent whole."""
@@ -26,16 +26,16 @@ _REMEMBERED = 8
 """Steps that are remembered; each may take two file descriptors."""
 
 
-class ChangeLane(Lane):
+class DeltaGroup(SendGroup):
     """Updates carry what changed; whole weights go to those who just joined or missed too much.
 
     It remembers the weights of ``version``, and the payloads of the last few steps that led there, so that a
     worker which was busy meanwhile gets several at once.
 
     Args:
-        schema: see :class:`Lane`.
-        borrow: see :class:`Lane`.
-        lock: see :class:`Lane`.
+        schema: see :class:`SendGroup`.
+        borrow: see :class:`SendGroup`.
+        lock: see :class:`SendGroup`.
         encoding: how changes are found and told.
         tracked: positions of the entries that updates may change; None for all.
         tracker: what to begin with, for a fork.
@@ -55,39 +55,39 @@ class ChangeLane(Lane):
         self._tracker = tracker or encoding.tracker(schema, tracked)
         self._remembering = threading.Lock()  # held while the tracker is read or changed
         self._step = Step(-1)
-        self._next: _Next | None = None
-        self._past: deque[_Past] = deque()
-        self._whole: Shipment | None = None
+        self._next: _Pending | None = None
+        self._past: deque[_PastDelta] = deque()
+        self._whole: EncodedUpdate | None = None
         self._first: int | None = None
         self._digests: list[str | None] | None = None
 
     @property
-    def held(self) -> list[Shipment]:
+    def kept(self) -> list[EncodedUpdate]:
         return [] if self._whole is None else [self._whole]
 
-    def target(self, has: Content | None) -> int | None:
-        """See :meth:`Lane.target`; what is pending goes to workers that changes can bring there."""
+    def target(self, has: VersionId | None) -> int | None:
+        """See :meth:`SendGroup.target`; what is pending goes to workers that changes can bring there."""
         return self.version if self._pending_for(has) is None else self.pending
 
     def welcome(self) -> dict[str, Any]:
-        """See :meth:`Lane.welcome`; the digests are of what a worker must have already."""
+        """See :meth:`SendGroup.welcome`; the digests are of what a worker must have already."""
         with self._remembering:
             return {"keep": True, "version": self.version, "digests": self._digests_to_tell()}
 
     def stage(
-        self, step: Step, tensors: Mapping[str, torch.Tensor], holders: Sequence[Content] = ()
-    ) -> Staged:
+        self, step: Step, tensors: Mapping[str, torch.Tensor], bases: Sequence[VersionId] = ()
+    ) -> UpdateStats:
         elements = self.schema.elements
         if self.version is None:
             with self._remembering:
                 self._tracker.begin([tensors[name] for name in self.schema.names])
-            self._put(_Next(Content(step.version), step, None, None, []))
-            return Staged(self._encoding.whole.label, elements, elements)
+            self._put(_Pending(VersionId(step.version), step, None, None, []))
+            return UpdateStats(self._encoding.whole.label, elements, elements)
         difference = self._tracker.compare([tensors.get(name) for name in self.schema.names])
-        if not step.commit and any(self._past_since(one) is None for one in holders):
+        if not step.commit and any(self._past_since(one) is None for one in bases):
             whole = self._whole_of(step, tensors)  # no change leads there from what some worker has
-            self._put(_Next(whole.content, step, difference, None, whole.slots, whole))
-            return Staged(self._encoding.whole.label, elements, elements)
+            self._put(_Pending(whole.version_id, step, difference, None, whole.slots, whole))
+            return UpdateStats(self._encoding.whole.label, elements, elements)
         slots: list[Slot] = []
         payload = None
         try:
@@ -99,11 +99,11 @@ class ChangeLane(Lane):
         if payload is not None and step.commit and payload.numel() > _NOT_WORTH * self.schema.dense_bytes:
             self._give_back(slots)
             payload, slots = None, []
-        self._put(_Next(Content(step.version), step, difference, payload, slots))
+        self._put(_Pending(VersionId(step.version), step, difference, payload, slots))
         told = self._encoding.whole if payload is None else self._encoding
-        return Staged(told.label, difference.changed, difference.total, told.compressed_with)
+        return UpdateStats(told.label, difference.changed, difference.total, told.compressed_with)
 
-    def _whole_of(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> Shipment:
+    def _whole_of(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> EncodedUpdate:
         """All weights as they are in ``tensors``, and as remembered where they are not there."""
         kept = dict(zip(self.schema.names, self._tracker.weights(), strict=True))
         slots: list[Slot] = []
@@ -114,7 +114,7 @@ class ChangeLane(Lane):
             self._give_back(slots)
             raise
         chunks = frames_of(step, self.schema, self._encoding.whole.name, payloads)
-        return Shipment(Content(step.version), chunks, slots)
+        return EncodedUpdate(VersionId(step.version), chunks, slots)
 
     def settle(self) -> None:
         done = self._next
@@ -126,46 +126,46 @@ class ChangeLane(Lane):
             with self._lock:
                 self._next, self.pending = None, None
                 self._drop_whole()
-                if done.payload is None or self.content is None:
+                if done.payload is None or self.version_id is None:
                     give_back(done.slots)
                     self._forget_past(0)
                 else:
-                    self._past.append(_Past(self.content, done.payload, done.slots))
+                    self._past.append(_PastDelta(self.version_id, done.payload, done.slots))
                     self._forget_past(_REMEMBERED)
-                self._step, self.content = done.step.committed(), done.content
+                self._step, self.version_id = done.step.committed(), done.version_id
                 self._first = self.version if self._first is None else self._first
 
     def drop(self) -> None:
         with self._lock:
             if self._next is not None:
                 give_back(self._next.slots)
-            if self.content is None:
+            if self.version_id is None:
                 self._drop_whole()
             self._next, self.pending = None, None
 
-    def ready(self, has: Content | None) -> Shipment | None:
+    def ready(self, has: VersionId | None) -> EncodedUpdate | None:
         past, pending = self._past_since(has), self._pending_for(has)
         if pending is not None and pending.whole is not None:
             return pending.whole
-        if past is None or self.content is None or has is None:
+        if past is None or self.version_id is None or has is None:
             return self._whole
         payloads = [one.payload for one in past]
         slots = [slot for one in past for slot in one.slots]
-        step, content = self._step, self.content
+        step, version_id = self._step, self.version_id
         if pending is not None and pending.payload is not None:
             payloads.append(pending.payload)
             slots.extend(pending.slots)
-            step, content = pending.step, pending.content
+            step, version_id = pending.step, pending.version_id
         if not payloads:
             return self._whole
         chunks = frames_of(step, self.schema, self._encoding.name, payloads, has.version)
-        return Shipment(content, chunks, slots)
+        return EncodedUpdate(version_id, chunks, slots)
 
     def prepare(self) -> None:
         with self._remembering:
             slots: list[Slot] = []
-            content, step = self._goal()
-            if self._whole is not None or content is None:  # another worker's thread was first
+            version_id, step = self._goal()
+            if self._whole is not None or version_id is None:  # another worker's thread was first
                 return
             try:
                 if self._digests_to_tell() is None:
@@ -179,22 +179,22 @@ class ChangeLane(Lane):
                 self._give_back(slots)
                 raise
             with self._lock:
-                if self._goal()[0] is content:
-                    self._whole = Shipment(content, chunks, slots)
+                if self._goal()[0] is version_id:
+                    self._whole = EncodedUpdate(version_id, chunks, slots)
                 else:  # it was closed or dropped meanwhile
                     give_back(slots)
 
-    def fork(self) -> Lane:
-        """See :meth:`Lane.fork`; what is remembered is copied."""
+    def fork(self) -> SendGroup:
+        """See :meth:`SendGroup.fork`; what is remembered is copied."""
         with self._remembering:
-            other = ChangeLane(
+            other = DeltaGroup(
                 self.schema, self._borrow, self._lock, self._encoding, self._tracked, self._tracker.copy()
             )
         with self._lock:
-            other.content, other.family, other._step = self.content, self.family, self._step
+            other.version_id, other.family, other._step = self.version_id, self.family, self._step
             other._first, other._digests = self._first, self._digests
             for one in self._past:
-                Shipment(one.base, [], one.slots).retain()
+                EncodedUpdate(one.base, [], one.slots).retain()
                 other._past.append(one)
         return other
 
@@ -203,7 +203,7 @@ class ChangeLane(Lane):
             self.drop()
             self._drop_whole()
             self._forget_past(0)
-            self.content = None
+            self.version_id = None
 
     def _digests_to_tell(self) -> list[str | None] | None:
         """Digests of the first weights, where the encoding trusts workers to have them; None later."""
@@ -217,7 +217,7 @@ class ChangeLane(Lane):
             self._digests = [None if i in sent else digest(tensor) for i, tensor in enumerate(weights)]
         return self._digests
 
-    def _put(self, pending: _Next) -> None:
+    def _put(self, pending: _Pending) -> None:
         with self._lock:
             self.drop()
             self._next, self.pending = pending, pending.step.version
@@ -227,25 +227,25 @@ class ChangeLane(Lane):
         lend = self._borrow(slots)
         return lambda nbytes: lend(_rounded(nbytes))[:nbytes]
 
-    def _goal(self) -> tuple[Content | None, Step]:
+    def _goal(self) -> tuple[VersionId | None, Step]:
         """What whole weights bring a worker to: what was settled last, else the first that is staged."""
-        if self.content is not None or self._next is None:
-            return self.content, self._step
-        return self._next.content, self._next.step
+        if self.version_id is not None or self._next is None:
+            return self.version_id, self._step
+        return self._next.version_id, self._next.step
 
-    def _past_since(self, has: Content | None) -> list[_Past] | None:
+    def _past_since(self, has: VersionId | None) -> list[_PastDelta] | None:
         """The steps from ``has`` to what was settled last; None if they are not known."""
-        if has is self.content:
+        if has is self.version_id:
             return []
         past = list(self._past)
         first = next((i for i, one in enumerate(past) if one.base is has), None)
         return None if first is None else past[first:]
 
-    def _pending_for(self, has: Content | None) -> _Next | None:
+    def _pending_for(self, has: VersionId | None) -> _Pending | None:
         """What is staged, if a worker with ``has`` can be brought there."""
         if self._next is not None and self._next.whole is not None:
             return None if has is None else self._next
-        told = self._next is not None and (self._next.payload is not None or self.content is None)
+        told = self._next is not None and (self._next.payload is not None or self.version_id is None)
         return self._next if told and self._past_since(has) is not None else None
 
     def _drop_whole(self) -> None:
@@ -272,22 +272,22 @@ class ChangeLane(Lane):
 
 
 @dataclass(frozen=True)
-class _Next:
+class _Pending:
     """What is staged; without a payload, workers are sent whole weights: these, or those settled later."""
 
-    content: Content
+    version_id: VersionId
     step: Step
     difference: Difference | None
     payload: torch.Tensor | None
     slots: list[Slot]
-    whole: Shipment | None = None
+    whole: EncodedUpdate | None = None
 
 
 @dataclass(frozen=True)
-class _Past:
+class _PastDelta:
     """A step from ``base`` to what came next."""
 
-    base: Content
+    base: VersionId
     payload: torch.Tensor
     slots: list[Slot]
 

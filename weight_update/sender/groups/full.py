@@ -1,4 +1,4 @@
-"""What the workers of one kind are sent: all that take the same bytes and are meant to have one version."""
+"""A send group: workers that take the same bytes of each update, and the updates that are kept for them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from weight_update.encodings import Encoder, Lend, WholeEncoding
-from weight_update.sender.buffers import Content, Shipment, Slot, give_back
+from weight_update.sender.buffers import EncodedUpdate, Slot, VersionId, give_back
 from weight_update.wire.schema import WeightSchema
 from weight_update.wire.updates import Step, frames_of
 
-__all__ = ["Borrow", "Lane", "Staged", "WholeLane"]
+__all__ = ["Borrow", "FullGroup", "SendGroup", "UpdateStats"]
 
 
 Borrow = Callable[[list[Slot]], Lend]
@@ -23,7 +23,7 @@ Borrow = Callable[[list[Slot]], Lend]
 
 
 @dataclass
-class Staged:
+class UpdateStats:
     """What staging an update came to.
 
     Attributes:
@@ -39,7 +39,7 @@ class Staged:
     compression: str = ""
 
 
-class Lane(ABC):
+class SendGroup(ABC):
     """What a set of workers is sent.
 
     An update is staged, then settled (it is the version that workers are to have) or dropped.
@@ -50,14 +50,14 @@ class Lane(ABC):
         lock: the sender's lock; it guards versions and the count of users of each slot.
 
     Attributes:
-        content: what was settled last.
+        version_id: what was settled last.
         pending: number of what is staged and neither settled nor dropped.
-        family: lanes that were last given the same weights have the same.
+        family: groups that were last given the same weights have the same.
     """
 
     def __init__(self, schema: WeightSchema, borrow: Borrow, lock: threading.Condition) -> None:
         self.schema = schema
-        self.content: Content | None = None
+        self.version_id: VersionId | None = None
         self.pending: int | None = None
         self.family: Hashable = None
         self._borrow, self._lock = borrow, lock
@@ -65,9 +65,9 @@ class Lane(ABC):
     @property
     def version(self) -> int | None:
         """Number of what was settled last."""
-        return None if self.content is None else self.content.version
+        return None if self.version_id is None else self.version_id.version
 
-    def target(self, has: Content | None) -> int | None:
+    def target(self, has: VersionId | None) -> int | None:
         """The version that a worker with ``has`` is to be sent, if any."""
         if self.pending is not None and (has is not None or self.version is None):
             return self.pending
@@ -75,7 +75,7 @@ class Lane(ABC):
 
     @property
     @abstractmethod
-    def held(self) -> list[Shipment]:
+    def kept(self) -> list[EncodedUpdate]:
         """The whole updates that it keeps in memory; the sender's lock is held."""
 
     def welcome(self) -> dict[str, Any]:
@@ -84,14 +84,14 @@ class Lane(ABC):
 
     @abstractmethod
     def stage(
-        self, step: Step, tensors: Mapping[str, torch.Tensor], holders: Sequence[Content] = ()
-    ) -> Staged:
+        self, step: Step, tensors: Mapping[str, torch.Tensor], bases: Sequence[VersionId] = ()
+    ) -> UpdateStats:
         """Encode an update. Called by one thread at a time, as are :meth:`settle` and :meth:`drop`.
 
         Args:
             step: which update.
             tensors: live, by name.
-            holders: what the workers of this lane have now, as far as it is known.
+            bases: what the workers of this group have now, as far as it is known.
         """
 
     @abstractmethod
@@ -103,7 +103,7 @@ class Lane(ABC):
         """Forget what is pending."""
 
     @abstractmethod
-    def ready(self, has: Content | None) -> Shipment | None:
+    def ready(self, has: VersionId | None) -> EncodedUpdate | None:
         """What brings a worker from ``has`` to its target; None if :meth:`prepare` is needed first.
 
         The sender's lock is held.
@@ -114,15 +114,15 @@ class Lane(ABC):
         """Make the whole weights ready to send; may take long, the sender's lock is not held."""
 
     @abstractmethod
-    def fork(self) -> Lane:
-        """Another lane that begins where this one is."""
+    def fork(self) -> SendGroup:
+        """Another group that begins where this one is."""
 
     @abstractmethod
     def close(self) -> None:
         """Let go of all memory."""
 
 
-class WholeLane(Lane):
+class FullGroup(SendGroup):
     """Every update carries all weights."""
 
     def __init__(
@@ -137,17 +137,17 @@ class WholeLane(Lane):
         self._encoding = encoding
         self._encoder = encoder or encoding.encoder(schema)
         self._step = Step(-1)
-        self._latest: Shipment | None = None
-        self._next: Shipment | None = None
+        self._latest: EncodedUpdate | None = None
+        self._next: EncodedUpdate | None = None
 
     @property
-    def held(self) -> list[Shipment]:
+    def kept(self) -> list[EncodedUpdate]:
         return [one for one in (self._latest, self._next) if one is not None]
 
     def stage(
-        self, step: Step, tensors: Mapping[str, torch.Tensor], holders: Sequence[Content] = ()
-    ) -> Staged:
-        del holders
+        self, step: Step, tensors: Mapping[str, torch.Tensor], bases: Sequence[VersionId] = ()
+    ) -> UpdateStats:
+        del bases
         slots: list[Slot] = []
         try:
             payloads = self._encoder.encode(
@@ -160,24 +160,24 @@ class WholeLane(Lane):
         chunks = frames_of(step, self.schema, self._encoding.name, payloads)
         with self._lock:
             self.drop()
-            self._next = Shipment(Content(step.version), chunks, slots)
+            self._next = EncodedUpdate(VersionId(step.version), chunks, slots)
             self._step, self.pending = step, step.version
         elements = self.schema.elements
-        return Staged(self._encoding.label, elements, elements)
+        return UpdateStats(self._encoding.label, elements, elements)
 
     def settle(self) -> None:
         with self._lock:
-            shipment, self._next = self._next, None
-            if shipment is None:
+            update, self._next = self._next, None
+            if update is None:
                 return
             if not self._step.commit:
-                payloads = [chunk.payload for chunk in shipment.chunks if chunk.payload is not None]
+                payloads = [chunk.payload for chunk in update.chunks if chunk.payload is not None]
                 step = self._step.committed()
                 chunks = frames_of(step, self.schema, self._encoding.name, payloads)
-                shipment = Shipment(shipment.content, chunks, shipment.slots)
+                update = EncodedUpdate(update.version_id, chunks, update.slots)
             if self._latest is not None:
                 self._latest.release()
-            self._latest, self.content, self.pending = shipment, shipment.content, None
+            self._latest, self.version_id, self.pending = update, update.version_id, None
 
     def drop(self) -> None:
         with self._lock:
@@ -185,18 +185,18 @@ class WholeLane(Lane):
                 self._next.release()
             self._next, self.pending = None, None
 
-    def ready(self, has: Content | None) -> Shipment | None:
+    def ready(self, has: VersionId | None) -> EncodedUpdate | None:
         pending = self.pending is not None and self.target(has) == self.pending
         return self._next if pending else self._latest
 
     def prepare(self) -> None:
-        """See :meth:`Lane.prepare`; whole updates are always ready."""
+        """See :meth:`SendGroup.prepare`; whole updates are always ready."""
 
-    def fork(self) -> Lane:
-        """See :meth:`Lane.fork`; the memory is shared."""
-        other = WholeLane(self.schema, self._borrow, self._lock, self._encoding, self._encoder)
+    def fork(self) -> SendGroup:
+        """See :meth:`SendGroup.fork`; the memory is shared."""
+        other = FullGroup(self.schema, self._borrow, self._lock, self._encoding, self._encoder)
         with self._lock:
-            other.content, other.family = self.content, self.family
+            other.version_id, other.family = self.version_id, self.family
             other._latest = None if self._latest is None else self._latest.retain()
         return other
 
@@ -205,4 +205,4 @@ class WholeLane(Lane):
             self.drop()
             if self._latest is not None:
                 self._latest.release()
-            self._latest = self.content = None
+            self._latest = self.version_id = None
