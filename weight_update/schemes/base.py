@@ -220,7 +220,7 @@ class WeightSyncScheme(ABC):
         """
         myself = weakref.ref(self)
 
-        def let_in(worker_idx: int) -> TransportBackend:
+        def admit(worker_idx: int) -> TransportBackend:
             me = myself()
             if me is None or not isinstance(me._sender, Sender) or me._sources is None:
                 raise JoinRefusedError("the scheme was shut down")
@@ -231,9 +231,9 @@ class WeightSyncScheme(ABC):
                     "have the same weights"
                 )
             make = me.create_transport
-            return me._sender.let_in(worker_idx, lambda: make(worker_idx=worker_idx, end="sender"))
+            return me._sender.admit(worker_idx, lambda: make(worker_idx=worker_idx, end="sender"))
 
-        return let_in
+        return admit
 
     # -- phase 1: local ----------------------------------------------------------------------------
 
@@ -551,8 +551,8 @@ class WeightSyncScheme(ABC):
         """
         sender = self._require_sender()
         with self._ranks.step("prepare_weights", self._reader(weights, None), self._patience) as named:
-            one = sender.one(named)
-        return None if one is None else self.strategy.export(one)
+            whole = sender.whole_weights(named)
+        return None if whole is None else self.strategy.export(whole)
 
     def receive(self, timeout: float | None = None) -> Any | None:
         """Wait for the next update to be applied.

@@ -1,4 +1,4 @@
-"""What workers lack, put onto their links; those that cannot be reached are lost."""
+"""Delivery of frames to workers. A worker that cannot be reached is marked as lost."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from weight_update.wire.frames import WeightChunk
 __all__ = ["Delivery"]
 
 _log = logging.getLogger(__name__)
-_LAST_WORD_SECONDS = 1.0
-_WRITERS = 256  # threads that may wait for workers of other hosts at once
+_GOODBYE_SECONDS = 1.0
+_WRITERS = 256
+"""Number of threads that may wait for workers on other hosts at once."""
 
 
 class Delivery:
-    """Sends workers frames, and what their groups have for them.
+    """Writes frames to workers, and the updates that their send groups have for them.
 
-    The caller's thread writes to a worker whose link is quick, a thread of this class to any other.
+    The caller's thread writes to links whose ``send_chunk`` never blocks. Threads of this class write to all
+    others.
 
     Args:
         changed: the sender's lock.
@@ -39,11 +41,11 @@ class Delivery:
         self._closed = False
         self._writers = ThreadPoolExecutor(_WRITERS, "weight_update-send")
 
-    def bring_up(self, worker: WorkerState) -> EncodedUpdate | None:
-        """Send a worker what it lacks, unless it is busy; called whenever that may have changed.
+    def update(self, worker: WorkerState) -> EncodedUpdate | None:
+        """Send a worker the update it lacks, unless it is busy; call this whenever that may have changed.
 
         Returns:
-            what was sent; None if nothing was, or the worker was lost.
+            the update; None if there was none to send, or the worker was lost.
         """
         with self._changed:
             if not worker.joined or worker.inflight is not None or worker.lacks is None:
@@ -53,11 +55,11 @@ class Delivery:
             sent = update is None or self.send(worker, update.chunks)
             return update if sent else None
 
-    def bring_up_all(self, states: list[WorkerState]) -> list[EncodedUpdate]:
-        """As :meth:`bring_up`, but where a link waits for its worker a thread does, and not the caller.
+    def update_all(self, states: list[WorkerState]) -> list[EncodedUpdate]:
+        """Send each worker the update it lacks, without waiting for slow links.
 
         Returns:
-            what was sent, or is being sent.
+            the updates that were sent, or are being sent.
         """
         slow = [(worker, self._load_or_lose(worker)) for worker in states if not worker.link.quick]
         loads = [(worker, update) for worker, update in slow if update is not None]
@@ -71,11 +73,11 @@ class Delivery:
                 with self._changed:
                     worker.writing = False
                 self.lose(worker, LinkClosedError("the sender was shut down"))
-        sent = [self.bring_up(worker) for worker in states if worker.link.quick]
+        sent = [self.update(worker) for worker in states if worker.link.quick]
         return [one for one in (*sent, *(update for _, update in loads)) if one is not None]
 
     def send(self, worker: WorkerState, chunks: Iterable[WeightChunk]) -> bool:
-        """Send frames; where that fails this is false, and the worker has left, is lost, or soon will be.
+        """Write frames and return whether that succeeded; otherwise the worker has left, is lost, or will be.
 
         The caller holds ``worker.sending``.
         """
@@ -88,16 +90,16 @@ class Delivery:
         return True
 
     def say(self, worker: WorkerState, chunk: WeightChunk) -> None:
-        """Send a frame between others.
+        """Write one frame, between the frames of updates.
 
         Raises:
-            TransportError, SyncTimeoutError: see ``TransportBackend.send_chunk``; the worker is not lost.
+            TransportError, SyncTimeoutError: as ``TransportBackend.send_chunk``; the worker is not lost.
         """
         with worker.sending:
             worker.link.send_chunk(chunk, self.timeout)
 
     def tell(self, states: Iterable[WorkerState], chunk: WeightChunk) -> None:
-        """Send a frame to those who are here; where that fails the worker is lost."""
+        """Write one frame to each worker that is connected; a worker for which that fails is lost."""
         for worker in states:
             if not worker.joined:
                 continue
@@ -107,35 +109,35 @@ class Delivery:
                 self._lose_unless_it_left(worker, error)
 
     def lose(self, worker: WorkerState, error: Exception) -> None:
-        """Stop counting on a worker, and cut it off unless its link failed by itself."""
+        """Mark a worker as lost, and cut its link unless that failed by itself."""
         with self._changed:
             departed = worker.joined and not worker.replaced and not self._closed
-            pid, what = worker.pid, "left" if worker.left else f"was lost: {error}"
+            pid, fate = worker.pid, "left" if worker.left else f"was lost: {error}"
             if worker.joined or worker.lost is None:
                 worker.lost = without_frames(error)
-            worker.let_go()
+            worker.mark_disconnected()
             self._changed.notify_all()
         if departed:
-            _log.info("worker %d (process %d) %s", worker.idx, pid, what)
+            _log.info("worker %d (process %d) %s", worker.idx, pid, fate)
         if not isinstance(error, TransportError):
             worker.link.disconnect()
 
     def _lose_unless_it_left(self, worker: WorkerState, error: Exception) -> None:
-        """A worker that left before it was sent something has said so, and that will be read in a moment."""
+        """Mark a worker as lost, unless its GOODBYE, which is read in a moment, tells that it left."""
         if isinstance(error, LinkClosedError):
             if threading.current_thread() is worker.thread:
-                return  # it reads on, and finds the end
+                return  # this thread reads on, and finds the end
             with self._changed:
-                self._changed.wait_for(lambda: not worker.joined, _LAST_WORD_SECONDS)
+                self._changed.wait_for(lambda: not worker.joined, _GOODBYE_SECONDS)
         self.lose(worker, error)
 
     def close(self) -> None:
-        """Begin nothing more; does not wait for what is being sent."""
+        """Send no more updates; do not wait for those that are being sent."""
         self._closed = True
         self._writers.shutdown(wait=False, cancel_futures=True)
 
     def _load_or_lose(self, worker: WorkerState) -> EncodedUpdate | None:
-        """As :meth:`_load`; a worker that there is no memory for is lost."""
+        """Load the next update; a worker that there is no memory for is lost."""
         try:
             return self._load(worker)
         except NotEnoughMemoryError as error:
@@ -143,26 +145,26 @@ class Delivery:
             return None
 
     def _load(self, worker: WorkerState) -> EncodedUpdate | None:
-        """Make what ``worker`` lacks the update in flight to it."""
+        """Make the update that ``worker`` lacks the one in flight to it."""
         while True:
             with self._changed:
                 group = worker.group
                 if not worker.joined or worker.inflight is not None or group is None or worker.lacks is None:
                     return None
-                update = group.ready(worker.has)
+                update = group.update_for(worker.has)
                 if update is not None:
-                    worker.hold("inflight", update)
-                    worker.since = time.monotonic()
+                    worker.set_update("inflight", update)
+                    worker.sent_at = time.monotonic()
                     return update
             group.prepare()
 
     def _transmit(self, worker: WorkerState, update: EncodedUpdate) -> None:
-        """In a thread of its own: send what is in flight, unless the worker was lost meanwhile."""
+        """Write the update in flight from a thread of the pool, unless the worker was lost meanwhile."""
         try:
             with worker.sending:
                 if worker.inflight is update:
                     self.send(worker, update.chunks)
-        except Exception as error:  # noqa: BLE001 - whatever it is, whoever waits must hear of it
+        except Exception as error:  # noqa: BLE001 - any error must reach the callers that wait
             _log.exception("sending to worker %d ended", worker.idx)
             self.lose(worker, error)
         finally:
@@ -172,7 +174,7 @@ class Delivery:
 
 
 def _announce(loads: list[tuple[WorkerState, EncodedUpdate]]) -> None:
-    """Tell the links which payloads several of them are about to be sent."""
+    """Tell links about each payload that several of them are going to carry."""
     wanted: dict[int, tuple[torch.Tensor, list[TransportBackend]]] = {}
     for worker, update in loads:
         for chunk in update.chunks:

@@ -1,54 +1,167 @@
-"""One version on its way to workers, chunk by chunk, while the next chunk is still being put together."""
+"""Versions that are never put together whole: converted, encoded and sent chunk by chunk."""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from weight_update.encodings import Encoder
 from weight_update.errors import SchemaMismatchError, SyncTimeoutError
+from weight_update.report import SyncReport
 from weight_update.sender.buffers import EncodedUpdate, Slot, VersionId
-from weight_update.sender.workers import WorkerState
+from weight_update.sender.delivery import Delivery
+from weight_update.sender.groups.assignment import GroupAssignment
+from weight_update.sender.workers import WorkerState, WorkerTable
+from weight_update.strategy.named_weights import NamedWeights
+from weight_update.strategy.strategy import WeightStrategy
 from weight_update.wire.frames import Kind, WeightChunk
 from weight_update.wire.memory import memory_identity
 from weight_update.wire.schema import WeightSchema
 from weight_update.wire.updates import Step, frame_of
 
-__all__ = ["Pipeline"]
+__all__ = ["PipelineSender"]
+
+
+class PipelineSender:
+    """Sends versions through pipelines, one version after the other.
+
+    No version is kept: a worker that joins later, or missed one, is sent the next one.
+
+    Args:
+        table: the workers.
+        groups: assignment of workers to send groups.
+        strategy: a strategy with ``max_in_flight``.
+        borrow: returns a slot of so many bytes, with one user; may wait.
+        delivery: writes frames to a worker, or loses it.
+    """
+
+    def __init__(
+        self,
+        table: WorkerTable,
+        groups: GroupAssignment,
+        strategy: WeightStrategy,
+        borrow: Callable[[int], Slot],
+        delivery: Delivery,
+    ) -> None:
+        self._table, self._groups, self._strategy = table, groups, strategy
+        self._borrow, self._delivery = borrow, delivery
+        self._encoders: dict[str, Encoder] = {}
+
+    def send(self, weights: Mapping[int, NamedWeights], step: Step, timeout: float) -> SyncReport:
+        """Convert, encode and send a version.
+
+        Args:
+            weights: weights for each worker index; workers that share an object share its conversion.
+            step: number and options of the version; its extra state comes from ``weights``.
+            timeout: seconds that a worker may take to become ready, and to take a chunk.
+
+        Raises:
+            SchemaMismatchError: the weights are not those of the schema; no worker applies them.
+        """
+        report = SyncReport(step.version, self._strategy.encoding.label)
+        for states in self._groups.partition(weights, apart=not step.commit):
+            named = weights[states[0].idx]
+            extra = Step.of(step.version, named.extra).extra
+            self._send_to(states, named, replace(step, extra=extra), timeout, report)
+        return report
+
+    def _send_to(
+        self,
+        states: list[WorkerState],
+        named: NamedWeights,
+        step: Step,
+        timeout: float,
+        report: SyncReport,
+    ) -> None:
+        """Send a version to workers that take the same bytes."""
+        group, encoding, limit = states[0].group, self._strategy.encoding.whole, self._strategy.max_in_flight
+        assert group is not None
+        assert limit is not None
+        sizes = encoding.payload_sizes(group.schema)
+        digest = group.schema.digest
+        if digest not in self._encoders:
+            self._encoders[digest] = encoding.encoder(group.schema)
+        with self._table.changed:
+            pipeline = Pipeline(
+                step,
+                self._ready(states, step, timeout),
+                limit=limit,
+                timeout=timeout,
+                borrow=lambda: self._borrow(max(sizes)),
+                write=self._write,
+                changed=self._table.changed,
+            )
+        items = named.items()
+        try:
+            tensors = pipeline.checked(states[0].schema, items)
+            pipeline.run(self._encoders[digest], group.schema, encoding.name, len(sizes), tensors)
+        finally:
+            items.close()
+        for stage, seconds in pipeline.seconds.items():
+            report.seconds[stage] = report.seconds.get(stage, 0.0) + seconds
+        report.dense_bytes += group.schema.dense_bytes
+        copies = 1 if states[0].link.shares_memory else len(states)
+        report.wire_bytes += pipeline.payload_bytes * copies
+
+    def _ready(self, states: list[WorkerState], step: Step, timeout: float) -> list[WorkerState]:
+        """Wait for workers that are busy with the version before; return those that can be sent one now."""
+
+        def busy(worker: WorkerState) -> bool:
+            writing = worker.last_pipeline is not None and worker.last_pipeline.busy(worker)
+            return worker.joined and (worker.inflight is not None or writing)
+
+        self._table.changed.wait_for(lambda: not any(map(busy, states)), timeout)
+        for worker in filter(busy, states):
+            worker.failures[step.version] = SyncTimeoutError(
+                f"was busy with an earlier version for {timeout:g} s: it is stopped, or in hold() or a long "
+                "forward pass; it gets all weights with the next send() (or raise timeout=)"
+            )
+        return [worker for worker in states if worker.joined and not busy(worker)]
+
+    def _write(self, worker: WorkerState, chunk: WeightChunk) -> None:
+        """Write a frame, if the worker is still to have the version that it belongs to."""
+        with worker.sending:
+            with self._table.changed:
+                current = None if worker.pipeline is None else worker.pipeline.step.version
+                stale = chunk.kind is Kind.UPDATE and current != chunk.header["version"]
+                if stale or not worker.joined:
+                    return
+            self._delivery.send(worker, [chunk])
 
 
 @dataclass
-class _Chunk:
-    """What was sent and is not yet taken by all of ``readers``."""
+class _SentChunk:
+    """A chunk that was sent, and the indices of the workers that have not read it yet."""
 
     index: int
     slot: Slot
     readers: set[int]
-    since: float
+    sent_at: float
 
 
 class Pipeline:
-    """Carries one version from whoever converts and encodes it to workers that take the same bytes.
+    """One version on its way to workers that take the same bytes.
 
-    The caller's thread converts and encodes. Frames to workers whose link waits for them are written by a
-    thread for each; all others by the caller.
+    The caller's thread converts and encodes. It also writes frames to links whose ``send_chunk`` never
+    blocks. Each other worker has a thread that writes to it.
 
     Args:
-        step: which version.
-        states: the workers, each ready for another version. The sender's lock is held.
-        limit: how many chunks there are at most: one being filled, the others sent and not yet taken by all.
-        timeout: seconds that a worker has to take a chunk.
-        borrow: gives a slot for a payload of any size, with one user; may wait.
-        write: sends a frame to a worker, or loses the worker where that fails.
+        step: number and options of the version.
+        states: the workers, each ready for another version. The caller holds the sender's lock.
+        limit: the largest number of chunks at one time: one that is being filled, and others that were sent
+            and not yet read by all workers.
+        timeout: seconds that a worker has to read a chunk.
+        borrow: returns a slot for a payload of any size, with one user; may wait.
+        write: writes a frame to a worker, or loses the worker if that fails.
         changed: the sender's lock.
 
     Attributes:
-        seconds: what the caller spent: ``convert``, ``encode``, ``send``.
+        seconds: time that the caller spent in ``convert``, ``encode`` and ``send``.
         payload_bytes: size of all chunks that were sent.
     """
 
@@ -70,13 +183,13 @@ class Pipeline:
         self._limit, self._timeout = limit, timeout
         self._borrow, self._write, self._changed = borrow, write, changed
         self._lent: Slot | None = None
-        self._under_way: list[_Chunk] = []
+        self._sent: list[_SentChunk] = []
         slow = [worker for worker in states if not worker.link.quick]
-        self._feeders = {worker.idx: _Feeder(worker, write, changed) for worker in slow}
+        self._writers = {worker.idx: _Writer(worker, write, changed) for worker in slow}
         version_id = VersionId(step.version)
         for worker in states:
-            worker.pipeline, worker.since = self, time.monotonic()
-            worker.hold("inflight", EncodedUpdate(version_id, [], []))
+            worker.pipeline, worker.sent_at = self, time.monotonic()
+            worker.set_update("inflight", EncodedUpdate(version_id, [], []))
 
     # -- the caller's side -------------------------------------------------------------------------
 
@@ -88,17 +201,17 @@ class Pipeline:
         count: int,
         tensors: Iterator[torch.Tensor],
     ) -> None:
-        """Send the whole version; returns when its last chunk was handed over.
+        """Send the whole version; return when its last chunk was handed over.
 
-        Ends early if no worker is left. Whatever ``tensors`` raises reaches the caller after the workers were
+        Ends early if no worker is left. An error of ``tensors`` reaches the caller after the workers were
         told to forget this version.
 
         Args:
             encoder: makes the chunks.
-            schema: of what travels.
+            schema: schema of the tensors as they travel.
             encoding: name on the wire.
             count: number of chunks.
-            tensors: in schema order; see :meth:`checked`.
+            tensors: tensors in schema order; see :meth:`checked`.
         """
         start = time.perf_counter()
         try:
@@ -112,15 +225,15 @@ class Pipeline:
         finally:
             with self._changed:
                 self._give_back_lent()
-            for feeder in self._feeders.values():
-                feeder.put(None)
+            for writer in self._writers.values():
+                writer.put(None)
             spent = time.perf_counter() - start
             self.seconds["encode"] = spent - self.seconds["convert"] - self.seconds["send"]
 
     def checked(
         self, schema: WeightSchema, items: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[torch.Tensor]:
-        """The tensors of ``items``, as long as they are those of ``schema``.
+        """Yield the tensors of ``items``, as long as they are those of ``schema``.
 
         Raises:
             SchemaMismatchError: they are not.
@@ -132,10 +245,10 @@ class Pipeline:
             name, tensor = next(items, (None, None))
             self.seconds["convert"] += time.perf_counter() - start
             if tensor is None:
-                raise _mismatch(f"{meta.name!r} was to come, and nothing came")
+                raise _mismatch(f"{meta.name!r} was expected, and nothing came")
             if (name, tensor.shape, tensor.dtype) != (meta.name, meta.shape, meta.dtype):
                 found = f"{name!r} {tuple(tensor.shape)} {tensor.dtype}"
-                raise _mismatch(f"{found} came where {meta.name!r} {meta.shape} {meta.dtype} was to come")
+                raise _mismatch(f"{found} came where {meta.name!r} {meta.shape} {meta.dtype} was expected")
             if position in tied and places.setdefault(meta.offset, memory_identity(tensor)) != (
                 memory_identity(tensor)
             ):
@@ -147,18 +260,18 @@ class Pipeline:
 
     def _lend(self, nbytes: int) -> torch.Tensor:
         start = time.perf_counter()
-        while late := self._await_room():
-            self._give_up(late)
+        while overdue := self._await_room():
+            self._give_up(overdue)
         self._lent = self._borrow()
         self.seconds["send"] += time.perf_counter() - start
         return self._lent.buffer.tensor[:nbytes]
 
     def _await_room(self) -> list[WorkerState]:
-        """Wait until one more chunk may be made; the workers that do not let it be, if there are some."""
+        """Wait until one more chunk may be made; return the workers that prevent it for too long, if any."""
         with self._changed:
-            while len(self._under_way) >= self._limit:
-                oldest = self._under_way[0]
-                left = oldest.since + self._timeout - time.monotonic()
+            while len(self._sent) >= self._limit:
+                oldest = self._sent[0]
+                left = oldest.sent_at + self._timeout - time.monotonic()
                 if left <= 0:
                     return [self._states[idx] for idx in oldest.readers]
                 self._changed.wait(left)
@@ -171,22 +284,26 @@ class Pipeline:
             states = list(self._states.values())
             if not states:
                 return
-            sent = _Chunk(chunk.header["index"], self._lent, set(self._states), time.monotonic())
-            self._under_way.append(sent)
+            sent = _SentChunk(chunk.header["index"], self._lent, set(self._states), time.monotonic())
+            self._sent.append(sent)
             self._lent = None
         self.payload_bytes += chunk.payload_bytes
-        slow = [worker.link for worker in states if worker.idx in self._feeders]
+        slow = [worker.link for worker in states if worker.idx in self._writers]
         if len(slow) > 1 and chunk.payload is not None:
             slow[0].expect(chunk.payload, slow)
         for worker in states:
-            if worker.idx in self._feeders:
-                self._feeders[worker.idx].put(chunk)
-            else:
-                self._write(worker, chunk)
+            self._put(worker, chunk)
         self.seconds["send"] += time.perf_counter() - start
 
+    def _put(self, worker: WorkerState, chunk: WeightChunk) -> None:
+        """Write a frame to a worker, or have its thread write it."""
+        if worker.idx in self._writers:
+            self._writers[worker.idx].put(chunk)
+        else:
+            self._write(worker, chunk)
+
     def _give_up(self, states: list[WorkerState]) -> None:
-        """Go on without workers that do not take a chunk in time; they keep the version they have."""
+        """Go on without workers that did not read a chunk in time; they keep the version they have."""
         for worker in states:
             with self._changed:
                 worker.failures[self.step.version] = SyncTimeoutError(
@@ -200,48 +317,44 @@ class Pipeline:
             self._forget(worker)
 
     def _forget(self, worker: WorkerState) -> None:
-        """Have a worker forget what it has of this version."""
+        """Remove a worker, and have it forget its chunks of this version."""
         with self._changed:
-            worker.hold("inflight", None)
+            worker.set_update("inflight", None)
             self.leave(worker, reading=worker.may_read)
-        aborted = WeightChunk(Kind.ABORT, {"version": self.step.version})
-        if worker.idx in self._feeders:
-            self._feeders[worker.idx].put(aborted)
-        else:
-            self._write(worker, aborted)
+        self._put(worker, WeightChunk(Kind.ABORT, {"version": self.step.version}))
 
-    # -- the workers' side; the sender's lock is held ----------------------------------------------
+    # -- the workers' side; the caller holds the sender's lock --------------------------------------
 
     def taken(self, worker: WorkerState, index: int) -> None:
-        """A worker has read the chunks up to ``index``."""
-        for chunk in [chunk for chunk in self._under_way if chunk.index <= index]:
+        """Note that a worker has read the chunks up to ``index``."""
+        for chunk in [chunk for chunk in self._sent if chunk.index <= index]:
             chunk.readers.discard(worker.idx)
         self._free()
 
     def leave(self, worker: WorkerState, *, reading: bool) -> None:
-        """A worker has all, or will not have it.
+        """Remove a worker that has all chunks, or will not have them.
 
         Args:
-            worker: which.
-            reading: whether it may still read what it was sent; that memory is then not used again.
+            worker: the worker.
+            reading: whether it may still read the chunks it was sent; their memory is then not written again.
         """
-        worker.pipeline, worker.former = None, self
+        worker.pipeline, worker.last_pipeline = None, self
         if self._states.pop(worker.idx, None) is None:
             return
-        for chunk in self._under_way:
+        for chunk in self._sent:
             if worker.idx in chunk.readers:
                 chunk.readers.discard(worker.idx)
                 chunk.slot.abandoned |= reading
         self._free()
 
     def busy(self, worker: WorkerState) -> bool:
-        """Whether a thread still writes to a worker that left."""
-        feeder = self._feeders.get(worker.idx)
-        return feeder is not None and not feeder.done
+        """Return whether a thread still writes to a worker that was removed."""
+        writer = self._writers.get(worker.idx)
+        return writer is not None and not writer.done
 
     def _free(self) -> None:
-        for chunk in [chunk for chunk in self._under_way if not chunk.readers]:
-            self._under_way.remove(chunk)
+        for chunk in [chunk for chunk in self._sent if not chunk.readers]:
+            self._sent.remove(chunk)
             chunk.slot.users -= 1
         self._changed.notify_all()
 
@@ -252,8 +365,8 @@ class Pipeline:
             self._changed.notify_all()
 
 
-class _Feeder(threading.Thread):
-    """Writes frames to one worker, in order, until it is given None; then it is ``done``, which is told."""
+class _Writer(threading.Thread):
+    """A thread that writes frames to one worker, in order, until it is given None and is ``done``."""
 
     def __init__(
         self,
@@ -263,7 +376,7 @@ class _Feeder(threading.Thread):
     ) -> None:
         super().__init__(name=f"weight_update-pipeline-{worker.idx}", daemon=True)
         self.done = False
-        self._peer, self._write, self._changed = worker, write, changed
+        self._worker, self._write, self._changed = worker, write, changed
         self._frames: queue.SimpleQueue[WeightChunk | None] = queue.SimpleQueue()
         self.put = self._frames.put
         self.start()
@@ -271,7 +384,7 @@ class _Feeder(threading.Thread):
     def run(self) -> None:
         try:
             while (chunk := self._frames.get()) is not None:
-                self._write(self._peer, chunk)
+                self._write(self._worker, chunk)
         finally:
             with self._changed:
                 self.done = True
@@ -280,5 +393,5 @@ class _Feeder(threading.Thread):
 
 def _mismatch(problem: str) -> SchemaMismatchError:
     return SchemaMismatchError(
-        "the weights are not those agreed on in connect(); nothing of them is applied:", (problem,)
+        "the weights are not those agreed on in connect(); none of them is applied:", (problem,)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from weight_update.report import SyncReport
-from weight_update.sender.sender import Outcome
+from weight_update.sender.outcomes import Outcome
 from weight_update.sharded.errors import error_from_wire
 from weight_update.sharded.links import Message
 from weight_update.sharded.ranks import Ranks
@@ -97,7 +97,7 @@ class Follower:
         """See :meth:`Sender.members`; the leader holds them."""
         return ()
 
-    def one(self, weights: Mapping[int, NamedWeights]) -> None:
+    def whole_weights(self, weights: Mapping[int, NamedWeights]) -> None:
         """Take part; the leader alone has the whole weights."""
         self._ranks.follow()
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weight_update.report import SyncReport
-from weight_update.sender.sender import Outcome, Sender
+from weight_update.sender.outcomes import Outcome
+from weight_update.sender.sender import Sender
 from weight_update.sharded.errors import error_to_wire
 from weight_update.sharded.links import Message
 from weight_update.sharded.ranks import Ranks
@@ -21,8 +22,8 @@ __all__ = ["Leader"]
 class Leader(Sender):
     """A sender that tells the other ranks, its followers, what became of each call.
 
-    ``connect``, ``publish`` and ``one`` are called within a step of all ranks; the other methods that wait
-    make one of their own.
+    ``connect``, ``publish`` and ``whole_weights`` are called within a step of all ranks; the other methods
+    that wait make one of their own.
 
     Args:
         ranks: the connection to the others.
@@ -73,7 +74,7 @@ class Leader(Sender):
             result["outcomes"] = [(settled, _to_wire(failures)) for settled, failures in found]
         return found
 
-    def one(self, weights: Mapping[int, NamedWeights]) -> NamedWeights:
+    def whole_weights(self, weights: Mapping[int, NamedWeights]) -> NamedWeights:
         return next(iter(weights.values())).converted()
 
     def _put_together(self, weights: Mapping[int, NamedWeights]) -> tuple[Mapping[int, NamedWeights], float]:

@@ -1,13 +1,15 @@
-"""Which workers are sent the same."""
+"""The assignment of workers to send groups."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 from weight_update.encodings import DeltaEncoding, Encoding
+from weight_update.sender.groups.base import Borrow, SendGroup
 from weight_update.sender.groups.delta import DeltaGroup
-from weight_update.sender.groups.full import Borrow, FullGroup, SendGroup
+from weight_update.sender.groups.full import FullGroup
 from weight_update.sender.workers import WorkerState, WorkerTable
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.wire.schema import WeightSchema
@@ -15,29 +17,30 @@ from weight_update.wire.updates import Step
 
 __all__ = ["GroupAssignment"]
 
+_MAX_UPDATES = 4
+_CHECK_SECONDS = 0.2
+
 
 class GroupAssignment:
-    """Assigns workers to groups; its methods are called by one thread at a time.
+    """Assigns workers to send groups. One thread at a time calls its methods.
+
+    A group is closed when its last worker leaves it.
 
     Args:
         table: the workers.
-        encoding: how updates travel.
-        borrow: where payloads lie.
+        encoding: encoding of updates.
+        borrow: lends memory for payloads.
     """
 
     def __init__(self, table: WorkerTable, encoding: Encoding, borrow: Borrow) -> None:
         self._table, self._encoding, self._borrow = table, encoding, borrow
 
     def all(self) -> list[SendGroup]:
-        """Those that somebody is in."""
+        """Return the groups that have workers."""
         return list({id(worker.group): worker.group for worker in self._table if worker.group}.values())
 
-    def newest(self) -> SendGroup | None:
-        """The one with the newest version; None if there is none."""
-        return max(self.all(), key=_version, default=None)
-
     def move(self, states: Iterable[WorkerState], group: SendGroup) -> None:
-        """Put workers into a group; those that nobody is in any more are closed."""
+        """Move workers into ``group``."""
         with self._table.changed:
             left = {id(worker.group): worker.group for worker in states if worker.group not in (None, group)}
             for worker in states:
@@ -50,35 +53,37 @@ class GroupAssignment:
                 group.close()
 
     def join(self, worker: WorkerState, wire: WeightSchema) -> None:
-        """Give a worker that is in a group, or a guest, the group for weights that best travel as ``wire``."""
-        if worker.group is None and worker.guest and (newest := self.newest()) is not None:
-            self.move([worker], newest)
+        """Move a worker that joins again, or late, to the group for weights that travel best as ``wire``."""
+        if worker.group is None and worker.late:
+            newest = max(self.all(), key=_version, default=None)
+            if newest is not None:
+                self.move([worker], newest)
         group = worker.group
         if group is None or wire.digest == group.schema.digest:
             return
-        twins = [one for one in self.all() if one.family == group.family]
-        same = [one for one in twins if one.schema.digest == wire.digest]
+        alike = [one for one in self.all() if one.source == group.source]
+        same = [one for one in alike if one.schema.digest == wire.digest]
         if same:
             self.move([worker], same[0])
-        elif group.schema.digest != worker.schema.digest:  # neither the schema it has nor ours: wait
-            self.move([worker], self._new(wire, worker.tracked, group.family))
+        elif group.schema.digest != worker.schema.digest:  # neither the best schema nor ours: wait
+            self.move([worker], self._new(wire, worker.tracked, group.source))
 
-    def settle_in(
+    def assign_first(
         self, worker: WorkerState, wire: WeightSchema, version: int, named: NamedWeights | None
     ) -> None:
         """Find or make the first group of a worker, with ``named`` as its weights."""
-        family = (version, id(named))
+        source = (version, id(named))
         for group in self.all():
-            if group.family == family and group.schema.digest == wire.digest:
+            if group.source == source and group.schema.digest == wire.digest:
                 self.move([worker], group)
                 return
-        group = self._new(wire, worker.tracked, family)
+        group = self._new(wire, worker.tracked, source)
         if named is not None:
             group.stage(Step.of(version, named.extra), named.tensors)
-            group.settle()
+            group.commit()
         self.move([worker], group)
 
-    def _new(self, schema: WeightSchema, tracked: frozenset[str] | None, family: Hashable) -> SendGroup:
+    def _new(self, schema: WeightSchema, tracked: frozenset[str] | None, source: Hashable) -> SendGroup:
         names = schema.names
         positions = None if tracked is None else [i for i, name in enumerate(names) if name in tracked]
         group: SendGroup
@@ -86,55 +91,68 @@ class GroupAssignment:
             group = DeltaGroup(schema, self._borrow, self._table.changed, self._encoding, positions)
         else:
             group = FullGroup(schema, self._borrow, self._table.changed, self._encoding.whole)
-        group.family = family
+        group.source = source
         return group
 
-    def dismiss_guests(self) -> None:
-        """What a guest that has gone was sent is kept for nobody."""
+    def release_departed(self) -> None:
+        """Release updates held for late joiners that have left."""
         with self._table.changed:
             for worker in self._table:
-                if worker.guest and not worker.joined and worker.lost is not None:
+                if worker.late and not worker.joined and worker.lost is not None:
                     self.leave(worker)
 
     def leave(self, worker: WorkerState) -> None:
-        """Take a worker out of its send group."""
+        """Take a worker out of its group."""
         with self._table.changed:
             left, worker.group = worker.group, None
             self._close_unused([left])
 
-    def parts(
-        self, weights: Mapping[int, NamedWeights], workers: Iterable[int], *, apart: bool
-    ) -> list[list[WorkerState]]:
-        """Workers by what they can be sent together; without those not here yet, or just gone.
+    def partition(self, weights: Mapping[int, NamedWeights], *, apart: bool) -> list[list[WorkerState]]:
+        """Return lists of workers that can be sent the same bytes; workers without a group are left out.
 
         Args:
-            weights: what each is to be sent.
-            workers: indices.
-            apart: bring no groups together.
+            weights: weights for each worker index.
+            apart: keep workers of different groups apart even if they could be sent the same.
         """
         parts: dict[tuple[Any, ...], list[WorkerState]] = {}
-        for idx in workers:
+        for idx, named in weights.items():
             worker = self._table[idx]
             if worker.group is not None:
                 own = id(worker.group) if apart else None
-                key = (id(weights[idx]), worker.group.schema.digest, worker.tracked, own)
+                key = (id(named), worker.group.schema.digest, worker.tracked, own)
                 parts.setdefault(key, []).append(worker)
         return list(parts.values())
 
-    def group_for(self, states: list[WorkerState]) -> SendGroup:
-        """A group for workers that are sent the same that are now sent the same weights, and for nobody else.
+    def await_room(self, timeout: float) -> None:
+        """Wait while so many updates are in use that one more would cost too much memory.
 
-        They are to be moved to it when that is certain.
+        A worker that is overdue keeps up to two updates until it goes on: the limit grows with their number.
+        """
+        deadline = time.monotonic() + timeout
+        with self._table.changed:
+            while time.monotonic() < deadline:
+                groups = self.all()
+                used = [one for group in groups for one in group.kept]
+                used += [one for worker in self._table for one in (worker.applied, worker.inflight) if one]
+                limit = _MAX_UPDATES + 2 * self._table.count_overdue(timeout) + 2 * (len(groups) - 1)
+                if len({id(one.version_id) for one in used}) < limit:
+                    return
+                self._table.changed.wait(_CHECK_SECONDS)
+
+    def group_for(self, states: list[WorkerState]) -> SendGroup:
+        """Return a group for these workers alone, which :meth:`partition` put together.
+
+        The caller moves them to it once the update is staged.
         """
         groups = {id(worker.group): worker.group for worker in states if worker.group is not None}
         outside = {id(worker.group) for worker in self._table if worker not in states}
         own = [group for key, group in groups.items() if key not in outside]
         return max(own, key=_version) if own else next(iter(groups.values())).fork()
 
-    def abandon(self, groups: Iterable[SendGroup]) -> None:
-        """Drop what is pending in ``groups``, and close those that nobody was moved to."""
+    def discard(self, groups: Iterable[SendGroup]) -> None:
+        """Discard what is staged in ``groups``, and close those that have no workers."""
         for group in groups:
-            group.drop()
+            group.discard()
             self._close_unused([group])
 
 

@@ -1,4 +1,4 @@
-"""What workers are sent where updates carry what changed."""
+"""Send groups whose updates carry changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from weight_update.encodings import DeltaEncoding, Difference, Lend, Tracker
 from weight_update.sender.buffers import EncodedUpdate, Slot, VersionId, give_back
-from weight_update.sender.groups.full import Borrow, SendGroup, UpdateStats
+from weight_update.sender.groups.base import Borrow, SendGroup, UpdateStats
 from weight_update.wire.memory import digest
 from weight_update.wire.schema import WeightSchema
 from weight_update.wire.updates import Step, frames_of
@@ -23,22 +23,22 @@ _NOT_WORTH = 0.9
 """Share of all elements, or of all bytes, above which an update is sent whole."""
 
 _REMEMBERED = 8
-"""Steps that are remembered; each may take two file descriptors."""
+"""Number of changes that are remembered; each may take two file descriptors."""
 
 
 class DeltaGroup(SendGroup):
-    """Updates carry what changed; whole weights go to those who just joined or missed too much.
+    """A send group whose updates carry changes; workers that joined or missed too much get all weights.
 
-    It remembers the weights of ``version``, and the payloads of the last few steps that led there, so that a
-    worker which was busy meanwhile gets several at once.
+    The group remembers the weights of ``version``, and the payloads of the last few changes that led there. A
+    worker that was busy meanwhile gets several of them at once.
 
     Args:
-        schema: see :class:`SendGroup`.
-        borrow: see :class:`SendGroup`.
-        lock: see :class:`SendGroup`.
-        encoding: how changes are found and told.
+        schema: as for :class:`SendGroup`.
+        borrow: as for :class:`SendGroup`.
+        lock: as for :class:`SendGroup`.
+        encoding: finds changes and encodes them.
         tracked: positions of the entries that updates may change; None for all.
-        tracker: what to begin with, for a fork.
+        tracker: memory of the weights to start with, for a fork.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class DeltaGroup(SendGroup):
         self._tracker = tracker or encoding.tracker(schema, tracked)
         self._remembering = threading.Lock()  # held while the tracker is read or changed
         self._step = Step(-1)
-        self._next: _Pending | None = None
-        self._past: deque[_PastDelta] = deque()
+        self._staged: _Staged | None = None
+        self._past: deque[_Change] = deque()
         self._whole: EncodedUpdate | None = None
         self._first: int | None = None
         self._digests: list[str | None] | None = None
@@ -66,11 +66,11 @@ class DeltaGroup(SendGroup):
         return [] if self._whole is None else [self._whole]
 
     def target(self, has: VersionId | None) -> int | None:
-        """See :meth:`SendGroup.target`; what is pending goes to workers that changes can bring there."""
-        return self.version if self._pending_for(has) is None else self.pending
+        """Return the version to send; the staged one goes only to workers that changes can bring there."""
+        return self.version if self._staged_for(has) is None else self.pending
 
     def welcome(self) -> dict[str, Any]:
-        """See :meth:`SendGroup.welcome`; the digests are of what a worker must have already."""
+        """Return the fields for WELCOME; the digests are of weights that the worker must have already."""
         with self._remembering:
             return {"keep": True, "version": self.version, "digests": self._digests_to_tell()}
 
@@ -81,12 +81,12 @@ class DeltaGroup(SendGroup):
         if self.version is None:
             with self._remembering:
                 self._tracker.begin([tensors[name] for name in self.schema.names])
-            self._put(_Pending(VersionId(step.version), step, None, None, []))
+            self._put(_Staged(VersionId(step.version), step, None, None, []))
             return UpdateStats(self._encoding.whole.label, elements, elements)
         difference = self._tracker.compare([tensors.get(name) for name in self.schema.names])
-        if not step.commit and any(self._past_since(one) is None for one in bases):
-            whole = self._whole_of(step, tensors)  # no change leads there from what some worker has
-            self._put(_Pending(whole.version_id, step, difference, None, whole.slots, whole))
+        if not step.commit and any(self._changes_since(one) is None for one in bases):
+            whole = self._whole_of(step, tensors)  # for a worker that no known change can bring there
+            self._put(_Staged(whole.version_id, step, difference, None, whole.slots, whole))
             return UpdateStats(self._encoding.whole.label, elements, elements)
         slots: list[Slot] = []
         payload = None
@@ -99,12 +99,12 @@ class DeltaGroup(SendGroup):
         if payload is not None and step.commit and payload.numel() > _NOT_WORTH * self.schema.dense_bytes:
             self._give_back(slots)
             payload, slots = None, []
-        self._put(_Pending(VersionId(step.version), step, difference, payload, slots))
-        told = self._encoding.whole if payload is None else self._encoding
-        return UpdateStats(told.label, difference.changed, difference.total, told.compressed_with)
+        self._put(_Staged(VersionId(step.version), step, difference, payload, slots))
+        used = self._encoding.whole if payload is None else self._encoding
+        return UpdateStats(used.label, difference.changed, difference.total, used.compressed_with)
 
     def _whole_of(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> EncodedUpdate:
-        """All weights as they are in ``tensors``, and as remembered where they are not there."""
+        """Encode all weights; those missing in ``tensors`` as they are remembered."""
         kept = dict(zip(self.schema.names, self._tracker.weights(), strict=True))
         slots: list[Slot] = []
         try:
@@ -116,46 +116,46 @@ class DeltaGroup(SendGroup):
         chunks = frames_of(step, self.schema, self._encoding.whole.name, payloads)
         return EncodedUpdate(VersionId(step.version), chunks, slots)
 
-    def settle(self) -> None:
-        done = self._next
+    def commit(self) -> None:
+        done = self._staged
         if done is None:
             return
         with self._remembering:
             if done.difference is not None:
                 self._tracker.advance(done.difference)
             with self._lock:
-                self._next, self.pending = None, None
+                self._staged, self.pending = None, None
                 self._drop_whole()
                 if done.payload is None or self.version_id is None:
                     give_back(done.slots)
                     self._forget_past(0)
                 else:
-                    self._past.append(_PastDelta(self.version_id, done.payload, done.slots))
+                    self._past.append(_Change(self.version_id, done.payload, done.slots))
                     self._forget_past(_REMEMBERED)
                 self._step, self.version_id = done.step.committed(), done.version_id
                 self._first = self.version if self._first is None else self._first
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         with self._lock:
-            if self._next is not None:
-                give_back(self._next.slots)
+            if self._staged is not None:
+                give_back(self._staged.slots)
             if self.version_id is None:
                 self._drop_whole()
-            self._next, self.pending = None, None
+            self._staged, self.pending = None, None
 
-    def ready(self, has: VersionId | None) -> EncodedUpdate | None:
-        past, pending = self._past_since(has), self._pending_for(has)
-        if pending is not None and pending.whole is not None:
-            return pending.whole
+    def update_for(self, has: VersionId | None) -> EncodedUpdate | None:
+        past, staged = self._changes_since(has), self._staged_for(has)
+        if staged is not None and staged.whole is not None:
+            return staged.whole
         if past is None or self.version_id is None or has is None:
             return self._whole
         payloads = [one.payload for one in past]
         slots = [slot for one in past for slot in one.slots]
         step, version_id = self._step, self.version_id
-        if pending is not None and pending.payload is not None:
-            payloads.append(pending.payload)
-            slots.extend(pending.slots)
-            step, version_id = pending.step, pending.version_id
+        if staged is not None and staged.payload is not None:
+            payloads.append(staged.payload)
+            slots.extend(staged.slots)
+            step, version_id = staged.step, staged.version_id
         if not payloads:
             return self._whole
         chunks = frames_of(step, self.schema, self._encoding.name, payloads, has.version)
@@ -185,13 +185,13 @@ class DeltaGroup(SendGroup):
                     give_back(slots)
 
     def fork(self) -> SendGroup:
-        """See :meth:`SendGroup.fork`; what is remembered is copied."""
+        """Return another group that starts with a copy of the remembered weights and changes."""
         with self._remembering:
             other = DeltaGroup(
                 self.schema, self._borrow, self._lock, self._encoding, self._tracked, self._tracker.copy()
             )
         with self._lock:
-            other.version_id, other.family, other._step = self.version_id, self.family, self._step
+            other.version_id, other.source, other._step = self.version_id, self.source, self._step
             other._first, other._digests = self._first, self._digests
             for one in self._past:
                 EncodedUpdate(one.base, [], one.slots).retain()
@@ -200,13 +200,13 @@ class DeltaGroup(SendGroup):
 
     def close(self) -> None:
         with self._lock:
-            self.drop()
+            self.discard()
             self._drop_whole()
             self._forget_past(0)
             self.version_id = None
 
     def _digests_to_tell(self) -> list[str | None] | None:
-        """Digests of the first weights, where the encoding trusts workers to have them; None later."""
+        """Return digests of the first weights if the encoding trusts workers to have them; None later."""
         if self.version is None or self.version != self._first:
             return None
         sent = set(self._encoding.bootstraps(self.schema))
@@ -217,50 +217,50 @@ class DeltaGroup(SendGroup):
             self._digests = [None if i in sent else digest(tensor) for i, tensor in enumerate(weights)]
         return self._digests
 
-    def _put(self, pending: _Pending) -> None:
+    def _put(self, staged: _Staged) -> None:
         with self._lock:
-            self.drop()
-            self._next, self.pending = pending, pending.step.version
+            self.discard()
+            self._staged, self.pending = staged, staged.step.version
 
     def _lend(self, slots: list[Slot]) -> Lend:
-        """Memory for payloads whose size is never the same: of few sizes, so that it is used again."""
+        """Return a ``lend`` that rounds sizes up, so that slots of ever new sizes can be used again."""
         lend = self._borrow(slots)
         return lambda nbytes: lend(_rounded(nbytes))[:nbytes]
 
     def _goal(self) -> tuple[VersionId | None, Step]:
-        """What whole weights bring a worker to: what was settled last, else the first that is staged."""
-        if self.version_id is not None or self._next is None:
+        """Return the version of full updates: the committed one, or else the first one staged."""
+        if self.version_id is not None or self._staged is None:
             return self.version_id, self._step
-        return self._next.version_id, self._next.step
+        return self._staged.version_id, self._staged.step
 
-    def _past_since(self, has: VersionId | None) -> list[_PastDelta] | None:
-        """The steps from ``has`` to what was settled last; None if they are not known."""
+    def _changes_since(self, has: VersionId | None) -> list[_Change] | None:
+        """Return the changes from ``has`` to the committed version; None if they are not known."""
         if has is self.version_id:
             return []
         past = list(self._past)
         first = next((i for i, one in enumerate(past) if one.base is has), None)
         return None if first is None else past[first:]
 
-    def _pending_for(self, has: VersionId | None) -> _Pending | None:
-        """What is staged, if a worker with ``has`` can be brought there."""
-        if self._next is not None and self._next.whole is not None:
-            return None if has is None else self._next
-        told = self._next is not None and (self._next.payload is not None or self.version_id is None)
-        return self._next if told and self._past_since(has) is not None else None
+    def _staged_for(self, has: VersionId | None) -> _Staged | None:
+        """Return the staged update if a worker with ``has`` can be brought to it."""
+        if self._staged is not None and self._staged.whole is not None:
+            return None if has is None else self._staged
+        sendable = self._staged is not None and (self._staged.payload is not None or self.version_id is None)
+        return self._staged if sendable and self._changes_since(has) is not None else None
 
     def _drop_whole(self) -> None:
         if self._whole is not None:
             self._whole.release()
             self._whole = None
 
-    def _forget_past(self, steps: int) -> None:
-        """Forget the oldest steps until there are at most ``steps``, with half the bytes of the weights.
+    def _forget_past(self, limit: int) -> None:
+        """Forget the oldest changes until at most ``limit`` are left, with at most half the weights' bytes.
 
-        The last one stays even if it is larger: it is just being sent.
+        The last change stays even if it is larger: it is just being sent.
         """
         total = sum(one.payload.numel() for one in self._past)
-        while len(self._past) > min(steps, 1) and (
-            len(self._past) > steps or total > self.schema.nbytes // 2
+        while len(self._past) > min(limit, 1) and (
+            len(self._past) > limit or total > self.schema.nbytes // 2
         ):
             oldest = self._past.popleft()
             total -= oldest.payload.numel()
@@ -272,8 +272,8 @@ class DeltaGroup(SendGroup):
 
 
 @dataclass(frozen=True)
-class _Pending:
-    """What is staged; without a payload, workers are sent whole weights: these, or those settled later."""
+class _Staged:
+    """A staged update. Without a payload, workers are sent ``whole``, or all weights once it is committed."""
 
     version_id: VersionId
     step: Step
@@ -284,8 +284,8 @@ class _Pending:
 
 
 @dataclass(frozen=True)
-class _PastDelta:
-    """A step from ``base`` to what came next."""
+class _Change:
+    """An encoded change of ``base`` that leads to the version after it."""
 
     base: VersionId
     payload: torch.Tensor
@@ -293,6 +293,6 @@ class _PastDelta:
 
 
 def _rounded(nbytes: int) -> int:
-    """A size at least ``nbytes``, at most an eighth larger (from 4 KB on), of which there are few."""
+    """Return one of a few sizes: at least ``nbytes``, and at most an eighth larger (from 4 KB on)."""
     step = max(1 << max(nbytes.bit_length() - 4, 0), 1 << 12)
     return -(-nbytes // step) * step
