@@ -282,7 +282,7 @@ def running(
 
 @contextlib.contextmanager
 def added(ranks: Ranks, index: int) -> Iterator[Worker]:
-    """A worker beyond the first number, with a scheme of its own."""
+    """Yield a late joiner that has a scheme of its own."""
     port = ranks.all("get", "port", of=1)[0]
     scheme = DistributedWeightSyncScheme(
         strategy=WeightStrategy(encoding=BUCKETS["encoding"]), port=port, token=TOKEN

@@ -50,15 +50,15 @@ WeightSyncBackend = Literal[
 _ALIASES = {"direct": "none", "thread": "shared", "multiprocessing": "process"}
 
 End = Literal["sender", "receiver"]
-Newcomers = Callable[[int], Any]
-"""Gives a worker of that index, beyond the first number, its link; see ``WeightSyncScheme.newcomers``."""
+Admit = Callable[[int], Any]
+"""Returns the link for a worker that joins late, by its index; see ``WeightSyncScheme.newcomers``."""
 _F = TypeVar("_F", bound=Callable[..., Any])
 _REMEMBERED = 64
 """How many updates of ``sync=False`` that nobody waits for are looked after for errors."""
 
 
-class Door(Protocol):
-    """A listener that admits workers while the sender lives.
+class SenderListener(Protocol):
+    """A listener of a scheme, which admits workers while the sender lives.
 
     Attributes:
         refusals: why the last join requests were refused.
@@ -171,7 +171,7 @@ class WeightSyncScheme(ABC):
         self._connected = False
         self._link: TransportBackend | None = None
         self._unchecked: list[SendHandle] = []
-        self._door: Door | None = None
+        self._listener: SenderListener | None = None
         self._owner = os.getpid()
         self._instance = secrets.token_hex(8)
         self._finalizer: weakref.finalize[Any, Any] | None = None
@@ -200,9 +200,9 @@ class WeightSyncScheme(ABC):
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
         """The sender's end of all links; the default creates one transport for each worker.
 
-        What workers need to find the sender goes into attributes of self; a listener goes into
-        ``self._door``, which is started in :meth:`connect` and closed in :meth:`shutdown`. A door that
-        can let in more workers than ``workers`` asks :meth:`newcomers`.
+        Put the addresses that workers need to find the sender into attributes of self, and a listener into
+        ``self._listener``; :meth:`connect` starts it and :meth:`shutdown` closes it. A listener that can
+        admit late joiners calls the function that :meth:`newcomers` returns.
 
         Args:
             workers: indices.
@@ -211,12 +211,13 @@ class WeightSyncScheme(ABC):
         del ctx
         return {idx: self.create_transport(worker_idx=idx, end="sender") for idx in workers}
 
-    def newcomers(self) -> Newcomers:
-        """For doors: a function that gives a worker beyond the first number its link.
+    def newcomers(self) -> Admit:
+        """Return a function that admits late joiners, for listeners.
 
-        It takes the worker's index and raises :class:`~weight_update.JoinRefusedError` where that worker
-        cannot be let in. It keeps no reference to the scheme. Before a listener gives a connection to a
-        link, it calls :meth:`TransportBackend.screen` of that link.
+        The function takes a worker's index and returns its link, or raises
+        :class:`~weight_update.JoinRefusedError` if that worker cannot be admitted. It keeps no reference to
+        the scheme. Before a listener gives a connection to a link, it calls :meth:`TransportBackend.screen`
+        of that link.
         """
         myself = weakref.ref(self)
 
@@ -297,7 +298,7 @@ class WeightSyncScheme(ABC):
             ranks.close()
             raise
         self.context, self._sources = context, sources
-        self._close_at_end(_close_all, self._sender, self._door, ranks)
+        self._close_at_end(_close_all, self._sender, self._listener, ranks)
 
     def _meet_ranks(self, sources: Sources) -> Alone | Ranks:
         """The other ranks, if the trainer is sharded."""
@@ -329,7 +330,7 @@ class WeightSyncScheme(ABC):
         try:
             return Leader(ranks, *arguments) if isinstance(ranks, Ranks) else Sender(*arguments)
         except BaseException:
-            _close_all(*links.values(), self._door)
+            _close_all(*links.values(), self._listener)
             raise
 
     def init_on_receiver(
@@ -413,10 +414,10 @@ class WeightSyncScheme(ABC):
     def _connect_sender(self, sender: Sender, worker_idx: int | None, weights: Any, limit: float) -> None:
         if worker_idx is not None:
             raise LifecycleError("connect(worker_idx=...) is for receivers")
-        if self._door is not None:
-            self._door.refusals.clear()  # of an earlier call
-            sender.refusals = self._door.refusals
-            self._door.start()
+        if self._listener is not None:
+            self._listener.refusals.clear()  # of an earlier call
+            sender.refusals = self._listener.refusals
+            self._listener.start()
         self._give_first(sender, weights, limit)
 
     def _give_first(self, sender: Sender | Follower, weights: Any, limit: float) -> None:
@@ -748,7 +749,7 @@ class WeightSyncScheme(ABC):
 
     def _sources_for(self, workers: Sequence[int]) -> Sources:
         assert self._sources is not None
-        return self._sources.with_guests(workers)
+        return self._sources.with_late_joiners(workers)
 
     @property
     def _patience(self) -> float:
@@ -787,7 +788,7 @@ def _require_seconds(option: str, given: Any) -> float:
     return float(given)  # locks and sockets take no other kind of number
 
 
-def _close_all(*parts: Sender | Follower | TransportBackend | Door | Alone | Ranks | None) -> None:
+def _close_all(*parts: Sender | Follower | TransportBackend | SenderListener | Alone | Ranks | None) -> None:
     with ExitStack() as rest:  # whatever one of them raises, all are closed
         for part in reversed(parts):
             if part is not None:

@@ -147,17 +147,17 @@ class Sources:
         places = [None if d is None else torch.device(d) for d in devices or [None] * count]
         return cls(dict.fromkeys(range(count), source), dict(enumerate(places)), device_map_fn)
 
-    def with_guests(self, workers: Sequence[int]) -> Sources:
-        """These sources, also for ``workers`` beyond the first number; see :attr:`common`."""
-        guests = [idx for idx in workers if idx not in self.by_worker]
-        if not guests or not self.common:
+    def with_late_joiners(self, workers: Sequence[int]) -> Sources:
+        """Return sources that also serve the late joiners among ``workers``; see :attr:`common`."""
+        late = [idx for idx in workers if idx not in self.by_worker]
+        if not late or not self.common:
             return self
         like = next(iter(self.by_worker))
         return replace(
             self,
-            by_worker={**self.by_worker, **dict.fromkeys(guests, self.by_worker[like])},
-            devices={**self.devices, **dict.fromkeys(guests)},
-            chosen={**self.chosen, **dict.fromkeys(guests, self.chosen.get(like))},
+            by_worker={**self.by_worker, **dict.fromkeys(late, self.by_worker[like])},
+            devices={**self.devices, **dict.fromkeys(late)},
+            chosen={**self.chosen, **dict.fromkeys(late, self.chosen.get(like))},
         )
 
     @property
