@@ -10,7 +10,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from multiprocessing.util import Finalize
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
@@ -32,7 +32,7 @@ from weight_update.schemes.liveness import WorkerAlive, liveness
 from weight_update.schemes.sources import DeviceMap, ModelOf, Sources
 from weight_update.sender.handle import SendHandle, failed
 from weight_update.sender.sender import Sender
-from weight_update.sharded import Alone, Follower, Gathering, Leader, Ranks
+from weight_update.sharded import Follower, Gathering, Leader, Ranks
 from weight_update.strategy.gather import GatherShards
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
@@ -53,6 +53,7 @@ End = Literal["sender", "receiver"]
 Admit = Callable[[int], Any]
 """Returns the link for a worker that joins late, by its index; see ``WeightSyncScheme.newcomers``."""
 _F = TypeVar("_F", bound=Callable[..., Any])
+_T = TypeVar("_T")
 _REMEMBERED = 64
 """How many updates of ``sync=False`` that nobody waits for are looked after for errors."""
 
@@ -162,7 +163,7 @@ class WeightSyncScheme(ABC):
         self.worker_alive: WorkerAlive | None = None
         self._sources: Sources | None = None
         self._sender: Sender | Follower | None = None
-        self._ranks: Alone | Ranks = Alone()
+        self._ranks: Ranks | None = None
         self._receiver: Receiver | None = None
         self._worker_idx: int | None = None
         self._model: Any = None
@@ -292,28 +293,37 @@ class WeightSyncScheme(ABC):
         self._ranks = ranks = self._meet_ranks(sources)
         try:
             patience = self.connect_timeout + self._patience
-            with ranks.step("init_on_sender", lambda _: sources.survey(self.strategy), patience) as surveyed:
+            with self._in_step(
+                "init_on_sender", lambda _: sources.survey(self.strategy), patience
+            ) as surveyed:
                 self._sender = self._open_side(ranks, surveyed, ctx)
         except BaseException:
-            ranks.close()
+            if ranks is not None:
+                ranks.close()
             raise
         self.context, self._sources = context, sources
         self._close_at_end(_close_all, self._sender, self._listener, ranks)
 
-    def _meet_ranks(self, sources: Sources) -> Alone | Ranks:
-        """The other ranks, if the trainer is sharded."""
+    def _meet_ranks(self, sources: Sources) -> Ranks | None:
+        """Return the connection to the other ranks; None if the trainer is not sharded."""
         gather = self.strategy.gather
         if gather is None and not sources.sharded(self.strategy):
-            return Alone()
+            return None
         gather = gather or GatherShards()
         ranks = Ranks(gather.members(), self.timeout, self.connect_timeout)
         sources.gathering = Gathering(ranks, gather)
         return ranks
 
+    def _in_step(
+        self, call: str, read: Callable[[Sequence[int] | None], _T], patience: float
+    ) -> AbstractContextManager[_T]:
+        """Return a context with the result of ``read``; all ranks of a sharded trainer enter it together."""
+        return nullcontext(read(None)) if self._ranks is None else self._ranks.step(call, read, patience)
+
     def _open_side(
-        self, ranks: Alone | Ranks, surveyed: Mapping[int, tuple[NamedWeights, NamedWeights | None]], ctx: Any
+        self, ranks: Ranks | None, surveyed: Mapping[int, tuple[NamedWeights, NamedWeights | None]], ctx: Any
     ) -> Sender | Follower:
-        if isinstance(ranks, Ranks) and not ranks.leads:
+        if ranks is not None and not ranks.leads:
             ranks.follow()
             return Follower(ranks, self.timeout)
         known: dict[int, WeightSchema] = {}
@@ -328,7 +338,7 @@ class WeightSyncScheme(ABC):
         links = self.open_sender(sorted(schemas), ctx)
         arguments = links, schemas, tracked, self.strategy, self._token, self.timeout
         try:
-            return Leader(ranks, *arguments) if isinstance(ranks, Ranks) else Sender(*arguments)
+            return Sender(*arguments) if ranks is None else Leader(ranks, *arguments)
         except BaseException:
             _close_all(*links.values(), self._listener)
             raise
@@ -425,7 +435,7 @@ class WeightSyncScheme(ABC):
             chosen = sender.workers if workers is None else workers
             return self._sources_for(chosen).read(self.strategy, weights, chosen, first=True)
 
-        with self._ranks.step("connect", read, limit + self._patience) as named:
+        with self._in_step("connect", read, limit + self._patience) as named:
             self.last_report = sender.connect(named, limit, liveness(self.worker_alive))
 
     def _connect_receiver(self, worker_idx: int | None, weights: Any, limit: float) -> None:
@@ -528,7 +538,7 @@ class WeightSyncScheme(ABC):
         sender = self._require_sender()
         with self._sending:
             start = time.perf_counter()
-            with self._ranks.step("send", self._reader(weights, worker_ids), self._patience) as named:
+            with self._in_step("send", self._reader(weights, worker_ids), self._patience) as named:
                 extract = time.perf_counter() - start
                 handle = SendHandle(sender, sender.publish(named, **how), tuple(named))
             handle.report.seconds = {"extract": extract, **handle.report.seconds}
@@ -551,7 +561,7 @@ class WeightSyncScheme(ABC):
         Of a sharded model, every rank calls this; those that do not lead get None.
         """
         sender = self._require_sender()
-        with self._ranks.step("prepare_weights", self._reader(weights, None), self._patience) as named:
+        with self._in_step("prepare_weights", self._reader(weights, None), self._patience) as named:
             whole = sender.whole_weights(named)
         return None if whole is None else self.strategy.export(whole)
 
@@ -788,7 +798,7 @@ def _require_seconds(option: str, given: Any) -> float:
     return float(given)  # locks and sockets take no other kind of number
 
 
-def _close_all(*parts: Sender | Follower | TransportBackend | SenderListener | Alone | Ranks | None) -> None:
+def _close_all(*parts: Sender | Follower | TransportBackend | SenderListener | Ranks | None) -> None:
     with ExitStack() as rest:  # whatever one of them raises, all are closed
         for part in reversed(parts):
             if part is not None:

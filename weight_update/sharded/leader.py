@@ -1,4 +1,4 @@
-"""The sender of a sharded trainer: on the one rank that talks to the workers."""
+"""The sender of a sharded trainer, on the one rank that talks to the workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Leader"]
 
 
 class Leader(Sender):
-    """A sender that tells the other ranks, its followers, what became of each call.
+    """A sender that tells the other ranks, its followers, the result of each call.
 
     ``connect``, ``publish`` and ``whole_weights`` are called within a step of all ranks; the other methods
     that wait make one of their own.
@@ -41,7 +41,7 @@ class Leader(Sender):
         alive: Callable[[int], bool] | None = None,
     ) -> SyncReport:
         with self._telling() as result:
-            whole, seconds = self._put_together(weights)
+            whole, seconds = self._gathered(weights)
             report = _add(super().connect(whole, timeout, alive), seconds)
             result["report"] = dataclasses.asdict(report)
         return report
@@ -50,7 +50,7 @@ class Leader(Sender):
         self, weights: Mapping[int, NamedWeights], *, commit: bool = True, group_commit: str | None = None
     ) -> SyncReport:
         with self._telling() as result:
-            whole, seconds = self._put_together(weights)
+            whole, seconds = self._gathered(weights)
             report = _add(super().publish(whole, commit=commit, group_commit=group_commit), seconds)
             result["report"] = dataclasses.asdict(report)
         return report
@@ -77,8 +77,8 @@ class Leader(Sender):
     def whole_weights(self, weights: Mapping[int, NamedWeights]) -> NamedWeights:
         return next(iter(weights.values())).converted()
 
-    def _put_together(self, weights: Mapping[int, NamedWeights]) -> tuple[Mapping[int, NamedWeights], float]:
-        """Weights that are not to travel while they are put together; and the seconds that took."""
+    def _gathered(self, weights: Mapping[int, NamedWeights]) -> tuple[Mapping[int, NamedWeights], float]:
+        """Gather weights that do not travel in a pipeline; return them and the seconds that took."""
         if self._strategy.max_in_flight is not None:
             return weights, 0.0
         start = time.perf_counter()
@@ -91,7 +91,7 @@ class Leader(Sender):
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[Message]:
-        """What is entered here is told to the others at the end of the step, also if that is an error."""
+        """Yield a message for the others, which they get at the end of the step, also if that is an error."""
         result = self._ranks.result
         try:
             yield result

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from weight_update.errors import LifecycleError
 from weight_update.strategy.named_weights import Convert
 
-__all__ = ["GatherShards"]
+__all__ = ["GatherShards", "holds_shards"]
+
+
+def holds_shards(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether other processes hold parts of some of these tensors."""
+    return any(issubclass(kind, DTensor) for kind in set(map(type, tensors.values())))
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ class NewcomerContract(SchemeCase):
         crew.scheme.send()
 
     def test_indices_that_do_not_match(self, assemble: Assemble) -> None:
-        """A worker that counts from 1 does not stand for worker 0; the error names the workers that joined."""
+        """A worker that counts from 1 does not stand for worker 0; the error names those that joined."""
         crew = assemble(mlp(1), [], connect=False, num_workers=1, devices=["cpu"])
         crew.hire(1, mlp(2)).post("connect")
         with pytest.raises(SyncTimeoutError, match=r"workers \[0\] .*others did: \[1\]"):
