@@ -81,7 +81,7 @@ def test_connect_names_the_refusals_it_saw(kind: type[WeightSyncScheme]) -> None
 
 @KINDS
 def test_connect_names_a_late_joiner_that_does_not_fit(kind: type[WeightSyncScheme]) -> None:
-    """Such as a worker that counts from 1 and has another model."""
+    """A worker that counts from 1, with another model, is an example."""
     with kind() as scheme:
         scheme.init_on_sender(model=mlp(1), num_workers=1)
         with (
@@ -94,7 +94,7 @@ def test_connect_names_a_late_joiner_that_does_not_fit(kind: type[WeightSyncSche
 
 
 def test_a_late_joiner_admitted_during_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its connection is closed like all others; after that nobody is admitted."""
+    """Its connection is closed like all others; no worker is admitted afterwards."""
     scheme = SharedMemWeightSyncScheme()
     scheme.init_on_sender(model=mlp(1), num_workers=1)
     admit, sender = scheme.newcomers(), scheme._sender
@@ -178,7 +178,7 @@ def test_liveness_of_subprocesses() -> None:
     lives = liveness([process])
     assert lives is not None
     assert lives(0)
-    assert lives(1)  # nobody knows
+    assert lives(1)  # unknown
     process.communicate(b"\n")
     assert not lives(0)
     with pytest.raises(TypeError, match="not 17"):

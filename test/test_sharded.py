@@ -1,4 +1,4 @@
-"""A trainer whose ranks hold parts of the model: all call send(), one of them talks to the workers."""
+"""Sharded trainers: all ranks call send(), one of them talks to the workers."""
 
 from __future__ import annotations
 

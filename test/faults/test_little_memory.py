@@ -85,7 +85,7 @@ def use(crew: Crew, scheme) -> None:
 
 
 def test_no_room_for_a_third_slot(kind, crew: Crew, small_mount: str) -> None:
-    """Two slots are all that is promised: asynchronous sends wait for one instead of failing."""
+    """Two slots are reserved: asynchronous sends wait for one of them instead of failing."""
     scheme, model = crew.scheme(kind, directory=small_mount, timeout=20.0), half_a_megabyte()
     (worker,) = crew.launch(scheme, model, half_a_megabyte, 1)
     worker.call(hold)
@@ -126,7 +126,7 @@ ENCODINGS = {"dense": "dense", "bucket": BucketEncoding(bucket_size=4 << 20)}
 
 @pytest.mark.parametrize("encoding", ["dense", pytest.param("bucket", marks=pytest.mark.slow)])
 def test_a_worker_without_memory_for_a_while(kind, crew: Crew, encoding: str) -> None:
-    """It says so by name, keeps its version, and takes the next update when there is memory again."""
+    """The error names it; it keeps its version, and takes the next update when it has memory again."""
     scheme = crew.scheme(kind, timeout=20.0, strategy=WeightStrategy(encoding=ENCODINGS[encoding]))
     model = large()
     short, other = crew.launch(scheme, model, large, 2)
@@ -144,16 +144,16 @@ def test_a_worker_without_memory_for_a_while(kind, crew: Crew, encoding: str) ->
 
 
 def large() -> Stripes:
-    return Stripes(2, 5 << 20)  # more than the allocator of C ever serves from memory that it has
+    return Stripes(2, 5 << 20)  # more than C's allocator ever serves from memory that it holds
 
 
 def limit_memory(me: Worker) -> None:
-    """Leave this process no piece of memory that is much larger than 1 MB."""
+    """Leave this process no block of memory that is much larger than 1 MB."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + (2 << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
     me.hoard = []
-    for megabytes in (64, 16, 4, 2):  # what C's allocator has left
+    for megabytes in (64, 16, 4, 2):  # blocks that C's allocator still holds
         with contextlib.suppress(RuntimeError):
             while True:
                 me.hoard.append(torch.empty(megabytes << 20, dtype=torch.uint8))
@@ -165,14 +165,14 @@ def end_limit(me: Worker) -> None:
 
 
 def values_of(me: Worker) -> tuple[int, set[float]]:
-    """The version, and the smallest and largest of all weights."""
+    """Return the version and the set of all values."""
     with me.scheme.hold():
         return me.scheme.version, set(me.model(START).tolist())
 
 
 @pytest.mark.parametrize("encoding", ["dense", "bucket", "patch"])
 def test_no_memory_to_receive_into(crew: Crew, monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
-    """Where weights are copied as they arrive, an allocation that fails costs one update."""
+    """If weights are copied as they arrive, an allocation that fails costs one update."""
     scheme = crew.scheme(MemoryWeightSyncScheme, timeout=20.0, strategy=WeightStrategy(encoding=encoding))
     model, mine = half_a_megabyte(), half_a_megabyte()
     scheme.init_on_sender(model=model, num_workers=1)

@@ -66,7 +66,7 @@ class SendHandle:
             timeout: seconds; None takes the scheme's, counted from when all was sent.
 
         Raises:
-            SyncFailedError: workers failed, died or were late; the error names them. All other workers have it.
+            SyncFailedError: workers failed, died or were late; it names them, and all others have it.
         """
         start = time.perf_counter()
         failures = self._sender.wait(self._report, self.workers, timeout)
