@@ -97,7 +97,7 @@ class AnswerThreads:
                 return False
             self._groups.leave(worker)
             self._table.remove(worker)
-            worker.thread = worker.last_pipeline = None
+            worker.thread = worker.feeder = None
             link = worker.link
         link.close()
         return True
@@ -109,12 +109,12 @@ class AnswerThreads:
         elif chunk.kind is Kind.STAGED:
             with self._table.changed:
                 worker.staged = header["version"]
-                _leave_pipeline(worker, header["version"])
+                _leave_window(worker, header["version"])
                 self._table.changed.notify_all()
         elif chunk.kind is Kind.TAKEN:
             with self._table.changed:
-                if worker.pipeline is not None and worker.pipeline.step.version == header["version"]:
-                    worker.pipeline.taken(worker, header["index"])
+                if worker.window is not None and worker.window.version == header["version"]:
+                    worker.window.taken(worker.idx, header["index"])
         elif chunk.kind in (Kind.APPLIED, Kind.FAILED):
             self._record_result(worker, chunk)
             self._delivery.update(worker)
@@ -134,7 +134,7 @@ class AnswerThreads:
         """Note that a worker has applied the update in flight, or failed to."""
         header, version = chunk.header, chunk.header["version"]
         with self._table.changed:
-            _leave_pipeline(worker, version)
+            _leave_window(worker, version)
             update = worker.inflight
             if update is None or update.version != version:
                 return
@@ -155,7 +155,7 @@ class AnswerThreads:
             self._table.changed.notify_all()
 
 
-def _leave_pipeline(worker: WorkerState, version: int) -> None:
+def _leave_window(worker: WorkerState, version: int) -> None:
     """Note that a worker has read all chunks of a version, or will read no more of them."""
-    if worker.pipeline is not None and worker.pipeline.step.version == version:
-        worker.pipeline.leave(worker, reading=False)
+    if worker.window is not None and worker.window.version == version:
+        worker.leave_window(reading=False)

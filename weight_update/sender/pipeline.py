@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -14,6 +14,7 @@ from weight_update.encodings import Encoder
 from weight_update.errors import SchemaMismatchError, SyncTimeoutError
 from weight_update.report import SyncReport
 from weight_update.sender.buffers import EncodedUpdate, Slot, VersionId
+from weight_update.sender.chunk_window import ChunkWindow
 from weight_update.sender.delivery import Delivery
 from weight_update.sender.groups.assignment import GroupAssignment
 from weight_update.sender.workers import WorkerState, WorkerTable
@@ -112,8 +113,7 @@ class PipelineSender:
         """Wait for workers that are busy with the version before; return those that can be sent one now."""
 
         def busy(worker: WorkerState) -> bool:
-            writing = worker.last_pipeline is not None and worker.last_pipeline.busy(worker)
-            return worker.joined and (worker.inflight is not None or writing)
+            return worker.joined and (worker.inflight is not None or worker.feeder is not None)
 
         self._table.changed.wait_for(lambda: not any(map(busy, states)), timeout)
         for worker in filter(busy, states):
@@ -127,21 +127,11 @@ class PipelineSender:
         """Write a frame, if the worker is still to have the version that it belongs to."""
         with worker.sending:
             with self._table.changed:
-                current = None if worker.pipeline is None else worker.pipeline.step.version
+                current = None if worker.window is None else worker.window.version
                 stale = chunk.kind is Kind.UPDATE and current != chunk.header["version"]
                 if stale or not worker.joined:
                     return
             self._delivery.send(worker, [chunk])
-
-
-@dataclass
-class _SentChunk:
-    """A chunk that was sent, and the indices of the workers that have not read it yet."""
-
-    index: int
-    slot: Slot
-    readers: set[int]
-    sent_at: float
 
 
 class Pipeline:
@@ -153,8 +143,7 @@ class Pipeline:
     Args:
         step: number and options of the version.
         states: the workers, each ready for another version. The caller holds the sender's lock.
-        limit: the largest number of chunks at one time: one that is being filled, and others that were sent
-            and not yet read by all workers.
+        limit: the largest number of chunks at one time; see :class:`ChunkWindow`.
         timeout: seconds that a worker has to read a chunk.
         borrow: returns a slot for a payload of any size, with one user; may wait.
         write: writes a frame to a worker, or loses the worker if that fails.
@@ -180,18 +169,17 @@ class Pipeline:
         self.seconds = dict.fromkeys(("convert", "encode", "send"), 0.0)
         self.payload_bytes = 0
         self._states = {worker.idx: worker for worker in states}
-        self._limit, self._timeout = limit, timeout
+        self._timeout = timeout
         self._borrow, self._write, self._changed = borrow, write, changed
         self._lent: Slot | None = None
-        self._sent: list[_SentChunk] = []
+        self._window = ChunkWindow(step.version, self._states, limit, timeout, changed)
         slow = [worker for worker in states if not worker.link.quick]
-        self._writers = {worker.idx: _Writer(worker, write, changed) for worker in slow}
+        self._feeders = {worker.idx: _Feeder(worker, write, changed) for worker in slow}
         version_id = VersionId(step.version)
         for worker in states:
-            worker.pipeline, worker.sent_at = self, time.monotonic()
+            worker.window, worker.sent_at = self._window, time.monotonic()
+            worker.feeder = self._feeders.get(worker.idx)
             worker.set_update("inflight", EncodedUpdate(version_id, [], []))
-
-    # -- the caller's side -------------------------------------------------------------------------
 
     def run(
         self,
@@ -217,7 +205,7 @@ class Pipeline:
         try:
             for index, payload in enumerate(encoder.stream(tensors, self._lend)):
                 self._send(frame_of(self.step, schema, encoding, index, count, payload))
-                if not self._states:
+                if not self._window.workers:
                     break
         except BaseException:
             self._abort()
@@ -225,8 +213,8 @@ class Pipeline:
         finally:
             with self._changed:
                 self._give_back_lent()
-            for writer in self._writers.values():
-                writer.put(None)
+            for feeder in self._feeders.values():
+                feeder.put(None)
             spent = time.perf_counter() - start
             self.seconds["encode"] = spent - self.seconds["convert"] - self.seconds["send"]
 
@@ -260,35 +248,32 @@ class Pipeline:
 
     def _lend(self, nbytes: int) -> torch.Tensor:
         start = time.perf_counter()
-        while overdue := self._await_room():
+        while overdue := self._overdue():
             self._give_up(overdue)
         self._lent = self._borrow()
         self.seconds["send"] += time.perf_counter() - start
         return self._lent.buffer.tensor[:nbytes]
 
-    def _await_room(self) -> list[WorkerState]:
+    def _overdue(self) -> list[WorkerState]:
         """Wait until one more chunk may be made; return the workers that prevent it for too long, if any."""
         with self._changed:
-            while len(self._sent) >= self._limit:
-                oldest = self._sent[0]
-                left = oldest.sent_at + self._timeout - time.monotonic()
-                if left <= 0:
-                    return [self._states[idx] for idx in oldest.readers]
-                self._changed.wait(left)
-        return []
+            return [self._states[idx] for idx in self._window.await_room()]
+
+    def _active(self) -> list[WorkerState]:
+        """Return the workers that still take chunks. The caller holds the sender's lock."""
+        return [worker for idx, worker in self._states.items() if idx in self._window.workers]
 
     def _send(self, chunk: WeightChunk) -> None:
         assert self._lent is not None
         start = time.perf_counter()
         with self._changed:
-            states = list(self._states.values())
+            states = self._active()
             if not states:
                 return
-            sent = _SentChunk(chunk.header["index"], self._lent, set(self._states), time.monotonic())
-            self._sent.append(sent)
+            self._window.add(chunk.header["index"], self._lent)
             self._lent = None
         self.payload_bytes += chunk.payload_bytes
-        slow = [worker.link for worker in states if worker.idx in self._writers]
+        slow = [worker.link for worker in states if worker.idx in self._feeders]
         if len(slow) > 1 and chunk.payload is not None:
             slow[0].expect(chunk.payload, slow)
         for worker in states:
@@ -297,8 +282,8 @@ class Pipeline:
 
     def _put(self, worker: WorkerState, chunk: WeightChunk) -> None:
         """Write a frame to a worker, or have its thread write it."""
-        if worker.idx in self._writers:
-            self._writers[worker.idx].put(chunk)
+        if worker.idx in self._feeders:
+            self._feeders[worker.idx].put(chunk)
         else:
             self._write(worker, chunk)
 
@@ -313,50 +298,17 @@ class Pipeline:
             self._forget(worker)
 
     def _abort(self) -> None:
-        for worker in list(self._states.values()):
+        with self._changed:
+            states = self._active()
+        for worker in states:
             self._forget(worker)
 
     def _forget(self, worker: WorkerState) -> None:
         """Remove a worker, and have it forget its chunks of this version."""
         with self._changed:
             worker.set_update("inflight", None)
-            self.leave(worker, reading=worker.may_read)
+            worker.leave_window(reading=worker.may_read)
         self._put(worker, WeightChunk(Kind.ABORT, {"version": self.step.version}))
-
-    # -- the workers' side; the caller holds the sender's lock --------------------------------------
-
-    def taken(self, worker: WorkerState, index: int) -> None:
-        """Note that a worker has read the chunks up to ``index``."""
-        for chunk in [chunk for chunk in self._sent if chunk.index <= index]:
-            chunk.readers.discard(worker.idx)
-        self._free()
-
-    def leave(self, worker: WorkerState, *, reading: bool) -> None:
-        """Remove a worker that has all chunks, or will not have them.
-
-        Args:
-            worker: the worker.
-            reading: whether it may still read the chunks it was sent; their memory is then not written again.
-        """
-        worker.pipeline, worker.last_pipeline = None, self
-        if self._states.pop(worker.idx, None) is None:
-            return
-        for chunk in self._sent:
-            if worker.idx in chunk.readers:
-                chunk.readers.discard(worker.idx)
-                chunk.slot.abandoned |= reading
-        self._free()
-
-    def busy(self, worker: WorkerState) -> bool:
-        """Return whether a thread still writes to a worker that was removed."""
-        writer = self._writers.get(worker.idx)
-        return writer is not None and not writer.done
-
-    def _free(self) -> None:
-        for chunk in [chunk for chunk in self._sent if not chunk.readers]:
-            self._sent.remove(chunk)
-            chunk.slot.users -= 1
-        self._changed.notify_all()
 
     def _give_back_lent(self) -> None:
         if self._lent is not None:
@@ -365,8 +317,8 @@ class Pipeline:
             self._changed.notify_all()
 
 
-class _Writer(threading.Thread):
-    """A thread that writes frames to one worker, in order, until it is given None and is ``done``."""
+class _Feeder(threading.Thread):
+    """A thread that writes frames to one worker, in order, until it is given None."""
 
     def __init__(
         self,
@@ -375,7 +327,6 @@ class _Writer(threading.Thread):
         changed: threading.Condition,
     ) -> None:
         super().__init__(name=f"weight_update-pipeline-{worker.idx}", daemon=True)
-        self.done = False
         self._worker, self._write, self._changed = worker, write, changed
         self._frames: queue.SimpleQueue[WeightChunk | None] = queue.SimpleQueue()
         self.put = self._frames.put
@@ -387,7 +338,8 @@ class _Writer(threading.Thread):
                 self._write(self._worker, chunk)
         finally:
             with self._changed:
-                self.done = True
+                if self._worker.feeder is self:
+                    self._worker.feeder = None
                 self._changed.notify_all()
 
 

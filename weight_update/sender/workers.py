@@ -6,35 +6,20 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from weight_update.errors import LinkClosedError, SchemaMismatchError, SyncFailedError, SyncTimeoutError
 from weight_update.sender.buffers import MIXED, EncodedUpdate, VersionId
+from weight_update.sender.chunk_window import ChunkWindow
 from weight_update.sender.groups.base import SendGroup
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.shared_memory.slots import may_run
 from weight_update.wire.schema import WeightSchema
-from weight_update.wire.updates import Step
 
 __all__ = ["ReceiverId", "WorkerState", "WorkerTable"]
 
 _CHECK_SECONDS = 0.2
 _MAX_FAILURES = 8
-
-
-class ChunkedUpdate(Protocol):
-    """A version that is being sent chunk by chunk: a :class:`~weight_update.sender.pipeline.Pipeline`."""
-
-    step: Step
-
-    def taken(self, worker: WorkerState, index: int) -> None:
-        """Note that a worker has read the chunks up to ``index``."""
-
-    def leave(self, worker: WorkerState, *, reading: bool) -> None:
-        """Remove a worker that has all chunks, or will not have them."""
-
-    def busy(self, worker: WorkerState) -> bool:
-        """Return whether a thread still writes to a worker that was removed."""
 
 
 class ReceiverId(NamedTuple):
@@ -59,8 +44,8 @@ class WorkerState:
         has: the weights it has; None if unknown.
         applied: the update it has applied; where memory is shared, the one it reads.
         inflight: the update it was sent and has not answered yet.
-        pipeline: the version it is being sent chunk by chunk.
-        last_pipeline: the version it was last sent chunk by chunk.
+        window: the version it is being sent chunk by chunk.
+        feeder: thread of a pipeline that still writes frames to it.
         writing: whether a thread is sending ``inflight``, or about to.
         reached: the newest version it ever applied; kept when it leaves.
         failures: errors of the last few versions that it did not apply, by version.
@@ -96,8 +81,8 @@ class WorkerState:
         self.staged: int | None = None
         self.applied: EncodedUpdate | None = None
         self.inflight: EncodedUpdate | None = None
-        self.pipeline: ChunkedUpdate | None = None
-        self.last_pipeline: ChunkedUpdate | None = None
+        self.window: ChunkWindow | None = None
+        self.feeder: threading.Thread | None = None
         self.writing = False
         self.sent_at = 0.0
         self.lost: Exception | None = None
@@ -136,7 +121,7 @@ class WorkerState:
 
         A version in a pipeline is not kept for workers that join meanwhile.
         """
-        idle = self.inflight is None and self.pipeline is None and self.lacks is None and not self.writing
+        idle = self.inflight is None and self.window is None and self.lacks is None and not self.writing
         return self.joined and not idle
 
     def failure(self, version: int) -> Exception | None:
@@ -158,6 +143,12 @@ class WorkerState:
         if old is not None:
             old.release()
 
+    def leave_window(self, *, reading: bool) -> None:
+        """Take no more chunks of the version in the window; see :meth:`ChunkWindow.leave`."""
+        if self.window is not None:
+            self.window.leave(self.idx, reading=reading)
+            self.window = None
+
     @property
     def may_read(self) -> bool:
         """Whether the worker may still read memory of the sender, connected or not."""
@@ -166,8 +157,7 @@ class WorkerState:
     def mark_disconnected(self) -> None:
         """Stop expecting its answers. Memory that it may still read is never written again."""
         reading = self.may_read
-        if self.pipeline is not None:
-            self.pipeline.leave(self, reading=reading)
+        self.leave_window(reading=reading)
         if reading:
             for update in (self.applied, self.inflight):
                 for slot in update.slots if update is not None else ():
