@@ -97,7 +97,8 @@ class AnswerThreads:
                 return False
             self._groups.leave(worker)
             self._table.remove(worker)
-            worker.thread = worker.feeder = None
+            worker.thread = None
+            worker.close_outbox()
             link = worker.link
         link.close()
         return True

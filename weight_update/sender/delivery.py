@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 
 from weight_update.errors import LinkClosedError, NotEnoughMemoryError, TransportError, without_frames
 from weight_update.sender.buffers import EncodedUpdate
+from weight_update.sender.outbox import Outbox
 from weight_update.sender.workers import WorkerState
 from weight_update.transports.base import TransportBackend
 from weight_update.wire.frames import WeightChunk
@@ -20,15 +21,13 @@ __all__ = ["Delivery"]
 
 _log = logging.getLogger(__name__)
 _GOODBYE_SECONDS = 1.0
-_WRITERS = 256
-"""Number of threads that may wait for workers on other hosts at once."""
 
 
 class Delivery:
     """Writes frames to workers, and the updates that their send groups have for them.
 
-    The caller's thread writes to links whose ``send_chunk`` never blocks. Threads of this class write to all
-    others.
+    The caller's thread writes to links whose ``send_chunk`` never blocks. Each other worker has an
+    :class:`Outbox`, which writes to it.
 
     Args:
         changed: the sender's lock.
@@ -39,7 +38,6 @@ class Delivery:
         self.timeout = timeout
         self._changed = changed
         self._closed = False
-        self._writers = ThreadPoolExecutor(_WRITERS, "weight_update-send")
 
     def update(self, worker: WorkerState) -> EncodedUpdate | None:
         """Send a worker the update it lacks, unless it is busy; call this whenever that may have changed.
@@ -65,16 +63,30 @@ class Delivery:
         loads = [(worker, update) for worker, update in slow if update is not None]
         _announce(loads)
         for worker, update in loads:
-            with self._changed:
-                worker.writing = True
-            try:
-                self._writers.submit(self._transmit, worker, update)
-            except RuntimeError:  # close() came in between
-                with self._changed:
-                    worker.writing = False
-                self.lose(worker, LinkClosedError("the sender was shut down"))
+            self.post(worker, partial(self._transmit, worker, update))
         sent = [self.update(worker) for worker in states if worker.link.quick]
         return [one for one in (*sent, *(update for _, update in loads)) if one is not None]
+
+    def post(self, worker: WorkerState, write: Callable[[], None]) -> None:
+        """Have the outbox of a worker whose link may block call ``write``; an error loses the worker."""
+        try:
+            with self._changed:
+                if not worker.joined:
+                    return
+                if self._closed:
+                    raise RuntimeError("the sender was shut down")
+                if worker.outbox is None:
+                    worker.outbox = Outbox(worker.idx, self._changed)
+                worker.outbox.put(partial(self._run, worker, write))
+        except RuntimeError as error:
+            self.lose(worker, LinkClosedError(f"no thread writes to it: {error}"))
+
+    def _run(self, worker: WorkerState, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Exception as error:  # noqa: BLE001 - any error must reach the callers that wait
+            _log.exception("sending to worker %d ended", worker.idx)
+            self.lose(worker, error)
 
     def send(self, worker: WorkerState, chunks: Iterable[WeightChunk]) -> bool:
         """Write frames and return whether that succeeded; otherwise the worker has left, is lost, or will be.
@@ -132,9 +144,8 @@ class Delivery:
         self.lose(worker, error)
 
     def close(self) -> None:
-        """Send no more updates; do not wait for those that are being sent."""
+        """Note that workers which leave from now on do so because the sender was shut down."""
         self._closed = True
-        self._writers.shutdown(wait=False, cancel_futures=True)
 
     def _load_or_lose(self, worker: WorkerState) -> EncodedUpdate | None:
         """Load the next update; a worker that there is no memory for is lost."""
@@ -159,18 +170,10 @@ class Delivery:
             group.prepare()
 
     def _transmit(self, worker: WorkerState, update: EncodedUpdate) -> None:
-        """Write the update in flight from a thread of the pool, unless the worker was lost meanwhile."""
-        try:
-            with worker.sending:
-                if worker.inflight is update:
-                    self.send(worker, update.chunks)
-        except Exception as error:  # noqa: BLE001 - any error must reach the callers that wait
-            _log.exception("sending to worker %d ended", worker.idx)
-            self.lose(worker, error)
-        finally:
-            with self._changed:
-                worker.writing = False
-                self._changed.notify_all()
+        """Write the update in flight, unless the worker was lost or the sender shut down meanwhile."""
+        with worker.sending:
+            if worker.inflight is update and not self._closed:
+                self.send(worker, update.chunks)
 
 
 def _announce(loads: list[tuple[WorkerState, EncodedUpdate]]) -> None:

@@ -94,7 +94,7 @@ class Outcomes:
         deadline = time.monotonic() + timeout
         with changed:
             while waited_for := [worker for worker in states if not done(worker)]:
-                if patient and any(worker.writing for worker in waited_for):
+                if patient and any(worker.writing and worker.window is None for worker in waited_for):
                     deadline = time.monotonic() + timeout
                 if time.monotonic() >= deadline:
                     break

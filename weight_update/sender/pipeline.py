@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -95,6 +95,7 @@ class PipelineSender:
                 timeout=timeout,
                 borrow=lambda: self._borrow(max(sizes)),
                 write=self._write,
+                post=self._post,
                 changed=self._table.changed,
             )
         items = named.items()
@@ -113,7 +114,7 @@ class PipelineSender:
         """Wait for workers that are busy with the version before; return those that can be sent one now."""
 
         def busy(worker: WorkerState) -> bool:
-            return worker.joined and (worker.inflight is not None or worker.feeder is not None)
+            return worker.joined and (worker.inflight is not None or worker.writing)
 
         self._table.changed.wait_for(lambda: not any(map(busy, states)), timeout)
         for worker in filter(busy, states):
@@ -122,6 +123,10 @@ class PipelineSender:
                 "forward pass; it gets all weights with the next send() (or raise timeout=)"
             )
         return [worker for worker in states if worker.joined and not busy(worker)]
+
+    def _post(self, worker: WorkerState, chunk: WeightChunk) -> None:
+        """Have the thread of a worker write a frame."""
+        self._delivery.post(worker, partial(self._write, worker, chunk))
 
     def _write(self, worker: WorkerState, chunk: WeightChunk) -> None:
         """Write a frame, if the worker is still to have the version that it belongs to."""
@@ -138,7 +143,7 @@ class Pipeline:
     """One version on its way to workers that take the same bytes.
 
     The caller's thread converts and encodes. It also writes frames to links whose ``send_chunk`` never
-    blocks. Each other worker has a thread that writes to it.
+    blocks. Each other worker has a thread that does.
 
     Args:
         step: number and options of the version.
@@ -147,6 +152,7 @@ class Pipeline:
         timeout: seconds that a worker has to read a chunk.
         borrow: returns a slot for a payload of any size, with one user; may wait.
         write: writes a frame to a worker, or loses the worker if that fails.
+        post: has the thread of a worker write a frame.
         changed: the sender's lock.
 
     Attributes:
@@ -163,6 +169,7 @@ class Pipeline:
         timeout: float,
         borrow: Callable[[], Slot],
         write: Callable[[WorkerState, WeightChunk], None],
+        post: Callable[[WorkerState, WeightChunk], None],
         changed: threading.Condition,
     ) -> None:
         self.step = step
@@ -170,15 +177,13 @@ class Pipeline:
         self.payload_bytes = 0
         self._states = {worker.idx: worker for worker in states}
         self._timeout = timeout
-        self._borrow, self._write, self._changed = borrow, write, changed
+        self._borrow, self._write, self._post, self._changed = borrow, write, post, changed
         self._lent: Slot | None = None
         self._window = ChunkWindow(step.version, self._states, limit, timeout, changed)
-        slow = [worker for worker in states if not worker.link.quick]
-        self._feeders = {worker.idx: _Feeder(worker, write, changed) for worker in slow}
+        self._slow = {worker.idx for worker in states if not worker.link.quick}
         version_id = VersionId(step.version)
         for worker in states:
             worker.window, worker.sent_at = self._window, time.monotonic()
-            worker.feeder = self._feeders.get(worker.idx)
             worker.set_update("inflight", EncodedUpdate(version_id, [], []))
 
     def run(
@@ -213,8 +218,6 @@ class Pipeline:
         finally:
             with self._changed:
                 self._give_back_lent()
-            for feeder in self._feeders.values():
-                feeder.put(None)
             spent = time.perf_counter() - start
             self.seconds["encode"] = spent - self.seconds["convert"] - self.seconds["send"]
 
@@ -273,7 +276,7 @@ class Pipeline:
             self._window.add(chunk.header["index"], self._lent)
             self._lent = None
         self.payload_bytes += chunk.payload_bytes
-        slow = [worker.link for worker in states if worker.idx in self._feeders]
+        slow = [worker.link for worker in states if worker.idx in self._slow]
         if len(slow) > 1 and chunk.payload is not None:
             slow[0].expect(chunk.payload, slow)
         for worker in states:
@@ -282,10 +285,8 @@ class Pipeline:
 
     def _put(self, worker: WorkerState, chunk: WeightChunk) -> None:
         """Write a frame to a worker, or have its thread write it."""
-        if worker.idx in self._feeders:
-            self._feeders[worker.idx].put(chunk)
-        else:
-            self._write(worker, chunk)
+        put = self._post if worker.idx in self._slow else self._write
+        put(worker, chunk)
 
     def _give_up(self, states: list[WorkerState]) -> None:
         """Go on without workers that did not read a chunk in time; they keep the version they have."""
@@ -315,32 +316,6 @@ class Pipeline:
             self._lent.users -= 1
             self._lent = None
             self._changed.notify_all()
-
-
-class _Feeder(threading.Thread):
-    """A thread that writes frames to one worker, in order, until it is given None."""
-
-    def __init__(
-        self,
-        worker: WorkerState,
-        write: Callable[[WorkerState, WeightChunk], None],
-        changed: threading.Condition,
-    ) -> None:
-        super().__init__(name=f"weight_update-pipeline-{worker.idx}", daemon=True)
-        self._worker, self._write, self._changed = worker, write, changed
-        self._frames: queue.SimpleQueue[WeightChunk | None] = queue.SimpleQueue()
-        self.put = self._frames.put
-        self.start()
-
-    def run(self) -> None:
-        try:
-            while (chunk := self._frames.get()) is not None:
-                self._write(self._worker, chunk)
-        finally:
-            with self._changed:
-                if self._worker.feeder is self:
-                    self._worker.feeder = None
-                self._changed.notify_all()
 
 
 def _mismatch(problem: str) -> SchemaMismatchError:

@@ -370,13 +370,15 @@ class Sender(Outcomes):
             )
 
     def _say_goodbye(self) -> None:
-        with self.table.changed:
+        with self.table.changed:  # GOODBYE goes after updates that are on their way
+            self.table.changed.wait_for(lambda: not any(one.writing for one in self.table), self.timeout)
             self.table.closed = True
         self._delivery.tell(self.table, WeightChunk(Kind.GOODBYE, {}))
 
     def _close_links(self) -> None:
         with ExitStack() as rest:
             for worker in self.table:
+                rest.callback(worker.close_outbox)
                 rest.callback(worker.link.close)
 
     def _free_memory(self) -> None:

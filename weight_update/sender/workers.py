@@ -12,6 +12,7 @@ from weight_update.errors import LinkClosedError, SchemaMismatchError, SyncFaile
 from weight_update.sender.buffers import MIXED, EncodedUpdate, VersionId
 from weight_update.sender.chunk_window import ChunkWindow
 from weight_update.sender.groups.base import SendGroup
+from weight_update.sender.outbox import Outbox
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.shared_memory.slots import may_run
 from weight_update.wire.schema import WeightSchema
@@ -45,8 +46,7 @@ class WorkerState:
         applied: the update it has applied; where memory is shared, the one it reads.
         inflight: the update it was sent and has not answered yet.
         window: the version it is being sent chunk by chunk.
-        feeder: thread of a pipeline that still writes frames to it.
-        writing: whether a thread is sending ``inflight``, or about to.
+        outbox: thread that writes to it; None until its link is one that may block.
         reached: the newest version it ever applied; kept when it leaves.
         failures: errors of the last few versions that it did not apply, by version.
         late: whether it is a late joiner; nobody waits for it once it has left.
@@ -82,8 +82,7 @@ class WorkerState:
         self.applied: EncodedUpdate | None = None
         self.inflight: EncodedUpdate | None = None
         self.window: ChunkWindow | None = None
-        self.feeder: threading.Thread | None = None
-        self.writing = False
+        self.outbox: Outbox | None = None
         self.sent_at = 0.0
         self.lost: Exception | None = None
         self.failures: dict[int, Exception] = {}
@@ -116,6 +115,11 @@ class WorkerState:
         return None if self.version is not None and self.version >= target else target
 
     @property
+    def writing(self) -> bool:
+        """Whether frames to it are being written by its thread, or about to be."""
+        return self.outbox is not None and self.outbox.busy
+
+    @property
     def awaited(self) -> bool:
         """Whether the worker is connected, and an update is on its way or about to be sent.
 
@@ -142,6 +146,12 @@ class WorkerState:
         self.__dict__[role] = update.retain() if update is not None else None
         if old is not None:
             old.release()
+
+    def close_outbox(self) -> None:
+        """End the thread that writes to it, if there is one."""
+        if self.outbox is not None:
+            self.outbox.close()
+            self.outbox = None
 
     def leave_window(self, *, reading: bool) -> None:
         """Take no more chunks of the version in the window; see :meth:`ChunkWindow.leave`."""
