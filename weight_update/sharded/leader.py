@@ -86,8 +86,8 @@ class Leader(Sender):
         whole = {key: named.converted() for key, named in distinct.items()}
         return {idx: whole[id(named)] for idx, named in weights.items()}, time.perf_counter() - start
 
-    def _step(self, what: str) -> contextlib.AbstractContextManager[Any]:
-        return self._ranks.step(what, lambda _: None, self.timeout)
+    def _step(self, call: str) -> contextlib.AbstractContextManager[Any]:
+        return self._ranks.step(call, lambda _: None, self.timeout)
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[Message]:

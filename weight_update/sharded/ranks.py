@@ -46,11 +46,11 @@ class Ranks(RankLinks):
         self._working = threading.RLock()
 
     @contextlib.contextmanager
-    def step(self, what: str, read: Read[_T], patience: float) -> Iterator[_T]:
+    def step(self, call: str, read: Read[_T], patience: float) -> Iterator[_T]:
         """Return a context in which all ranks do one thing together.
 
         Args:
-            what: name of the step, the same on all ranks.
+            call: name of the call that the step belongs to, the same on all ranks.
             read: called first on each rank; where it gives the leader a mapping, the others are given its
                 keys.
             patience: seconds that the leader may be silent during the step.
@@ -64,38 +64,38 @@ class Ranks(RankLinks):
             if self.broken is not None:
                 raise self.broken
             if self.leads:
-                with self._leading(what):
+                with self._leading(call):
                     value = read(None)
                     workers = list(value) if isinstance(value, Mapping) else None
-                    self.tell({"step": what, "workers": workers})
+                    self.tell({"step": call, "workers": workers})
                     self.hear()
                     yield value
             else:
-                yield self._begin_to_follow(what, read, patience)
+                yield self._begin_to_follow(call, read, patience)
 
     @contextlib.contextmanager
-    def _leading(self, what: str) -> Iterator[None]:
+    def _leading(self, call: str) -> Iterator[None]:
         self.result = {}
         try:
             try:
                 yield
             except BaseException as error:
                 with contextlib.suppress(WeightSyncError):  # ranks that can be reached get it
-                    self.tell({"end": error_to_wire(error), "step": what, **self.result})
+                    self.tell({"end": error_to_wire(error), "step": call, **self.result})
                 raise
-            self.tell({"end": None, "step": what, **self.result})
+            self.tell({"end": None, "step": call, **self.result})
         finally:
             if self.broken is not None:
                 self.abort()
 
-    def _begin_to_follow(self, what: str, read: Read[_T], patience: float) -> _T:
+    def _begin_to_follow(self, call: str, read: Read[_T], patience: float) -> _T:
         self.patience, self.result = patience, {}
         message = self.listen()
         self._require_no_error(message)
         try:
-            if message["step"] != what:
+            if message["step"] != call:
                 raise LifecycleError(
-                    f"this rank called {what}() where rank {self.members[0]} called {message['step']}()"
+                    f"this rank called {call}() where rank {self.members[0]} called {message['step']}()"
                 )
             value = read(message["workers"])
         except BaseException as error:
