@@ -1,4 +1,4 @@
-"""Ranks of a sharded trainer for tests: real processes in one gloo group that do what they are told."""
+"""Ranks of a sharded trainer for tests: real processes in one gloo group that run calls of the test."""
 
 from __future__ import annotations
 
@@ -92,13 +92,13 @@ def train(net: nn.Module, steps: int) -> None:
 
 
 def whole(net: nn.Module) -> dict[str, Any]:
-    """All weights, put together by torch's own means; on the first rank only."""
+    """Return all weights, gathered by torch itself, on the first rank only."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     return {k: v for k, v in get_model_state_dict(net, options=options).items() if "_extra" not in k}
 
 
 class Watch:
-    """Counts bytes of whole tensors that are alive at one time."""
+    """A counter of the bytes of tensors that are alive at one time."""
 
     def __init__(self) -> None:
         self.alive = self.peak = 0
@@ -114,7 +114,7 @@ class Watch:
 
 
 class Body:
-    """What lives in one rank."""
+    """The objects of one rank."""
 
     def __init__(self) -> None:
         self.scheme: WeightSyncScheme | None = None
@@ -122,18 +122,18 @@ class Body:
         self.groups: dict[tuple[int, ...], Any] = {}
 
     def group(self, ranks: list[int]) -> None:
-        """All ranks of the world take part."""
+        """Make a process group; all ranks of the world call this."""
         self.groups[tuple(ranks)] = dist.new_group(ranks)
 
     def make(self, seed: int, size: int, change: Callable[[Body], None] | None = None) -> None:
-        """A model sharded over the first ``size`` ranks; each rank begins with the same weights."""
+        """Make a model sharded over the first ``size`` ranks; each rank starts with the same weights."""
         mesh = DeviceMesh.from_group(self.groups[tuple(range(size))], "cpu", mesh=list(range(size)))
         self.net = shard(Net(seed), mesh)
         if change is not None:
             change(self)
 
     def init(self, kind: str, size: int, workers: int, port: int, options: dict[str, Any]) -> bytes | None:
-        """``init_on_sender``; the leader's scheme for workers."""
+        """Call ``init_on_sender``; return the leader's pickled scheme for workers."""
         options = dict(options)
         timeout = options.pop("timeout", 20.0)
         sync = options.pop("sync", True)
@@ -148,15 +148,15 @@ class Body:
         return pickle.dumps(self.scheme) if dist.get_rank() == 0 else None
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """A method of the scheme."""
+        """Call a method of the scheme."""
         return getattr(self.scheme, name)(*args, **kwargs)
 
     def get(self, name: str) -> Any:
-        """An attribute of the scheme."""
+        """Return an attribute of the scheme."""
         return getattr(self.scheme, name)
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """``function(self, *args)``."""
+        """Return ``function(self, *args)``."""
         return function(self, *args)
 
     def train(self, steps: int) -> None:
@@ -166,7 +166,7 @@ class Body:
         return fingerprint(whole(self.net))
 
     def descriptors(self) -> int:
-        """Files, sockets and shared memory that this process has open."""
+        """Return the number of open file descriptors of this process."""
         return len(os.listdir("/proc/self/fd"))
 
 
@@ -196,7 +196,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
 
 
 class Ranks:
-    """The test's handle of all ranks; a context manager."""
+    """All ranks, as the test sees them; a context manager."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -211,12 +211,12 @@ class Ranks:
             self.processes.append(process)
 
     def each(self, name: str, *args: Any, of: int | None = None, **kwargs: Any) -> list[Any]:
-        """Results or exceptions of a method on the first ``of`` ranks (None: all), called at one time."""
+        """Call a method on the first ``of`` ranks (None: all) at one time; return results or exceptions."""
         self.post(name, *args, of=of, **kwargs)
         return self.answers(of)
 
     def all(self, name: str, *args: Any, of: int | None = None, **kwargs: Any) -> list[Any]:
-        """As :meth:`each`, but raises what was raised."""
+        """Call a method as :meth:`each` does; raise the first exception."""
         answers = self.each(name, *args, of=of, **kwargs)
         for answer in answers:
             if isinstance(answer, Exception):
@@ -260,7 +260,7 @@ class Ranks:
 def running(
     ranks: Ranks, kind: str = "distributed", *, size: int, workers: int, model: Any = None, **options: Any
 ) -> Iterator[list[Worker]]:
-    """Ranks and workers that are connected; the workers."""
+    """Connect ranks and workers; yield the workers."""
     blob = ranks.all("init", kind, size, workers, free_port(), options, of=size)[0]
     crew = [Worker(pickle.loads(blob), idx, "forkserver") for idx in range(workers)]  # type: ignore[arg-type]
     try:
@@ -282,7 +282,7 @@ def running(
 
 @contextlib.contextmanager
 def added(ranks: Ranks, index: int) -> Iterator[Worker]:
-    """A worker beyond the first number, with a scheme of its own."""
+    """Yield a late joiner that has a scheme of its own."""
     port = ranks.all("get", "port", of=1)[0]
     scheme = DistributedWeightSyncScheme(
         strategy=WeightStrategy(encoding=BUCKETS["encoding"]), port=port, token=TOKEN
@@ -305,11 +305,11 @@ def free_port() -> int:
 BUCKETS: dict[str, Any] = {"encoding": BucketEncoding(bucket_size=256), "max_in_flight": 2}
 
 
-# -- what ranks are asked to do ----------------------------------------------------------------------
+# -- functions that run in ranks ------------------------------------------------------------------------
 
 
 class Moody:
-    """A converter that fails at the third tensor when told to; one of its own in each rank."""
+    """A converter that fails at the third tensor when told to, separately in each rank."""
 
     fails = False
 
@@ -330,7 +330,7 @@ def rename_on_second(body: Body) -> None:
 
 
 def watch(body: Body) -> None:
-    """Count what the gather makes from now on."""
+    """Count the tensors that the gather makes from now on."""
     body.made, body.kept = Watch(), Watch()  # type: ignore[attr-defined]
     assemble, flat = batch.assemble, batch.flat
 
@@ -349,12 +349,12 @@ def watch(body: Body) -> None:
 
 
 def peaks(body: Body) -> tuple[int, int]:
-    """Most bytes at one time: of whole tensors, of parts on their way."""
+    """Return the peak bytes of whole tensors, and of parts on their way."""
     return body.made.peak, body.kept.peak  # type: ignore[attr-defined]
 
 
 class ColumnParallel:
-    """A way of gathering of the user's own, that finds its group in each rank."""
+    """A gather function of a user, which finds its group in each rank."""
 
     def __init__(self, ranks: list[int]) -> None:
         self.ranks = ranks
@@ -369,7 +369,7 @@ def make_columns(body: Body, size: int) -> None:
 
 
 def kinds_of_shards(mesh: DeviceMesh, line: DeviceMesh) -> dict[str, torch.Tensor]:
-    """The same whole tensors on all ranks, sharded in every way that there is over four ranks."""
+    """Return the same tensors on all ranks, sharded in every way over four ranks."""
     generator = torch.Generator().manual_seed(5)
     ways: dict[str, tuple[DeviceMesh, list[Any]]] = {
         "rows": (line, [Shard(0)]),
@@ -397,7 +397,7 @@ def kinds_of_shards(mesh: DeviceMesh, line: DeviceMesh) -> dict[str, torch.Tenso
 
 
 def twice_from_the_right(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """As FSDP2 does it with what is cut by rows already."""
+    """Shard as FSDP2 shards a tensor that is sharded by rows already."""
     local = distribute_tensor(whole, mesh["tp"], [Shard(0)]).to_local()
     local = distribute_tensor(local, mesh["dp"], [Shard(0)], src_data_rank=None).to_local()
     placements = [_StridedShard(0, split_factor=2), Shard(0)]
@@ -420,13 +420,13 @@ def whole_kinds(body: Body) -> dict[str, str]:
 
 
 def hollow_kinds(body: Body) -> dict[str, torch.Tensor]:
-    """A model for a worker."""
+    """Return a model for a worker."""
     tensors = {name: torch.zeros(tensor.shape) for name, tensor in body.net.items()}
     return {**tensors, "tied": tensors["rows (7, 5)"]}
 
 
 def make_tensor_parallel(body: Body) -> None:
-    """FSDP2 over tensor parallel, as users write it."""
+    """Make a model with FSDP2 over tensor parallelism, as users write it."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     net = Net(1)
     plan = {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()}
@@ -435,13 +435,13 @@ def make_tensor_parallel(body: Body) -> None:
 
 
 def whole_weights(body: Body) -> dict[str, str] | None:
-    """Fingerprint of what ``scheme.weights`` gives."""
+    """Return the fingerprint of ``scheme.weights``."""
     assert body.scheme is not None
     weights = body.scheme.weights
     return None if weights is None else fingerprint(weights)
 
 
 def evaluate(body: Body) -> None:
-    """A forward pass without a backward pass leaves the root module whole."""
+    """Run a forward pass alone, which leaves the root module unsharded."""
     with torch.no_grad():
         body.net(torch.randint(0, 13, (8,)))

@@ -172,7 +172,7 @@ def test_whatever_goes_wrong_in_a_thread_that_sends_is_told(
     def broken(*_: Any) -> None:
         raise ArithmeticError("nobody thought of this")
 
-    monkeypatch.setattr(crew.scheme._sender.roll[0].link, "send_chunk", broken)
+    monkeypatch.setattr(crew.scheme._sender.table[0].link, "send_chunk", broken)
     with pytest.raises(SyncFailedError, match="nobody thought of this") as caught:
         crew.scheme.send(Large(1.0))
     assert set(caught.value.failures) == {0}

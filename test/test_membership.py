@@ -24,11 +24,11 @@ from weight_update import (
 )
 from weight_update.errors import JoinRefusedError, LinkClosedError
 from weight_update.schemes.liveness import liveness
-from weight_update.sender.peer import Holder
 from weight_update.sender.sender import Sender
+from weight_update.sender.workers import ReceiverId
 from weight_update.testing import Crew, mlp
 from weight_update.testing.crew import context_of
-from weight_update.testing.newcomers import forgotten, gone, join
+from weight_update.testing.late_joiners import forgotten, gone, join
 from weight_update.transports.shared_memory.transport import SharedMemTransport
 from weight_update.wire.frames import Kind
 
@@ -81,7 +81,7 @@ def test_connect_names_the_refusals_it_saw(kind: type[WeightSyncScheme]) -> None
 
 @KINDS
 def test_connect_names_a_late_joiner_that_does_not_fit(kind: type[WeightSyncScheme]) -> None:
-    """Such as a worker that counts from 1 and has another model."""
+    """A worker that counts from 1, with another model, is an example."""
     with kind() as scheme:
         scheme.init_on_sender(model=mlp(1), num_workers=1)
         with (
@@ -94,7 +94,7 @@ def test_connect_names_a_late_joiner_that_does_not_fit(kind: type[WeightSyncSche
 
 
 def test_a_late_joiner_admitted_during_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its connection is closed like all others; after that nobody is admitted."""
+    """Its connection is closed like all others; no worker is admitted afterwards."""
     scheme = SharedMemWeightSyncScheme()
     scheme.init_on_sender(model=mlp(1), num_workers=1)
     admit, sender = scheme.newcomers(), scheme._sender
@@ -133,8 +133,8 @@ def test_a_slow_log_does_not_hold_the_sender_up(caplog: pytest.LogCaptureFixture
         scheme.init_on_sender(model=mlp(1), num_workers=1)
         sender = scheme._sender
         assert isinstance(sender, Sender)
-        (peer,) = sender.roll
-        peer.joined, peer.holder = True, Holder("former", 1)
+        (state,) = sender.table
+        state.joined, state.receiver = True, ReceiverId("former", 1)
         header = {
             "token": scheme._token,
             "worker": 0,
@@ -144,14 +144,14 @@ def test_a_slow_log_does_not_hold_the_sender_up(caplog: pytest.LogCaptureFixture
             "error": None,
             "instance": "new",
         }
-        probe = LockProbe(sender.roll.moved)
+        probe = LockProbe(sender.table.changed)
         log = logging.getLogger("weight_update")
         log.addHandler(probe)
         try:
             with caplog.at_level(logging.INFO, "weight_update"):
-                sender._screen(peer, WeightChunk(Kind.HELLO, header))
-                peer.replaced = False
-                sender._delivery.lose(peer, LinkClosedError("the other end is gone"))
+                sender._admission.screen(state, WeightChunk(Kind.HELLO, header))
+                state.replaced = False
+                sender._delivery.lose(state, LinkClosedError("the other end is gone"))
         finally:
             log.removeHandler(probe)
     assert probe.free == [True, True]
@@ -178,7 +178,7 @@ def test_liveness_of_subprocesses() -> None:
     lives = liveness([process])
     assert lives is not None
     assert lives(0)
-    assert lives(1)  # nobody knows
+    assert lives(1)  # unknown
     process.communicate(b"\n")
     assert not lives(0)
     with pytest.raises(TypeError, match="not 17"):

@@ -420,7 +420,7 @@ def test_a_spoilt_patch_is_not_applied(yard: Yard, values: Any) -> None:
         poke(source, step)
         crew.scheme.send_async()
     assert crew.scheme._sender is not None
-    spoil(crew.scheme._sender.roll[0].lane._past[-1].payload)  # type: ignore[union-attr]
+    spoil(crew.scheme._sender.table[0].group._past[-1].payload)  # type: ignore[union-attr]
     same(crew, before)
     crew.workers[0].call("release")
     deadline = time.monotonic() + 10.0

@@ -44,8 +44,8 @@ def test_equal_weights_need_not_travel(yard: Yard) -> None:  # noqa: F811
     source = net(1)
     crew = yard.crew(source, [copy.deepcopy(source), copy.deepcopy(source)], patches(init_sync=False))
     assert crew.ask("version") == [0, 0]
-    lane = crew.scheme._sender.roll[0].lane  # type: ignore[union-attr]
-    assert sum(chunk.payload_bytes for chunk in lane.held[0].chunks) < 200  # type: ignore[union-attr]
+    group = crew.scheme._sender.table[0].group  # type: ignore[union-attr]
+    assert sum(chunk.payload_bytes for chunk in group.kept[0].chunks) < 200  # type: ignore[union-attr]
     poke(source, 3)
     report = crew.scheme.send()
     assert report.encoding == "patch"
@@ -100,8 +100,8 @@ def test_only_prefixes_travel(yard: Yard) -> None:  # noqa: F811
     target = copy.deepcopy(source)
     scramble(target.head, 5, finite=True)
     crew = yard.crew(source, [target], patches(init_sync_prefixes=["head"]))
-    lane = crew.scheme._sender.roll[0].lane  # type: ignore[union-attr]
-    sent = sum(chunk.payload_bytes for chunk in lane.held[0].chunks)  # type: ignore[union-attr]
+    group = crew.scheme._sender.table[0].group  # type: ignore[union-attr]
+    sent = sum(chunk.payload_bytes for chunk in group.kept[0].chunks)  # type: ignore[union-attr]
     head = sum(4 * one.numel() for one in source.head.parameters())
     assert head < sent < head + 500
     same(crew, source)

@@ -1,4 +1,4 @@
-"""Versions that travel in chunks while the next chunk is converted."""
+"""Pipelines: versions that travel in chunks while the next chunk is converted."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LAYERS = 12
 
 
 def layers(seed: int = 0) -> nn.Sequential:
-    """Each weight of one layer fills a chunk."""
+    """Return a model in which the weight of each layer fills a chunk."""
     torch.manual_seed(seed)
     return nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(LAYERS)))
 

@@ -335,7 +335,7 @@ def test_a_worker_that_refuses_the_update_it_joins_again_with_stays() -> None:
             sender.connect()
             joining.result()
             target.refuses = True
-            sender._sender.roll[0].link.disconnect()
+            sender._sender.table[0].link.disconnect()
             outcomes = list(sent_until(sender, "refused"))
             assert "refused" in outcomes[-1]
             target.refuses = False

@@ -71,7 +71,7 @@ class Training:
 
     def link(self) -> str:
         """Return the name of the connection to the worker on another host, or nothing between two."""
-        return getattr(self.scheme._sender.roll[0].link._connection, "name", "")
+        return getattr(self.scheme._sender.table[0].link._connection, "name", "")
 
     def dismiss(self, worker: Remote) -> None:
         """Make a worker leave, and wait until the trainer has noticed."""
@@ -117,7 +117,7 @@ def join_request(link: str) -> bytes:
 @pytest.fixture(autouse=True)
 def all_is_logged(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin a new period of the limit, so that each test sees what it causes."""
-    monkeypatch.setattr(training.scheme._door, "refusals", Refusals(logging.getLogger("strangers")))
+    monkeypatch.setattr(training.scheme._listener, "refusals", Refusals(logging.getLogger("strangers")))
 
 
 @pytest.mark.parametrize("link", ["x" * 9000, "x" * 100, "", "../door"], ids=["long", "odd", "empty", "path"])

@@ -85,7 +85,7 @@ def use(crew: Crew, scheme) -> None:
 
 
 def test_no_room_for_a_third_slot(kind, crew: Crew, small_mount: str) -> None:
-    """Two slots are all that is promised: asynchronous sends wait for one instead of failing."""
+    """Two slots are reserved: asynchronous sends wait for one of them instead of failing."""
     scheme, model = crew.scheme(kind, directory=small_mount, timeout=20.0), half_a_megabyte()
     (worker,) = crew.launch(scheme, model, half_a_megabyte, 1)
     worker.call(hold)
@@ -144,16 +144,16 @@ def test_a_worker_without_memory_for_a_while(kind, crew: Crew, encoding: str) ->
 
 
 def large() -> Stripes:
-    return Stripes(2, 5 << 20)  # more than the allocator of C ever serves from memory that it has
+    return Stripes(2, 5 << 20)  # more than C's allocator ever serves from memory that it holds
 
 
 def limit_memory(me: Worker) -> None:
-    """Leave this process no piece of memory that is much larger than 1 MB."""
+    """Leave this process no block of memory that is much larger than 1 MB."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + (2 << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
     me.hoard = []
-    for megabytes in (64, 16, 4, 2):  # what C's allocator has left
+    for megabytes in (64, 16, 4, 2):  # blocks that C's allocator still holds
         with contextlib.suppress(RuntimeError):
             while True:
                 me.hoard.append(torch.empty(megabytes << 20, dtype=torch.uint8))
@@ -172,7 +172,7 @@ def values_of(me: Worker) -> tuple[int, set[float]]:
 
 @pytest.mark.parametrize("encoding", ["dense", "bucket", "patch"])
 def test_no_memory_to_receive_into(crew: Crew, monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
-    """Where weights are copied as they arrive, an allocation that fails costs one update."""
+    """If weights are copied as they arrive, an allocation that fails costs one update."""
     scheme = crew.scheme(MemoryWeightSyncScheme, timeout=20.0, strategy=WeightStrategy(encoding=encoding))
     model, mine = half_a_megabyte(), half_a_megabyte()
     scheme.init_on_sender(model=model, num_workers=1)
@@ -222,7 +222,7 @@ def test_no_memory_to_join_again(
     joining.start()
     scheme.connect()
     joining.join()
-    (peer,) = scheme._sender.roll
+    (state,) = scheme._sender.table
     failed = threading.Event()
 
     def fail(*args: object) -> None:
@@ -232,10 +232,10 @@ def test_no_memory_to_join_again(
     with receiver:
         with monkeypatch.context() as patch:
             patch.setattr(*step, fail)
-            peer.link.disconnect()
+            state.link.disconnect()
             assert failed.wait(5.0)
-            assert eventually(lambda: not peer.joined, 5.0)
-        assert eventually(lambda: peer.joined, 5.0), receiver._receiver.error
+            assert eventually(lambda: not state.joined, 5.0)
+        assert eventually(lambda: state.joined, 5.0), receiver._receiver.error
         scheme.send(fill(model, 1))
         assert set(mine(START).tolist()) == {1.0}
 

@@ -79,8 +79,8 @@ def test_workers_that_have_gone_keep_their_weights(kind: type, crew: Crew) -> No
     leaver.call(leave)
     os.kill(inner_pid(lost), signal.SIGSTOP)
     sender = scheme._sender
-    sender._delivery.lose(sender.roll[2], TimeoutError("cut off by the test"))
-    assert eventually(lambda: not sender.roll[1].joined)
+    sender._delivery.lose(sender.table[2], TimeoutError("cut off by the test"))
+    assert eventually(lambda: not sender.table[1].joined)
     for version in range(2, 6):
         with pytest.raises(SyncFailedError):
             scheme.send(fill(model, version))

@@ -100,7 +100,7 @@ def test_a_worker_that_does_not_fit_replaces_nobody(kind: str, crew: Crew) -> No
 
 def ask_to_join_and_die(scheme: DistributedWeightSyncScheme, worker: int) -> None:
     """Ask to join as a process of this host that is gone when the sender calls it."""
-    schema = next(peer.schema for peer in scheme._sender.roll if peer.idx == worker)
+    schema = next(state.schema for state in scheme._sender.table if state.idx == worker)
     hello = {
         "token": "",
         "worker": worker,
@@ -122,12 +122,12 @@ def test_a_worker_that_dies_while_it_joins_replaces_nobody(
     crew: Crew, caplog: pytest.LogCaptureFixture
 ) -> None:
     scheme, model, workers = start_pair("distributed", crew)
-    scheme._door.refusals.clear()
+    scheme._listener.refusals.clear()
     ask_to_join_and_die(scheme, 1)
-    assert eventually(lambda: any("not there any more" in one for one in scheme._door.refusals), 5.0)
+    assert eventually(lambda: any("not there any more" in one for one in scheme._listener.refusals), 5.0)
     rejoined = f"worker 1 (process {workers[1].pid}) joined"
     with caplog.at_level(logging.INFO, "weight_update"):
-        next(peer for peer in scheme._sender.roll if peer.idx == 1).link.disconnect()
+        next(state for state in scheme._sender.table if state.idx == 1).link.disconnect()
         assert eventually(lambda: rejoined in caplog.messages, 5.0), "the healthy worker is out"
     scheme.send(fill(model, 1))
     assert [worker.call(version_of) for worker in workers] == [1, 1]

@@ -10,7 +10,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from multiprocessing.util import Finalize
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
@@ -32,7 +32,7 @@ from weight_update.schemes.liveness import WorkerAlive, liveness
 from weight_update.schemes.sources import DeviceMap, ModelOf, Sources
 from weight_update.sender.handle import SendHandle, failed
 from weight_update.sender.sender import Sender
-from weight_update.sharded import Alone, Follower, Gathering, Leader, Ranks
+from weight_update.sharded import Follower, Gathering, Leader, Ranks
 from weight_update.strategy.gather import GatherShards
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
@@ -50,15 +50,16 @@ WeightSyncBackend = Literal[
 _ALIASES = {"direct": "none", "thread": "shared", "multiprocessing": "process"}
 
 End = Literal["sender", "receiver"]
-Newcomers = Callable[[int], Any]
-"""Gives a worker of that index, beyond the first number, its link; see ``WeightSyncScheme.newcomers``."""
+Admit = Callable[[int], Any]
+"""Returns the link for a worker that joins late, by its index; see ``WeightSyncScheme.newcomers``."""
 _F = TypeVar("_F", bound=Callable[..., Any])
+_T = TypeVar("_T")
 _REMEMBERED = 64
 """How many updates of ``sync=False`` that nobody waits for are looked after for errors."""
 
 
-class Door(Protocol):
-    """A listener that admits workers while the sender lives.
+class SenderListener(Protocol):
+    """A listener of a scheme, which admits workers while the sender lives.
 
     Attributes:
         refusals: why the last join requests were refused.
@@ -162,7 +163,7 @@ class WeightSyncScheme(ABC):
         self.worker_alive: WorkerAlive | None = None
         self._sources: Sources | None = None
         self._sender: Sender | Follower | None = None
-        self._ranks: Alone | Ranks = Alone()
+        self._ranks: Ranks | None = None
         self._receiver: Receiver | None = None
         self._worker_idx: int | None = None
         self._model: Any = None
@@ -171,7 +172,7 @@ class WeightSyncScheme(ABC):
         self._connected = False
         self._link: TransportBackend | None = None
         self._unchecked: list[SendHandle] = []
-        self._door: Door | None = None
+        self._listener: SenderListener | None = None
         self._owner = os.getpid()
         self._instance = secrets.token_hex(8)
         self._finalizer: weakref.finalize[Any, Any] | None = None
@@ -200,9 +201,9 @@ class WeightSyncScheme(ABC):
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
         """The sender's end of all links; the default creates one transport for each worker.
 
-        What workers need to find the sender goes into attributes of self; a listener goes into
-        ``self._door``, which is started in :meth:`connect` and closed in :meth:`shutdown`. A door that
-        can let in more workers than ``workers`` asks :meth:`newcomers`.
+        Put the addresses that workers need to find the sender into attributes of self, and a listener into
+        ``self._listener``; :meth:`connect` starts it and :meth:`shutdown` closes it. A listener that can
+        admit late joiners calls the function that :meth:`newcomers` returns.
 
         Args:
             workers: indices.
@@ -211,16 +212,17 @@ class WeightSyncScheme(ABC):
         del ctx
         return {idx: self.create_transport(worker_idx=idx, end="sender") for idx in workers}
 
-    def newcomers(self) -> Newcomers:
-        """For doors: a function that gives a worker beyond the first number its link.
+    def newcomers(self) -> Admit:
+        """Return a function that admits late joiners, for listeners.
 
-        It takes the worker's index and raises :class:`~weight_update.JoinRefusedError` where that worker
-        cannot be let in. It keeps no reference to the scheme. Before a listener gives a connection to a
-        link, it calls :meth:`TransportBackend.screen` of that link.
+        The function takes a worker's index and returns its link, or raises
+        :class:`~weight_update.JoinRefusedError` if that worker cannot be admitted. It keeps no reference to
+        the scheme. Before a listener gives a connection to a link, it calls :meth:`TransportBackend.screen`
+        of that link.
         """
         myself = weakref.ref(self)
 
-        def let_in(worker_idx: int) -> TransportBackend:
+        def admit(worker_idx: int) -> TransportBackend:
             me = myself()
             if me is None or not isinstance(me._sender, Sender) or me._sources is None:
                 raise JoinRefusedError("the scheme was shut down")
@@ -231,9 +233,9 @@ class WeightSyncScheme(ABC):
                     "have the same weights"
                 )
             make = me.create_transport
-            return me._sender.let_in(worker_idx, lambda: make(worker_idx=worker_idx, end="sender"))
+            return me._sender.admit(worker_idx, lambda: make(worker_idx=worker_idx, end="sender"))
 
-        return let_in
+        return admit
 
     # -- phase 1: local ----------------------------------------------------------------------------
 
@@ -291,28 +293,37 @@ class WeightSyncScheme(ABC):
         self._ranks = ranks = self._meet_ranks(sources)
         try:
             patience = self.connect_timeout + self._patience
-            with ranks.step("init_on_sender", lambda _: sources.survey(self.strategy), patience) as surveyed:
+            with self._in_step(
+                "init_on_sender", lambda _: sources.survey(self.strategy), patience
+            ) as surveyed:
                 self._sender = self._open_side(ranks, surveyed, ctx)
         except BaseException:
-            ranks.close()
+            if ranks is not None:
+                ranks.close()
             raise
         self.context, self._sources = context, sources
-        self._close_at_end(_close_all, self._sender, self._door, ranks)
+        self._close_at_end(_close_all, self._sender, self._listener, ranks)
 
-    def _meet_ranks(self, sources: Sources) -> Alone | Ranks:
-        """The other ranks, if the trainer is sharded."""
+    def _meet_ranks(self, sources: Sources) -> Ranks | None:
+        """Return the connection to the other ranks; None if the trainer is not sharded."""
         gather = self.strategy.gather
         if gather is None and not sources.sharded(self.strategy):
-            return Alone()
+            return None
         gather = gather or GatherShards()
         ranks = Ranks(gather.members(), self.timeout, self.connect_timeout)
         sources.gathering = Gathering(ranks, gather)
         return ranks
 
+    def _in_step(
+        self, call: str, read: Callable[[Sequence[int] | None], _T], patience: float
+    ) -> AbstractContextManager[_T]:
+        """Return a context with the result of ``read``; all ranks of a sharded trainer enter it together."""
+        return nullcontext(read(None)) if self._ranks is None else self._ranks.step(call, read, patience)
+
     def _open_side(
-        self, ranks: Alone | Ranks, surveyed: Mapping[int, tuple[NamedWeights, NamedWeights | None]], ctx: Any
+        self, ranks: Ranks | None, surveyed: Mapping[int, tuple[NamedWeights, NamedWeights | None]], ctx: Any
     ) -> Sender | Follower:
-        if isinstance(ranks, Ranks) and not ranks.leads:
+        if ranks is not None and not ranks.leads:
             ranks.follow()
             return Follower(ranks, self.timeout)
         known: dict[int, WeightSchema] = {}
@@ -327,9 +338,9 @@ class WeightSyncScheme(ABC):
         links = self.open_sender(sorted(schemas), ctx)
         arguments = links, schemas, tracked, self.strategy, self._token, self.timeout
         try:
-            return Leader(ranks, *arguments) if isinstance(ranks, Ranks) else Sender(*arguments)
+            return Sender(*arguments) if ranks is None else Leader(ranks, *arguments)
         except BaseException:
-            _close_all(*links.values(), self._door)
+            _close_all(*links.values(), self._listener)
             raise
 
     def init_on_receiver(
@@ -413,10 +424,10 @@ class WeightSyncScheme(ABC):
     def _connect_sender(self, sender: Sender, worker_idx: int | None, weights: Any, limit: float) -> None:
         if worker_idx is not None:
             raise LifecycleError("connect(worker_idx=...) is for receivers")
-        if self._door is not None:
-            self._door.refusals.clear()  # of an earlier call
-            sender.refusals = self._door.refusals
-            self._door.start()
+        if self._listener is not None:
+            self._listener.refusals.clear()  # of an earlier call
+            sender.refusals = self._listener.refusals
+            self._listener.start()
         self._give_first(sender, weights, limit)
 
     def _give_first(self, sender: Sender | Follower, weights: Any, limit: float) -> None:
@@ -424,7 +435,7 @@ class WeightSyncScheme(ABC):
             chosen = sender.workers if workers is None else workers
             return self._sources_for(chosen).read(self.strategy, weights, chosen, first=True)
 
-        with self._ranks.step("connect", read, limit + self._patience) as named:
+        with self._in_step("connect", read, limit + self._patience) as named:
             self.last_report = sender.connect(named, limit, liveness(self.worker_alive))
 
     def _connect_receiver(self, worker_idx: int | None, weights: Any, limit: float) -> None:
@@ -521,13 +532,13 @@ class WeightSyncScheme(ABC):
 
     def stage(self, weights: Any, worker_ids: Any, step: str) -> SendHandle:
         """First half of :func:`~weight_update.send_together`: workers keep it until told to apply it."""
-        return self._publish(weights, worker_ids, commit=False, group=step)
+        return self._publish(weights, worker_ids, commit=False, group_commit=step)
 
     def _publish(self, weights: Any, worker_ids: Any, **how: Any) -> SendHandle:
         sender = self._require_sender()
         with self._sending:
             start = time.perf_counter()
-            with self._ranks.step("send", self._reader(weights, worker_ids), self._patience) as named:
+            with self._in_step("send", self._reader(weights, worker_ids), self._patience) as named:
                 extract = time.perf_counter() - start
                 handle = SendHandle(sender, sender.publish(named, **how), tuple(named))
             handle.report.seconds = {"extract": extract, **handle.report.seconds}
@@ -550,9 +561,9 @@ class WeightSyncScheme(ABC):
         Of a sharded model, every rank calls this; those that do not lead get None.
         """
         sender = self._require_sender()
-        with self._ranks.step("prepare_weights", self._reader(weights, None), self._patience) as named:
-            one = sender.one(named)
-        return None if one is None else self.strategy.export(one)
+        with self._in_step("prepare_weights", self._reader(weights, None), self._patience) as named:
+            whole = sender.whole_weights(named)
+        return None if whole is None else self.strategy.export(whole)
 
     def receive(self, timeout: float | None = None) -> Any | None:
         """Wait for the next update to be applied.
@@ -748,7 +759,7 @@ class WeightSyncScheme(ABC):
 
     def _sources_for(self, workers: Sequence[int]) -> Sources:
         assert self._sources is not None
-        return self._sources.with_guests(workers)
+        return self._sources.with_late_joiners(workers)
 
     @property
     def _patience(self) -> float:
@@ -787,7 +798,7 @@ def _require_seconds(option: str, given: Any) -> float:
     return float(given)  # locks and sockets take no other kind of number
 
 
-def _close_all(*parts: Sender | Follower | TransportBackend | Door | Alone | Ranks | None) -> None:
+def _close_all(*parts: Sender | Follower | TransportBackend | SenderListener | Ranks | None) -> None:
     with ExitStack() as rest:  # whatever one of them raises, all are closed
         for part in reversed(parts):
             if part is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from weight_update.errors import LifecycleError, SyncFailedError, SyncTimeoutError
-from weight_update.schemes.base import Door, End
+from weight_update.schemes.base import End, SenderListener
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
 from weight_update.schemes.sources import DeviceMap
 from weight_update.sender.sender import Sender
@@ -180,13 +180,13 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
                 links = super().open_sender(workers, ctx)
             else:
                 stored = {idx: self._store_link(idx) for idx in workers}
-                self._door = RayListener(self._actor, self._token, stored, self.newcomers())
+                self._listener = RayListener(self._actor, self._token, stored, self.newcomers())
                 links = dict(stored)
         except BaseException:
             stop_rendezvous(self._actor)
             raise
-        assert self._door is not None, "a listener was made for either kind of data"
-        self._door = _ListenerAndActor(self._door, self._actor)
+        assert self._listener is not None, "a listener was made for either kind of data"
+        self._listener = _ListenerAndActor(self._listener, self._actor)
         return links
 
     def announce(self, where: Whereabouts) -> None:
@@ -254,7 +254,7 @@ class _StoreLink(ActorLink, RayTransport):
 class _ListenerAndActor:
     """A listener and its rendezvous actor, closed in this order: workers learn of the end from the actor."""
 
-    def __init__(self, listener: Door, actor: Any) -> None:
+    def __init__(self, listener: SenderListener, actor: Any) -> None:
         self._listener, self._actor = listener, actor
         self.refusals = listener.refusals
 

@@ -98,7 +98,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
 
     def _reset(self) -> None:
         super()._reset()
-        self._listener: DistributedListener | None = None
+        self._distributed_listener: DistributedListener | None = None
 
     @abstractmethod
     def announce(self, where: Whereabouts) -> None:
@@ -127,7 +127,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         except BaseException:
             listener.close()
             raise
-        self._door = self._listener = listener
+        self._listener = self._distributed_listener = listener
         return dict(links)
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
@@ -145,7 +145,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
     @property
     def network_bytes(self) -> int:
         """Bytes of payloads sent to other hosts so far; payloads of up to 64 KiB do not count."""
-        return 0 if self._listener is None else self._listener.network_bytes
+        return 0 if self._distributed_listener is None else self._distributed_listener.network_bytes
 
     def sender_end(self, worker_idx: int) -> DistributedTransport:
         """Return the sender's end of the link to a worker."""

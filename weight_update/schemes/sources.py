@@ -1,4 +1,4 @@
-"""Where a sender reads weights from, and for which worker."""
+"""The sources that a sender reads weights from, for each worker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from weight_update.errors import NothingToSendError, UnknownWorkerError, UnsupportedSourceError
 from weight_update.schemes.collector import devices_of, factories_of, resolve_model
 from weight_update.sharded import Gathering
-from weight_update.sharded.plan import reshard, sharded
+from weight_update.strategy.gather import holds_shards
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
 
@@ -24,16 +24,16 @@ DeviceMap = Callable[[int, Any], Any]
 
 
 class ModelOf:
-    """The model of that name in a context, looked up anew at each call; the context may go away."""
+    """A model in a context, looked up by name at each call; only a weak reference to the context is kept."""
 
     def __init__(self, context: Any, model_id: str) -> None:
         self._context, self._model_id = weakref.ref(context), model_id
 
     def __call__(self) -> Any:
-        """The model.
+        """Return the model.
 
         Raises:
-            NothingToSendError: the context is gone.
+            NothingToSendError: the context no longer exists.
         """
         context = self._context()
         if context is None:
@@ -43,14 +43,14 @@ class ModelOf:
 
 @dataclass
 class Sources:
-    """What each worker gets when ``send`` is called without weights.
+    """The weights that each worker gets when ``send`` is called without weights.
 
     Attributes:
-        by_worker: the source of each worker, or None where there is none; workers may share one.
-        devices: the device of each worker, where known.
+        by_worker: source of each worker, or None where there is none; workers may share one.
+        devices: device of each worker, where known.
         device_map: applied to the source for each worker, if given.
-        chosen: names that the strategy selects, by worker; see :meth:`survey`.
-        gathering: puts weights together that several ranks hold parts of, if they do.
+        chosen: names that the strategy selects, for each worker; see :meth:`survey`.
+        gathering: gathers the weights of a sharded trainer; None if the trainer is not sharded.
     """
 
     by_worker: dict[int, Any]
@@ -72,10 +72,10 @@ class Sources:
         device_map_fn: DeviceMap | None,
         num_workers: int | None,
     ) -> Sources:
-        """Read the arguments of ``init_on_sender``; see there.
+        """Return the sources that the arguments of ``init_on_sender`` describe.
 
         Raises:
-            ValueError: they contradict each other or are too few; the message says which.
+            ValueError: the arguments contradict each other or are too few; the message says which.
             TypeError: the model of the context is not a module.
         """
         given = {
@@ -147,33 +147,33 @@ class Sources:
         places = [None if d is None else torch.device(d) for d in devices or [None] * count]
         return cls(dict.fromkeys(range(count), source), dict(enumerate(places)), device_map_fn)
 
-    def with_guests(self, workers: Sequence[int]) -> Sources:
-        """These sources, also for ``workers`` beyond the first number; see :attr:`common`."""
-        guests = [idx for idx in workers if idx not in self.by_worker]
-        if not guests or not self.common:
+    def with_late_joiners(self, workers: Sequence[int]) -> Sources:
+        """Return sources that also serve the late joiners among ``workers``; see :attr:`common`."""
+        late = [idx for idx in workers if idx not in self.by_worker]
+        if not late or not self.common:
             return self
         like = next(iter(self.by_worker))
         return replace(
             self,
-            by_worker={**self.by_worker, **dict.fromkeys(guests, self.by_worker[like])},
-            devices={**self.devices, **dict.fromkeys(guests)},
-            chosen={**self.chosen, **dict.fromkeys(guests, self.chosen.get(like))},
+            by_worker={**self.by_worker, **dict.fromkeys(late, self.by_worker[like])},
+            devices={**self.devices, **dict.fromkeys(late)},
+            chosen={**self.chosen, **dict.fromkeys(late, self.chosen.get(like))},
         )
 
     @property
     def common(self) -> bool:
-        """Whether all workers have the same weights by default, so that one more can have them too."""
+        """Whether all workers have the same weights by default, so that a late joiner can have them too."""
         return self.device_map is None and len({id(source) for source in self.by_worker.values()}) == 1
 
     def sharded(self, strategy: WeightStrategy) -> bool:
-        """Whether a source has weights of which other processes hold parts."""
+        """Return whether other processes hold parts of the weights of a source."""
         distinct = {id(one): one for one in self.by_worker.values() if one is not None}
-        return any(sharded(strategy.named(one).tensors) for one in distinct.values())
+        return any(holds_shards(strategy.named(one).tensors) for one in distinct.values())
 
     def survey(self, strategy: WeightStrategy) -> dict[int, tuple[NamedWeights, NamedWeights | None]]:
-        """Which weights each worker is to have, and those that updates carry (None: all).
+        """Return the weights that each worker is to have, and those that updates carry (None for all).
 
-        Workers that get the same share one object.
+        Workers that get the same weights share one object.
 
         Raises:
             ValueError: the strategy selects nothing.
@@ -198,13 +198,13 @@ class Sources:
     def read(
         self, strategy: WeightStrategy, weights: Any, workers: Sequence[int], *, first: bool = False
     ) -> dict[int, NamedWeights]:
-        """The weights for each of ``workers``; those that get the same share one object.
+        """Return the weights for each of ``workers``; workers that get the same weights share one object.
 
         Args:
-            strategy: how to read them.
-            weights: as given to ``send``; None for the sources of this object.
+            strategy: strategy that reads them.
+            weights: weights as given to ``send``; None for the sources of this object.
             workers: indices.
-            first: all that workers are to have, not only what updates carry.
+            first: whether to read all weights that workers are to have, not only those that updates carry.
 
         Raises:
             NothingToSendError: no weights were given and there is no source.
@@ -228,10 +228,9 @@ class Sources:
         self, strategy: WeightStrategy, source: Any, chosen: frozenset[str] | None = None
     ) -> NamedWeights:
         if self.gathering is not None:
-            reshard(source)
-            return self.gathering.enroll(strategy.outgoing(source, chosen, later=True))
+            return self.gathering.read(strategy, source, chosen)
         named = strategy.outgoing(source, chosen)
-        if sharded(named.tensors):
+        if holds_shards(named.tensors):
             raise UnsupportedSourceError(
                 "these weights are sharded (DTensor): give init_on_sender a sharded model on every rank, or "
                 "WeightStrategy(gather=GatherShards())"
@@ -254,10 +253,10 @@ class Sources:
         return found
 
     def select(self, worker_ids: Any, weights: Any) -> list[int]:
-        """Worker indices from what ``send`` was given as ``worker_ids`` and ``weights``.
+        """Return the worker indices that the arguments of ``send`` mean.
 
         Raises:
-            UnknownWorkerError: an index or device that no worker has.
+            UnknownWorkerError: no worker has one of the indices or devices.
         """
         known = sorted(self.by_worker)
         chosen: list[int] = []
@@ -289,7 +288,7 @@ class Sources:
 
 
 def is_per_worker(weights: Any) -> bool:
-    """Whether ``weights`` maps worker indices to weights."""
+    """Return whether ``weights`` maps worker indices to weights."""
     if not isinstance(weights, Mapping) or isinstance(weights, TensorDictBase):
         return False  # a TensorDict is a Mapping too, but one without a truth value
     return len(weights) > 0 and all(isinstance(key, int) for key in weights)

@@ -1,24 +1,33 @@
-"""Memory that the sender encodes into: who uses which buffer, and when one is free again."""
+"""Memory that updates are encoded into: its users, and when it is free again."""
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import dataclass
 
+import torch
+
+from weight_update.encodings import Lend
 from weight_update.errors import NotEnoughMemoryError
 from weight_update.transports.base import Buffer, TransportBackend
 from weight_update.wire.frames import WeightChunk
 
-__all__ = ["MIXED", "BufferPool", "Content", "Shipment", "Slot", "give_back"]
+__all__ = ["MIXED", "BufferPool", "EncodedUpdate", "Slot", "VersionId", "give_back"]
 
 
 _IDLE_UPDATES = 8
+_CHECK_SECONDS = 0.2
 
 
 class Slot:
-    """A buffer and how many shipments in use lie in it.
+    """A buffer of the pool, with the number of its users.
 
     Attributes:
-        taken: the update, as the pool counts them, that it was last taken for.
+        buffer: the memory.
+        users: number of encoded updates in use that lie in it.
+        abandoned: whether a lost worker may still read it; it is then never written again.
+        taken: number of the update, counted by the pool, that it was last taken for.
     """
 
     def __init__(self, buffer: Buffer, taken: int = 0) -> None:
@@ -29,65 +38,99 @@ class Slot:
 
 
 @dataclass(frozen=True, eq=False)
-class Content:
-    """The weights that some workers were given as ``version``; others may have been given others as that."""
+class VersionId:
+    """Identity of the weights that some workers were given as ``version``.
+
+    Workers may be given different weights under one number; each set has an identity of its own.
+    """
 
     version: int
 
 
-MIXED = Content(-1)
-"""No version: a part of one and a part of another."""
+MIXED = VersionId(-1)
+"""Identity of weights that are part of one version and part of another."""
 
 
-class Shipment:
-    """The frames that bring a worker to ``content``, and the slots that their payloads lie in."""
+class EncodedUpdate:
+    """Frames that bring a worker to ``version_id``, and the slots that hold their payloads."""
 
-    def __init__(self, content: Content, chunks: list[WeightChunk], slots: list[Slot]) -> None:
-        self.content, self.chunks, self.slots = content, chunks, slots
+    def __init__(self, version_id: VersionId, chunks: list[WeightChunk], slots: list[Slot]) -> None:
+        self.version_id, self.chunks, self.slots = version_id, chunks, slots
 
     @property
     def version(self) -> int:
-        """Number of the content."""
-        return self.content.version
+        """Number of the version that the frames lead to."""
+        return self.version_id.version
 
-    def retain(self) -> Shipment:
-        """Count one more user of its memory; itself."""
+    def retain(self) -> EncodedUpdate:
+        """Count one more user of its memory; return the update itself."""
         for slot in self.slots:
             slot.users += 1
         return self
 
     def release(self) -> None:
-        """Count one user less."""
+        """Count one user less of its memory."""
         give_back(self.slots)
 
 
 def give_back(slots: list[Slot]) -> None:
-    """Count one user less of each."""
+    """Count one user less of each slot."""
     for slot in slots:
         slot.users -= 1
 
 
 class BufferPool:
-    """Buffers for payloads, reused as soon as nobody reads them."""
+    """Buffers for payloads, reused as soon as no worker reads them.
 
-    def __init__(self, link: TransportBackend) -> None:
-        self._link = link
+    Args:
+        link: allocates the buffers.
+        changed: the sender's lock; notified when slots may have become free.
+        timeout: seconds to wait for a slot while memory is short.
+    """
+
+    def __init__(self, link: TransportBackend, changed: threading.Condition, timeout: float) -> None:
+        self._link, self._changed, self._timeout = link, changed, timeout
         self._slots: list[Slot] = []
         self._reserved: dict[int, int] = {}
         self._updates = 0
 
     def reserve(self, nbytes: int, count: int) -> None:
-        """Make sure that ``count`` buffers of this size exist, and that :meth:`trim` leaves so many."""
+        """Allocate buffers until there are ``count`` of this size; :meth:`trim` keeps that many."""
         self._reserved[nbytes] = max(count, self._reserved.get(nbytes, 0))
         while sum(slot.buffer.tensor.numel() == nbytes for slot in self._slots) < count:
             self._slots.append(Slot(self._link.allocate(nbytes)))
 
-    def take(self, nbytes: int) -> Slot | None:
-        """A free buffer of exactly this size, else a new one; None if it does not fit while others are used.
+    def borrow(self, slots: list[Slot]) -> Lend:
+        """Return a ``lend`` function that takes slots and appends them to ``slots``."""
+
+        def lend(nbytes: int) -> torch.Tensor:
+            slot = self.take(nbytes)
+            slots.append(slot)
+            return slot.buffer.tensor
+
+        return lend
+
+    def take(self, nbytes: int) -> Slot:
+        """Return a slot that no worker reads, with one user; wait for one while memory is short.
 
         Raises:
-            NotEnoughMemoryError: a new one does not fit, and none is in use that could be waited for.
+            NotEnoughMemoryError: none became free in time, or none is in use that could be waited for.
         """
+        deadline = time.monotonic() + self._timeout
+        with self._changed:
+            while True:
+                slot = self._find(nbytes)
+                if slot is not None:
+                    slot.users += 1
+                    return slot
+                if time.monotonic() > deadline:
+                    raise NotEnoughMemoryError(
+                        f"no memory for {nbytes / 1e6:.1f} MB, and workers did not let go of any in time"
+                    )
+                self._changed.wait(_CHECK_SECONDS)
+
+    def _find(self, nbytes: int) -> Slot | None:
+        """Return a free slot of exactly this size, else a new one; None if memory is short for now."""
         self._drop([slot for slot in self._slots if slot.abandoned and slot.users == 0])
         free = [slot for slot in self._slots if slot.users == 0]
         for slot in free:
@@ -100,16 +143,16 @@ class BufferPool:
         except NotEnoughMemoryError:
             if free:
                 self._drop(free)  # of other sizes
-                return self.take(nbytes)
+                return self._find(nbytes)
             if not self._slots:
                 raise
             return None
         return self._slots[-1]
 
     def trim(self, keep: int) -> None:
-        """Give back free buffers beyond ``keep`` bytes, and those that a few updates did without.
+        """Free unused buffers beyond ``keep`` bytes, and those that the last few updates did not need.
 
-        Called once for each update.
+        Call it once for each update, with the sender's lock held.
         """
         self._updates += 1
         idle = [one for one in self._slots if one.users == 0 and self._updates - one.taken > _IDLE_UPDATES]
@@ -130,5 +173,5 @@ class BufferPool:
             slot.buffer.close()
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""
         self._drop(list(self._slots))

@@ -1,184 +1,192 @@
-"""What workers lack, put onto their links; those that cannot be reached are lost."""
+"""Delivery of frames to workers. A worker that cannot be reached is marked as lost."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 
 from weight_update.errors import LinkClosedError, NotEnoughMemoryError, TransportError, without_frames
-from weight_update.sender.buffers import Shipment
-from weight_update.sender.peer import Peer
+from weight_update.sender.buffers import EncodedUpdate
+from weight_update.sender.outbox import Outbox
+from weight_update.sender.workers import WorkerState
 from weight_update.transports.base import TransportBackend
 from weight_update.wire.frames import WeightChunk
 
 __all__ = ["Delivery"]
 
 _log = logging.getLogger(__name__)
-_LAST_WORD_SECONDS = 1.0
-_WRITERS = 256  # threads that may wait for workers of other hosts at once
+_GOODBYE_SECONDS = 1.0
 
 
 class Delivery:
-    """Sends workers frames, and what their lanes have for them.
+    """Writes frames to workers, and the updates that their send groups have for them.
 
-    The caller's thread writes to a worker whose link is quick, a thread of this class to any other.
+    The caller's thread writes to links whose ``send_chunk`` never blocks. Each other worker has an
+    :class:`Outbox`, which writes to it.
 
     Args:
-        moved: the sender's lock.
+        changed: the sender's lock.
         timeout: seconds that a link may take for one frame.
     """
 
-    def __init__(self, moved: threading.Condition, timeout: float) -> None:
+    def __init__(self, changed: threading.Condition, timeout: float) -> None:
         self.timeout = timeout
-        self._moved = moved
+        self._changed = changed
         self._closed = False
-        self._writers = ThreadPoolExecutor(_WRITERS, "weight_update-send")
 
-    def bring_up(self, peer: Peer) -> Shipment | None:
-        """Send a worker what it lacks, unless it is busy; called whenever that may have changed.
+    def update(self, worker: WorkerState) -> EncodedUpdate | None:
+        """Send a worker the update it lacks, unless it is busy; call this whenever that may have changed.
 
         Returns:
-            what was sent; None if nothing was, or the worker was lost.
+            the update; None if there was none to send, or the worker was lost.
         """
-        with self._moved:
-            if not peer.joined or peer.inflight is not None or peer.lacks is None:
+        with self._changed:
+            if not worker.joined or worker.inflight is not None or worker.lacks is None:
                 return None
-        with peer.sending:
-            shipment = self._load_or_lose(peer)
-            sent = shipment is None or self.send(peer, shipment.chunks)
-            return shipment if sent else None
+        with worker.sending:
+            update = self._load_or_lose(worker)
+            sent = update is None or self.send(worker, update.chunks)
+            return update if sent else None
 
-    def bring_up_all(self, peers: list[Peer]) -> list[Shipment]:
-        """As :meth:`bring_up`, but where a link waits for its worker a thread does, and not the caller.
+    def update_all(self, states: list[WorkerState]) -> list[EncodedUpdate]:
+        """Send each worker the update it lacks, without waiting for slow links.
 
         Returns:
-            what was sent, or is being sent.
+            the updates that were sent, or are being sent.
         """
-        blocking = [peer for peer in peers if not peer.link.capabilities.send_never_blocks]
-        slow = [(peer, self._load_or_lose(peer)) for peer in blocking]
-        loads = [(peer, shipment) for peer, shipment in slow if shipment is not None]
+        slow = [
+            (worker, self._load_or_lose(worker))
+            for worker in states
+            if not worker.link.capabilities.send_never_blocks
+        ]
+        loads = [(worker, update) for worker, update in slow if update is not None]
         _announce(loads)
-        for peer, shipment in loads:
-            with self._moved:
-                peer.writing = True
-            try:
-                self._writers.submit(self._transmit, peer, shipment)
-            except RuntimeError:  # close() came in between
-                with self._moved:
-                    peer.writing = False
-                self.lose(peer, LinkClosedError("the sender was shut down"))
-        sent = [self.bring_up(peer) for peer in peers if peer.link.capabilities.send_never_blocks]
-        return [one for one in (*sent, *(shipment for _, shipment in loads)) if one is not None]
+        for worker, update in loads:
+            self.post(worker, partial(self._transmit, worker, update))
+        sent = [self.update(worker) for worker in states if worker.link.capabilities.send_never_blocks]
+        return [one for one in (*sent, *(update for _, update in loads)) if one is not None]
 
-    def send(self, peer: Peer, chunks: Iterable[WeightChunk]) -> bool:
-        """Send frames; where that fails this is false, and the worker has left, is lost, or soon will be.
+    def post(self, worker: WorkerState, write: Callable[[], None]) -> None:
+        """Have the outbox of a worker whose link may block call ``write``; an error loses the worker."""
+        try:
+            with self._changed:
+                if not worker.joined:
+                    return
+                if self._closed:
+                    raise RuntimeError("the sender was shut down")
+                if worker.outbox is None:
+                    worker.outbox = Outbox(worker.idx, self._changed)
+                worker.outbox.put(partial(self._run, worker, write))
+        except RuntimeError as error:
+            self.lose(worker, LinkClosedError(f"no thread writes to it: {error}"))
 
-        The caller holds ``peer.sending``.
+    def _run(self, worker: WorkerState, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Exception as error:  # noqa: BLE001 - any error must reach the callers that wait
+            _log.exception("sending to worker %d ended", worker.idx)
+            self.lose(worker, error)
+
+    def send(self, worker: WorkerState, chunks: Iterable[WeightChunk]) -> bool:
+        """Write frames and return whether that succeeded; otherwise the worker has left, is lost, or will be.
+
+        The caller holds ``worker.sending``.
         """
         try:
             for chunk in chunks:
-                peer.link.send_chunk(chunk, self.timeout)
+                worker.link.send_chunk(chunk, self.timeout)
         except (TransportError, TimeoutError, NotEnoughMemoryError) as error:
-            self._lose_unless_it_left(peer, error)
+            self._lose_unless_it_left(worker, error)
             return False
         return True
 
-    def say(self, peer: Peer, chunk: WeightChunk) -> None:
-        """Send a frame between others.
+    def say(self, worker: WorkerState, chunk: WeightChunk) -> None:
+        """Write one frame, between the frames of updates.
 
         Raises:
-            TransportError, SyncTimeoutError: see ``TransportBackend.send_chunk``; the worker is not lost.
+            TransportError, SyncTimeoutError: as ``TransportBackend.send_chunk``; the worker is not lost.
         """
-        with peer.sending:
-            peer.link.send_chunk(chunk, self.timeout)
+        with worker.sending:
+            worker.link.send_chunk(chunk, self.timeout)
 
-    def tell(self, peers: Iterable[Peer], chunk: WeightChunk) -> None:
-        """Send a frame to those who are here; where that fails the worker is lost."""
-        for peer in peers:
-            if not peer.joined:
+    def tell(self, states: Iterable[WorkerState], chunk: WeightChunk) -> None:
+        """Write one frame to each worker that is connected; a worker for which that fails is lost."""
+        for worker in states:
+            if not worker.joined:
                 continue
             try:
-                self.say(peer, chunk)
+                self.say(worker, chunk)
             except (TransportError, TimeoutError) as error:
-                self._lose_unless_it_left(peer, error)
+                self._lose_unless_it_left(worker, error)
 
-    def lose(self, peer: Peer, error: Exception) -> None:
-        """Stop counting on a worker, and cut it off unless its link failed by itself."""
-        with self._moved:
-            departed = peer.joined and not peer.replaced and not self._closed
-            pid, what = peer.pid, "left" if peer.left else f"was lost: {error}"
-            if peer.joined or peer.lost is None:
-                peer.lost = without_frames(error)
-            peer.let_go()
-            self._moved.notify_all()
+    def lose(self, worker: WorkerState, error: Exception) -> None:
+        """Mark a worker as lost, and cut its link unless that failed by itself."""
+        with self._changed:
+            departed = worker.joined and not worker.replaced and not self._closed
+            pid, fate = worker.pid, "left" if worker.left else f"was lost: {error}"
+            if worker.joined or worker.lost is None:
+                worker.lost = without_frames(error)
+            worker.mark_disconnected()
+            self._changed.notify_all()
         if departed:
-            _log.info("worker %d (process %d) %s", peer.idx, pid, what)
+            _log.info("worker %d (process %d) %s", worker.idx, pid, fate)
         if not isinstance(error, TransportError):
-            peer.link.disconnect()
+            worker.link.disconnect()
 
-    def _lose_unless_it_left(self, peer: Peer, error: Exception) -> None:
-        """A worker that left before it was sent something has said so, and that will be read in a moment."""
+    def _lose_unless_it_left(self, worker: WorkerState, error: Exception) -> None:
+        """Mark a worker as lost, unless its GOODBYE, which is read in a moment, tells that it left."""
         if isinstance(error, LinkClosedError):
-            if threading.current_thread() is peer.thread:
-                return  # it reads on, and finds the end
-            with self._moved:
-                self._moved.wait_for(lambda: not peer.joined, _LAST_WORD_SECONDS)
-        self.lose(peer, error)
+            if threading.current_thread() is worker.thread:
+                return  # this thread reads on, and finds the end
+            with self._changed:
+                self._changed.wait_for(lambda: not worker.joined, _GOODBYE_SECONDS)
+        self.lose(worker, error)
 
     def close(self) -> None:
-        """Begin nothing more; does not wait for what is being sent."""
+        """Note that workers which leave from now on do so because the sender was shut down."""
         self._closed = True
-        self._writers.shutdown(wait=False, cancel_futures=True)
 
-    def _load_or_lose(self, peer: Peer) -> Shipment | None:
-        """As :meth:`_load`; a worker that there is no memory for is lost."""
+    def _load_or_lose(self, worker: WorkerState) -> EncodedUpdate | None:
+        """Load the next update; a worker that there is no memory for is lost."""
         try:
-            return self._load(peer)
+            return self._load(worker)
         except NotEnoughMemoryError as error:
-            self.lose(peer, error)
+            self.lose(worker, error)
             return None
 
-    def _load(self, peer: Peer) -> Shipment | None:
-        """Make what ``peer`` lacks the shipment in flight to it."""
+    def _load(self, worker: WorkerState) -> EncodedUpdate | None:
+        """Make the update that ``worker`` lacks the one in flight to it."""
         while True:
-            with self._moved:
-                lane = peer.lane
-                if not peer.joined or peer.inflight is not None or lane is None or peer.lacks is None:
+            with self._changed:
+                group = worker.group
+                if not worker.joined or worker.inflight is not None or group is None or worker.lacks is None:
                     return None
-                shipment = lane.ready(peer.has)
-                if shipment is not None:
-                    peer.hold("inflight", shipment)
-                    peer.since = time.monotonic()
-                    return shipment
-            lane.prepare()
+                update = group.update_for(worker.has)
+                if update is not None:
+                    worker.set_update("inflight", update)
+                    worker.sent_at = time.monotonic()
+                    return update
+            group.prepare()
 
-    def _transmit(self, peer: Peer, shipment: Shipment) -> None:
-        """In a thread of its own: send what is in flight, unless the worker was lost meanwhile."""
-        try:
-            with peer.sending:
-                if peer.inflight is shipment:
-                    self.send(peer, shipment.chunks)
-        except Exception as error:  # noqa: BLE001 - whatever it is, whoever waits must hear of it
-            _log.exception("sending to worker %d ended", peer.idx)
-            self.lose(peer, error)
-        finally:
-            with self._moved:
-                peer.writing = False
-                self._moved.notify_all()
+    def _transmit(self, worker: WorkerState, update: EncodedUpdate) -> None:
+        """Write the update in flight, unless the worker was lost or the sender shut down meanwhile."""
+        with worker.sending:
+            if worker.inflight is update and not self._closed:
+                self.send(worker, update.chunks)
 
 
-def _announce(loads: list[tuple[Peer, Shipment]]) -> None:
-    """Tell the links which payloads several of them are about to be sent."""
+def _announce(loads: list[tuple[WorkerState, EncodedUpdate]]) -> None:
+    """Tell links about each payload that several of them are going to carry."""
     wanted: dict[int, tuple[torch.Tensor, list[TransportBackend]]] = {}
-    for peer, shipment in loads:
-        for chunk in shipment.chunks:
+    for worker, update in loads:
+        for chunk in update.chunks:
             if chunk.payload is not None:
-                wanted.setdefault(id(chunk.payload), (chunk.payload, []))[1].append(peer.link)
+                wanted.setdefault(id(chunk.payload), (chunk.payload, []))[1].append(worker.link)
     for payload, links in wanted.values():
         if len(links) > 1:
             links[0].expect(payload, links)

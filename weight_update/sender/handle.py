@@ -1,4 +1,4 @@
-"""What a caller holds of an update that is on its way."""
+"""Handles of updates that are on their way."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from weight_update.report import SyncReport
 __all__ = ["SendHandle", "failed"]
 
 
-class Sending(Protocol):
-    """The calls of a sender that wait for an update, or settle it.
+class UpdateOwner(Protocol):
+    """The methods of a sender that a handle calls.
 
-    A :class:`~weight_update.sender.sender.Sender` has them, and so has a rank of a sharded trainer that does
-    not lead.
+    The sender is a :class:`~weight_update.sender.sender.Sender`, or its counterpart on a rank of a sharded
+    trainer that does not lead.
     """
 
     def members(self, workers: Sequence[int]) -> Sequence[object]: ...
@@ -37,17 +37,17 @@ class Sending(Protocol):
 
 
 class SendHandle:
-    """An update on its way.
+    """An update that is on its way to workers.
 
-    Where several ranks send one sharded model, all of them call :meth:`wait` or none; until it
-    returned, :meth:`done` and :meth:`failures` know nothing on ranks that do not lead.
+    On a sharded trainer, either all ranks call :meth:`wait` or none does. On ranks that do not lead,
+    :meth:`done` and :meth:`failures` know nothing until it has returned.
 
     Attributes:
-        version: its number.
-        workers: indices of those that are sent it.
+        version: number of the update.
+        workers: indices of the workers that are sent it.
     """
 
-    def __init__(self, sender: Sending, report: SyncReport, workers: tuple[int, ...]) -> None:
+    def __init__(self, sender: UpdateOwner, report: SyncReport, workers: tuple[int, ...]) -> None:
         self._sender, self._report, self.workers = sender, report, workers
         self._members = sender.members(workers)
         self.version = report.version
@@ -56,7 +56,7 @@ class SendHandle:
         return f"SendHandle(version={self.version}, workers={list(self.workers)}, done={self.done()})"
 
     def done(self) -> bool:
-        """Whether every worker has applied it (or a newer one), or failed."""
+        """Return whether every worker has applied this update or a newer one, failed or left."""
         return self._sender.settled(self.version, self.workers)
 
     def wait(self, timeout: float | None = None) -> SyncReport:
@@ -66,7 +66,7 @@ class SendHandle:
             timeout: seconds; None takes the scheme's, counted from when all was sent.
 
         Raises:
-            SyncFailedError: workers failed, died or were late; it names them. All others have it.
+            SyncFailedError: workers failed, died or were late; it names them, and all others have it.
         """
         start = time.perf_counter()
         failures = self._sender.wait(self._report, self.workers, timeout)
@@ -76,32 +76,32 @@ class SendHandle:
         return self._report
 
     def of(self, *workers: int) -> SendHandle:
-        """The same update, as far as some of its workers are concerned."""
+        """Return a handle of the same update for some of its workers."""
         return SendHandle(self._sender, self._report, workers)
 
     def wait_staged(self) -> dict[int, Exception]:
-        """Wait until the workers have staged it; the errors of those that have not."""
+        """Wait until the workers have staged the update; return the errors of all others."""
         return self._sender.wait_staged(self.version, self.workers)
 
     def commit(self) -> None:
-        """Let the workers apply what they staged."""
+        """Have the workers apply the staged update."""
         self._sender.commit(self.version, self.workers)
 
     def abort(self) -> None:
-        """Let the workers forget what they staged."""
+        """Have the workers forget the staged update."""
         self._sender.abort(self.version, self.workers)
 
     def failures(self) -> dict[int, Exception]:
-        """The errors known by now, by worker; does not wait."""
+        """Return the errors known by now, by worker index, without waiting."""
         return self._sender.failures(self.version, self.workers)
 
     @property
     def report(self) -> SyncReport:
-        """The report as far as it is known."""
+        """The report, as far as it is known."""
         return self._report
 
 
 def failed(version: int, failures: Mapping[int, Exception], report: SyncReport | None) -> SyncFailedError:
-    """The error for an update that some workers did not take."""
+    """Return the error for an update that some workers did not apply."""
     lines = "".join(f"\n  worker {idx}: {error}" for idx, error in sorted(failures.items()))
     return SyncFailedError(f"version {version} was not applied by:{lines}", failures, report)

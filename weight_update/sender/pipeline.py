@@ -1,84 +1,190 @@
-"""One version on its way to workers, chunk by chunk, while the next chunk is still being put together."""
+"""Versions that are never put together whole: converted, encoded and sent chunk by chunk."""
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 
 from weight_update.encodings import Encoder
 from weight_update.errors import SchemaMismatchError, SyncTimeoutError
-from weight_update.sender.buffers import Content, Shipment, Slot
-from weight_update.sender.peer import Peer
+from weight_update.report import SyncReport
+from weight_update.sender.buffers import EncodedUpdate, Slot, VersionId
+from weight_update.sender.chunk_window import ChunkWindow
+from weight_update.sender.delivery import Delivery
+from weight_update.sender.groups.assignment import GroupAssignment
+from weight_update.sender.workers import WorkerState, WorkerTable
+from weight_update.strategy.named_weights import NamedWeights
+from weight_update.strategy.strategy import WeightStrategy
 from weight_update.wire.frames import Kind, WeightChunk
 from weight_update.wire.memory import memory_identity
 from weight_update.wire.schema import WeightSchema
 from weight_update.wire.updates import Step, frame_of
 
-__all__ = ["Pipeline"]
+__all__ = ["PipelineSender"]
 
 
-@dataclass
-class _Chunk:
-    """What was sent and is not yet taken by all of ``readers``."""
+class PipelineSender:
+    """Sends versions through pipelines, one version after the other.
 
-    index: int
-    slot: Slot
-    readers: set[int]
-    since: float
+    No version is kept: a worker that joins later, or missed one, is sent the next one.
+
+    Args:
+        table: the workers.
+        groups: assignment of workers to send groups.
+        strategy: a strategy with ``max_in_flight``.
+        borrow: returns a slot of so many bytes, with one user; may wait.
+        delivery: writes frames to a worker, or loses it.
+    """
+
+    def __init__(
+        self,
+        table: WorkerTable,
+        groups: GroupAssignment,
+        strategy: WeightStrategy,
+        borrow: Callable[[int], Slot],
+        delivery: Delivery,
+    ) -> None:
+        self._table, self._groups, self._strategy = table, groups, strategy
+        self._borrow, self._delivery = borrow, delivery
+        self._encoders: dict[str, Encoder] = {}
+
+    def send(self, weights: Mapping[int, NamedWeights], step: Step, timeout: float) -> SyncReport:
+        """Convert, encode and send a version.
+
+        Args:
+            weights: weights for each worker index; workers that share an object share its conversion.
+            step: number and options of the version; its extra state comes from ``weights``.
+            timeout: seconds that a worker may take to become ready, and to take a chunk.
+
+        Raises:
+            SchemaMismatchError: the weights are not those of the schema; no worker applies them.
+        """
+        report = SyncReport(step.version, self._strategy.encoding.label)
+        for states in self._groups.partition(weights, apart=not step.commit):
+            named = weights[states[0].idx]
+            extra = Step.of(step.version, named.extra).extra
+            self._send_to(states, named, replace(step, extra=extra), timeout, report)
+        return report
+
+    def _send_to(
+        self,
+        states: list[WorkerState],
+        named: NamedWeights,
+        step: Step,
+        timeout: float,
+        report: SyncReport,
+    ) -> None:
+        """Send a version to workers that take the same bytes."""
+        group, encoding, limit = states[0].group, self._strategy.encoding.whole, self._strategy.max_in_flight
+        assert group is not None
+        assert limit is not None
+        sizes = encoding.payload_sizes(group.schema)
+        digest = group.schema.digest
+        if digest not in self._encoders:
+            self._encoders[digest] = encoding.encoder(group.schema)
+        with self._table.changed:
+            pipeline = Pipeline(
+                step,
+                self._ready(states, step, timeout),
+                limit=limit,
+                timeout=timeout,
+                borrow=lambda: self._borrow(max(sizes)),
+                write=self._write,
+                post=self._post,
+                changed=self._table.changed,
+            )
+        items = named.items()
+        try:
+            tensors = pipeline.checked(states[0].schema, items)
+            pipeline.run(self._encoders[digest], group.schema, encoding.name, len(sizes), tensors)
+        finally:
+            items.close()
+        for stage, seconds in pipeline.seconds.items():
+            report.seconds[stage] = report.seconds.get(stage, 0.0) + seconds
+        report.dense_bytes += group.schema.dense_bytes
+        copies = 1 if states[0].link.capabilities.shares_memory else len(states)
+        report.wire_bytes += pipeline.payload_bytes * copies
+
+    def _ready(self, states: list[WorkerState], step: Step, timeout: float) -> list[WorkerState]:
+        """Wait for workers that are busy with the version before; return those that can be sent one now."""
+
+        def busy(worker: WorkerState) -> bool:
+            return worker.joined and (worker.inflight is not None or worker.writing)
+
+        self._table.changed.wait_for(lambda: not any(map(busy, states)), timeout)
+        for worker in filter(busy, states):
+            worker.failures[step.version] = SyncTimeoutError(
+                f"was busy with an earlier version for {timeout:g} s: it is stopped, or in hold() or a long "
+                "forward pass; it gets all weights with the next send() (or raise timeout=)"
+            )
+        return [worker for worker in states if worker.joined and not busy(worker)]
+
+    def _post(self, worker: WorkerState, chunk: WeightChunk) -> None:
+        """Have the thread of a worker write a frame."""
+        self._delivery.post(worker, partial(self._write, worker, chunk))
+
+    def _write(self, worker: WorkerState, chunk: WeightChunk) -> None:
+        """Write a frame, if the worker is still to have the version that it belongs to."""
+        with worker.sending:
+            with self._table.changed:
+                current = None if worker.window is None else worker.window.version
+                stale = chunk.kind is Kind.UPDATE and current != chunk.header["version"]
+                if stale or not worker.joined:
+                    return
+            self._delivery.send(worker, [chunk])
 
 
 class Pipeline:
-    """Carries one version from whoever converts and encodes it to workers that take the same bytes.
+    """One version on its way to workers that take the same bytes.
 
-    The caller's thread converts and encodes. Frames to workers whose link waits for them are written by a
-    thread for each; all others by the caller.
+    The caller's thread converts and encodes. It also writes frames to links whose ``send_chunk`` never
+    blocks. Each other worker has a thread that does.
 
     Args:
-        step: which version.
-        peers: the workers, each ready for another version. The sender's lock is held.
-        limit: how many chunks there are at most: one being filled, the others sent and not yet taken by all.
-        timeout: seconds that a worker has to take a chunk.
-        borrow: gives a slot for a payload of any size, with one user; may wait.
-        write: sends a frame to a worker, or loses the worker where that fails.
-        moved: the sender's lock.
+        step: number and options of the version.
+        states: the workers, each ready for another version. The caller holds the sender's lock.
+        limit: the largest number of chunks at one time; see :class:`ChunkWindow`.
+        timeout: seconds that a worker has to read a chunk.
+        borrow: returns a slot for a payload of any size, with one user; may wait.
+        write: writes a frame to a worker, or loses the worker if that fails.
+        post: has the thread of a worker write a frame.
+        changed: the sender's lock.
 
     Attributes:
-        seconds: what the caller spent: ``convert``, ``encode``, ``send``.
+        seconds: time that the caller spent in ``convert``, ``encode`` and ``send``.
         payload_bytes: size of all chunks that were sent.
     """
 
     def __init__(
         self,
         step: Step,
-        peers: Sequence[Peer],
+        states: Sequence[WorkerState],
         *,
         limit: int,
         timeout: float,
         borrow: Callable[[], Slot],
-        write: Callable[[Peer, WeightChunk], None],
-        moved: threading.Condition,
+        write: Callable[[WorkerState, WeightChunk], None],
+        post: Callable[[WorkerState, WeightChunk], None],
+        changed: threading.Condition,
     ) -> None:
         self.step = step
         self.seconds = dict.fromkeys(("convert", "encode", "send"), 0.0)
         self.payload_bytes = 0
-        self._peers = {peer.idx: peer for peer in peers}
-        self._limit, self._timeout = limit, timeout
-        self._borrow, self._write, self._moved = borrow, write, moved
+        self._states = {worker.idx: worker for worker in states}
+        self._timeout = timeout
+        self._borrow, self._write, self._post, self._changed = borrow, write, post, changed
         self._lent: Slot | None = None
-        self._under_way: list[_Chunk] = []
-        slow = [peer for peer in peers if not peer.link.capabilities.send_never_blocks]
-        self._feeders = {peer.idx: _Feeder(peer, write, moved) for peer in slow}
-        content = Content(step.version)
-        for peer in peers:
-            peer.pipeline, peer.since = self, time.monotonic()
-            peer.hold("inflight", Shipment(content, [], []))
-
-    # -- the caller's side -------------------------------------------------------------------------
+        self._window = ChunkWindow(step.version, self._states, limit, timeout, changed)
+        self._slow = {worker.idx for worker in states if not worker.link.capabilities.send_never_blocks}
+        version_id = VersionId(step.version)
+        for worker in states:
+            worker.window, worker.sent_at = self._window, time.monotonic()
+            worker.set_update("inflight", EncodedUpdate(version_id, [], []))
 
     def run(
         self,
@@ -88,39 +194,37 @@ class Pipeline:
         count: int,
         tensors: Iterator[torch.Tensor],
     ) -> None:
-        """Send the whole version; returns when its last chunk was handed over.
+        """Send the whole version; return when its last chunk was handed over.
 
-        Ends early if no worker is left. Whatever ``tensors`` raises reaches the caller after the workers were
+        Ends early if no worker is left. An error of ``tensors`` reaches the caller after the workers were
         told to forget this version.
 
         Args:
             encoder: makes the chunks.
-            schema: of what travels.
+            schema: schema of the tensors as they travel.
             encoding: name on the wire.
             count: number of chunks.
-            tensors: in schema order; see :meth:`checked`.
+            tensors: tensors in schema order; see :meth:`checked`.
         """
         start = time.perf_counter()
         try:
             for index, payload in enumerate(encoder.stream(tensors, self._lend)):
                 self._send(frame_of(self.step, schema, encoding, index, count, payload))
-                if not self._peers:
+                if not self._window.workers:
                     break
         except BaseException:
             self._abort()
             raise
         finally:
-            with self._moved:
+            with self._changed:
                 self._give_back_lent()
-            for feeder in self._feeders.values():
-                feeder.put(None)
             spent = time.perf_counter() - start
             self.seconds["encode"] = spent - self.seconds["convert"] - self.seconds["send"]
 
     def checked(
         self, schema: WeightSchema, items: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[torch.Tensor]:
-        """The tensors of ``items``, as long as they are those of ``schema``.
+        """Yield the tensors of ``items``, as long as they are those of ``schema``.
 
         Raises:
             SchemaMismatchError: they are not.
@@ -132,10 +236,10 @@ class Pipeline:
             name, tensor = next(items, (None, None))
             self.seconds["convert"] += time.perf_counter() - start
             if tensor is None:
-                raise _mismatch(f"{meta.name!r} was to come, and nothing came")
+                raise _mismatch(f"{meta.name!r} was expected, and nothing came")
             if (name, tensor.shape, tensor.dtype) != (meta.name, meta.shape, meta.dtype):
                 found = f"{name!r} {tuple(tensor.shape)} {tensor.dtype}"
-                raise _mismatch(f"{found} came where {meta.name!r} {meta.shape} {meta.dtype} was to come")
+                raise _mismatch(f"{found} came where {meta.name!r} {meta.shape} {meta.dtype} was expected")
             if position in tied and places.setdefault(meta.offset, memory_identity(tensor)) != (
                 memory_identity(tensor)
             ):
@@ -147,135 +251,74 @@ class Pipeline:
 
     def _lend(self, nbytes: int) -> torch.Tensor:
         start = time.perf_counter()
-        while late := self._await_room():
-            self._give_up(late)
+        while overdue := self._overdue():
+            self._give_up(overdue)
         self._lent = self._borrow()
         self.seconds["send"] += time.perf_counter() - start
         return self._lent.buffer.tensor[:nbytes]
 
-    def _await_room(self) -> list[Peer]:
-        """Wait until one more chunk may be made; the workers that do not let it be, if there are some."""
-        with self._moved:
-            while len(self._under_way) >= self._limit:
-                oldest = self._under_way[0]
-                left = oldest.since + self._timeout - time.monotonic()
-                if left <= 0:
-                    return [self._peers[idx] for idx in oldest.readers]
-                self._moved.wait(left)
-        return []
+    def _overdue(self) -> list[WorkerState]:
+        """Wait until one more chunk may be made; return the workers that prevent it for too long, if any."""
+        with self._changed:
+            return [self._states[idx] for idx in self._window.await_room()]
+
+    def _active(self) -> list[WorkerState]:
+        """Return the workers that still take chunks. The caller holds the sender's lock."""
+        return [worker for idx, worker in self._states.items() if idx in self._window.workers]
 
     def _send(self, chunk: WeightChunk) -> None:
         assert self._lent is not None
         start = time.perf_counter()
-        with self._moved:
-            peers = list(self._peers.values())
-            if not peers:
+        with self._changed:
+            states = self._active()
+            if not states:
                 return
-            sent = _Chunk(chunk.header["index"], self._lent, set(self._peers), time.monotonic())
-            self._under_way.append(sent)
+            self._window.add(chunk.header["index"], self._lent)
             self._lent = None
         self.payload_bytes += chunk.payload_bytes
-        slow = [peer.link for peer in peers if peer.idx in self._feeders]
+        slow = [worker.link for worker in states if worker.idx in self._slow]
         if len(slow) > 1 and chunk.payload is not None:
             slow[0].expect(chunk.payload, slow)
-        for peer in peers:
-            if peer.idx in self._feeders:
-                self._feeders[peer.idx].put(chunk)
-            else:
-                self._write(peer, chunk)
+        for worker in states:
+            self._put(worker, chunk)
         self.seconds["send"] += time.perf_counter() - start
 
-    def _give_up(self, peers: list[Peer]) -> None:
-        """Go on without workers that do not take a chunk in time; they keep the version they have."""
-        for peer in peers:
-            with self._moved:
-                peer.failures[self.step.version] = SyncTimeoutError(
+    def _put(self, worker: WorkerState, chunk: WeightChunk) -> None:
+        """Write a frame to a worker, or have its thread write it."""
+        put = self._post if worker.idx in self._slow else self._write
+        put(worker, chunk)
+
+    def _give_up(self, states: list[WorkerState]) -> None:
+        """Go on without workers that did not read a chunk in time; they keep the version they have."""
+        for worker in states:
+            with self._changed:
+                worker.failures[self.step.version] = SyncTimeoutError(
                     f"did not read a chunk of it within {self._timeout:g} s: it is stopped or too slow; it "
                     "gets all weights with the next send() (or raise timeout=)"
                 )
-            self._forget(peer)
+            self._forget(worker)
 
     def _abort(self) -> None:
-        for peer in list(self._peers.values()):
-            self._forget(peer)
+        with self._changed:
+            states = self._active()
+        for worker in states:
+            self._forget(worker)
 
-    def _forget(self, peer: Peer) -> None:
-        """Have a worker forget what it has of this version."""
-        with self._moved:
-            peer.hold("inflight", None)
-            self.leave(peer, reading=peer.may_read)
-        aborted = WeightChunk(Kind.ABORT, {"version": self.step.version})
-        if peer.idx in self._feeders:
-            self._feeders[peer.idx].put(aborted)
-        else:
-            self._write(peer, aborted)
-
-    # -- the workers' side; the sender's lock is held ----------------------------------------------
-
-    def taken(self, peer: Peer, index: int) -> None:
-        """A worker has read the chunks up to ``index``."""
-        for chunk in [chunk for chunk in self._under_way if chunk.index <= index]:
-            chunk.readers.discard(peer.idx)
-        self._free()
-
-    def leave(self, peer: Peer, *, reading: bool) -> None:
-        """A worker has all, or will not have it.
-
-        Args:
-            peer: which.
-            reading: whether it may still read what it was sent; that memory is then not used again.
-        """
-        peer.pipeline, peer.former = None, self
-        if self._peers.pop(peer.idx, None) is None:
-            return
-        for chunk in self._under_way:
-            if peer.idx in chunk.readers:
-                chunk.readers.discard(peer.idx)
-                chunk.slot.abandoned |= reading
-        self._free()
-
-    def busy(self, peer: Peer) -> bool:
-        """Whether a thread still writes to a worker that left."""
-        feeder = self._feeders.get(peer.idx)
-        return feeder is not None and not feeder.done
-
-    def _free(self) -> None:
-        for chunk in [chunk for chunk in self._under_way if not chunk.readers]:
-            self._under_way.remove(chunk)
-            chunk.slot.users -= 1
-        self._moved.notify_all()
+    def _forget(self, worker: WorkerState) -> None:
+        """Remove a worker, and have it forget its chunks of this version."""
+        with self._changed:
+            worker.set_update("inflight", None)
+            worker.leave_window(reading=worker.may_read)
+        self._put(worker, WeightChunk(Kind.ABORT, {"version": self.step.version}))
 
     def _give_back_lent(self) -> None:
         if self._lent is not None:
             self._lent.users -= 1
             self._lent = None
-            self._moved.notify_all()
-
-
-class _Feeder(threading.Thread):
-    """Writes frames to one worker, in order, until it is given None; then it is ``done``, which is told."""
-
-    def __init__(
-        self, peer: Peer, write: Callable[[Peer, WeightChunk], None], moved: threading.Condition
-    ) -> None:
-        super().__init__(name=f"weight_update-pipeline-{peer.idx}", daemon=True)
-        self.done = False
-        self._peer, self._write, self._moved = peer, write, moved
-        self._frames: queue.SimpleQueue[WeightChunk | None] = queue.SimpleQueue()
-        self.put = self._frames.put
-        self.start()
-
-    def run(self) -> None:
-        try:
-            while (chunk := self._frames.get()) is not None:
-                self._write(self._peer, chunk)
-        finally:
-            with self._moved:
-                self.done = True
-                self._moved.notify_all()
+            self._changed.notify_all()
 
 
 def _mismatch(problem: str) -> SchemaMismatchError:
     return SchemaMismatchError(
-        "the weights are not those agreed on in connect(); nothing of them is applied:", (problem,)
+        "the weights are not those agreed on in connect(); none of them is applied:", (problem,)
     )

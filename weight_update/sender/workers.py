@@ -6,227 +6,308 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from weight_update.errors import LinkClosedError, SchemaMismatchError, SyncFailedError, SyncTimeoutError
-from weight_update.report import SyncReport
-from weight_update.sender.peer import Peer
+from weight_update.sender.buffers import MIXED, EncodedUpdate, VersionId
+from weight_update.sender.chunk_window import ChunkWindow
+from weight_update.sender.groups.base import SendGroup
+from weight_update.sender.outbox import Outbox
+from weight_update.transports.base import TransportBackend
+from weight_update.transports.shared_memory.slots import may_run
+from weight_update.wire.schema import WeightSchema
 
-__all__ = ["Roll"]
+__all__ = ["ReceiverId", "WorkerState", "WorkerTable"]
 
-_LOOK_SECONDS = 0.2
+_CHECK_SECONDS = 0.2
+_MAX_FAILURES = 8
 
 
-class Roll:
-    """All workers; who waits for one of them waits here.
-
-    A late joiner that has gone is removed. It is remembered for as long as somebody holds it, such as the
-    handle of an update that it missed.
-
-    Args:
-        peers: the workers, by index.
+class ReceiverId(NamedTuple):
+    """Identity of a receiver.
 
     Attributes:
-        moved: the sender's lock; notified whenever the state of a worker changed.
+        instance: its random name; None if it gave none.
+        pid: its process.
     """
 
-    def __init__(self, peers: Iterable[Peer]) -> None:
-        self.moved = threading.Condition(threading.RLock())
-        self._peers = {peer.idx: peer for peer in peers}
-        self._removed: weakref.WeakValueDictionary[int, Peer] = weakref.WeakValueDictionary()
+    instance: str | None
+    pid: int
 
-    def __iter__(self) -> Iterator[Peer]:
-        return iter(self._peers.values())
+
+class WorkerState:
+    """The sender's account of one worker: its link, its weights, and how it was lost.
+
+    Attributes:
+        schema: the weights it is to have, in the sender's dtypes.
+        tracked: names of the weights that updates carry; None for all.
+        group: its send group; None until it first joins.
+        has: the weights it has; None if unknown.
+        applied: the update it has applied; where memory is shared, the one it reads.
+        inflight: the update it was sent and has not answered yet.
+        window: the version it is being sent chunk by chunk.
+        outbox: thread that writes to it; None until its link is one that may block.
+        reached: the newest version it ever applied; kept when it leaves.
+        failures: errors of the last few versions that it did not apply, by version.
+        late: whether it is a late joiner; nobody waits for it once it has left.
+        left: whether it said goodbye.
+        lost: error by which its link ended.
+        replaced: whether another receiver is about to join in its place.
+        receiver: the receiver that was last admitted under this index.
+        admitted_until: time, on the monotonic clock, by which an admitted connection reaches the link.
+        sent_at: time, on the monotonic clock, at which ``inflight`` was set.
+        sending: lock of whoever writes to the link.
+    """
+
+    def __init__(
+        self,
+        idx: int,
+        link: TransportBackend,
+        schema: WeightSchema,
+        tracked: frozenset[str] | None = None,
+        *,
+        late: bool = False,
+    ) -> None:
+        self.idx, self.link, self.schema, self.tracked = idx, link, schema, tracked
+        self.late, self.left = late, False
+        self.group: SendGroup | None = None
+        self.joined = False
+        self.replaced = False
+        self.receiver: ReceiverId | None = None
+        self.admitted_until = 0.0
+        self.pid = 0
+        self.has: VersionId | None = None
+        self.reached = -1
+        self.staged: int | None = None
+        self.applied: EncodedUpdate | None = None
+        self.inflight: EncodedUpdate | None = None
+        self.window: ChunkWindow | None = None
+        self.outbox: Outbox | None = None
+        self.sent_at = 0.0
+        self.lost: Exception | None = None
+        self.failures: dict[int, Exception] = {}
+        self.apply_seconds = 0.0
+        self.stall_seconds = 0.0
+        self.sending = threading.Lock()
+        self.thread: threading.Thread | None = None
+
+    @property
+    def missed(self) -> bool:
+        """Whether it is an error that the worker lacks an update; late joiners may leave at any time."""
+        return self.joined or not (self.late and self.left)
+
+    @property
+    def error(self) -> Exception | None:
+        """The error that keeps the worker from having weights: its own, or else how it was lost."""
+        return next(iter(self.failures.values()), self.lost)
+
+    @property
+    def version(self) -> int | None:
+        """Number of the weights it has; None if they are unknown or mixed."""
+        return None if self.has is None or self.has is MIXED else self.has.version
+
+    @property
+    def lacks(self) -> int | None:
+        """The version that it should be sent; None if it has that, or failed to apply it."""
+        target = None if self.group is None else self.group.target(self.has)
+        if target is None or target in self.failures:
+            return None
+        return None if self.version is not None and self.version >= target else target
+
+    @property
+    def writing(self) -> bool:
+        """Whether frames to it are being written by its thread, or about to be."""
+        return self.outbox is not None and self.outbox.busy
+
+    @property
+    def awaited(self) -> bool:
+        """Whether the worker is connected, and an update is on its way or about to be sent.
+
+        A version in a pipeline is not kept for workers that join meanwhile.
+        """
+        idle = self.inflight is None and self.window is None and self.lacks is None and not self.writing
+        return self.joined and not idle
+
+    def failure(self, version: int) -> Exception | None:
+        """Return why the worker has neither ``version`` nor a newer one, and will not get one by itself."""
+        if version in self.failures:
+            return self.failures[version]
+        newer = [error for number, error in self.failures.items() if number > version]
+        return newer[-1] if newer and self.lacks is None else None
+
+    def forget_old_failures(self) -> None:
+        """Keep the last few errors: callers that send without waiting ask for them later."""
+        for version in list(self.failures)[:-_MAX_FAILURES]:
+            del self.failures[version]
+
+    def set_update(self, role: str, update: EncodedUpdate | None) -> None:
+        """Set ``applied`` or ``inflight``, and count the users of the memory involved."""
+        old: EncodedUpdate | None = self.__dict__[role]
+        self.__dict__[role] = update.retain() if update is not None else None
+        if old is not None:
+            old.release()
+
+    def close_outbox(self) -> None:
+        """End the thread that writes to it, if there is one."""
+        if self.outbox is not None:
+            self.outbox.close()
+            self.outbox = None
+
+    def leave_window(self, *, reading: bool) -> None:
+        """Take no more chunks of the version in the window; see :meth:`ChunkWindow.leave`."""
+        if self.window is not None:
+            self.window.leave(self.idx, reading=reading)
+            self.window = None
+
+    @property
+    def may_read(self) -> bool:
+        """Whether the worker may still read memory of the sender, connected or not."""
+        link = self.link.capabilities
+        return link.shares_memory and (not link.pid_is_visible or may_run(self.pid))
+
+    def mark_disconnected(self) -> None:
+        """Stop expecting its answers. Memory that it may still read is never written again."""
+        reading = self.may_read
+        self.leave_window(reading=reading)
+        if reading:
+            for update in (self.applied, self.inflight):
+                for slot in update.slots if update is not None else ():
+                    slot.abandoned = True
+        self.joined, self.has, self.staged = False, None, None
+        self.set_update("inflight", None)
+        self.set_update("applied", None)
+
+
+class WorkerTable:
+    """All workers of a sender, and the lock and condition to wait for them.
+
+    A late joiner that has left is removed. It is remembered for as long as some object refers to it, such as
+    the handle of an update that it missed.
+
+    Args:
+        states: the workers.
+
+    Attributes:
+        changed: the sender's lock; notified whenever the state of a worker changed.
+        closed: whether the sender was shut down; no worker is admitted from then on.
+        version: the newest version that a worker applied; None before.
+    """
+
+    def __init__(self, states: Iterable[WorkerState]) -> None:
+        self.changed = threading.Condition(threading.RLock())
+        self.closed = False
+        self.version: int | None = None
+        self._states = {worker.idx: worker for worker in states}
+        self._removed: weakref.WeakValueDictionary[int, WorkerState] = weakref.WeakValueDictionary()
+
+    def __iter__(self) -> Iterator[WorkerState]:
+        return iter(self._states.values())
 
     def __contains__(self, idx: object) -> bool:
-        return idx in self._peers
+        return idx in self._states
 
-    def __getitem__(self, idx: int) -> Peer:
-        return self._peers[idx]
+    def __getitem__(self, idx: int) -> WorkerState:
+        return self._states[idx]
 
-    def add(self, peer: Peer) -> None:
-        """One more worker; whoever is walking through the others does not meet it."""
-        with self.moved:
-            self._peers = {**self._peers, peer.idx: peer}
+    def add(self, worker: WorkerState) -> None:
+        """Add a worker. Iterations that have begun do not meet it."""
+        with self.changed:
+            self._states = {**self._states, worker.idx: worker}
 
-    def remove(self, peer: Peer) -> None:
-        """Forget a late joiner that has gone."""
-        with self.moved:
-            self._peers = {idx: one for idx, one in self._peers.items() if one is not peer}
-            self._removed[peer.idx] = peer
+    def remove(self, worker: WorkerState) -> None:
+        """Remove a late joiner that has left."""
+        with self.changed:
+            self._states = {idx: one for idx, one in self._states.items() if one is not worker}
+            self._removed[worker.idx] = worker
 
-    def known(self, workers: Iterable[int]) -> list[Peer]:
-        """Return the workers of these indices, without late joiners that are forgotten."""
-        with self.moved:
-            found = [self._peers.get(idx) or self._removed.get(idx) for idx in workers]
-        return [peer for peer in found if peer is not None]
+    def known(self, workers: Iterable[int]) -> list[WorkerState]:
+        """Return the workers of these indices; late joiners that were forgotten are left out."""
+        with self.changed:
+            found = [self._states.get(idx) or self._removed.get(idx) for idx in workers]
+        return [worker for worker in found if worker is not None]
 
-    def removed(self, idx: int) -> Peer | None:
-        """Return a late joiner that has gone, if somebody still holds it."""
+    def removed(self, idx: int) -> WorkerState | None:
+        """Return a removed late joiner if it is still remembered."""
         return self._removed.get(idx)
 
     @property
-    def present(self) -> list[Peer]:
-        """Return all initial workers and the late joiners that are connected, by index."""
-        return sorted((peer for peer in self if peer.joined or not peer.guest), key=lambda peer: peer.idx)
+    def present(self) -> list[WorkerState]:
+        """All initial workers and the late joiners that are connected, by index."""
+        return sorted((one for one in self if one.joined or not one.late), key=lambda one: one.idx)
+
+    def count_overdue(self, timeout: float) -> int:
+        """Return the number of workers that have had an update for longer than ``timeout`` seconds."""
+        now = time.monotonic()
+        return sum(worker.inflight is not None and now - worker.sent_at > timeout for worker in self)
 
     @property
-    def workers(self) -> tuple[int, ...]:
-        """Return the indices of :attr:`present`."""
-        return tuple(peer.idx for peer in self.present)
+    def initial(self) -> list[WorkerState]:
+        """The workers that ``init_on_sender`` was told of."""
+        return [worker for worker in self if not worker.late]
 
     @property
-    def expected(self) -> list[Peer]:
-        """Those of the first number."""
-        return [peer for peer in self if not peer.guest]
+    def absent(self) -> list[WorkerState]:
+        """The initial workers that have neither joined nor an error."""
+        return [worker for worker in self.initial if not worker.joined and worker.error is None]
 
     @property
-    def absent(self) -> list[Peer]:
-        """Those of the first number that have not come, for no known reason."""
-        return [peer for peer in self.expected if not peer.joined and peer.trouble() is None]
-
-    @property
-    def unsettled(self) -> list[Peer]:
-        """Those of the first number that have neither weights nor a reason why not."""
+    def without_weights(self) -> list[WorkerState]:
+        """The initial workers that have neither weights nor an error."""
         return [
-            peer
-            for peer in self.expected
-            if peer.trouble() is None and (not peer.joined or peer.version is None)
+            worker
+            for worker in self.initial
+            if worker.error is None and (not worker.joined or worker.version is None)
         ]
 
-    def await_none(
-        self, missing: Callable[[], list[Peer]], deadline: float, alive: Callable[[int], bool] | None
+    def wait_for_none(
+        self,
+        missing: Callable[[], list[WorkerState]],
+        deadline: float,
+        alive: Callable[[int], bool] | None,
     ) -> None:
-        """Wait until nobody is ``missing`` or the deadline has passed.
+        """Wait until ``missing()`` is empty or the deadline has passed.
 
         Args:
-            missing: who is waited for.
-            deadline: on the monotonic clock.
-            alive: tells whether the process of a worker lives, if the caller knows.
+            missing: returns the workers to wait for.
+            deadline: time on the monotonic clock.
+            alive: tells whether the process of a worker index lives, if the caller knows.
         """
-        with self.moved:
+        with self.changed:
             while missing() and time.monotonic() < deadline:
-                for peer in missing():
-                    if alive is not None and not alive(peer.idx):
-                        peer.lost = LinkClosedError("its process died before it connected")
-                self.moved.wait(_LOOK_SECONDS)
+                for worker in missing():
+                    if alive is not None and not alive(worker.idx):
+                        worker.lost = LinkClosedError("its process died before it connected")
+                self.changed.wait(_CHECK_SECONDS)
 
-    def require_all(self, timeout: float, refusals: Iterable[str] = ()) -> None:
-        """Raise the error of those of the first number that have no weights after so many seconds, if any.
+    def require_weights(self, timeout: float, refusals: Iterable[str] = ()) -> None:
+        """Raise an error if initial workers have no weights.
 
         Args:
             timeout: seconds that were waited.
-            refusals: why the listener refused join requests meanwhile.
+            refusals: reasons for which join requests were refused meanwhile.
 
         Raises:
-            SchemaMismatchError, SyncTimeoutError, SyncFailedError: see ``WeightSyncScheme.connect``.
+            SchemaMismatchError: a worker's model has other weights.
+            SyncTimeoutError: workers did not connect in time.
+            SyncFailedError: workers failed or were lost.
         """
-        with self.moved:
-            failures = {peer.idx: error for peer in self.expected if (error := peer.trouble()) is not None}
-            late = [peer.idx for peer in self.unsettled]
-            guests = [peer.idx for peer in self if peer.guest and peer.joined]
-            refused = [f"worker {peer.idx}: {peer.lost}" for peer in self if peer.guest and peer.lost]
-        _raise_connect(failures, late, guests, timeout, [*refusals, *refused])
-
-    def wait_staged(self, version: int, workers: Iterable[int], timeout: float) -> dict[int, Exception]:
-        """Wait until workers have ``version`` staged; the errors of those that do not."""
-
-        def settled(peer: Peer) -> bool:
-            return peer.staged == version or not peer.joined or version in peer.failures
-
-        return self._wait(version, workers, timeout, settled, lambda peer: peer.staged == version, True)
-
-    def wait_applied(
-        self, version: int, workers: Iterable[int], timeout: float, *, patient: bool
-    ) -> dict[int, Exception]:
-        """Wait until workers have applied ``version`` or a newer one; the errors of those that did not.
-
-        Args:
-            version: number of the update.
-            workers: indices.
-            timeout: seconds.
-            patient: do not count the time in which something is still being written to one of them.
-        """
-
-        def has_it(peer: Peer) -> bool:
-            return peer.reached >= version
-
-        def settled(peer: Peer) -> bool:
-            return has_it(peer) or not peer.awaited or peer.failure(version) is not None
-
-        return self._wait(version, workers, timeout, settled, has_it, patient)
-
-    def _wait(
-        self,
-        version: int,
-        workers: Iterable[int],
-        timeout: float,
-        settled: Callable[[Peer], bool],
-        good: Callable[[Peer], bool],
-        patient: bool,
-    ) -> dict[int, Exception]:
-        peers = self.known(workers)
-        deadline = time.monotonic() + timeout
-        with self.moved:
-            while waited_for := [peer for peer in peers if not settled(peer)]:
-                if patient and any(peer.writing for peer in waited_for):
-                    deadline = time.monotonic() + timeout
-                if time.monotonic() >= deadline:
-                    break
-                self.moved.wait(deadline - time.monotonic())
-            bad = [peer for peer in peers if not good(peer) and peer.missed]
-            return {peer.idx: _reason(peer, version, timeout) for peer in bad}
-
-    def failures(self, version: int, workers: Iterable[int]) -> dict[int, Exception]:
-        """The errors known by now of workers that will not apply ``version``; does not wait."""
-        with self.moved:
-            found = {}
-            for peer in self.known(workers):
-                if version in peer.failures:
-                    found[peer.idx] = peer.failures[version]
-                elif not peer.joined and peer.reached < version and peer.missed:
-                    found[peer.idx] = peer.lost or LinkClosedError("it is not connected")
-            return found
-
-    def settled(self, version: int, workers: Iterable[int]) -> bool:
-        """Whether nothing more is to be waited for."""
-        with self.moved:
-            return all(
-                not peer.joined or peer.reached >= version or peer.failure(version) is not None
-                for peer in self.known(workers)
-            )
-
-    def fill(self, report: SyncReport, workers: Iterable[int]) -> None:
-        """Enter into ``report`` what the workers said."""
-        with self.moved:
-            for peer in self.known(workers):
-                if peer.reached >= report.version:
-                    report.apply_seconds[peer.idx] = peer.apply_seconds
-                    report.stall_seconds[peer.idx] = peer.stall_seconds
-
-
-def _reason(peer: Peer, version: int, timeout: float) -> Exception:
-    """Why a worker does not have ``version`` after so many seconds."""
-    if (error := peer.failure(version)) is not None:
-        return error
-    if not peer.joined:
-        return peer.lost or LinkClosedError("it is not connected")
-    if not peer.awaited:
-        return LinkClosedError(
-            "it joined while this version was being sent; it gets weights with the next send()"
-        )
-    return SyncTimeoutError(
-        f"did not apply it within {timeout:g} s: it is stopped, or in hold() or a long forward pass; it gets "
-        "the newest version when it goes on (or raise timeout=)"
-    )
+        with self.changed:
+            failures = {worker.idx: error for worker in self.initial if (error := worker.error) is not None}
+            overdue = [worker.idx for worker in self.without_weights]
+            late = [worker for worker in self if worker.late]
+            others = [worker.idx for worker in late if worker.joined]
+            refused = [f"worker {worker.idx}: {worker.lost}" for worker in late if worker.lost]
+        _raise_connect(failures, overdue, others, timeout, [*refusals, *refused])
 
 
 def _raise_connect(
     failures: Mapping[int, Exception],
-    late: list[int],
-    guests: list[int],
+    overdue: list[int],
+    others: list[int],
     timeout: float,
     refusals: list[str],
 ) -> None:
+    """Raise the error of ``connect()``, if there is one; ``others`` are late joiners that did connect."""
     refused = "".join(f"\n  {reason}" for reason in dict.fromkeys(refusals))
     if refused:
         refused = f"\njoin requests were refused meanwhile:{refused}"
@@ -235,13 +316,13 @@ def _raise_connect(
         problems = tuple(line for error in mismatches for line in error.problems)
         raise SchemaMismatchError(str(mismatches[0]).partition("\n")[0], problems)
     if failures:
-        silent = {idx: SyncTimeoutError(f"did not come within {timeout:g} s") for idx in late}
+        silent = {idx: SyncTimeoutError(f"did not connect within {timeout:g} s") for idx in overdue}
         failures = {**failures, **silent}
         lines = "".join(f"\n  worker {idx}: {error}" for idx, error in sorted(failures.items()))
         raise SyncFailedError(f"workers could not connect:{lines}{refused}", failures)
-    if late:
-        others = f" (others did: {guests}; do the indices match?)" if guests else ""
+    if overdue:
+        joined = f" (others did: {others}; do the indices match?)" if others else ""
         raise SyncTimeoutError(
-            f"workers {late} did not connect within {timeout:g} s{others}"
+            f"workers {overdue} did not connect within {timeout:g} s{joined}"
             f"{refused or '; have they called connect()?'}"
         )

@@ -1,4 +1,4 @@
-"""Tensors that are gathered at once, and how they are put together."""
+"""A batch of tensors that are gathered at once, and their assembly."""
 
 from __future__ import annotations
 
@@ -8,43 +8,44 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from weight_update.sharded.plan import Batch, Item, local_of
+from weight_update.sharded.plan import Batch, GatherItem, local_of
 
-__all__ = ["Coming", "Tensors", "flat", "whole_of"]
+__all__ = ["PendingBatch", "Tensors", "flat", "whole_of"]
 
 _ALIGNMENT = 16  # of the largest dtype
 Tensors = Mapping[str, torch.Tensor]
 
 
-class Coming:
+class PendingBatch:
     """A batch on its way to the leader.
 
     Attributes:
-        is_here: whether the leader has all of it by itself.
-        parts: what each rank is to push: memory for it, and a view for each tensor.
-        pulls: what is under way, by rank.
+        is_local: whether the leader holds all of it itself.
+        parts: memory for the parts that each rank pushes, and a view of it for each tensor.
+        pulls: pending receives: the rank and the work object of each.
+        tag: tag of the data of this batch.
     """
 
     def __init__(self, batch: Batch, tensors: Tensors) -> None:
         self._batch, self._whole = batch, dict[str, torch.Tensor]()
-        self.is_here = all(item.parts is not None and not any(item.parts) for item in batch)
-        kinds: dict[int, list[tuple[tuple[int, ...], torch.dtype]]] = {}
+        self.is_local = all(item.boxes is not None and not any(item.boxes) for item in batch)
+        shapes: dict[int, list[tuple[tuple[int, ...], torch.dtype]]] = {}
         for item in batch:
-            for who, (_, shape) in (item.parts or {}).items():
-                if who:
-                    kinds.setdefault(who, []).append((shape, tensors[item.names[0]].dtype))
-        self.parts = {who: flat(shapes) for who, shapes in kinds.items()}
+            for rank, (_, shape) in (item.boxes or {}).items():
+                if rank:
+                    shapes.setdefault(rank, []).append((shape, tensors[item.names[0]].dtype))
+        self.parts = {rank: flat(one) for rank, one in shapes.items()}
         self.pulls: list[tuple[int, Any]] = []
         self.tag = -1
 
-    def put_together(self, tensors: Tensors) -> None:
-        """Do with the others what only all ranks at once can do."""
-        names = [item.names[0] for item in self._batch if item.parts is None]
+    def gather_whole(self, tensors: Tensors) -> None:
+        """Gather the tensors that only ``full_tensor()`` on all ranks can gather."""
+        names = [item.names[0] for item in self._batch if item.boxes is None]
         self._whole = {name: whole_of(tensors, name) for name in names}
 
     def items(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and whole tensors, each made when it is asked for."""
-        views = {who: iter(found) for who, (_, found) in self.parts.items()}
+        """Yield names and whole tensors; each tensor is made when it is asked for."""
+        views = {rank: iter(found) for rank, (_, found) in self.parts.items()}
         for item in self._batch:
             tensor = self._whole.pop(item.names[0], None)
             if tensor is None:
@@ -55,39 +56,39 @@ class Coming:
 
 
 def whole_of(tensors: Tensors, name: str) -> torch.Tensor:
-    """The whole tensor of a DTensor; all ranks take part."""
+    """Return the whole tensor of a DTensor; all ranks call this."""
     tensor = tensors[name]
     assert isinstance(tensor, DTensor)
     return tensor.full_tensor()
 
 
-def assemble(item: Item, tensors: Tensors, views: Mapping[int, Iterator[torch.Tensor]]) -> torch.Tensor:
-    """The whole tensor: without a copy where the leader has all of it."""
+def assemble(item: GatherItem, tensors: Tensors, views: Mapping[int, Iterator[torch.Tensor]]) -> torch.Tensor:
+    """Return the whole tensor, without a copy if the leader holds all of it."""
     own = tensors[item.names[0]]
     local = local_of(own)
-    if not item.parts:
+    if not item.boxes:
         return local.new_empty(own.shape) if isinstance(own, DTensor) else own
-    if list(item.parts) == [0]:
+    if list(item.boxes) == [0]:
         return local
     whole = torch.empty(own.shape, dtype=own.dtype)
-    for who, (start, shape) in item.parts.items():
+    for rank, (start, shape) in item.boxes.items():
         target = whole
         for dim, (first, size) in enumerate(zip(start, shape, strict=True)):
             target = target.narrow(dim, first, size)
-        target.copy_(next(views[who]) if who else local)
+        target.copy_(next(views[rank]) if rank else local)
     return whole
 
 
-def flat(kinds: list[tuple[tuple[int, ...], torch.dtype]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Memory for tensors of these shapes and dtypes, and a view for each."""
+def flat(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return memory for tensors of these shapes and dtypes, and a view of it for each."""
     places, end = [], 0
-    for shape, dtype in kinds:
+    for shape, dtype in shapes:
         places.append(end)
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     memory = torch.empty(end, dtype=torch.uint8)
     views = [
         memory[place : place + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
-        for place, (shape, dtype) in zip(places, kinds, strict=True)
+        for place, (shape, dtype) in zip(places, shapes, strict=True)
     ]
     return memory, views

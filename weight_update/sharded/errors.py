@@ -1,4 +1,4 @@
-"""Errors that ranks of a sharded trainer tell each other."""
+"""Errors as messages between the ranks of a sharded trainer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Message = dict[str, Any]
 
 
 def error_to_wire(error: BaseException) -> Message:
-    """JSON-able form of an error."""
+    """Return an error in a form that JSON can hold."""
     wire: Message = {"type": type(error).__name__, "text": str(error)}
     if isinstance(error, SchemaMismatchError):
         wire = {**wire, "text": str(error).partition("\n")[0], "problems": error.problems}
@@ -23,12 +23,12 @@ def error_to_wire(error: BaseException) -> Message:
 
 
 def error_from_wire(wire: Message, who: str | None = None, *, foreign: bool = False) -> Exception:
-    """An error that was raised elsewhere: one of this library's as the same type.
+    """Return the error that another process raised; errors of this library keep their type.
 
     Args:
-        wire: what :func:`error_to_wire` gave.
-        who: where; None: in a worker.
-        foreign: whether the message is to say so in any case.
+        wire: result of :func:`error_to_wire`.
+        who: name of the process; None for a worker.
+        foreign: whether the message names the process in any case.
     """
     text, known = wire["text"], vars(known_errors).get(wire["type"])
     if foreign and known is not None:

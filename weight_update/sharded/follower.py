@@ -1,11 +1,11 @@
-"""A rank of a sharded trainer that does not lead."""
+"""The ranks of a sharded trainer that do not lead."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
 from weight_update.report import SyncReport
-from weight_update.sender.sender import Outcome
+from weight_update.sender.outcomes import Outcome
 from weight_update.sharded.errors import error_from_wire
 from weight_update.sharded.links import Message
 from weight_update.sharded.ranks import Ranks
@@ -14,23 +14,23 @@ from weight_update.strategy.named_weights import NamedWeights
 __all__ = ["Follower"]
 
 _REMEMBERED = 64
-_PATIENCE = 8  # times the timeout: it begins on the leader when all was sent
+_PATIENCE = 8  # times the timeout, which starts on the leader when all was sent
 
 
 class Follower:
-    """Stands where the leading rank has its :class:`~weight_update.sender.sender.Sender`.
+    """Counterpart, on the other ranks, of the leader's :class:`~weight_update.sender.sender.Sender`.
 
-    It has no links, opens no port, and takes no memory: it gives its parts of the weights when they are put
-    together, and learns from the leader what became of each call.
+    A follower has no links, opens no port and allocates no buffers. It gives its parts of the weights when
+    they are gathered, and the leader tells it the result of each call.
 
     Args:
         ranks: the connection to the leader.
         timeout: seconds an update may take until all workers have applied it.
 
     Attributes:
-        version: the last one that a worker applied, when the leader last said so.
-        worker_versions: what each worker had applied then; None for one that was not connected.
-        serving: whether the leader was connected to workers then.
+        version: newest version that a worker had applied at the end of the last call.
+        worker_versions: version that each worker had applied then; None for one that was not connected.
+        serving: whether the leader was serving workers then.
     """
 
     def __init__(self, ranks: Ranks, timeout: float) -> None:
@@ -42,7 +42,7 @@ class Follower:
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """Indices of the workers, as far as they are known."""
+        """Indices of the workers at the end of the last call."""
         return tuple(self.worker_versions)
 
     def connect(
@@ -51,19 +51,19 @@ class Follower:
         timeout: float,
         alive: Callable[[int], bool] | None = None,
     ) -> SyncReport:
-        """Take part until the workers have the first weights; see :meth:`Sender.connect`."""
+        """Take part until the workers have the first weights, as :meth:`Sender.connect` on the leader."""
         del weights, timeout, alive
         return _report(self._follow())
 
     def publish(
-        self, weights: Mapping[int, NamedWeights], *, commit: bool = True, group: str | None = None
+        self, weights: Mapping[int, NamedWeights], *, commit: bool = True, group_commit: str | None = None
     ) -> SyncReport:
-        """Take part until an update was sent; see :meth:`Sender.publish`."""
-        del weights, commit, group
+        """Take part until an update was sent, as :meth:`Sender.publish` on the leader."""
+        del weights, commit, group_commit
         return _report(self._follow())
 
     def wait(self, report: SyncReport, workers: Sequence[int], timeout: float | None) -> dict[int, Exception]:
-        """What the leader learned while it waited; see :meth:`Sender.wait`."""
+        """Wait until the leader has waited for workers; return the errors that it found."""
         limit = _PATIENCE * self.timeout if timeout is None else timeout + self.timeout
         with self._ranks.step("wait", lambda _: None, limit):
             message = self._follow()
@@ -75,40 +75,40 @@ class Follower:
         return failures
 
     def wait_staged(self, version: int, workers: Sequence[int]) -> dict[int, Exception]:
-        """As :meth:`wait`; see :meth:`Sender.wait_staged`."""
+        """Wait until the leader has waited for workers to stage; return the errors that it found."""
         with self._ranks.step("wait_staged", lambda _: None, 2 * self.timeout):
             return _failures(self._follow()["failures"])
 
     def settled(self, version: int, workers: Sequence[int]) -> bool:
-        """Whether :meth:`wait` returned."""
+        """Return whether :meth:`wait` has returned for this version."""
         return version in self._failures
 
     def failures(self, version: int, workers: Sequence[int]) -> dict[int, Exception]:
-        """What :meth:`wait` returned."""
+        """Return the errors that :meth:`wait` returned for this version."""
         return {idx: error for idx, error in self._failures.get(version, {}).items() if idx in workers}
 
     def outcomes(self, updates: Sequence[tuple[int, Sequence[int]]]) -> list[Outcome]:
-        """What the leader knows; see :meth:`Sender.outcomes`."""
+        """Return the outcomes that the leader knows."""
         with self._ranks.step("outcomes", lambda _: None, self.timeout):
             found = self._follow()["outcomes"]
         return [(settled, _failures(failures)) for settled, failures in found]
 
     def members(self, workers: Sequence[int]) -> Sequence[object]:
-        """See :meth:`Sender.members`; the leader holds them."""
+        """Return nothing: the leader holds the states of workers."""
         return ()
 
-    def one(self, weights: Mapping[int, NamedWeights]) -> None:
-        """Take part; the leader alone has the whole weights."""
+    def whole_weights(self, weights: Mapping[int, NamedWeights]) -> None:
+        """Take part in the gather; the leader alone gets the whole weights."""
         self._ranks.follow()
 
     def commit(self, version: int, workers: Sequence[int]) -> None:
-        """The leader does that."""
+        """Do nothing: the leader tells the workers."""
 
     def abort(self, version: int, workers: Sequence[int]) -> None:
-        """The leader does that."""
+        """Do nothing: the leader tells the workers."""
 
     def close(self) -> None:
-        """Nothing more is sent."""
+        """Take part in no more calls."""
         self.serving = False
 
     def _follow(self) -> Message:

@@ -1,4 +1,4 @@
-"""The weights of a sharded trainer, put together on the leader while all ranks go through them in step."""
+"""The gather: sharded weights are put together on the leader while all ranks go through them in step."""
 
 from __future__ import annotations
 
@@ -11,72 +11,76 @@ from typing import Any
 import torch
 
 from weight_update.errors import SyncFailedError, WeightSyncError
-from weight_update.sharded.batch import Coming, Tensors, flat, whole_of
+from weight_update.sharded.batch import PendingBatch, Tensors, flat, whole_of
 from weight_update.sharded.links import Message
-from weight_update.sharded.plan import Batch, Row, local_of, plan, rows_of
+from weight_update.sharded.plan import Batch, Row, local_of, plan, reshard, rows_of
 from weight_update.sharded.ranks import Ranks
 from weight_update.strategy.gather import GatherShards
 from weight_update.strategy.named_weights import NamedWeights
+from weight_update.strategy.strategy import WeightStrategy
 
 __all__ = ["Gathering"]
 
 
 class Gathering:
-    """Goes through weights in step with the other ranks.
+    """Gathers weights in step with the other ranks.
 
-    For each pass the leader says which weights; unless all is as it was in the last pass, every rank says
-    what it holds of them, and is told what to give. Then batch by batch: the leader says go, all do their
-    part and report, and the leader says go again before it hands the batch out.
+    At the beginning of a pass the leader names the weights. Unless they are as in the last pass, every rank
+    describes the parts it holds, and is told which of them to give. Then follow the batches: the leader asks
+    for one, all ranks give their parts and report, and the leader asks for the next one before it yields the
+    first.
 
     Args:
-        ranks: the connection to them.
-        options: see :class:`GatherShards`.
+        ranks: connection to the other ranks.
+        options: options of the user.
     """
 
     def __init__(self, ranks: Ranks, options: GatherShards) -> None:
         self._ranks, self._options = ranks, options
-        self._enrolled: list[NamedWeights] = []
-        self._rows: list[list[Row]] = [[] for _ in ranks.members]  # of all, as they said; own ones first
+        self._weights: list[NamedWeights] = []
+        self._rows: list[list[Row]] = [[] for _ in ranks.members]  # of all ranks; this rank's come first
         self._batches: list[Batch] = []
         self._agreed = False
         self._pulled = -1
-        self._orders: list[Message] = []  # others: what to do for each batch
+        self._orders: list[Message] = []  # others: what to give for each batch
         self._tensors: Tensors = {}
-        self._pushing: tuple[int, Any, torch.Tensor] | None = None  # tag, what is under way, its memory
+        self._pushing: tuple[int, Any, torch.Tensor] | None = None  # tag, pending send, its memory
         self._mine: Iterator[Any] = iter(())
-        ranks.part = self
+        ranks.handler = self
 
     def begin(self) -> None:
-        """Weights that are enrolled from now on are counted from 0, on all ranks alike."""
-        self._enrolled = []
+        """Number the weights that are read from now on from 0, on all ranks alike."""
+        self._weights = []
 
-    def enroll(self, named: NamedWeights) -> NamedWeights:
-        """``named``, to be gone through in step."""
-        named.gather = partial(self.items, len(self._enrolled))
-        self._enrolled.append(named)
+    def read(self, strategy: WeightStrategy, source: Any, chosen: frozenset[str] | None) -> NamedWeights:
+        """Return the weights of ``source``; going through their items takes all ranks, in step."""
+        reshard(source)
+        named = strategy.outgoing(source, chosen, later=True)
+        named.gather = partial(self.items, len(self._weights))
+        self._weights.append(named)
         return named
 
     # -- the leader --------------------------------------------------------------------------------
 
     def items(self, number: int, tensors: Tensors) -> Generator[tuple[str, torch.Tensor]]:
-        """Leader: names and whole tensors; the others end with it.
+        """Yield names and whole tensors, on the leader; its end is also the end for the others.
 
         Raises:
             SchemaMismatchError: the ranks do not hold parts of the same weights.
-            SyncFailedError: another rank failed; it says which.
+            SyncFailedError: another rank failed; the message names it.
         """
         try:
             self._ranks.tell({"pass": number, "known": self._agreed})
             if self._options.gather is not None:
-                yield from self._own_way(tensors)
+                yield from self._custom(tensors)
             else:
                 self._agree(tensors)
                 yield from self._in_batches(tensors)
         finally:
-            with contextlib.suppress(WeightSyncError):  # who is gone is told so by what comes next
+            with contextlib.suppress(WeightSyncError):  # a rank that is gone shows in the next call
                 self._ranks.tell({"stop": self._pulled})
 
-    def _own_way(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    def _custom(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         assert self._options.gather is not None
         self._ranks.hear()
         items = iter(self._options.gather(iter(tensors.items())))
@@ -85,9 +89,9 @@ class Gathering:
             self._ranks.tell({"go": 0})
             item = next(items, None)
             more = item is not None
-            for who, heard in zip(self._ranks.others, self._ranks.hear(), strict=True):
+            for place, heard in zip(self._ranks.others, self._ranks.hear(), strict=True):
                 if heard["more"] != more:
-                    rank = self._ranks.members[who]
+                    rank = self._ranks.members[place]
                     raise SyncFailedError(
                         f"gather= gave {'more' if heard['more'] else 'fewer'} tensors on rank {rank} of the "
                         f"trainer than on rank {self._ranks.members[0]}",
@@ -98,7 +102,7 @@ class Gathering:
             del item
 
     def _agree(self, tensors: Tensors) -> None:
-        """Make a plan, unless there is one for just these weights."""
+        """Make a plan, unless the last one still fits."""
         known, self._agreed = self._agreed, False
         rows = rows_of(tensors)
         heard = [one["rows"] for one in self._ranks.hear()]
@@ -111,12 +115,12 @@ class Gathering:
             ]
             self._rows = [rows, *theirs]
             self._batches = plan(self._rows, self._ranks.members, self._options.batch_bytes // 2)
-            orders = [[_order(batch, who) for batch in self._batches] for who in range(self._ranks.size)]
-        self._ranks.tell_each({who: {"plan": orders[who]} for who in self._ranks.others})
+            orders = [[_order(batch, rank) for batch in self._batches] for rank in range(self._ranks.size)]
+        self._ranks.tell_each({rank: {"plan": orders[rank]} for rank in self._ranks.others})
         self._agreed = True
 
     def _in_batches(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """While a batch is handed out the next one is on its way."""
+        """Yield the tensors of each batch while the next one is on its way."""
         ahead = self._ask(0, tensors)
         for place in range(len(self._batches)):
             batch, ahead = ahead, None
@@ -126,40 +130,40 @@ class Gathering:
             yield from batch.items(tensors)
             del batch
 
-    def _ask(self, place: int, tensors: Tensors) -> Coming | None:
-        """Have the others give their parts of a batch."""
+    def _ask(self, place: int, tensors: Tensors) -> PendingBatch | None:
+        """Ask the others for their parts of a batch."""
         if place >= len(self._batches):
             return None
-        coming = Coming(self._batches[place], tensors)
-        if coming.is_here:
-            return coming
-        coming.tag = self._ranks.new_tag()
-        self._ranks.tell({"go": place, "tag": coming.tag})
-        for who, (memory, _) in coming.parts.items():
-            coming.pulls.append((who, self._ranks.pull(who, memory, coming.tag)))
-        coming.put_together(tensors)
-        return coming
+        pending = PendingBatch(self._batches[place], tensors)
+        if pending.is_local:
+            return pending
+        pending.tag = self._ranks.new_tag()
+        self._ranks.tell({"go": place, "tag": pending.tag})
+        for rank, (memory, _) in pending.parts.items():
+            pending.pulls.append((rank, self._ranks.pull(rank, memory, pending.tag)))
+        pending.gather_whole(tensors)
+        return pending
 
-    def _await(self, coming: Coming) -> None:
-        if coming.is_here:
+    def _await(self, pending: PendingBatch) -> None:
+        if pending.is_local:
             return
         self._ranks.hear()
-        for who, work in coming.pulls:
-            self._ranks.finish(who, work)
-        self._pulled = coming.tag
+        for rank, work in pending.pulls:
+            self._ranks.finish(rank, work)
+        self._pulled = pending.tag
 
     # -- the others --------------------------------------------------------------------------------
 
-    def obey(self, message: Message) -> None:
-        """Others: one thing that the leader says."""
+    def handle(self, message: Message) -> None:
+        """Act on a message of the leader, on the other ranks."""
         if "pass" in message:
-            self._enter(self._enrolled[message["pass"]].tensors, message["known"])
+            self._enter(self._weights[message["pass"]].tensors, message["known"])
         elif "plan" in message:
             self._orders = self._orders if message["plan"] is None else message["plan"]
         elif "go" in message:
             self._give(message)
         else:
-            self._let_go(message["stop"])
+            self._finish_push(message["stop"])
             self._tensors, self._mine = {}, iter(())
 
     def _enter(self, tensors: Tensors, known: bool) -> None:
@@ -177,7 +181,7 @@ class Gathering:
         if self._options.gather is not None:
             self._ranks.report({"more": next(self._mine, None) is not None})
             return
-        self._let_go(message["tag"])
+        self._finish_push(message["tag"])
         order = self._orders[message["go"]]
         for name in order["whole"]:
             whole_of(self._tensors, name)
@@ -189,16 +193,16 @@ class Gathering:
         if views:
             self._pushing = message["tag"], self._ranks.push(memory, message["tag"]), memory
 
-    def _let_go(self, pulled: int) -> None:
-        """Wait until what was pushed has gone, if the leader took it, which has all up to that tag."""
+    def _finish_push(self, pulled: int) -> None:
+        """Wait until pushed data has left if the leader took it, which is so up to the tag ``pulled``."""
         pushing, self._pushing = self._pushing, None
         if pushing is not None and pushing[0] <= pulled:
             self._ranks.finish(0, pushing[1])
 
 
-def _order(batch: Batch, who: int) -> Message:
-    """What a rank is told of a batch: names to call ``full_tensor()`` of, and names to push."""
+def _order(batch: Batch, rank: int) -> Message:
+    """Return the names of a batch that a rank calls ``full_tensor()`` of, and the names that it pushes."""
     return {
-        "whole": [item.names[0] for item in batch if item.parts is None],
-        "push": [item.names[0] for item in batch if who in (item.parts or ())],
+        "whole": [item.names[0] for item in batch if item.boxes is None],
+        "push": [item.names[0] for item in batch if rank in (item.boxes or ())],
     }

@@ -1,4 +1,4 @@
-"""The sender of a sharded trainer: on the one rank that talks to the workers."""
+"""The sender of a sharded trainer, on the one rank that talks to the workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weight_update.report import SyncReport
-from weight_update.sender.sender import Outcome, Sender
+from weight_update.sender.outcomes import Outcome
+from weight_update.sender.sender import Sender
 from weight_update.sharded.errors import error_to_wire
 from weight_update.sharded.links import Message
 from weight_update.sharded.ranks import Ranks
@@ -19,10 +20,10 @@ __all__ = ["Leader"]
 
 
 class Leader(Sender):
-    """A sender that tells the other ranks, its followers, what became of each call.
+    """A sender that tells the other ranks, its followers, the result of each call.
 
-    ``connect``, ``publish`` and ``one`` are called within a step of all ranks; the other methods that wait
-    make one of their own.
+    ``connect``, ``publish`` and ``whole_weights`` are called within a step of all ranks; the other methods
+    that wait make one of their own.
 
     Args:
         ranks: the connection to the others.
@@ -40,17 +41,17 @@ class Leader(Sender):
         alive: Callable[[int], bool] | None = None,
     ) -> SyncReport:
         with self._telling() as result:
-            whole, seconds = self._put_together(weights)
+            whole, seconds = self._gathered(weights)
             report = _add(super().connect(whole, timeout, alive), seconds)
             result["report"] = dataclasses.asdict(report)
         return report
 
     def publish(
-        self, weights: Mapping[int, NamedWeights], *, commit: bool = True, group: str | None = None
+        self, weights: Mapping[int, NamedWeights], *, commit: bool = True, group_commit: str | None = None
     ) -> SyncReport:
         with self._telling() as result:
-            whole, seconds = self._put_together(weights)
-            report = _add(super().publish(whole, commit=commit, group=group), seconds)
+            whole, seconds = self._gathered(weights)
+            report = _add(super().publish(whole, commit=commit, group_commit=group_commit), seconds)
             result["report"] = dataclasses.asdict(report)
         return report
 
@@ -73,11 +74,11 @@ class Leader(Sender):
             result["outcomes"] = [(settled, _to_wire(failures)) for settled, failures in found]
         return found
 
-    def one(self, weights: Mapping[int, NamedWeights]) -> NamedWeights:
+    def whole_weights(self, weights: Mapping[int, NamedWeights]) -> NamedWeights:
         return next(iter(weights.values())).converted()
 
-    def _put_together(self, weights: Mapping[int, NamedWeights]) -> tuple[Mapping[int, NamedWeights], float]:
-        """Weights that are not to travel while they are put together; and the seconds that took."""
+    def _gathered(self, weights: Mapping[int, NamedWeights]) -> tuple[Mapping[int, NamedWeights], float]:
+        """Gather weights that do not travel in a pipeline; return them and the seconds that took."""
         if self._strategy.max_in_flight is not None:
             return weights, 0.0
         start = time.perf_counter()
@@ -85,12 +86,12 @@ class Leader(Sender):
         whole = {key: named.converted() for key, named in distinct.items()}
         return {idx: whole[id(named)] for idx, named in weights.items()}, time.perf_counter() - start
 
-    def _step(self, what: str) -> contextlib.AbstractContextManager[Any]:
-        return self._ranks.step(what, lambda _: None, self.timeout)
+    def _step(self, call: str) -> contextlib.AbstractContextManager[Any]:
+        return self._ranks.step(call, lambda _: None, self.timeout)
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[Message]:
-        """What is entered here is told to the others at the end of the step, also if that is an error."""
+        """Yield a message for the others, which they get at the end of the step, also if that is an error."""
         result = self._ranks.result
         try:
             yield result

@@ -1,4 +1,4 @@
-"""What the ranks of a sharded trainer tell each other: messages, and bytes."""
+"""The connections between the ranks of a sharded trainer: messages and bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weight_update.transports.distributed.store import PrefixStore, ProcessGroup
 __all__ = ["Message", "RankLinks"]
 
 Message = dict[str, Any]
-"""What ranks tell each other; it goes as JSON."""
+"""A message between ranks; it travels as JSON."""
 
 _FRAME = 4096
 _LENGTH_BYTES = 8
@@ -31,23 +31,25 @@ _numbers: dict[tuple[int, ...], Iterator[int]] = {}
 
 
 class RankLinks:
-    """This rank's connection to the others: to all of them on the leader, to the leader on all others.
+    """This rank's connections: to all other ranks on the leader, to the leader on all others.
+
+    Methods name a rank by its place in ``members``; the place of the leader is 0.
 
     Args:
-        members: the ranks that take part, by their number in the default process group; the first leads.
+        members: numbers, in the default process group, of the ranks that take part; the first leads.
         timeout: seconds that a rank may be late.
-        meeting: seconds to wait for all of them here.
+        rendezvous_timeout: seconds to wait here for all ranks.
 
     Attributes:
-        broken: why nothing works any more: a rank was lost, or this was closed.
-        patience: others: seconds that the leader may be silent.
+        broken: error that every later call raises, once a rank was lost or this was closed.
+        patience: seconds that the leader may be silent, on the other ranks.
 
     Raises:
-        LifecycleError: this rank is not one of them.
-        SyncTimeoutError: they did not all come.
+        LifecycleError: this rank is not one of the members.
+        SyncTimeoutError: not all ranks called in time.
     """
 
-    def __init__(self, members: Sequence[int], timeout: float, meeting: float) -> None:
+    def __init__(self, members: Sequence[int], timeout: float, rendezvous_timeout: float) -> None:
         me = dist.get_rank()
         if me not in members:
             raise LifecycleError(f"rank {me} is not in the group of the trainer {list(members)}")
@@ -55,41 +57,41 @@ class RankLinks:
         self.me, self.size = self.members.index(me), len(self.members)
         self.broken: Exception | None = None
         self._gone: set[int] = set()
-        self._told = 0  # messages of the leader: what is reported is an answer to one
+        self._told = 0  # number of the leader's last message; a report answers one of them
         self._reports: list[Any] = []
         self._store: Any = None
         self.patience = timeout
         self._tags = itertools.count(_DATA)
-        self._group: Any = None if self.size == 1 else self._meet(meeting)
+        self._group: Any = None if self.size == 1 else self._rendezvous(rendezvous_timeout)
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that talks to workers."""
+        """Whether this rank talks to workers."""
         return self.me == 0
 
     @property
     def others(self) -> range:
-        """Leader: the places in :attr:`members` of all others."""
+        """Positions in ``members`` of all ranks but the leader."""
         return range(1, self.size)
 
     def close(self) -> None:
-        """Let the others go: what they wait for from this rank fails."""
+        """Close the connections: ranks that wait for this one get an error."""
         group, self._group = self._group, None
         self._reports.clear()
         self.broken = self.broken or LifecycleError("this scheme was shut down")
         disown(group)
 
     def abort(self) -> None:
-        """Cut all connections: who waits for this rank, or will, hears of it now."""
+        """Cut all connections: ranks that wait for this one, or will, get an error now."""
         if self._group is not None:
             self._group.abort()
 
     def tell(self, message: Message) -> None:
-        """Leader: a message to all others."""
+        """Send a message to all others, on the leader."""
         self.tell_each(dict.fromkeys(self.others, message))
 
     def tell_each(self, messages: Mapping[int, Message]) -> None:
-        """Leader: a message to each of the others."""
+        """Send a message to each of the others, on the leader."""
         self._told += 1
         problems: list[Exception] = []
         sent: list[tuple[int, Any]] = []
@@ -106,50 +108,50 @@ class RankLinks:
             raise problems[0]
 
     def hear(self) -> list[Message]:
-        """Leader: what each of the others reports.
+        """Return the report of each of the others, on the leader.
 
         Raises:
-            Exception: what one of them raised, or that it is gone; see :meth:`step`.
+            Exception: the error that one of them raised, or that one of them is gone; see :meth:`Ranks.step`.
         """
         deadline = time.monotonic() + self.timeout
-        heard = [self._hear(who, deadline) for who in self.others]
-        for who, message in zip(self.others, heard, strict=True):
+        heard = [self._hear(place, deadline) for place in self.others]
+        for place, message in zip(self.others, heard, strict=True):
             if "error" in message:
-                raise error_from_wire(message["error"], self.name(who), foreign=True)
+                raise error_from_wire(message["error"], self.name(place), foreign=True)
         return heard
 
-    def _hear(self, who: int, deadline: float) -> Message:
+    def _hear(self, place: int, deadline: float) -> Message:
         while True:
-            message = self._receive(who, self.timeout, deadline)
-            if message["to"] == self._told:  # else the leader failed before it heard that
+            message = self._receive(place, self.timeout, deadline)
+            if message["to"] == self._told:  # older reports are to messages that the leader failed after
                 return message
 
     def listen(self) -> Message:
-        """Others: what the leader says next."""
+        """Return the next message of the leader, on the other ranks."""
         message = self._receive(0, self.patience)
         self._told = message["number"]
         return message
 
     def report(self, message: Message | None = None) -> None:
-        """Others: answer the leader; does not wait until it hears, which it may never do."""
+        """Answer the leader, without waiting: it may never receive the answer."""
         self._reports = [work for work in self._reports if not work.is_completed()]
         self._reports += self._send(0, {**(message or {}), "to": self._told})
 
     def new_tag(self) -> int:
-        """Leader: names data that nobody sent yet."""
+        """Return a new tag for data, on the leader."""
         return next(self._tags)
 
     def push(self, data: torch.Tensor, tag: int, to: int = 0) -> Any:
-        """Begin to send bytes, to the leader; they stay as they are until :meth:`finish`."""
+        """Begin to send bytes to the leader; do not change them before :meth:`finish`."""
         return self._begin(to, lambda: self._group.send([data], to, tag))
 
-    def pull(self, who: int, into: torch.Tensor, tag: int) -> Any:
-        """Leader: begin to receive bytes; they are there after :meth:`finish`."""
-        return self._begin(who, lambda: self._group.recv([into], who, tag))
+    def pull(self, place: int, into: torch.Tensor, tag: int) -> Any:
+        """Begin to receive bytes, on the leader; they are complete after :meth:`finish`."""
+        return self._begin(place, lambda: self._group.recv([into], place, tag))
 
-    def finish(self, who: int, work: Any) -> None:
-        """Wait until what was begun is done."""
-        self._wait(who, work, self.timeout)
+    def finish(self, place: int, work: Any) -> None:
+        """Wait until a transfer that was begun is complete."""
+        self._wait(place, work, self.timeout)
 
     def _send(self, to: int, message: Message) -> list[Any]:
         body = json.dumps(message, separators=(",", ":")).encode()
@@ -158,38 +160,38 @@ class RankLinks:
         frames = [(_FIRST, front.ljust(_FRAME, b"\0")), *([(_REST, rest)] if rest else [])]
         return [self.push(_bytes(data), tag, to) for tag, data in frames]
 
-    def _receive(self, who: int, timeout: float, deadline: float | None = None) -> Message:
-        front = self._take(who, _FRAME, _FIRST, timeout, deadline)
+    def _receive(self, place: int, timeout: float, deadline: float | None = None) -> Message:
+        front = self._take(place, _FRAME, _FIRST, timeout, deadline)
         length = int.from_bytes(front[:_LENGTH_BYTES], "little")
         body = front[_LENGTH_BYTES : _LENGTH_BYTES + length]
         if length > len(body):
-            body += self._take(who, length - len(body), _REST, timeout, deadline)
+            body += self._take(place, length - len(body), _REST, timeout, deadline)
         message: Message = json.loads(body)
         return message
 
-    def _take(self, who: int, nbytes: int, tag: int, timeout: float, deadline: float | None) -> bytes:
+    def _take(self, place: int, nbytes: int, tag: int, timeout: float, deadline: float | None) -> bytes:
         into = torch.empty(nbytes, dtype=torch.uint8)
-        self._wait(who, self.pull(who, into, tag), timeout, deadline)
+        self._wait(place, self.pull(place, into, tag), timeout, deadline)
         return into.numpy().tobytes()
 
-    def _begin(self, who: int, begin: Callable[[], Any]) -> Any:
+    def _begin(self, place: int, begin: Callable[[], Any]) -> Any:
         if self._group is None:
             raise self.broken or LifecycleError("this scheme was shut down")
         try:
             return begin()
         except RuntimeError as error:
-            raise self._lost(who, error, 0.0) from None
+            raise self._lost(place, error, 0.0) from None
 
-    def _wait(self, who: int, work: Any, timeout: float, deadline: float | None = None) -> None:
+    def _wait(self, place: int, work: Any, timeout: float, deadline: float | None = None) -> None:
         left = timeout if deadline is None else max(deadline - time.monotonic(), _MOMENT)
         try:
             work.wait(timedelta(seconds=left))
         except RuntimeError as error:
-            raise self._lost(who, error, timeout) from None
+            raise self._lost(place, error, timeout) from None
 
-    def _lost(self, who: int, error: Exception, timeout: float) -> Exception:
-        """A rank that does not take part is not waited for again: nobody knows what it would say next."""
-        text, rank = _brief(error), self.name(who)
+    def _lost(self, place: int, error: Exception, timeout: float) -> Exception:
+        """Mark a rank as lost, which is never waited for again: its next message could belong to any call."""
+        text, rank = _brief(error), self.name(place)
         lost: Exception
         if not self.leads and (why := self._last_words()) is not None:
             lost = error_from_wire(why)
@@ -203,11 +205,11 @@ class RankLinks:
         if self.leads and self.broken is None:
             self._leave_words(lost)
         self.broken = self.broken or lost
-        self._gone.add(who)
+        self._gone.add(place)
         return lost
 
     def _leave_words(self, error: Exception) -> None:
-        """Leader: tell why, to those whom gloo cuts off as well when one rank is late."""
+        """Leave the reason in the store, for the ranks that gloo cuts off as well when one is late."""
         with contextlib.suppress(RuntimeError):  # the store is gone too
             self._store.set("why", json.dumps(error_to_wire(error)))
 
@@ -217,11 +219,11 @@ class RankLinks:
             return json.loads(self._store.get("why"))  # type: ignore[no-any-return]
         return None
 
-    def name(self, who: int) -> str:
-        """What to call a rank."""
-        return f"rank {self.members[who]} of the trainer"
+    def name(self, place: int) -> str:
+        """Return the name of a rank for messages."""
+        return f"rank {self.members[place]} of the trainer"
 
-    def _meet(self, timeout: float) -> Any:
+    def _rendezvous(self, timeout: float) -> Any:
         number = next(_numbers.setdefault(tuple(self.members), itertools.count()))
         name = f"weight_update/ranks/{'-'.join(map(str, self.members))}/{number}"
         self._store = PrefixStore(name, dist.distributed_c10d._get_default_store())
@@ -245,7 +247,7 @@ def _collect(problems: list[Exception]) -> Iterator[None]:
 
 
 def _brief(error: Exception) -> str:
-    """What gloo says, without the place in its source and its advice."""
+    """Return the message of a gloo error without the place in its source and its advice."""
     text = str(error).partition("\n")[0].partition(". ")[0]
     return text.partition("] ")[2] if text.startswith("[/") else text
 

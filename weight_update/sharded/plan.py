@@ -1,4 +1,4 @@
-"""Weights that several ranks of a trainer hold in parts: who holds what, and how it is put together."""
+"""The plan by which a sharded model is gathered: which rank holds which parts of each tensor."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from weight_update.errors import SchemaMismatchError
 from weight_update.wire.memory import memory_identity
 from weight_update.wire.schema import DTYPES, dtype_name
 
-__all__ = ["Batch", "Box", "Item", "Row", "local_of", "plan", "reshard", "rows_of", "sharded"]
+__all__ = ["Batch", "Box", "GatherItem", "Row", "local_of", "plan", "reshard", "rows_of"]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""A part of a tensor: where it begins in each dimension, and its shape."""
+"""A part of a tensor: its offset in each dimension, and its shape."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one rank says of one of its weights.
+    """One rank's description of one of its weights.
 
     Attributes:
-        name: dotted.
-        shape: of the whole tensor.
-        dtype: its name.
-        layout: how it is sharded, equal on all ranks; None for a plain tensor.
+        name: dotted name.
+        shape: shape of the whole tensor.
+        dtype: name of the dtype.
+        layout: description of the placements, equal on all ranks; None for a plain tensor.
         box: the part that this rank holds; None if that is no box.
-        near: whether that lies in memory that a network can send from.
-        tie: place of the first row with the same memory; its own if there is none before.
+        on_cpu: whether the part lies in CPU memory, which can be sent from directly.
+        tie: position of the first row with the same memory; its own if there is none before.
     """
 
     name: str
@@ -42,47 +42,42 @@ class Row:
     dtype: str
     layout: str | None
     box: Box | None
-    near: bool
+    on_cpu: bool
     tie: int
 
     @classmethod
     def from_wire(cls, row: Sequence[Any]) -> Row:
-        """Inverse of ``dataclasses.astuple``, after JSON."""
-        name, shape, dtype, layout, box, near, tie = row
+        """Return the row that ``dataclasses.astuple`` and JSON made ``row`` of."""
+        name, shape, dtype, layout, box, on_cpu, tie = row
         where = None if box is None else (tuple(box[0]), tuple(box[1]))
-        return cls(name, tuple(shape), dtype, layout, where, near, tie)
+        return cls(name, tuple(shape), dtype, layout, where, on_cpu, tie)
 
 
 @dataclass
-class Item:
-    """One tensor to be put together.
+class GatherItem:
+    """One tensor to be gathered.
 
     Attributes:
-        names: of the tensor, and of those tied to it.
-        parts: the box to take from each rank that gives one; empty for a plain tensor; None if only
-            ``full_tensor()`` of all ranks can do it.
+        names: names of the tensor and of the tensors tied to it.
+        boxes: the box to take from each rank that gives one; empty for a plain tensor; None if only
+            ``full_tensor()`` on all ranks can gather it.
     """
 
     names: list[str]
-    parts: dict[int, Box] | None
+    boxes: dict[int, Box] | None
 
 
-Batch = list[Item]
-"""What is gathered at once."""
+Batch = list[GatherItem]
+"""Tensors that are gathered at once."""
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of ``tensor`` that is here; of a plain one, all of it. Gradients are to be off."""
+    """Return the part of ``tensor`` that this rank holds. Gradients must be off."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def sharded(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether there are some of which other processes hold parts."""
-    return any(issubclass(kind, DTensor) for kind in set(map(type, tensors.values())))
-
-
 def reshard(source: Any) -> None:
-    """Have the FSDP modules in ``source`` free what a forward pass without a backward pass left whole."""
+    """Have the FSDP modules in ``source`` free parameters that a forward pass alone left unsharded."""
     if isinstance(source, nn.Module):
         for module in source.modules():
             if isinstance(module, FSDPModule):
@@ -91,7 +86,7 @@ def reshard(source: Any) -> None:
 
 @torch.no_grad()
 def rows_of(tensors: Mapping[str, torch.Tensor]) -> list[Row]:
-    """What this rank has to say of its weights."""
+    """Return this rank's description of its weights."""
     first: dict[Any, int] = {}
     known: dict[Any, tuple[str, Box | None]] = {}  # most tensors are sharded like another of their shape
     rows = []
@@ -105,19 +100,19 @@ def rows_of(tensors: Mapping[str, torch.Tensor]) -> list[Row]:
                 layout = f"{tuple(tensor.device_mesh.shape)} {tensor.placements}"
                 known[kind] = layout, _box_of(tensor, tuple(local.shape))
             layout, box = known[kind]
-        near = local.device.type == "cpu"
-        rows.append(Row(name, tuple(tensor.shape), dtype_name(tensor.dtype), layout, box, near, tie))
+        on_cpu = local.device.type == "cpu"
+        rows.append(Row(name, tuple(tensor.shape), dtype_name(tensor.dtype), layout, box, on_cpu, tie))
     return rows
 
 
 def _box_of(tensor: DTensor, local: tuple[int, ...]) -> Box | None:
-    """The part of ``tensor`` that this rank has, if it is a box as large as ``local``."""
+    """Return the part of ``tensor`` that this rank holds, if it is a box as large as ``local``."""
     mesh = tensor.device_mesh
     here = mesh.get_coordinate()
     if here is None:
         return (0,) * tensor.ndim, (0,) * max(tensor.ndim, 1)
     start, shape = [0] * tensor.ndim, list(tensor.shape)
-    done = dict.fromkeys(range(tensor.ndim), 1)  # into how many parts each dimension was cut
+    done = dict.fromkeys(range(tensor.ndim), 1)  # number of parts that each dimension was cut into
     for axis in _in_order_of_cuts(tensor.placements):
         placement: Any = tensor.placements[axis]
         dim, size = placement.dim, mesh.size(axis)
@@ -133,22 +128,22 @@ def _box_of(tensor: DTensor, local: tuple[int, ...]) -> Box | None:
 
 
 def _in_order_of_cuts(placements: Sequence[Any]) -> list[int]:
-    """Mesh dimensions that cut the tensor, in that order: strided ones after all others, from the right."""
+    """Return mesh dimensions in the order in which they cut the tensor; strided ones last, from the right."""
     cuts = [axis for axis, one in enumerate(placements) if not isinstance(one, (Partial, Replicate))]
     plain = [axis for axis in cuts if isinstance(placements[axis], Shard)]
     return plain + [axis for axis in reversed(cuts) if axis not in plain]
 
 
 def plan(ranks: Sequence[Sequence[Row]], members: Sequence[int], batch_bytes: int) -> list[Batch]:
-    """What to gather, in which order: as the leader has it, but tied weights together.
+    """Return the batches to gather, in the leader's order, with tied weights together.
 
     Args:
         ranks: the rows of each rank, the leader's first.
-        members: the number of each in the default process group, for messages.
-        batch_bytes: the largest batch, unless one tensor is larger.
+        members: number of each rank in the default process group, for messages.
+        batch_bytes: size of the largest batch, unless one tensor is larger.
 
     Raises:
-        SchemaMismatchError: the ranks do not hold parts of the same weights; it lists the differences.
+        SchemaMismatchError: the ranks do not hold parts of the same weights; the error lists the differences.
     """
     mine = ranks[0]
     others = [{row.name: row for row in rows} for rows in ranks[1:]]
@@ -159,13 +154,14 @@ def plan(ranks: Sequence[Sequence[Row]], members: Sequence[int], batch_bytes: in
     ]
     if problems:
         raise SchemaMismatchError("the ranks of the trainer do not hold the same weights:", tuple(problems))
-    items: dict[int, Item] = {}
+    items: dict[int, GatherItem] = {}
     sizes: dict[int, int] = {}
     for place, row in enumerate(mine):
         if row.tie != place and row.tie in items:
             items[row.tie].names.append(row.name)
             continue
-        items[place] = Item([row.name], _parts(row, [theirs[row.name] for theirs in others if row.layout]))
+        boxes = _boxes(row, [theirs[row.name] for theirs in others if row.layout])
+        items[place] = GatherItem([row.name], boxes)
         sizes[place] = _nbytes(row) if row.layout else 0
     return _batches(list(items.values()), list(sizes.values()), batch_bytes)
 
@@ -187,27 +183,27 @@ def _text(dtype: str, shape: list[int], layout: str) -> str:
     return f"{dtype}{shape} {layout}"
 
 
-def _parts(row: Row, others: Sequence[Row]) -> dict[int, Box] | None:
-    """Ranks whose boxes make the whole tensor; the lower the number of the rank, the rather it is taken."""
+def _boxes(row: Row, others: Sequence[Row]) -> dict[int, Box] | None:
+    """Return the box of each rank to make the whole tensor of; of equal boxes, that of the lowest rank."""
     if row.layout is None:
         return {}
-    parts: dict[Box, int] = {}
+    owners: dict[Box, int] = {}
     for number, one in enumerate([row, *others]):
         if one.box is None:
             return None
         if math.prod(one.box[1]):
-            parts.setdefault(one.box, number)
-    far = any(number and not others[number - 1].near for number in parts.values())
-    whole = sum(math.prod(shape) for _, shape in parts) == math.prod(row.shape)
-    return {number: box for box, number in parts.items()} if whole and not far else None
+            owners.setdefault(one.box, number)
+    remote = any(number and not others[number - 1].on_cpu for number in owners.values())
+    whole = sum(math.prod(shape) for _, shape in owners) == math.prod(row.shape)
+    return {number: box for box, number in owners.items()} if whole and not remote else None
 
 
 def _nbytes(row: Row) -> int:
     return math.prod(row.shape) * DTYPES[row.dtype].itemsize
 
 
-def _batches(items: list[Item], sizes: list[int], limit: int) -> list[Batch]:
-    """Consecutive items of together at most ``limit`` bytes, or one that is larger."""
+def _batches(items: list[GatherItem], sizes: list[int], limit: int) -> list[Batch]:
+    """Split into runs of consecutive items of together at most ``limit`` bytes, or one that is larger."""
     numbers, number, filled = [], 0, 0
     for size in sizes:
         if filled and filled + size > limit:

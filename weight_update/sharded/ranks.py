@@ -1,4 +1,4 @@
-"""The ranks of a sharded trainer keep step: one leads, the others do their part when it says so."""
+"""Steps that all ranks of a sharded trainer take together, led by one of them."""
 
 from __future__ import annotations
 
@@ -11,104 +11,91 @@ from weight_update.errors import LifecycleError, WeightSyncError
 from weight_update.sharded.errors import error_from_wire, error_to_wire
 from weight_update.sharded.links import Message, RankLinks
 
-__all__ = ["Alone", "Part", "Ranks"]
+__all__ = ["Ranks"]
 
 _T = TypeVar("_T")
 Read = Callable[[Sequence[int] | None], _T]
-"""Reads weights for the workers of those indices; None: this rank finds out which."""
+"""Reads weights for workers, given by index; None leaves it to this rank to find out which."""
 
 
-class Part(Protocol):
-    """What a rank that does not lead does between the beginning and the end of a step."""
+class MessageHandler(Protocol):
+    """Handler, on ranks that do not lead, of the leader's messages during a step."""
 
-    def obey(self, message: Message) -> None:
-        """Do what the leader says; whatever this raises reaches all ranks."""
-
-
-class Alone:
-    """The one rank of a trainer that is not sharded."""
-
-    @contextlib.contextmanager
-    def step(self, what: str, read: Read[_T], patience: float) -> Iterator[_T]:
-        """See :meth:`Ranks.step`."""
-        del what, patience
-        yield read(None)
-
-    def close(self) -> None:
-        """See :meth:`RankLinks.close`."""
+    def handle(self, message: Message) -> None:
+        """Act on a message of the leader. An error that this raises reaches all ranks."""
 
 
 class Ranks(RankLinks):
-    """Has all ranks do the same things together.
+    """Steps that all ranks take together.
 
-    A step begins when the leader says so, and each of the others has answered that it is there too. Then the
-    others do what they are told, until the leader says how it ended: what any rank raises, all raise.
+    A step begins when the leader says so and every other rank has answered. Then the others handle the
+    leader's messages until it tells them the result. An error on any rank is raised on all of them.
 
     Args:
         arguments: as for :class:`RankLinks`.
 
     Attributes:
-        result: what the leader tells the others at the end of a step.
-        part: others: what to do during a step.
+        result: message that the leader sends to the others at the end of a step.
+        handler: handles the leader's messages on the other ranks.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.result: Message = {}
-        self.part: Part | None = None
+        self.handler: MessageHandler | None = None
         self._working = threading.RLock()
 
     @contextlib.contextmanager
-    def step(self, what: str, read: Read[_T], patience: float) -> Iterator[_T]:
-        """Something that all ranks do together.
+    def step(self, call: str, read: Read[_T], patience: float) -> Iterator[_T]:
+        """Return a context in which all ranks do one thing together.
 
         Args:
-            what: its name, the same on all ranks.
-            read: what this rank does first; it gives the leader something with a length, or a mapping whose
-                keys the others are given.
-            patience: seconds that the leader may take over any part of it.
+            call: name of the call that the step belongs to, the same on all ranks.
+            read: called first on each rank; where it gives the leader a mapping, the others are given its
+                keys.
+            patience: seconds that the leader may be silent during the step.
 
         Raises:
-            SyncFailedError: another rank failed or is gone; the message says which, and why. What is raised
-                by this library there is raised here as the same type.
+            SyncFailedError: another rank failed or is gone; the message names it and the reason. An error of
+                this library is raised here with the same type.
             SyncTimeoutError: another rank did not take part in time.
         """
         with self._working:
             if self.broken is not None:
                 raise self.broken
             if self.leads:
-                with self._leading(what):
+                with self._leading(call):
                     value = read(None)
                     workers = list(value) if isinstance(value, Mapping) else None
-                    self.tell({"step": what, "workers": workers})
+                    self.tell({"step": call, "workers": workers})
                     self.hear()
                     yield value
             else:
-                yield self._begin_to_follow(what, read, patience)
+                yield self._begin_to_follow(call, read, patience)
 
     @contextlib.contextmanager
-    def _leading(self, what: str) -> Iterator[None]:
+    def _leading(self, call: str) -> Iterator[None]:
         self.result = {}
         try:
             try:
                 yield
             except BaseException as error:
-                with contextlib.suppress(WeightSyncError):  # those who can hear it do; this error is raised
-                    self.tell({"end": error_to_wire(error), "step": what, **self.result})
+                with contextlib.suppress(WeightSyncError):  # ranks that can be reached get it
+                    self.tell({"end": error_to_wire(error), "step": call, **self.result})
                 raise
-            self.tell({"end": None, "step": what, **self.result})
+            self.tell({"end": None, "step": call, **self.result})
         finally:
             if self.broken is not None:
                 self.abort()
 
-    def _begin_to_follow(self, what: str, read: Read[_T], patience: float) -> _T:
+    def _begin_to_follow(self, call: str, read: Read[_T], patience: float) -> _T:
         self.patience, self.result = patience, {}
         message = self.listen()
         self._require_no_error(message)
         try:
-            if message["step"] != what:
+            if message["step"] != call:
                 raise LifecycleError(
-                    f"this rank called {what}() where rank {self.members[0]} called {message['step']}()"
+                    f"this rank called {call}() where rank {self.members[0]} called {message['step']}()"
                 )
             value = read(message["workers"])
         except BaseException as error:
@@ -118,8 +105,8 @@ class Ranks(RankLinks):
         return value
 
     def follow(self) -> Message:
-        """What the leader says at the end of the step; until then, do what it says."""
-        assert self.part is not None
+        """Handle the leader's messages until the end of the step; return the last one."""
+        assert self.handler is not None
         while True:
             message = self.listen()
             if "end" in message:
@@ -127,13 +114,13 @@ class Ranks(RankLinks):
                 self._require_no_error(message)
                 return message
             try:
-                self.part.obey(message)
+                self.handler.handle(message)
             except BaseException as error:
                 self._fail(error)
                 raise
 
     def _fail(self, error: BaseException) -> None:
-        """Tell the leader, and wait until it has told all others."""
+        """Tell the leader of an error, and wait until it has told all others."""
         if error is self.broken:
             return
         with contextlib.suppress(WeightSyncError):  # this error is raised

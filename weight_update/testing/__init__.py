@@ -19,8 +19,8 @@ from weight_update.testing.apart import Apart, ApartInTwos
 from weight_update.testing.compressions import CompressionContract
 from weight_update.testing.crew import Crew
 from weight_update.testing.encodings import EncodingContract
+from weight_update.testing.late_joiners import NewcomerContract
 from weight_update.testing.models import Zoo, fingerprint, mlp, random_bits, scramble
-from weight_update.testing.newcomers import NewcomerContract
 from weight_update.testing.schemes import SchemeContract
 from weight_update.testing.strategies import StrategyContract
 from weight_update.testing.transports import TransportContract, greet

@@ -23,13 +23,13 @@ class Step:
         version: its number.
         extra: extra state of modules, as :func:`~weight_update.wire.extra_state.encode_extra` gives it.
         commit: False leaves it staged in the workers until COMMIT or ABORT.
-        group: several models that switch together; see :func:`~weight_update.send_together`.
+        group_commit: several models that switch together; see :func:`~weight_update.send_together`.
     """
 
     version: int
     extra: Mapping[str, Any] = field(default_factory=dict)
     commit: bool = True
-    group: str | None = None
+    group_commit: str | None = None
 
     @classmethod
     def of(cls, version: int, extra: Mapping[str, Any], **how: Any) -> Step:
@@ -38,7 +38,7 @@ class Step:
 
     def committed(self) -> Step:
         """The same for a worker that joins after the commit: it applies it at once, and on its own."""
-        return replace(self, commit=True, group=None)
+        return replace(self, commit=True, group_commit=None)
 
 
 def frames_of(
@@ -82,7 +82,7 @@ def frame_of(
         "index": index,
         "count": count,
         "commit": step.commit,
-        "group": step.group,
+        "group": step.group_commit,
         "extra": step.extra if index == 0 else {},
     }
     return WeightChunk(Kind.UPDATE, header, payload)

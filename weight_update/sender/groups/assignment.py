@@ -1,141 +1,160 @@
-"""Which workers are sent the same."""
+"""The assignment of workers to send groups."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 from weight_update.encodings import DeltaEncoding, Encoding
-from weight_update.sender.groups.delta import ChangeLane
-from weight_update.sender.groups.full import Borrow, Lane, WholeLane
-from weight_update.sender.peer import Peer
-from weight_update.sender.workers import Roll
+from weight_update.sender.groups.base import Borrow, SendGroup
+from weight_update.sender.groups.delta import DeltaGroup
+from weight_update.sender.groups.full import FullGroup
+from weight_update.sender.workers import WorkerState, WorkerTable
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.wire.schema import WeightSchema
 from weight_update.wire.updates import Step
 
-__all__ = ["Lanes"]
+__all__ = ["GroupAssignment"]
+
+_MAX_UPDATES = 4
+_CHECK_SECONDS = 0.2
 
 
-class Lanes:
-    """Assigns workers to lanes; its methods are called by one thread at a time.
+class GroupAssignment:
+    """Assigns workers to send groups. One thread at a time calls its methods.
+
+    A group is closed when its last worker leaves it.
 
     Args:
-        roll: the workers.
-        encoding: how updates travel.
-        borrow: where payloads lie.
+        table: the workers.
+        encoding: encoding of updates.
+        borrow: lends memory for payloads.
     """
 
-    def __init__(self, roll: Roll, encoding: Encoding, borrow: Borrow) -> None:
-        self._roll, self._encoding, self._borrow = roll, encoding, borrow
+    def __init__(self, table: WorkerTable, encoding: Encoding, borrow: Borrow) -> None:
+        self._table, self._encoding, self._borrow = table, encoding, borrow
 
-    def all(self) -> list[Lane]:
-        """Those that somebody is in."""
-        return list({id(peer.lane): peer.lane for peer in self._roll if peer.lane}.values())
+    def all(self) -> list[SendGroup]:
+        """Return the groups that have workers."""
+        return list({id(worker.group): worker.group for worker in self._table if worker.group}.values())
 
-    def newest(self) -> Lane | None:
-        """The one with the newest version; None if there is none."""
-        return max(self.all(), key=_version, default=None)
-
-    def move(self, peers: Iterable[Peer], lane: Lane) -> None:
-        """Put workers into a lane; those that nobody is in any more are closed."""
-        with self._roll.moved:
-            left = {id(peer.lane): peer.lane for peer in peers if peer.lane not in (None, lane)}
-            for peer in peers:
-                peer.lane = lane
+    def move(self, states: Iterable[WorkerState], group: SendGroup) -> None:
+        """Move workers into ``group``."""
+        with self._table.changed:
+            left = {id(worker.group): worker.group for worker in states if worker.group not in (None, group)}
+            for worker in states:
+                worker.group = group
             self._close_unused(left.values())
 
-    def _close_unused(self, left: Iterable[Lane | None]) -> None:
-        for lane in left:
-            if lane is not None and lane not in self.all():
-                lane.close()
+    def _close_unused(self, left: Iterable[SendGroup | None]) -> None:
+        for group in left:
+            if group is not None and group not in self.all():
+                group.close()
 
-    def join(self, peer: Peer, wire: WeightSchema) -> None:
-        """Give a worker that is in a lane, or a guest, the lane for weights that best travel as ``wire``."""
-        if peer.lane is None and peer.guest and (newest := self.newest()) is not None:
-            self.move([peer], newest)
-        lane = peer.lane
-        if lane is None or wire.digest == lane.schema.digest:
+    def join(self, worker: WorkerState, wire: WeightSchema) -> None:
+        """Move a worker that joins again, or late, to the group for weights that travel best as ``wire``."""
+        if worker.group is None and worker.late:
+            newest = max(self.all(), key=_version, default=None)
+            if newest is not None:
+                self.move([worker], newest)
+        group = worker.group
+        if group is None or wire.digest == group.schema.digest:
             return
-        twins = [one for one in self.all() if one.family == lane.family]
-        same = [one for one in twins if one.schema.digest == wire.digest]
+        alike = [one for one in self.all() if one.source == group.source]
+        same = [one for one in alike if one.schema.digest == wire.digest]
         if same:
-            self.move([peer], same[0])
-        elif lane.schema.digest != peer.schema.digest:  # neither its own kind nor our own: wait
-            self.move([peer], self._new(wire, peer.tracked, lane.family))
+            self.move([worker], same[0])
+        elif group.schema.digest != worker.schema.digest:  # neither the best schema nor ours: wait
+            self.move([worker], self._new(wire, worker.tracked, group.source))
 
-    def settle_in(self, peer: Peer, wire: WeightSchema, version: int, named: NamedWeights | None) -> None:
-        """Find or make the first lane of a worker, with ``named`` as its weights."""
-        family = (version, id(named))
-        for lane in self.all():
-            if lane.family == family and lane.schema.digest == wire.digest:
-                self.move([peer], lane)
+    def assign_first(
+        self, worker: WorkerState, wire: WeightSchema, version: int, named: NamedWeights | None
+    ) -> None:
+        """Find or make the first group of a worker, with ``named`` as its weights."""
+        source = (version, id(named))
+        for group in self.all():
+            if group.source == source and group.schema.digest == wire.digest:
+                self.move([worker], group)
                 return
-        lane = self._new(wire, peer.tracked, family)
+        group = self._new(wire, worker.tracked, source)
         if named is not None:
-            lane.stage(Step.of(version, named.extra), named.tensors)
-            lane.settle()
-        self.move([peer], lane)
+            group.stage(Step.of(version, named.extra), named.tensors)
+            group.commit()
+        self.move([worker], group)
 
-    def _new(self, schema: WeightSchema, tracked: frozenset[str] | None, family: Hashable) -> Lane:
+    def _new(self, schema: WeightSchema, tracked: frozenset[str] | None, source: Hashable) -> SendGroup:
         names = schema.names
         positions = None if tracked is None else [i for i, name in enumerate(names) if name in tracked]
-        lane: Lane
+        group: SendGroup
         if isinstance(self._encoding, DeltaEncoding):
-            lane = ChangeLane(schema, self._borrow, self._roll.moved, self._encoding, positions)
+            group = DeltaGroup(schema, self._borrow, self._table.changed, self._encoding, positions)
         else:
-            lane = WholeLane(schema, self._borrow, self._roll.moved, self._encoding.whole)
-        lane.family = family
-        return lane
+            group = FullGroup(schema, self._borrow, self._table.changed, self._encoding.whole)
+        group.source = source
+        return group
 
-    def dismiss_guests(self) -> None:
-        """What a guest that has gone was sent is kept for nobody."""
-        with self._roll.moved:
-            for peer in self._roll:
-                if peer.guest and not peer.joined and peer.lost is not None:
-                    self.leave(peer)
+    def release_departed(self) -> None:
+        """Release updates held for late joiners that have left."""
+        with self._table.changed:
+            for worker in self._table:
+                if worker.late and not worker.joined and worker.lost is not None:
+                    self.leave(worker)
 
-    def leave(self, peer: Peer) -> None:
-        """Take a worker out of its send group."""
-        with self._roll.moved:
-            left, peer.lane = peer.lane, None
+    def leave(self, worker: WorkerState) -> None:
+        """Take a worker out of its group."""
+        with self._table.changed:
+            left, worker.group = worker.group, None
             self._close_unused([left])
 
-    def kinds(
-        self, weights: Mapping[int, NamedWeights], workers: Iterable[int], *, apart: bool
-    ) -> list[list[Peer]]:
-        """Workers by what they can be sent together; without those not here yet, or just gone.
+    def partition(self, weights: Mapping[int, NamedWeights], *, apart: bool) -> list[list[WorkerState]]:
+        """Return lists of workers that can be sent the same bytes; workers without a group are left out.
 
         Args:
-            weights: what each is to be sent.
-            workers: indices.
-            apart: bring no lanes together.
+            weights: weights for each worker index.
+            apart: keep workers of different groups apart even if they could be sent the same.
         """
-        kinds: dict[tuple[Any, ...], list[Peer]] = {}
-        for idx in workers:
-            peer = self._roll[idx]
-            if peer.lane is not None:
-                own = id(peer.lane) if apart else None
-                kind = (id(weights[idx]), peer.lane.schema.digest, peer.tracked, own)
-                kinds.setdefault(kind, []).append(peer)
-        return list(kinds.values())
+        parts: dict[tuple[Any, ...], list[WorkerState]] = {}
+        for idx, named in weights.items():
+            worker = self._table[idx]
+            if worker.group is not None:
+                own = id(worker.group) if apart else None
+                key = (id(named), worker.group.schema.digest, worker.tracked, own)
+                parts.setdefault(key, []).append(worker)
+        return list(parts.values())
 
-    def for_one_kind(self, peers: list[Peer]) -> Lane:
-        """A lane for workers of one kind that are now sent the same weights, and for nobody else.
+    def await_room(self, timeout: float) -> None:
+        """Wait while so many updates are in use that one more would cost too much memory.
 
-        They are to be moved to it when that is certain.
+        A worker that is overdue keeps up to two updates until it goes on: the limit grows with their number.
         """
-        lanes = {id(peer.lane): peer.lane for peer in peers if peer.lane is not None}
-        outside = {id(peer.lane) for peer in self._roll if peer not in peers}
-        own = [lane for key, lane in lanes.items() if key not in outside]
-        return max(own, key=_version) if own else next(iter(lanes.values())).fork()
+        deadline = time.monotonic() + timeout
+        with self._table.changed:
+            while time.monotonic() < deadline:
+                groups = self.all()
+                used = [one for group in groups for one in group.kept]
+                used += [one for worker in self._table for one in (worker.applied, worker.inflight) if one]
+                limit = _MAX_UPDATES + 2 * self._table.count_overdue(timeout) + 2 * (len(groups) - 1)
+                if len({id(one.version_id) for one in used}) < limit:
+                    return
+                self._table.changed.wait(_CHECK_SECONDS)
 
-    def abandon(self, lanes: Iterable[Lane]) -> None:
-        """Drop what is pending in ``lanes``, and close those that nobody was moved to."""
-        for lane in lanes:
-            lane.drop()
-            self._close_unused([lane])
+    def group_for(self, states: list[WorkerState]) -> SendGroup:
+        """Return a group for these workers alone, which :meth:`partition` put together.
+
+        The caller moves them to it once the update is staged.
+        """
+        groups = {id(worker.group): worker.group for worker in states if worker.group is not None}
+        outside = {id(worker.group) for worker in self._table if worker not in states}
+        own = [group for key, group in groups.items() if key not in outside]
+        return max(own, key=_version) if own else next(iter(groups.values())).fork()
+
+    def discard(self, groups: Iterable[SendGroup]) -> None:
+        """Discard what is staged in ``groups``, and close those that have no workers."""
+        for group in groups:
+            group.discard()
+            self._close_unused([group])
 
 
-def _version(lane: Lane) -> int:
-    return -1 if lane.version is None else lane.version
+def _version(group: SendGroup) -> int:
+    return -1 if group.version is None else group.version

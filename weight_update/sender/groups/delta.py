@@ -1,4 +1,4 @@
-"""What workers are sent where updates carry what changed."""
+"""Send groups whose updates carry changes."""
 
 from __future__ import annotations
 
@@ -11,83 +11,83 @@ from typing import Any
 import torch
 
 from weight_update.encodings import DeltaEncoding, Difference, Lend, Tracker
-from weight_update.sender.buffers import Content, Shipment, Slot, give_back
-from weight_update.sender.groups.full import Borrow, Lane, Staged
+from weight_update.sender.buffers import EncodedUpdate, Slot, VersionId, give_back
+from weight_update.sender.groups.base import Borrow, SendGroup, UpdateStats
 from weight_update.wire.memory import digest
 from weight_update.wire.schema import WeightSchema
 from weight_update.wire.updates import Step, frames_of
 
-__all__ = ["ChangeLane"]
+__all__ = ["DeltaGroup"]
 
 _NOT_WORTH = 0.9
 """Share of all elements, or of all bytes, above which an update is sent whole."""
 
 _REMEMBERED = 8
-"""Steps that are remembered; each may take two file descriptors."""
+"""Number of changes that are remembered; each may take two file descriptors."""
 
 
-class ChangeLane(Lane):
-    """Updates carry what changed; whole weights go to those who just joined or missed too much.
+class DeltaGroup(SendGroup):
+    """A send group whose updates carry changes; workers that joined or missed too much get all weights.
 
-    It remembers the weights of ``version``, and the payloads of the last few steps that led there, so that a
-    worker which was busy meanwhile gets several at once.
+    The group remembers the weights of ``version``, and the payloads of the last few changes that led there. A
+    worker that was busy meanwhile gets several of them at once.
 
     Args:
-        schema: see :class:`Lane`.
-        borrow: see :class:`Lane`.
-        moved: see :class:`Lane`.
-        encoding: how changes are found and told.
+        schema: as for :class:`SendGroup`.
+        borrow: as for :class:`SendGroup`.
+        lock: as for :class:`SendGroup`.
+        encoding: finds changes and encodes them.
         tracked: positions of the entries that updates may change; None for all.
-        tracker: what to begin with, for a fork.
+        tracker: memory of the weights to start with, for a fork.
     """
 
     def __init__(
         self,
         schema: WeightSchema,
         borrow: Borrow,
-        moved: threading.Condition,
+        lock: threading.Condition,
         encoding: DeltaEncoding,
         tracked: Sequence[int] | None = None,
         tracker: Tracker[Any] | None = None,
     ) -> None:
-        super().__init__(schema, borrow, moved)
+        super().__init__(schema, borrow, lock)
         self._encoding, self._tracked = encoding, tracked
         self._tracker = tracker or encoding.tracker(schema, tracked)
         self._remembering = threading.Lock()  # held while the tracker is read or changed
         self._step = Step(-1)
-        self._next: _Next | None = None
-        self._past: deque[_Past] = deque()
-        self._whole: Shipment | None = None
+        self._staged: _Staged | None = None
+        self._past: deque[_Change] = deque()
+        self._whole: EncodedUpdate | None = None
         self._first: int | None = None
         self._digests: list[str | None] | None = None
 
     @property
-    def held(self) -> list[Shipment]:
+    def kept(self) -> list[EncodedUpdate]:
         return [] if self._whole is None else [self._whole]
 
-    def target(self, has: Content | None) -> int | None:
-        """See :meth:`Lane.target`; what is pending goes to workers that changes can bring there."""
-        return self.version if self._pending_for(has) is None else self.pending
+    def target(self, has: VersionId | None) -> int | None:
+        """Return the version to send; the staged one goes only to workers that changes can bring there."""
+        return self.version if self._staged_for(has) is None else self.pending
 
     def welcome(self) -> dict[str, Any]:
-        """See :meth:`Lane.welcome`; the digests are of what a worker must have already."""
+        """Return the fields for WELCOME; the digests are of weights that the worker must have already."""
         with self._remembering:
             return {"keep": True, "version": self.version, "digests": self._digests_to_tell()}
 
     def stage(
-        self, step: Step, tensors: Mapping[str, torch.Tensor], holders: Sequence[Content] = ()
-    ) -> Staged:
+        self, step: Step, tensors: Mapping[str, torch.Tensor], bases: Sequence[VersionId] = ()
+    ) -> UpdateStats:
         elements = self.schema.elements
         if self.version is None:
             with self._remembering:
                 self._tracker.begin([tensors[name] for name in self.schema.names])
-            self._put(_Next(Content(step.version), step, None, None, []))
-            return Staged(self._encoding.whole.label, elements, elements)
+            self._put(_Staged(VersionId(step.version), step, None, None, []))
+            return UpdateStats(self._encoding.whole.label, elements, elements)
         difference = self._tracker.compare([tensors.get(name) for name in self.schema.names])
-        if not step.commit and any(self._past_since(one) is None for one in holders):
-            whole = self._whole_of(step, tensors)  # no change leads there from what some worker has
-            self._put(_Next(whole.content, step, difference, None, whole.slots, whole))
-            return Staged(self._encoding.whole.label, elements, elements)
+        if not step.commit and any(self._changes_since(one) is None for one in bases):
+            whole = self._whole_of(step, tensors)  # for a worker that no known change can bring there
+            self._put(_Staged(whole.version_id, step, difference, None, whole.slots, whole))
+            return UpdateStats(self._encoding.whole.label, elements, elements)
         slots: list[Slot] = []
         payload = None
         try:
@@ -99,12 +99,12 @@ class ChangeLane(Lane):
         if payload is not None and step.commit and payload.numel() > _NOT_WORTH * self.schema.dense_bytes:
             self._give_back(slots)
             payload, slots = None, []
-        self._put(_Next(Content(step.version), step, difference, payload, slots))
-        told = self._encoding.whole if payload is None else self._encoding
-        return Staged(told.label, difference.changed, difference.total, told.compressed_with)
+        self._put(_Staged(VersionId(step.version), step, difference, payload, slots))
+        used = self._encoding.whole if payload is None else self._encoding
+        return UpdateStats(used.label, difference.changed, difference.total, used.compressed_with)
 
-    def _whole_of(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> Shipment:
-        """All weights as they are in ``tensors``, and as remembered where they are not there."""
+    def _whole_of(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> EncodedUpdate:
+        """Encode all weights; those missing in ``tensors`` as they are remembered."""
         kept = dict(zip(self.schema.names, self._tracker.weights(), strict=True))
         slots: list[Slot] = []
         try:
@@ -114,58 +114,58 @@ class ChangeLane(Lane):
             self._give_back(slots)
             raise
         chunks = frames_of(step, self.schema, self._encoding.whole.name, payloads)
-        return Shipment(Content(step.version), chunks, slots)
+        return EncodedUpdate(VersionId(step.version), chunks, slots)
 
-    def settle(self) -> None:
-        done = self._next
+    def commit(self) -> None:
+        done = self._staged
         if done is None:
             return
         with self._remembering:
             if done.difference is not None:
                 self._tracker.advance(done.difference)
-            with self._moved:
-                self._next, self.pending = None, None
+            with self._lock:
+                self._staged, self.pending = None, None
                 self._drop_whole()
-                if done.payload is None or self.content is None:
+                if done.payload is None or self.version_id is None:
                     give_back(done.slots)
                     self._forget_past(0)
                 else:
-                    self._past.append(_Past(self.content, done.payload, done.slots))
+                    self._past.append(_Change(self.version_id, done.payload, done.slots))
                     self._forget_past(_REMEMBERED)
-                self._step, self.content = done.step.committed(), done.content
+                self._step, self.version_id = done.step.committed(), done.version_id
                 self._first = self.version if self._first is None else self._first
 
-    def drop(self) -> None:
-        with self._moved:
-            if self._next is not None:
-                give_back(self._next.slots)
-            if self.content is None:
+    def discard(self) -> None:
+        with self._lock:
+            if self._staged is not None:
+                give_back(self._staged.slots)
+            if self.version_id is None:
                 self._drop_whole()
-            self._next, self.pending = None, None
+            self._staged, self.pending = None, None
 
-    def ready(self, has: Content | None) -> Shipment | None:
-        past, pending = self._past_since(has), self._pending_for(has)
-        if pending is not None and pending.whole is not None:
-            return pending.whole
-        if past is None or self.content is None or has is None:
+    def update_for(self, has: VersionId | None) -> EncodedUpdate | None:
+        past, staged = self._changes_since(has), self._staged_for(has)
+        if staged is not None and staged.whole is not None:
+            return staged.whole
+        if past is None or self.version_id is None or has is None:
             return self._whole
         payloads = [one.payload for one in past]
         slots = [slot for one in past for slot in one.slots]
-        step, content = self._step, self.content
-        if pending is not None and pending.payload is not None:
-            payloads.append(pending.payload)
-            slots.extend(pending.slots)
-            step, content = pending.step, pending.content
+        step, version_id = self._step, self.version_id
+        if staged is not None and staged.payload is not None:
+            payloads.append(staged.payload)
+            slots.extend(staged.slots)
+            step, version_id = staged.step, staged.version_id
         if not payloads:
             return self._whole
         chunks = frames_of(step, self.schema, self._encoding.name, payloads, has.version)
-        return Shipment(content, chunks, slots)
+        return EncodedUpdate(version_id, chunks, slots)
 
     def prepare(self) -> None:
         with self._remembering:
             slots: list[Slot] = []
-            content, step = self._goal()
-            if self._whole is not None or content is None:  # another worker's thread was first
+            version_id, step = self._goal()
+            if self._whole is not None or version_id is None:  # another worker's thread was first
                 return
             try:
                 if self._digests_to_tell() is None:
@@ -178,35 +178,35 @@ class ChangeLane(Lane):
             except BaseException:
                 self._give_back(slots)
                 raise
-            with self._moved:
-                if self._goal()[0] is content:
-                    self._whole = Shipment(content, chunks, slots)
+            with self._lock:
+                if self._goal()[0] is version_id:
+                    self._whole = EncodedUpdate(version_id, chunks, slots)
                 else:  # it was closed or dropped meanwhile
                     give_back(slots)
 
-    def fork(self) -> Lane:
-        """See :meth:`Lane.fork`; what is remembered is copied."""
+    def fork(self) -> SendGroup:
+        """Return another group that starts with a copy of the remembered weights and changes."""
         with self._remembering:
-            other = ChangeLane(
-                self.schema, self._borrow, self._moved, self._encoding, self._tracked, self._tracker.copy()
+            other = DeltaGroup(
+                self.schema, self._borrow, self._lock, self._encoding, self._tracked, self._tracker.copy()
             )
-        with self._moved:
-            other.content, other.family, other._step = self.content, self.family, self._step
+        with self._lock:
+            other.version_id, other.source, other._step = self.version_id, self.source, self._step
             other._first, other._digests = self._first, self._digests
             for one in self._past:
-                Shipment(one.base, [], one.slots).retain()
+                EncodedUpdate(one.base, [], one.slots).retain()
                 other._past.append(one)
         return other
 
     def close(self) -> None:
-        with self._moved:
-            self.drop()
+        with self._lock:
+            self.discard()
             self._drop_whole()
             self._forget_past(0)
-            self.content = None
+            self.version_id = None
 
     def _digests_to_tell(self) -> list[str | None] | None:
-        """Digests of the first weights, where the encoding trusts workers to have them; None later."""
+        """Return digests of the first weights if the encoding trusts workers to have them; None later."""
         if self.version is None or self.version != self._first:
             return None
         sent = set(self._encoding.bootstraps(self.schema))
@@ -217,82 +217,82 @@ class ChangeLane(Lane):
             self._digests = [None if i in sent else digest(tensor) for i, tensor in enumerate(weights)]
         return self._digests
 
-    def _put(self, pending: _Next) -> None:
-        with self._moved:
-            self.drop()
-            self._next, self.pending = pending, pending.step.version
+    def _put(self, staged: _Staged) -> None:
+        with self._lock:
+            self.discard()
+            self._staged, self.pending = staged, staged.step.version
 
     def _lend(self, slots: list[Slot]) -> Lend:
-        """Memory for payloads whose size is never the same: of few sizes, so that it is used again."""
+        """Return a ``lend`` that rounds sizes up, so that slots of ever new sizes can be used again."""
         lend = self._borrow(slots)
         return lambda nbytes: lend(_rounded(nbytes))[:nbytes]
 
-    def _goal(self) -> tuple[Content | None, Step]:
-        """What whole weights bring a worker to: what was settled last, else the first that is staged."""
-        if self.content is not None or self._next is None:
-            return self.content, self._step
-        return self._next.content, self._next.step
+    def _goal(self) -> tuple[VersionId | None, Step]:
+        """Return the version of full updates: the committed one, or else the first one staged."""
+        if self.version_id is not None or self._staged is None:
+            return self.version_id, self._step
+        return self._staged.version_id, self._staged.step
 
-    def _past_since(self, has: Content | None) -> list[_Past] | None:
-        """The steps from ``has`` to what was settled last; None if they are not known."""
-        if has is self.content:
+    def _changes_since(self, has: VersionId | None) -> list[_Change] | None:
+        """Return the changes from ``has`` to the committed version; None if they are not known."""
+        if has is self.version_id:
             return []
         past = list(self._past)
         first = next((i for i, one in enumerate(past) if one.base is has), None)
         return None if first is None else past[first:]
 
-    def _pending_for(self, has: Content | None) -> _Next | None:
-        """What is staged, if a worker with ``has`` can be brought there."""
-        if self._next is not None and self._next.whole is not None:
-            return None if has is None else self._next
-        told = self._next is not None and (self._next.payload is not None or self.content is None)
-        return self._next if told and self._past_since(has) is not None else None
+    def _staged_for(self, has: VersionId | None) -> _Staged | None:
+        """Return the staged update if a worker with ``has`` can be brought to it."""
+        if self._staged is not None and self._staged.whole is not None:
+            return None if has is None else self._staged
+        sendable = self._staged is not None and (self._staged.payload is not None or self.version_id is None)
+        return self._staged if sendable and self._changes_since(has) is not None else None
 
     def _drop_whole(self) -> None:
         if self._whole is not None:
             self._whole.release()
             self._whole = None
 
-    def _forget_past(self, steps: int) -> None:
-        """Forget the oldest steps until there are at most ``steps``, with half the bytes of the weights.
+    def _forget_past(self, limit: int) -> None:
+        """Forget the oldest changes until at most ``limit`` are left, with at most half the weights' bytes.
 
-        The last one stays even if it is larger: it is just being sent.
+        The last change stays even if it is larger: it is just being sent.
         """
         total = sum(one.payload.numel() for one in self._past)
-        while len(self._past) > min(steps, 1) and (
-            len(self._past) > steps or total > self.schema.nbytes // 2
+        while len(self._past) > min(limit, 1) and (
+            len(self._past) > limit or total > self.schema.nbytes // 2
         ):
             oldest = self._past.popleft()
             total -= oldest.payload.numel()
             self._give_back(oldest.slots)
 
     def _give_back(self, slots: list[Slot]) -> None:
-        with self._moved:
+        with self._lock:
             give_back(slots)
 
 
 @dataclass(frozen=True)
-class _Next:
-    """What is staged; without a payload, workers are sent whole weights: these, or those settled later."""
+class _Staged:
+    """A staged update. Without a payload, workers are sent ``whole``, or all weights once it is committed."""
 
-    content: Content
+    version_id: VersionId
     step: Step
     difference: Difference | None
     payload: torch.Tensor | None
     slots: list[Slot]
-    whole: Shipment | None = None
+    whole: EncodedUpdate | None = None
 
 
 @dataclass(frozen=True)
-class _Past:
-    """A step from ``base`` to what came next."""
+class _Change:
+    """An encoded change of ``base`` that leads to the version after it."""
 
-    base: Content
+    base: VersionId
     payload: torch.Tensor
     slots: list[Slot]
 
 
 def _rounded(nbytes: int) -> int:
-    """A size at least ``nbytes``, at most an eighth larger (from 4 KB on), of which there are few."""
+    """Return one of a few sizes: at least ``nbytes``, and at most an eighth larger (from 4 KB on)."""
     step = max(1 << max(nbytes.bit_length() - 4, 0), 1 << 12)
     return -(-nbytes // step) * step

@@ -1,4 +1,4 @@
-"""Workers beyond the first number, over every scheme that can have them."""
+"""Late joiners, over every scheme that admits them."""
 
 import copy
 import gc
@@ -22,21 +22,21 @@ from weight_update import (
 from weight_update.sender.sender import Sender
 from weight_update.testing import Crew, NewcomerContract, mlp
 from weight_update.testing.crew import context_of
-from weight_update.testing.newcomers import KilledNewcomerTests
+from weight_update.testing.late_joiners import KilledLateJoinerTests
 
 
-class TestSharedMem(NewcomerContract, KilledNewcomerTests):
+class TestSharedMem(NewcomerContract, KilledLateJoinerTests):
     def make_scheme(self, **options: Any) -> WeightSyncScheme:
         return SharedMemWeightSyncScheme(**options)
 
 
-class TestDistributed(NewcomerContract, KilledNewcomerTests):
+class TestDistributed(NewcomerContract, KilledLateJoinerTests):
     def make_scheme(self, **options: Any) -> WeightSyncScheme:
         return DistributedWeightSyncScheme(**options)
 
 
 @pytest.mark.slow
-class TestPatches(NewcomerContract, KilledNewcomerTests):
+class TestPatches(NewcomerContract, KilledLateJoinerTests):
     def make_scheme(self, **options: Any) -> WeightSyncScheme:
         return SharedMemWeightSyncScheme(WeightStrategy(encoding=PatchEncoding()), **options)
 
@@ -93,16 +93,16 @@ def come_and_go(scheme: WeightSyncScheme, index: int) -> None:
 
 
 def settled_usage(scheme: WeightSyncScheme) -> tuple[int, int]:
-    """Threads and descriptors, when the sender knows the first worker only."""
+    """Return the numbers of threads and descriptors once the sender knows the first worker only."""
     sender = scheme._sender
     assert isinstance(sender, Sender)
     deadline = time.monotonic() + 10.0
-    while len(list(sender.roll)) > 1 or any("peer-" in name for name in late_threads()):
-        assert time.monotonic() < deadline, (list(sender.roll), late_threads())
+    while len(list(sender.table)) > 1 or any("worker-" in name for name in late_threads()):
+        assert time.monotonic() < deadline, (list(sender.table), late_threads())
         time.sleep(0.01)
     gc.collect()  # receivers of this process leave cycles that hold descriptors
     return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
 
 def late_threads() -> list[str]:
-    return [one.name for one in threading.enumerate() if one.name != "weight_update-peer-0"]
+    return [one.name for one in threading.enumerate() if one.name != "weight_update-worker-0"]

@@ -1,4 +1,4 @@
-"""Contract of schemes that let in workers beyond the first number."""
+"""Contract of schemes that admit late joiners."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ __all__ = ["NewcomerContract"]
 
 
 class NewcomerContract(SchemeCase):
-    """Workers that nobody counted in ``init_on_sender`` join, leave and come back.
+    """Workers that ``init_on_sender`` was not told of join, leave and come back.
 
     Attributes:
-        returns: whether one that left may come back under its index.
+        returns: whether a worker that left may come back under its index.
     """
 
     returns: ClassVar[bool] = True
 
-    def test_a_newcomer_gets_the_current_version(self, assemble: Assemble) -> None:
-        """And every update from then on; the others go on as before."""
+    def test_a_late_joiner_gets_the_current_version(self, assemble: Assemble) -> None:
+        """It also gets every later update; the other workers go on as before."""
         source = mlp(1)
         crew = assemble(source)
         scramble(source, 2)
@@ -49,7 +49,7 @@ class NewcomerContract(SchemeCase):
         assert set(report.apply_seconds) == {0, 1, 5}
 
     def test_it_can_be_addressed(self, assemble: Assemble) -> None:
-        """By ``worker_ids`` and by weights of its own, once it is here."""
+        """``worker_ids`` and weights of its own work once it has joined."""
         crew = assemble(mlp(1))
         with pytest.raises(UnknownWorkerError):
             crew.scheme.send(mlp(2), worker_ids=5)
@@ -59,8 +59,8 @@ class NewcomerContract(SchemeCase):
         crew.scheme.send({0: mlp(3), 5: mlp(4)})
         assert_equal(crew, mlp(3), mlp(1), mlp(4))
 
-    def test_nobody_waits_for_one_that_left(self, assemble: Assemble) -> None:
-        """It is no longer known; updates go to those who are here."""
+    def test_a_late_joiner_that_left_is_not_waited_for(self, assemble: Assemble) -> None:
+        """It is forgotten; updates go to the workers that are connected."""
         source = mlp(1)
         crew = assemble(source)
         join(crew, 2)
@@ -77,7 +77,7 @@ class NewcomerContract(SchemeCase):
             assert_equal(crew, source)
 
     def test_it_leaves_while_an_update_waits_for_it(self, assemble: Assemble) -> None:
-        """That is no error: the update is for those who are here."""
+        """Leaving is no error: the update is for the workers that are connected."""
         crew = assemble(mlp(1))
         join(crew, 2).call("hold")
         handle = crew.scheme.send_async(mlp(2))
@@ -85,8 +85,8 @@ class NewcomerContract(SchemeCase):
         assert 2 not in handle.wait(20.0).apply_seconds
         assert_equal(crew, mlp(2))
 
-    def test_a_second_one_replaces_it(self, assemble: Assemble) -> None:
-        """The first learns that and stops; it does not join again by itself."""
+    def test_a_second_receiver_replaces_it(self, assemble: Assemble) -> None:
+        """The first receiver learns of it and stops; it does not join again by itself."""
         if not self.returns:
             pytest.skip("an index is used once here")
         source = mlp(1)
@@ -104,7 +104,7 @@ class NewcomerContract(SchemeCase):
             first.stop()
 
     def test_it_must_fit(self, assemble: Assemble) -> None:
-        """A newcomer with another model is refused; nobody else is disturbed."""
+        """A late joiner with another model is refused; no other worker is disturbed."""
         crew = assemble(mlp(1))
         crew.hire(2, mlp(1)[:1])
         with pytest.raises(SchemaMismatchError) as caught:
@@ -115,8 +115,8 @@ class NewcomerContract(SchemeCase):
         assert_equal(crew, mlp(2))
 
     @pytest.mark.parametrize("own", ["params_map", "device_map_fn"])
-    def test_refused_where_each_has_its_own(self, assemble: Assemble, own: str) -> None:
-        """Nobody knows what a newcomer is to have then."""
+    def test_refused_where_each_worker_has_weights_of_its_own(self, assemble: Assemble, own: str) -> None:
+        """No weights are common to all workers, so none can be given to a late joiner."""
         if own == "params_map":
             crew = assemble(params_map={0: mlp(1), 1: mlp(2)})
         else:
@@ -128,7 +128,7 @@ class NewcomerContract(SchemeCase):
         crew.scheme.send()
 
     def test_indices_that_do_not_match(self, assemble: Assemble) -> None:
-        """A worker that counts from 1 is no substitute for worker 0, and the error says who came."""
+        """A worker that counts from 1 does not stand for worker 0; the error names those that joined."""
         crew = assemble(mlp(1), [], connect=False, num_workers=1, devices=["cpu"])
         crew.hire(1, mlp(2)).post("connect")
         with pytest.raises(SyncTimeoutError, match=r"workers \[0\] .*others did: \[1\]"):
@@ -137,11 +137,11 @@ class NewcomerContract(SchemeCase):
         assert_equal(crew, mlp(1))
 
 
-class KilledNewcomerTests(SchemeCase):
-    """For workers that are processes."""
+class KilledLateJoinerTests(SchemeCase):
+    """Tests of late joiners that are processes and get killed."""
 
-    def test_one_that_dies_is_named_once_at_most(self, assemble: Assemble) -> None:
-        """Then it is forgotten, until it comes back."""
+    def test_a_late_joiner_that_dies_is_named_once_at_most(self, assemble: Assemble) -> None:
+        """Afterwards it is forgotten, until it comes back."""
         source = mlp(1)
         crew = assemble(source)
         join(crew, 2)
@@ -161,7 +161,7 @@ class KilledNewcomerTests(SchemeCase):
         assert_equal(crew, source)
 
     def test_an_update_that_it_missed_names_it(self, assemble: Assemble) -> None:
-        """For as long as somebody holds the handle, also when the late joiner itself is forgotten."""
+        """The handle names it as long as it is held, also when the late joiner itself is forgotten."""
         crew = assemble(mlp(1))
         join(crew, 2).call("hold")
         handle = crew.scheme.send_async(mlp(2))
@@ -175,7 +175,7 @@ class KilledNewcomerTests(SchemeCase):
 
 
 def join(crew: Crew, index: int) -> Worker:
-    """A new worker, connected."""
+    """Start a worker and connect it."""
     worker = crew.hire(index, mlp(200 + index))
     worker.call("connect")
     return worker
@@ -186,13 +186,13 @@ def forgotten(crew: Crew, index: int) -> None:
     sender = crew.scheme._sender
     assert isinstance(sender, Sender)
     deadline = time.monotonic() + 10
-    while index in sender.roll:
+    while index in sender.table:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 def gone(crew: Crew, index: int) -> None:
-    """Wait until the sender knows that a worker left."""
+    """Wait until the sender knows that a worker has left."""
     deadline = time.monotonic() + 10
     while index in crew.scheme.worker_versions:
         assert time.monotonic() < deadline

@@ -1,0 +1,125 @@
+"""The contract of a send group: workers that take the same bytes of each update."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weight_update.encodings import Lend
+from weight_update.sender.buffers import EncodedUpdate, Slot, VersionId
+from weight_update.wire.schema import WeightSchema
+from weight_update.wire.updates import Step
+
+__all__ = ["Borrow", "SendGroup", "UpdateStats"]
+
+
+Borrow = Callable[[list[Slot]], Lend]
+"""Returns a ``lend`` function that appends each slot it lends to the list, and counts one user for it."""
+
+
+@dataclass
+class UpdateStats:
+    """Facts about a staged update, for reports.
+
+    Attributes:
+        label: name of the encoding that it travels in.
+        changed: number of elements that are sent.
+        total: number of elements of all weights.
+        compression: label of the compression of the payload; empty for none.
+    """
+
+    label: str
+    changed: int
+    total: int
+    compression: str = ""
+
+
+class SendGroup(ABC):
+    """Workers that take the same bytes, and the updates that are kept for them.
+
+    An update is staged first. Then it is committed, and is the version that workers are to have, or
+    discarded.
+
+    Args:
+        schema: the tensors as they travel, in the receivers' dtypes.
+        borrow: lends memory for payloads.
+        lock: the sender's lock; it guards versions and the number of users of each slot.
+
+    Attributes:
+        version_id: the weights that were committed last.
+        pending: number of the update that is staged and neither committed nor discarded.
+        source: key of the weights that the group was last given; equal for groups that were given the same.
+    """
+
+    def __init__(self, schema: WeightSchema, borrow: Borrow, lock: threading.Condition) -> None:
+        self.schema = schema
+        self.version_id: VersionId | None = None
+        self.pending: int | None = None
+        self.source: Hashable = None
+        self._borrow, self._lock = borrow, lock
+
+    @property
+    def version(self) -> int | None:
+        """Number of the weights that were committed last."""
+        return None if self.version_id is None else self.version_id.version
+
+    def target(self, has: VersionId | None) -> int | None:
+        """Return the version that a worker with ``has`` is to be sent, if any."""
+        if self.pending is not None and (has is not None or self.version is None):
+            return self.pending
+        return self.version
+
+    @property
+    @abstractmethod
+    def kept(self) -> list[EncodedUpdate]:
+        """Updates with all weights that are kept in memory; the caller holds the sender's lock."""
+
+    def welcome(self) -> dict[str, Any]:
+        """Return the fields that WELCOME carries beside the schema; see ``docs/wire_format.rst``."""
+        return {"keep": False, "version": self.version, "digests": None}
+
+    @abstractmethod
+    def stage(
+        self, step: Step, tensors: Mapping[str, torch.Tensor], bases: Sequence[VersionId] = ()
+    ) -> UpdateStats:
+        """Encode an update. One thread at a time calls this, :meth:`commit` or :meth:`discard`.
+
+        Args:
+            step: number and options of the update.
+            tensors: live weights by name.
+            bases: the weights that the workers of this group have now, as far as they are known.
+        """
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Make the staged update the one that workers are to have."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Forget the staged update."""
+
+    @abstractmethod
+    def update_for(self, has: VersionId | None) -> EncodedUpdate | None:
+        """Return the update that brings a worker from ``has`` to its target; None until :meth:`prepare` ran.
+
+        The caller holds the sender's lock.
+        """
+
+    def prepare(self) -> None:  # noqa: B027 - groups that keep a full update have it ready
+        """Encode all weights for a worker that no change can serve.
+
+        This may take long. The caller does not hold the sender's lock.
+        """
+
+    @abstractmethod
+    def fork(self) -> SendGroup:
+        """Return another group that starts with the same weights."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release all memory."""
