@@ -18,9 +18,9 @@ from weight_update import (
     UnsupportedSourceError,
     WeightStrategy,
     WeightSyncScheme,
-    arena,
 )
-from weight_update.receiver.flat_buffers import Behind, OwnWeights
+from weight_update.receiver import flat_buffers
+from weight_update.receiver.flat_buffers import MissingBaseError, OwnCopy
 
 WAIT = 20.0
 
@@ -85,7 +85,7 @@ def linear() -> nn.Module:
 
 PATHS: dict[str, dict[str, Any]] = {
     "dense": {},
-    "arena": {},
+    "flat buffer": {},
     "patch": {"encoding": "patch"},
     "dense copied": {"stable_addresses": True},
     "patch copied": {"encoding": "patch", "stable_addresses": True},
@@ -97,7 +97,7 @@ PATHS: dict[str, dict[str, Any]] = {
 def test_a_backward_pass_across_an_update_raises(
     join: Join, monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module], path: str
 ) -> None:
-    monkeypatch.setattr(arena, "_MANY", 1 if path == "arena" else 1 << 30)
+    monkeypatch.setattr(flat_buffers, "_MANY", 1 if path == "flat buffer" else 1 << 30)
     source, target = make(), make()
     sender, receiver = join(source, target, **PATHS[path])
     for _ in range(2):
@@ -163,7 +163,7 @@ def replace_with_double(model: nn.Module) -> None:
 def test_a_part_that_was_replaced_is_kept_current(
     join: Join, monkeypatch: pytest.MonkeyPatch, path: str, waits: bool, replace: Callable[[nn.Module], None]
 ) -> None:
-    monkeypatch.setattr(arena, "_MANY", 1 if path == "arena" else 1 << 30)
+    monkeypatch.setattr(flat_buffers, "_MANY", 1 if path == "flat buffer" else 1 << 30)
     source, target = net(), net()
     sender, receiver = join(source, target, **PATHS[path])
     add_one(source)
@@ -226,14 +226,14 @@ def test_a_parameter_replaced_while_a_change_is_applied_is_noticed() -> None:
     model = linear()
     binding = WeightStrategy().bind(model)
     schema = binding.schema()
-    weights = OwnWeights(schema, binding)
+    weights = OwnCopy(schema, binding)
     values, _ = weights.take([torch.ones(4, 4), torch.ones(4)], [])
     binding.write(schema.names, values, stay=False)
     weights.switched(0)
     weights.require(0)
     model.weight = nn.Parameter(torch.zeros(4, 4))
     weights.apply([], 1)
-    with pytest.raises(Behind, match="wrote into its weights"):
+    with pytest.raises(MissingBaseError, match="wrote into its weights"):
         weights.require(1)
 
 

@@ -19,8 +19,9 @@ from weight_update import (
     SharedMemWeightSyncScheme,
     SyncFailedError,
     WeightSyncScheme,
-    arena,
 )
+from weight_update.receiver import flat_buffers
+from weight_update.receiver.targets import ModelTarget
 from weight_update.testing import Body, Crew, SchemeContract, fingerprint, scramble
 from weight_update.testing.crew import context_of
 
@@ -183,9 +184,9 @@ def test_the_model_is_exchanged_while_an_update_is_staged(hire: Hire) -> None:
 def exchange_binding_when_it_waits(body: Body) -> None:
     """What ``scheme.model = ...`` has done when an update that was staged before gets its turn."""
     wait_until_it_waits(body)
-    destination = body.scheme._receiver._to
+    staging = body.scheme._receiver._updates.staging
     body.model = many().double()
-    destination._binding = body.scheme.strategy.bind(body.model)
+    staging._target = ModelTarget(body.scheme.strategy, body.model, False)
 
 
 def in_shared_memory(body: Body) -> list[bool]:
@@ -194,8 +195,8 @@ def in_shared_memory(body: Body) -> list[bool]:
 
 
 def lies_there(body: Body) -> bool:
-    _, arena_of_model = body.scheme._receiver._to._home
-    return bool(arena_of_model.holds_model())
+    _, buffer = body.scheme._receiver._updates.staging._flat
+    return bool(buffer.holds_model())
 
 
 def test_a_model_in_shared_memory_stays_there(hire: Hire) -> None:
@@ -242,12 +243,12 @@ def test_a_model_that_was_cast(hire: Hire) -> None:
     for _ in range(2):
         update(source, crew)
         assert ask(crew, "fingerprint") == expected(copy.deepcopy(source).double(), crew)
-    assert ask(crew, "run", has_no_arena)  # else converted inside the gate
+    assert ask(crew, "run", has_no_flat_buffer)  # else converted inside the gate
 
 
-def has_no_arena(body: Body) -> bool:
-    _, arena_of_model = body.scheme._receiver._to._home
-    return arena_of_model is None
+def has_no_flat_buffer(body: Body) -> bool:
+    _, buffer = body.scheme._receiver._updates.staging._flat
+    return buffer is None
 
 
 def test_a_model_that_has_other_dtypes(hire: Hire) -> None:
@@ -307,11 +308,11 @@ def test_a_former_model_keeps_its_version(hire: Hire) -> None:
 
 @pytest.mark.slow
 class TestContract(SchemeContract):
-    """Even small models lie in an arena."""
+    """Even small models lie in a flat buffer."""
 
     @pytest.fixture(autouse=True)
     def always(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(arena, "_MANY", 1)
+        monkeypatch.setattr(flat_buffers, "_MANY", 1)
 
     def make_scheme(self, **options: Any) -> WeightSyncScheme:
         return SharedMemWeightSyncScheme(**options)
