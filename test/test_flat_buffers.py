@@ -122,7 +122,7 @@ def test_replaced_tensors_are_found_again(hire: Hire) -> None:
 
 def wait_until_it_waits(body: Body) -> None:
     deadline = time.monotonic() + 10.0
-    while not body.scheme._receiver.gate._jobs:
+    while not body.scheme._receiver.gate._updates:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

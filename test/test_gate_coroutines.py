@@ -27,7 +27,7 @@ class Update(threading.Thread):
         super().__init__(daemon=True)
         self.gate, self.timeout, self.landed, self.error = gate, timeout, threading.Event(), ""
         self.start()
-        while not gate._jobs and self.is_alive():
+        while not gate._updates and self.is_alive():
             pass
 
     def run(self) -> None:
@@ -251,7 +251,7 @@ def test_a_coroutine_that_is_cancelled_while_it_waits() -> None:
 
     async def main() -> None:
         waiting = asyncio.create_task(gate.guarded(later)())
-        await until(lambda: gate._entering)
+        await until(lambda: gate._waiting)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting

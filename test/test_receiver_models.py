@@ -170,7 +170,7 @@ def test_a_part_that_was_replaced_is_kept_current(
     if waits:
         with receiver.hold():
             handle = sender.send_async()
-            while not receiver._receiver.gate._jobs:
+            while not receiver._receiver.gate._updates:
                 pass
             replace(target)
         with contextlib.suppress(SyncFailedError):  # a change of weights that are not there any more
@@ -188,7 +188,7 @@ def test_a_part_of_another_dtype(join: Join) -> None:
     sender, receiver = join(source, target)
     with receiver.hold():
         handle = sender.send_async()
-        while not receiver._receiver.gate._jobs:
+        while not receiver._receiver.gate._updates:
             pass
         replace_with_double(target)
     handle.wait(WAIT)

@@ -144,7 +144,7 @@ def leave_when_an_update_waits(me: Worker) -> bool:
     """Leave ``hold()``, so that the update lands then; whether an interrupt came."""
     try:
         with me.scheme.hold():
-            assert eventually(lambda: bool(me.scheme._receiver.gate._jobs))
+            assert eventually(lambda: bool(me.scheme._receiver.gate._updates))
         assert wait_version(me, 2) == 2
     except KeyboardInterrupt:
         return True
