@@ -237,6 +237,40 @@ def test_a_parameter_replaced_while_a_change_is_applied_is_noticed() -> None:
         weights.require(1)
 
 
+# -- code of the model that ends its thread ------------------------------------------------------------
+
+
+class Exits(nn.Linear):
+    """Ends the thread that applies an update with a certain extra state."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.note = 0
+
+    def get_extra_state(self) -> int:
+        return self.note
+
+    def set_extra_state(self, note: int) -> None:
+        if note == 1:
+            raise SystemExit(3)
+        self.note = note
+
+
+@pytest.mark.parametrize("encoding", ["dense", "patch"])
+def test_exiting_in_the_middle_of_an_update_is_an_error_of_that_update(join: Join, encoding: str) -> None:
+    source, target = Exits(), Exits()
+    sender, receiver = join(source, target, encoding)
+    source.note = 1
+    add_one(source)
+    with pytest.raises(SyncFailedError, match=r"SystemExit\(3\)"):
+        sender.send()
+    assert receiver.version == 0
+    source.note = 2
+    sender.send()
+    assert target.note == 2
+    assert torch.equal(target.weight, source.weight)
+
+
 # -- tensors of odd kinds ------------------------------------------------------------------------------
 
 
@@ -258,6 +292,37 @@ def test_connecting_under_inference_mode_leaves_a_model_that_learns(join: Join) 
         assert same(source, target)
         add_one(source)
         sender.send()
+
+
+@pytest.mark.parametrize("encoding", ["dense", "bucket", "patch"])
+@pytest.mark.parametrize("before", ["init_on_sender", "connect"])
+def test_a_sender_under_inference_mode(before: str, encoding: str) -> None:
+    source, target = linear(), linear()
+    strategy = WeightStrategy("state_dict", encoding=encoding, convert=doubled)
+    with MemoryWeightSyncScheme(strategy=strategy, timeout=WAIT) as sender:
+        with torch.inference_mode(before == "init_on_sender"):
+            sender.init_on_sender(model=source, num_workers=1)
+        with copy.copy(sender) as receiver:
+            receiver.init_on_receiver(model=target, worker_idx=0)
+            joining = threading.Thread(target=receiver.connect)
+            joining.start()
+            with torch.inference_mode():
+                sender.connect(timeout=WAIT)
+                sender.send()
+            joining.join()
+            for _ in range(3):
+                add_one(source)
+                sender.send()
+                assert torch.equal(target.weight, 2 * source.weight)
+            with torch.inference_mode():
+                source.load_state_dict(linear().state_dict())
+                sender.send()
+            assert torch.equal(target.weight, 2 * source.weight)
+
+
+def doubled(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in weights:
+        yield name, 2 * tensor
 
 
 @pytest.mark.parametrize("kind", [{"dtype": torch.float64}, {"device": "meta"}])

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from weight_update.errors import LifecycleError, SyncFailedError, SyncTimeoutError
-from weight_update.schemes.base import Door, End
+from weight_update.schemes.base import End
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
+from weight_update.schemes.sender_side import Listener
 from weight_update.schemes.sources import DeviceMap
 from weight_update.sender.sender import Sender
 from weight_update.strategy.strategy import WeightStrategy
@@ -174,13 +175,13 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
                 links = super().open_sender(workers, ctx)
             else:
                 stored = {idx: self._stored(idx) for idx in workers}
-                self._door = RayListener(self._board, self._token, stored, self.newcomers())
+                self.listener = RayListener(self._board, self._token, stored, self.newcomers())
                 links = dict(stored)
         except BaseException:
             close_board(self._board)
             raise
-        assert self._door is not None, "a listener was made for either kind of data"
-        self._door = _DoorAndBoard(self._door, self._board)
+        assert self.listener is not None, "a listener was made for either kind of data"
+        self.listener = _ListenerAndBoard(self.listener, self._board)
         return links
 
     def announce(self, where: Whereabouts) -> None:
@@ -243,19 +244,19 @@ class _StoreLink(ActorLink, RayTransport):
     """The sender's end of a link through Ray to an actor."""
 
 
-class _DoorAndBoard:
+class _ListenerAndBoard:
     """Closed together, the board last: workers read the end of their lines there."""
 
-    def __init__(self, door: Door, board: Any) -> None:
-        self._door, self._board = door, board
-        self.refusals = door.refusals
+    def __init__(self, listener: Listener, board: Any) -> None:
+        self._listener, self._board = listener, board
+        self.refusals = listener.refusals
 
     def start(self) -> None:
         """Begin to let workers in."""
-        self._door.start()
+        self._listener.start()
 
     def close(self) -> None:
         """Let nobody in any more, and end the actor."""
         with ExitStack() as rest:
             rest.callback(close_board, self._board)
-            self._door.close()
+            self._listener.close()

@@ -153,8 +153,9 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
                 raise
             raise WorkerError(f"the transform's actor could not connect: {theirs}") from theirs
         require_ray().get(call, timeout=limit)
-        if self._borrowed and self._sources is not None:
-            self._sources.by_worker[0] = None  # the actor has them: to send them again would be a mistake
+        if self._borrowed and self._sender_side is not None:
+            # The actor has these weights; they must not be sent to it again.
+            self._sender_side.sources.by_worker[0] = None
 
 
 def _error_of(call: Any) -> Exception | None:

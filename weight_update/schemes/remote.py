@@ -120,7 +120,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         store = open_store(self.address, self.port)
         self.port = store.port
         links = {idx: self.sender_end(idx) for idx in workers}
-        self._door = self._listener = DistributedListener(store, self._token, links, self.newcomers())
+        self.listener = self._listener = DistributedListener(store, self._token, links, self.newcomers())
         self.announce(Whereabouts(self.address, self.port, self._token))
         return dict(links)
 

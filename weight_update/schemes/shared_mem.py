@@ -95,8 +95,8 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, backend="shared"):
         if self.slot_device is not None:
             self.slot_device = str(cuda_device(self.slot_device))  # others threads have other current devices
         links = {idx: self._sender_end() for idx in workers}
-        door = SharedMemListener(self._token, links, self.newcomers())
-        self._door, self._address = door, door.address
+        listener = SharedMemListener(self._token, links, self.newcomers())
+        self.listener, self._address = listener, listener.address
         return dict(links)
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
