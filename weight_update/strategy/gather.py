@@ -14,20 +14,20 @@ __all__ = ["GatherShards"]
 
 @dataclass(frozen=True)
 class GatherShards:
-    """How the weights of a sharded trainer are put together on one rank, a few at a time.
+    """Options for gathering the weights of a sharded trainer on one rank, a few at a time.
 
     Every rank makes the same scheme and calls ``init_on_sender``, ``connect``, ``send`` and ``shutdown``
-    alike; the first rank of ``group`` leads: it alone talks to the workers.
+    alike. The first rank of ``group`` leads: it alone talks to the workers.
 
     Args:
-        group: the ranks of the trainer; None for the default process group. What is exchanged to keep step,
-            and shards on the CPU, travel through a group of its own with the same ranks.
-        gather: for weights that are no DTensors: takes an iterator of ``(name, tensor)`` with the tensors of
-            this rank, and gives one of names and whole tensors. It runs on every rank, which all ask for the
-            next item together, so it may use collectives; what it gives counts on the leader only. None puts
-            DTensors together, and takes the leader's value of all others.
-        batch_bytes: so many bytes of weights are gathered at once, in two batches: one that is handed on,
-            and one on its way. A larger tensor is a batch by itself.
+        group: process group of the trainer's ranks; None for the default process group. Messages that keep
+            the ranks in step, and shards on the CPU, travel through a separate group of the same ranks.
+        gather: function for weights that are not DTensors. It takes an iterator of ``(name, tensor)`` with
+            the tensors of this rank, and returns one of names and whole tensors. It runs on every rank, and
+            all ranks ask for the next item together, so it may use collectives; only the leader's items are
+            used. None gathers DTensors, and takes the leader's value of all other tensors.
+        batch_bytes: number of bytes of weights that are gathered at once, in two batches: one is handed on
+            while the other is on its way. A larger tensor is a batch by itself.
 
     Raises:
         ValueError: ``batch_bytes`` is not a positive number.
@@ -42,7 +42,7 @@ class GatherShards:
             raise ValueError(f"batch_bytes is a positive number of bytes: {self.batch_bytes!r}")
 
     def members(self) -> list[int]:
-        """The ranks in the default process group of those that take part; the first leads.
+        """Return the ranks that take part, numbered as in the default process group; the first leads.
 
         Raises:
             LifecycleError: torch.distributed is not initialized.
