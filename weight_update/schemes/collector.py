@@ -84,7 +84,7 @@ def factories_of(context: Any) -> list[Any]:
 
 
 def rrefs_of(context: Any) -> list[Any]:
-    """Return the RRefs of ``torch.distributed.rpc`` to the collectors of ``context``; empty if it has none."""
+    """Return the RRefs of ``torch.distributed.rpc`` to the collectors of ``context``, if it has any."""
     return list(getattr(context, "collector_rrefs", None) or ())
 
 

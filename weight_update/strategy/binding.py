@@ -57,7 +57,7 @@ class Binding:
             self.extra_owners = extra_owners(destination)
 
     def is_stale(self) -> bool:
-        """Return whether a part of the destination was replaced: a submodule, dict or TensorDict inside it."""
+        """Return whether a submodule, or a dict or TensorDict inside the destination, was replaced."""
         # A list is quicker than a generator: forward passes may be waiting.
         return True in [get(key) is not part for get, key, part in self._parts]
 
