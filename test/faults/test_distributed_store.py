@@ -116,7 +116,7 @@ def join_request(link: str) -> bytes:
 @pytest.fixture(autouse=True)
 def all_is_logged(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin a new period of the limit, so that each test sees what it causes."""
-    monkeypatch.setattr(training.scheme.listener, "refusals", Refusals(logging.getLogger("strangers")))
+    monkeypatch.setattr(training.scheme._listener, "refusals", Refusals(logging.getLogger("strangers")))
 
 
 @pytest.mark.parametrize("link", ["x" * 9000, "x" * 100, "", "../door"], ids=["long", "odd", "empty", "path"])

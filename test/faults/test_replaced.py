@@ -122,9 +122,9 @@ def test_a_worker_that_dies_while_it_joins_replaces_nobody(
     crew: Crew, caplog: pytest.LogCaptureFixture
 ) -> None:
     scheme, model, workers = start_pair("distributed", crew)
-    scheme.listener.refusals.clear()
+    scheme._listener.refusals.clear()
     ask_to_join_and_die(scheme, 1)
-    assert eventually(lambda: any("not there any more" in one for one in scheme.listener.refusals), 5.0)
+    assert eventually(lambda: any("not there any more" in one for one in scheme._listener.refusals), 5.0)
     rejoined = f"worker 1 (process {workers[1].pid}) joined"
     with caplog.at_level(logging.INFO, "weight_update"):
         next(peer for peer in scheme._sender.roll if peer.idx == 1).link.disconnect()

@@ -27,7 +27,7 @@ from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
 from weight_update.transports.base import TransportBackend
 
-__all__ = ["AdmitWorker", "End", "WeightSyncBackend", "WeightSyncScheme"]
+__all__ = ["Admit", "End", "WeightSyncBackend", "WeightSyncScheme"]
 
 WeightSyncBackend = Literal[
     "none", "direct", "shared", "thread", "process", "multiprocessing", "distributed", "rpc", "ray"
@@ -37,7 +37,7 @@ WeightSyncBackend = Literal[
 _ALIASES = {"direct": "none", "thread": "shared", "multiprocessing": "process"}
 
 End = Literal["sender", "receiver"]
-AdmitWorker = Callable[[int], Any]
+Admit = Callable[[int], Any]
 """Function of a worker index that returns the link for a late joiner; see ``WeightSyncScheme.newcomers``."""
 
 
@@ -92,7 +92,6 @@ class WeightSyncScheme(SchemeUpdates):
             sender, and :meth:`connect` does not wait for a worker that died.
         group: name shared by schemes whose models one worker holds and that are updated together by
             :func:`~weight_update.send_together`; set by :func:`~weight_update.group_schemes`.
-        listener: listener that admits workers, of schemes that have one; set by :meth:`open_sender`.
     """
 
     def __init__(
@@ -154,7 +153,7 @@ class WeightSyncScheme(SchemeUpdates):
         """Return the sender's end of the link to each worker. The default calls :meth:`create_transport`.
 
         Override it where links share something, such as a listener: assign the listener to
-        ``self.listener``, and it is started by :meth:`connect` and closed by :meth:`shutdown`. A listener
+        ``self._listener``, and it is started by :meth:`connect` and closed by :meth:`shutdown`. A listener
         that can admit more workers than ``workers`` asks :meth:`newcomers` for their links. Assign
         whatever workers need to find the sender to attributes of the scheme, which travel when it is
         pickled.
@@ -166,7 +165,7 @@ class WeightSyncScheme(SchemeUpdates):
         del ctx
         return {idx: self.create_transport(worker_idx=idx, end="sender") for idx in workers}
 
-    def newcomers(self) -> AdmitWorker:
+    def newcomers(self) -> Admit:
         """Return the function that a listener asks for the link of a worker that joins late.
 
         The function takes the worker's index, and raises :class:`~weight_update.JoinRefusedError` if that
@@ -245,7 +244,7 @@ class WeightSyncScheme(SchemeUpdates):
         )
         self.model_id = model_id
         side = SenderSide(sources, self.strategy, self.timeout, self.connect_timeout)
-        side.open(self._token, functools.partial(self.open_sender, ctx=ctx), lambda: self.listener)
+        side.open(self._token, functools.partial(self.open_sender, ctx=ctx), lambda: self._listener)
         self.context, self._sender_side = context, side
         self._close_at_end(close_all, *side.parts)
 

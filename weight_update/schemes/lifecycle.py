@@ -14,7 +14,7 @@ from weight_update.receiver.receiver import Receiver
 from weight_update.report import SyncReport
 from weight_update.schemes.liveness import WorkerAlive
 from weight_update.schemes.receiver_side import ReceiverSide
-from weight_update.schemes.sender_side import Listener, SenderSide
+from weight_update.schemes.sender_side import SenderListener, SenderSide
 from weight_update.sender.sender import Sender
 from weight_update.sharded import Follower
 from weight_update.strategy.strategy import WeightStrategy
@@ -40,7 +40,7 @@ class SchemeLifecycle(ABC):
         """
         self.last_report: SyncReport | None = None
         self.worker_alive: WorkerAlive | None = None
-        self.listener: Listener | None = None
+        self._listener: SenderListener | None = None
         self._sender_side: SenderSide | None = None
         self._receiver_side: ReceiverSide | None = None
         self._model: Any = None

@@ -8,7 +8,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from weight_update.errors import LifecycleError
-from weight_update.schemes.base import AdmitWorker, End, WeightSyncScheme
+from weight_update.schemes.base import Admit, End, WeightSyncScheme
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.memory import MemoryTransport
 from weight_update.transports.rate_limit import Refusals
@@ -25,7 +25,7 @@ class _Listener:
         admit: returns the link for a late joiner.
     """
 
-    def __init__(self, admit: AdmitWorker) -> None:
+    def __init__(self, admit: Admit) -> None:
         self.links: dict[int, MemoryTransport] = {}
         self._admit = admit
         self.refusals = Refusals(_log)  # none: the receiver's own thread gets the error
@@ -64,7 +64,7 @@ class MemoryWeightSyncScheme(WeightSyncScheme):
     """
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
-        self.listener = _listeners[self._token] = _Listener(self.newcomers())
+        self._listener = _listeners[self._token] = _Listener(self.newcomers())
         return super().open_sender(workers, ctx)
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:

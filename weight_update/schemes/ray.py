@@ -13,7 +13,7 @@ import torch
 from weight_update.errors import LifecycleError, SyncFailedError, SyncTimeoutError
 from weight_update.schemes.base import End
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
-from weight_update.schemes.sender_side import Listener
+from weight_update.schemes.sender_side import SenderListener
 from weight_update.schemes.sources import DeviceMap
 from weight_update.sender.sender import Sender
 from weight_update.strategy.strategy import WeightStrategy
@@ -175,13 +175,13 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
                 links = super().open_sender(workers, ctx)
             else:
                 stored = {idx: self._stored(idx) for idx in workers}
-                self.listener = RayListener(self._board, self._token, stored, self.newcomers())
+                self._listener = RayListener(self._board, self._token, stored, self.newcomers())
                 links = dict(stored)
         except BaseException:
             close_board(self._board)
             raise
-        assert self.listener is not None, "a listener was made for either kind of data"
-        self.listener = _ListenerAndBoard(self.listener, self._board)
+        assert self._listener is not None, "a listener was made for either kind of data"
+        self._listener = _ListenerAndBoard(self._listener, self._board)
         return links
 
     def announce(self, where: Whereabouts) -> None:
@@ -245,18 +245,18 @@ class _StoreLink(ActorLink, RayTransport):
 
 
 class _ListenerAndBoard:
-    """Closed together, the board last: workers read the end of their lines there."""
+    """A listener and its board. The board is closed last, since workers read the end of lines there."""
 
-    def __init__(self, listener: Listener, board: Any) -> None:
+    def __init__(self, listener: SenderListener, board: Any) -> None:
         self._listener, self._board = listener, board
         self.refusals = listener.refusals
 
     def start(self) -> None:
-        """Begin to let workers in."""
+        """Start to admit workers."""
         self._listener.start()
 
     def close(self) -> None:
-        """Let nobody in any more, and end the actor."""
+        """Stop to admit workers, and end the actor."""
         with ExitStack() as rest:
             rest.callback(close_board, self._board)
             self._listener.close()

@@ -97,7 +97,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
 
     def _reset(self) -> None:
         super()._reset()
-        self._listener: DistributedListener | None = None
+        self._distributed_listener: DistributedListener | None = None
 
     @abstractmethod
     def announce(self, where: Whereabouts) -> None:
@@ -120,7 +120,9 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         store = open_store(self.address, self.port)
         self.port = store.port
         links = {idx: self.sender_end(idx) for idx in workers}
-        self.listener = self._listener = DistributedListener(store, self._token, links, self.newcomers())
+        self._listener = self._distributed_listener = DistributedListener(
+            store, self._token, links, self.newcomers()
+        )
         self.announce(Whereabouts(self.address, self.port, self._token))
         return dict(links)
 
@@ -139,7 +141,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
     @property
     def network_bytes(self) -> int:
         """Bytes of payloads that this sender sent to other hosts so far; up to 64 KiB they do not count."""
-        return 0 if self._listener is None else self._listener.network_bytes
+        return 0 if self._distributed_listener is None else self._distributed_listener.network_bytes
 
     def sender_end(self, worker_idx: int) -> DistributedTransport:
         """The sender's end of the link to a worker."""

@@ -25,7 +25,7 @@ from weight_update.transports.base import TransportBackend
 from weight_update.transports.rate_limit import Refusals
 from weight_update.wire.schema import WeightSchema
 
-__all__ = ["Listener", "SenderSide", "close_all"]
+__all__ = ["SenderListener", "SenderSide", "close_all"]
 
 _REMEMBERED = 64
 """Number of updates of ``sync=False`` that nobody waits for and whose errors are still reported."""
@@ -33,7 +33,7 @@ _UNCHANGED = contextlib.nullcontext()
 _Surveyed = Mapping[int, tuple[NamedWeights, NamedWeights | None]]
 
 
-class Listener(Protocol):
+class SenderListener(Protocol):
     """A listener that admits workers while the sender lives.
 
     Attributes:
@@ -74,7 +74,7 @@ class SenderSide:
         self, sources: Sources, strategy: WeightStrategy, timeout: float, connect_timeout: float
     ) -> None:
         self.sources = sources
-        self.listener: Listener | None = None
+        self.listener: SenderListener | None = None
         self._strategy, self._timeout, self._connect_timeout = strategy, timeout, connect_timeout
         self._ranks = self._meet_ranks()
         self._sending = threading.Lock()
@@ -106,7 +106,7 @@ class SenderSide:
         self,
         token: str,
         open_links: Callable[[Sequence[int]], Mapping[int, TransportBackend]],
-        listener: Callable[[], Listener | None],
+        listener: Callable[[], SenderListener | None],
     ) -> None:
         """Make the sender.
 
@@ -133,7 +133,7 @@ class SenderSide:
         surveyed: _Surveyed,
         token: str,
         open_links: Callable[[Sequence[int]], Mapping[int, TransportBackend]],
-        listener: Callable[[], Listener | None],
+        listener: Callable[[], SenderListener | None],
     ) -> Sender | Follower:
         ranks = self._ranks
         if isinstance(ranks, Ranks) and not ranks.leads:
@@ -280,7 +280,7 @@ def _outside_inference_mode() -> contextlib.AbstractContextManager[Any, Any]:
     return modes
 
 
-def close_all(*parts: Sender | Follower | TransportBackend | Listener | Alone | Ranks | None) -> None:
+def close_all(*parts: Sender | Follower | TransportBackend | SenderListener | Alone | Ranks | None) -> None:
     """Close all parts, last to first, whatever one of them raises."""
     with contextlib.ExitStack() as rest:
         for part in reversed(parts):

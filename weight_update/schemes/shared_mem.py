@@ -96,7 +96,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, backend="shared"):
             self.slot_device = str(cuda_device(self.slot_device))  # other threads have other current devices
         links = {idx: self._sender_end() for idx in workers}
         listener = SharedMemListener(self._token, links, self.newcomers())
-        self.listener, self._address = listener, listener.address
+        self._listener, self._address = listener, listener.address
         return dict(links)
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
