@@ -1,4 +1,4 @@
-"""A model of many small tensors stays in one buffer, which versions are copied into."""
+"""A model of many small tensors lies in one flat buffer, and versions are copied into it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _seeds = itertools.count(1)
 
 
 def send_while_held(source: nn.Module, crew: Crew, disturb: Callable[[Body], None]) -> SendHandle:
-    """Send an update to a worker that is inside ``hold()``, and do something there before it leaves."""
+    """Send an update to a worker that is inside ``hold()``, and call a function there before it leaves."""
     ask(crew, "hold")
     scramble(source, next(_seeds))
     handle = crew.scheme.send_async()
@@ -133,7 +133,7 @@ def replace_when_it_waits(body: Body) -> None:
 
 
 def move_when_it_waits(body: Body) -> None:
-    """As parameter noise does: the same tensor objects, in other memory."""
+    """Move the same tensor objects to other memory, as parameter noise does."""
     wait_until_it_waits(body)
     vector = nn.utils.parameters_to_vector(body.model.rest)
     nn.utils.vector_to_parameters(torch.zeros_like(vector), body.model.rest)
@@ -182,11 +182,11 @@ def test_the_model_is_exchanged_while_an_update_is_staged(hire: Hire) -> None:
 
 
 def exchange_binding_when_it_waits(body: Body) -> None:
-    """What ``scheme.model = ...`` has done when an update that was staged before gets its turn."""
+    """Do what ``scheme.model = ...`` does, before an update that was staged earlier gets its turn."""
     wait_until_it_waits(body)
     staging = body.scheme._receiver._updates.staging
     body.model = many().double()
-    staging._target = ModelTarget(body.scheme.strategy, body.model, False)
+    staging.target = ModelTarget(body.scheme.strategy, body.model, False)
 
 
 def in_shared_memory(body: Body) -> list[bool]:
@@ -212,7 +212,7 @@ def test_a_model_in_shared_memory_stays_there(hire: Hire) -> None:
 
 
 def test_the_modes_of_who_connects() -> None:
-    """The first version is applied by the thread that connects, whatever it computes just then."""
+    """The thread that connects applies the first version, whatever modes it has set."""
     source = many()
     scheme = MemoryWeightSyncScheme(timeout=20.0)
     scheme.init_on_sender(model=source, num_workers=1)
@@ -308,7 +308,7 @@ def test_a_former_model_keeps_its_version(hire: Hire) -> None:
 
 @pytest.mark.slow
 class TestContract(SchemeContract):
-    """Even small models lie in a flat buffer."""
+    """The contract of schemes, with small models in a flat buffer too."""
 
     @pytest.fixture(autouse=True)
     def always(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Several models as one step: the answer covers all of them, and is true."""
+"""Several models as one step: the result covers all of them, and is true."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def models() -> Iterator[Models]:
 
 
 def test_an_error_covers_all_models(models: Models) -> None:
-    """The workers compute for too long: those of one process share a gate."""
+    """The workers compute for too long; the models of one process share a gate."""
     first, second = models.schemes
     with models.receivers[0, 1].hold(), pytest.raises(GroupSyncFailedError) as caught:
         in_thread(lambda: send_together({first: mlp(5), second: mlp(6)}))
@@ -78,13 +78,13 @@ def test_an_error_covers_all_models(models: Models) -> None:
     assert str(error).count("worker 1:") == 2
     assert "model0" in str(error)
     assert "model1" in str(error)
-    arrived = pickle.loads(pickle.dumps(error))  # schemes stay where they are
+    arrived = pickle.loads(pickle.dumps(error))  # schemes are not pickled with it
     assert type(arrived) is SyncFailedError
     assert str(arrived) == str(error)
 
 
 def in_thread(action: Any) -> None:
-    """Run ``action`` in a thread and raise what it raises: hold() belongs to the thread of the caller."""
+    """Run ``action`` in a thread and raise its exception: hold() belongs to the thread of the caller."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -124,7 +124,7 @@ def wait_until(condition: Any) -> None:
 
 
 def test_a_slow_switch_is_no_failure() -> None:
-    """Once all members are there, each waits for the outcome, however long the last one takes."""
+    """Once all members arrived, each waits for the outcome, however long it takes."""
     came: list[float] = []
 
     def first() -> None:

@@ -1,4 +1,4 @@
-"""A worker that leaves as soon as it has an update does not make that update fail."""
+"""A worker that leaves right after an update does not make that update fail."""
 
 import copy
 import threading
@@ -12,7 +12,7 @@ from weight_update import MemoryWeightSyncScheme, SyncFailedError
 
 
 class Cascade:
-    """A context with workers of its own: it delays the answer to an update that is visible already."""
+    """A context with workers of its own, which delays the answer to an update that is visible already."""
 
     _weight_sync_schemes: ClassVar = {"another model": None}
 
@@ -21,7 +21,7 @@ class Cascade:
 
 
 class Pair:
-    """A sender, and one receiver that is connected to it."""
+    """Connect a sender and one receiver."""
 
     def __init__(self, context: object = None) -> None:
         self.sender = MemoryWeightSyncScheme(timeout=10.0)

@@ -1,4 +1,4 @@
-"""What happens to a model between updates: autograd, parts that are replaced, tensors of odd kinds."""
+"""Models that change between updates: autograd, parts that are replaced, tensors of odd kinds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Join = Callable[..., tuple[WeightSyncScheme, WeightSyncScheme]]
 
 @pytest.fixture
 def join() -> Iterator[Join]:
-    """Connect a receiver in this thread to a sender in another; the first error of the two is raised."""
+    """Connect a receiver in this thread to a sender in another thread; raise the first error of the two."""
     with contextlib.ExitStack() as stack:
 
         def connect(source: Any, target: Any, encoding: str = "dense", **options: Any) -> Any:
@@ -66,7 +66,7 @@ def add_one(model: nn.Module) -> None:
 
 
 class Scale(nn.Module):
-    """Autograd keeps ``weight`` itself for the backward pass, where nn.Linear keeps a view of it."""
+    """A module of which autograd keeps ``weight`` for the backward pass; of nn.Linear it keeps a view."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ def test_a_dict_within_a_dict(join: Join) -> None:
 
 
 def test_a_parameter_replaced_while_a_change_is_applied_is_noticed() -> None:
-    """As by ``set_extra_state()``, which runs between the two steps."""
+    """``set_extra_state()``, which runs between the two steps, may replace one."""
     model = linear()
     binding = WeightStrategy().bind(model)
     schema = binding.schema()
@@ -241,7 +241,7 @@ def test_a_parameter_replaced_while_a_change_is_applied_is_noticed() -> None:
 
 
 class Exits(nn.Linear):
-    """Ends the thread that applies an update with a certain extra state."""
+    """A module that ends the thread which applies an update with a certain extra state."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)

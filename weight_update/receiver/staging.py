@@ -41,6 +41,7 @@ class Staging:
         release: returns memory of a payload to the link.
 
     Attributes:
+        target: what versions are written to.
         version: version in force; None before the first, and after an engine failed to load one.
         current: update in force, or the last one that an engine loaded.
         staged: update that waits to be applied.
@@ -61,7 +62,7 @@ class Staging:
         self.parts: list[WeightChunk] = []
         self._strategy, self._gate, self._stable, self._release = strategy, gate, stable_addresses, release
         self._schema: WeightSchema | None = None
-        self._target = Target()
+        self.target = Target()
         self._own: OwnCopy | None = None
         self._flat: tuple[Binding, FlatBuffer | None] | None = None  # found once for each binding
         self._decoders: dict[str, Decoder] = {}
@@ -84,12 +85,12 @@ class Staging:
             UnsupportedSourceError, SchemaMismatchError: the model cannot take the weights.
         """
         target = target_for(model, self._strategy, self._stable)
-        if self.current is not None and (target.takes_over or self._target.takes_over):
+        if self.current is not None and (target.takes_over or self.target.takes_over):
             raise LifecycleError(
                 "an engine cannot be exchanged while connected; make a receiver of the new one"
             )
         self.unguard()
-        self._target = target
+        self.target = target
         if isinstance(model, torch.nn.Module) and not self._guarded_outside:
             self._unguard = self._gate.guard(model)
         if self.current is not None and target.binding is not None and self._schema is not None:
@@ -99,16 +100,11 @@ class Staging:
     def _fill(self, current: StagedUpdate, schema: WeightSchema) -> None:
         """Give a new model the weights in force."""
         values = current.values if self._own is None else list(self._own.values)
-        self._target.check_extra(current.extra)
-        current.values = self._target.prepare(schema.names, values)
-        self._target.write(schema.names, current.values, current.version)
+        self.target.check_extra(current.extra)
+        current.values = self.target.prepare(schema.names, values)
+        self.target.write(schema.names, current.values, current.version)
         if self._own is not None:
-            self._own.bind(self._target.binding)
-
-    @property
-    def fails_late(self) -> bool:
-        """Whether :meth:`switch` may raise, as an engine does that refuses weights."""
-        return self._target.takes_over
+            self._own.bind(self.target.binding)
 
     def guard_outside(self) -> None:
         """Take the hooks off the model: the caller holds the gate around every forward pass itself."""
@@ -127,14 +123,14 @@ class Staging:
         Raises:
             UnsupportedSourceError: the model has weights that cannot be synchronized.
         """
-        return self._target.schema()
+        return self.target.schema()
 
     def weights(self) -> NamedWeights:
         """Return the weights in force: live tensors of the model, or copies where there is no model.
 
         They are empty where an engine has them.
         """
-        live = self._target.read()
+        live = self.target.read()
         if live is not None:
             return live
         section = self._gate.enter(sys._getframe())
@@ -157,12 +153,11 @@ class Staging:
         """
         self._schema = WeightSchema.from_header(welcome["schema"])
         self.forget()
-        self._decoders.clear()
         self._own = self._flat = None
         if welcome["keep"]:
-            self._own = OwnCopy(self._schema, self._target.binding, self._owns)
+            self._own = OwnCopy(self._schema, self.target.binding, self._owns)
             if welcome["digests"] is not None:
-                named = self._target.read() or NamedWeights({})
+                named = self.target.read() or NamedWeights({})
                 self._own.adopt(welcome["version"], named.tensors, welcome["digests"])
 
     def take(self, chunk: WeightChunk) -> StagedUpdate | None:
@@ -179,11 +174,11 @@ class Staging:
             raise FormatError("an update for another schema")
         if header["index"] != len(self.parts):
             raise FormatError(f"chunk {header['index']} came, {len(self.parts)} was next")
-        engine = self._target.chunk_loader(header, self._decoder) if self._own is None else None
+        engine = self.target.chunk_loader(header, self._decoder) if self._own is None else None
         if engine is not None:
             return self._load_chunk(engine, chunk, self._schema)
         if header["base"] is None and chunk.payload is not None:
-            allocate = functools.partial(self.allocate, device=self._target.device_for(chunk.payload))
+            allocate = functools.partial(self.allocate, device=self.target.device_for(chunk.payload))
             fed = self._decoder(header["encoding"]).feed(header["index"], chunk.payload, allocate)
             if fed is not chunk.payload:
                 self._release(chunk.payload)
@@ -195,17 +190,19 @@ class Staging:
         self._follow()
         make = self._whole if header["base"] is None else self._change
         update = make(parts, self._schema)
-        self._target.check_extra(update.extra)
-        update.storage.stage(update, self._target)
+        self.target.check_extra(update.extra)
+        update.storage.stage(update, self.target)
         self.staged = update
         return update
 
     def forget(self, version: int | None = None) -> bool:
-        """Drop what arrived and is not in force; if ``version`` is given, only what belongs to it.
+        """Drop everything that arrived and is not in force; if ``version`` is given, only its parts.
 
         Returns:
             True if an engine had loaded a part of it, and so has no whole version any more.
         """
+        if version is None:
+            self._decoders.clear()  # they hold views into payloads
         if version is None or (self.staged is not None and self.staged.version == version):
             self.staged = None
         if version is None or (self.parts and self.parts[0].header["version"] == version):
@@ -238,10 +235,10 @@ class Staging:
 
     def _follow(self) -> bool:
         """Find the model's tensors again if a part of it was replaced; return whether one was."""
-        if self._schema is None or not self._target.follow(self._schema):
+        if self._schema is None or not self.target.follow(self._schema):
             return False
         if self._own is not None:
-            self._own.bind(self._target.binding)
+            self._own.bind(self.target.binding)
             self._own.forget()  # the new part has weights of its own
         return True
 
@@ -266,7 +263,7 @@ class Staging:
 
     def _flat_buffer(self, schema: WeightSchema) -> FlatBuffer | None:
         """Return the buffer that the model is to lie in; None if it is to point at payloads."""
-        binding = self._target.binding
+        binding = self.target.binding
         if binding is None or self._stable:
             return None
         if self._flat is None or self._flat[0] is not binding:
@@ -300,15 +297,15 @@ class Staging:
     def begin(self, update: StagedUpdate) -> None:
         """Do the first half of applying an update, which may fail and can be reverted."""
         storage = update.storage
-        storage.begin(update, self._target, self._follow())
+        storage.begin(update, self.target, self._follow())
         if update.storage is not storage:  # the model does not suit its flat buffer any more
             self._flat = None
-        update.undo = self._target.exchange_extra(update.extra)
+        update.undo = self.target.exchange_extra(update.extra)
 
     def switch(self, update: StagedUpdate) -> None:
         """Do the second half: the update is in force from now on."""
         try:
-            update.storage.switch(update, self._target)
+            update.storage.switch(update, self.target)
         except BaseException:
             self._abort_loading()
             raise
@@ -349,12 +346,12 @@ class Staging:
 
     def _abort_loading(self) -> bool:
         """Abort the version that an engine has begun to load, if any; the engine then has none."""
-        if self._target.loading is None:
+        if self.target.loading is None:
             return False
         self.version = None
         if self._own is not None:
             self._own.forget()
-        self._target.abort()
+        self.target.abort()
         return True
 
     # -- leaving -----------------------------------------------------------------------------------
@@ -369,12 +366,8 @@ class Staging:
         assert self.current is not None
         assert self._schema is not None
         self.current.values = _copies(self.current.values)
-        self._target.move(self._schema.names, self.current.values)
+        self.target.move(self._schema.names, self.current.values)
         self.current.payloads = []
-
-    def drop_views(self) -> None:
-        """Drop all cached views into payloads."""
-        self._decoders.clear()
 
     def close(self) -> None:
         """Free all memory; the model keeps the version it has."""

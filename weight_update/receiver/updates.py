@@ -245,7 +245,6 @@ class UpdateHandler:
         """
         if not self._link.lends:
             return
-        self.staging.drop_views()
         self.staging.forget()
         self.forget_leftovers()
         if not self.staging.lies_in_payloads:
@@ -276,7 +275,8 @@ def _apply(members: list[tuple[UpdateHandler, StagedUpdate]]) -> None:
         for update in begun:
             update.undo()
         raise
-    for handler, update in sorted(members, key=lambda member: not member[0].staging.fails_late):
+    # An engine may still refuse, so engines come first.
+    for handler, update in sorted(members, key=lambda member: not member[0].staging.target.takes_over):
         handler.staging.switch(update)
         handler._in_force(update)
 
