@@ -7,7 +7,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,11 +21,8 @@ from weight_update.errors import (
     TransportError,
     without_frames,
 )
-from weight_update.receiver.gate import Gate
-from weight_update.receiver.updates import UpdateHandler, as_memory_error, summary_of
+from weight_update.receiver.updates import ReceiverOptions, UpdateHandler, as_memory_error, summary_of
 from weight_update.strategy.named_weights import NamedWeights
-from weight_update.strategy.strategy import WeightStrategy
-from weight_update.transports.base import TransportBackend
 from weight_update.transports.shared_memory.unix_stream import seconds_left
 from weight_update.wire.frames import Kind, WeightChunk
 from weight_update.wire.schema import WeightSchema
@@ -48,55 +44,20 @@ class Receiver:
     a background thread that applies updates as they come; :meth:`close` ends it.
 
     Args:
-        link: this end of the link.
-        strategy: how weights enter the model.
-        gate: keeps updates and forward passes apart.
+        options: how to join and apply updates.
         model: module, TensorDict, dict or :class:`~weight_update.InferenceEngine` to keep current; None only
             keeps the weights for :meth:`receive`.
-        worker: index of this receiver.
-        token: secret that the sender admits workers by.
-        instance: random name that tells this receiver from others that join as ``worker``.
-        stable_addresses: copy into the model's tensors instead of pointing them at received memory.
-        timeout: seconds that an update waits for the running forward pass to end.
-        on_switched: called with the version inside the gate, when the version becomes visible.
-        on_applied: called with the version and a function that returns the weights, after that and outside
-            the gate, before the sender gets the answer.
 
     Attributes:
         error: reason why no more updates come; None while they do.
     """
 
-    def __init__(
-        self,
-        *,
-        link: TransportBackend,
-        strategy: WeightStrategy,
-        gate: Gate,
-        model: Any,
-        worker: int,
-        token: str,
-        instance: str,
-        stable_addresses: bool,
-        timeout: float,
-        on_switched: Callable[[int], None],
-        on_applied: Callable[[int, Callable[[], NamedWeights]], None],
-    ) -> None:
-        self.link, self.gate, self.worker = link, gate, worker
+    def __init__(self, options: ReceiverOptions, model: Any) -> None:
+        self.link, self.gate, self.worker = options.link, options.gate, options.worker
         self.error: Exception | None = None
-        self._strategy, self._token, self._timeout = strategy, token, timeout
-        self._instance = instance
+        self._options = options
         self._closing = threading.Event()
-        self._updates = UpdateHandler(
-            link=link,
-            strategy=strategy,
-            gate=gate,
-            worker=worker,
-            stable_addresses=stable_addresses,
-            timeout=timeout,
-            closing=self._closing,
-            on_switched=on_switched,
-            on_applied=on_applied,
-        )
+        self._updates = UpdateHandler(options, self._closing)
         self._staging = self._updates.staging
         self._welcomed = False  # whether the last attempt to join was successful
         self._pid = os.getpid()
@@ -113,7 +74,7 @@ class Receiver:
             LifecycleError, UnsupportedSourceError, SchemaMismatchError: as :meth:`Staging.bind`.
         """
         self._model = None
-        self._staging.bind(model, self._timeout)
+        self._staging.bind(model, self._options.timeout)
 
     def guard_outside(self) -> None:
         """Take the hooks off the model: the caller holds the gate around every forward pass itself."""
@@ -176,13 +137,13 @@ class Receiver:
     ) -> None:
         """Send a HELLO with the schema that the model expects, or with the reason why it cannot join."""
         hello = {
-            "token": self._token,
+            "token": self._options.token,
             "worker": self.worker,
             "pid": os.getpid(),
             "version": self.version,
             "schema": None if expected is None else expected.to_header(),
             "error": None if error is None else "\n\n".join(summary_of(error))[:_LONGEST],
-            "instance": self._instance,
+            "instance": self._options.instance,
             "again": again,
         }
         self.link.restart(seconds_left(deadline))
@@ -250,7 +211,7 @@ class Receiver:
         Raises:
             LinkClosedError: the sender is gone and no new version is left.
         """
-        return self._strategy.export(self.weights()) if self.await_next(timeout) else None
+        return self._options.strategy.export(self.weights()) if self.await_next(timeout) else None
 
     def await_next(self, timeout: float | None) -> bool:
         """Wait for the next version as :meth:`receive` does; return whether there is one."""

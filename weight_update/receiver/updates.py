@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.wire.frames import Kind, WeightChunk
 
-__all__ = ["UpdateHandler", "as_memory_error", "summary_of"]
+__all__ = ["ReceiverOptions", "UpdateHandler", "as_memory_error", "summary_of"]
 
 _log = logging.getLogger(__name__)
 _PARTING_SECONDS = 3.0
@@ -41,20 +42,42 @@ _NO_MEMORY = "no memory to receive"
 _SHORTAGES = ("can't allocate memory", "can't start new thread", _NO_MEMORY)  # texts of errors
 
 
+@dataclass(frozen=True)
+class ReceiverOptions:
+    """How one receiver joins its sender and applies updates.
+
+    Attributes:
+        link: receiver's end of the link.
+        strategy: how weights enter the model.
+        gate: keeps updates and forward passes apart.
+        worker: index of the receiver.
+        token: secret that the sender admits workers by.
+        instance: random name that tells the receiver from others that join as ``worker``.
+        stable_addresses: whether to copy into the model's tensors instead of pointing them at payloads.
+        timeout: seconds that an update waits for the running forward pass to end.
+        on_switched: called with the version inside the gate, when the version becomes visible.
+        on_applied: called with the version and a function that returns the weights, after that and outside
+            the gate, before the sender gets the answer.
+    """
+
+    link: TransportBackend
+    strategy: WeightStrategy
+    gate: Gate
+    worker: int
+    token: str
+    instance: str
+    stable_addresses: bool
+    timeout: float
+    on_switched: Callable[[int], None]
+    on_applied: Callable[[int, Callable[[], NamedWeights]], None]
+
+
 class UpdateHandler:
     """Stages the updates of one sender, applies them inside the gate, and answers the sender.
 
     Args:
-        link: this end of the link.
-        strategy: how weights enter the model.
-        gate: keeps updates and forward passes apart.
-        worker: index of this receiver.
-        stable_addresses: copy into the model's tensors instead of pointing them at received memory.
-        timeout: seconds that an update waits for the running forward pass to end.
+        options: how to apply updates.
         closing: set when the receiver is being closed; updates then wait no longer.
-        on_switched: called with the version inside the gate, when the version becomes visible.
-        on_applied: called with the version and a function that returns the weights, after that and outside
-            the gate, before the sender gets the answer.
 
     Attributes:
         staging: weights of this receiver.
@@ -63,25 +86,19 @@ class UpdateHandler:
         news: condition that is notified when an update was applied.
     """
 
-    def __init__(
-        self,
-        *,
-        link: TransportBackend,
-        strategy: WeightStrategy,
-        gate: Gate,
-        worker: int,
-        stable_addresses: bool,
-        timeout: float,
-        closing: threading.Event,
-        on_switched: Callable[[int], None],
-        on_applied: Callable[[int, Callable[[], NamedWeights]], None],
-    ) -> None:
-        self.staging = Staging(strategy, gate, stable_addresses=stable_addresses, release=link.release)
+    def __init__(self, options: ReceiverOptions, closing: threading.Event) -> None:
+        self.staging = Staging(
+            options.strategy,
+            options.gate,
+            stable_addresses=options.stable_addresses,
+            release=options.link.release,
+        )
         self.applied = 0
         self.busy = threading.RLock()
         self.news = threading.Condition()
-        self._link, self._gate, self._worker, self._timeout = link, gate, worker, timeout
-        self._closing, self._on_switched, self._on_applied = closing, on_switched, on_applied
+        self._link, self._gate, self._worker = options.link, options.gate, options.worker
+        self._timeout, self._closing = options.timeout, closing
+        self._on_switched, self._on_applied = options.on_switched, options.on_applied
         self._unwanted: int | None = None  # a version that failed: its other chunks are not read
         self._leftovers: list[torch.Tensor] = []  # payloads switched away from, not yet released
 

@@ -347,11 +347,11 @@ class WeightSyncScheme(SchemeUpdates):
         self._find_sender(limit)
         myself = weakref.ref(self)
         side.connect(
+            self._model,
             functools.partial(self.create_transport, worker_idx=idx, end="receiver"),
             deadline,
             self._close_at_end,
             worker=idx,
-            model=self._model,
             strategy=self.strategy,
             gate=shared_gate(self.group),
             token=self._token,

@@ -9,6 +9,7 @@ from typing import Any
 
 from weight_update.errors import FormatError, TransportError
 from weight_update.receiver.receiver import Receiver
+from weight_update.receiver.updates import ReceiverOptions
 from weight_update.transports.base import TransportBackend
 
 __all__ = ["ReceiverSide"]
@@ -33,6 +34,7 @@ class ReceiverSide:
 
     def connect(
         self,
+        model: Any,
         make_link: Callable[[], TransportBackend],
         deadline: float,
         close_at_end: Callable[[Callable[[], None]], None],
@@ -41,16 +43,17 @@ class ReceiverSide:
         """Join the sender, apply the first weights, and apply updates in the background from then on.
 
         Args:
+            model: as for :class:`~weight_update.receiver.receiver.Receiver`.
             make_link: makes this end of the link.
             deadline: time by which the first weights must be here, by ``time.monotonic``.
             close_at_end: registers the function that ends the connection.
-            options: the other arguments of :class:`~weight_update.receiver.receiver.Receiver`.
+            options: the other attributes of :class:`~weight_update.receiver.updates.ReceiverOptions`.
 
         Raises:
             SchemaMismatchError, SyncTimeoutError, TransportError: as :meth:`Receiver.connect`.
         """
         link, self._link = self._link or make_link(), None
-        receiver = Receiver(link=link, instance=self._instance, **options)
+        receiver = Receiver(ReceiverOptions(link=link, instance=self._instance, **options), model)
         try:
             receiver.connect(max(deadline - time.monotonic(), 0.0))
         except (TransportError, FormatError):
