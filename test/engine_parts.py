@@ -1,4 +1,4 @@
-"""An engine that notes what happens to it, and can be told to fail."""
+"""An engine that records its calls, and fails on request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weight_update.testing import Body, fingerprint
 
 
 class Notebook(InferenceEngine):
-    """Keeps what it loaded.
+    """Keeps the weights that it loaded.
 
     Args:
         in_chunks: see ``loads_in_chunks``.
@@ -23,7 +23,7 @@ class Notebook(InferenceEngine):
         calls: what was called, in order; of ``load_weights`` the names.
         loaded: copies of the weights, by name.
         fails: the call that fails once: ``"begin"``, ``"finish"``, or the number of a weight.
-        stays: the number of the weight at which it stays, once, for half a minute.
+        stays: number of the weight at which it waits, once, for half a minute.
         skips: the number of weights that it leaves, once.
     """
 
@@ -80,17 +80,17 @@ def set_in_engine(body: Body, name: str, value: Any) -> None:
 
 
 def calls(body: Body) -> list[tuple[str, Any]]:
-    """What the engine noted since it was last asked."""
+    """Return the calls of the engine since the last question."""
     noted = list(body.model.calls)
     body.model.calls.clear()
     return noted
 
 
 def loaded(body: Body) -> dict[str, str]:
-    """Fingerprint of what the engine has."""
+    """Return the fingerprint of the engine's weights."""
     return fingerprint(body.model.loaded)
 
 
 def received(body: Body, timeout: float) -> Any:
-    """What ``receive`` gives."""
+    """Return the result of ``receive``."""
     return body.scheme.receive(timeout)

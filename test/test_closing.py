@@ -1,4 +1,4 @@
-"""shutdown() closes everything, also where one part cannot be closed."""
+"""shutdown() closes everything, also when one part cannot be closed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weight_update.schemes.base import End
 
 
 class Stubborn(SharedMemTransport):
-    """Closes, and then says that it could not."""
+    """A transport that closes, and then raises."""
 
     def close(self) -> None:
         super().close()
@@ -25,7 +25,7 @@ class Stubborn(SharedMemTransport):
 
 
 class StubbornScheme(SharedMemWeightSyncScheme):
-    """Its links to worker 0 are stubborn."""
+    """A scheme whose links to worker 0 are stubborn."""
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
         links = super().open_sender(workers, ctx)

@@ -1,4 +1,4 @@
-"""The transport and the scheme of ``examples/custom_scheme.py`` keep the contracts of ours."""
+"""The transport and the scheme of ``examples/custom_scheme.py`` keep the library's contracts."""
 
 from pathlib import Path
 from typing import Any

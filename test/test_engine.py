@@ -56,7 +56,7 @@ def strategy(encoding: Any = SMALL, limit: int | None = None, **options: Any) ->
 
 
 def tensors_of(source: Any) -> dict[str, str]:
-    """Fingerprint of what engines are sent: no extra state."""
+    """Return the fingerprint of the weights that engines get: no extra state."""
     return fingerprint(WeightStrategy("state_dict").named(source).tensors)
 
 
@@ -82,7 +82,7 @@ def hire() -> Iterator[Callable[..., Crew]]:
 
 
 def in_order(noted: list[tuple[str, Any]], version: int) -> list[str]:
-    """Check that these are the calls of one update; the names of all weights loaded."""
+    """Check that ``noted`` are the calls of one update; return the names of all weights loaded."""
     assert noted[0] == ("begin", version)
     assert noted[-1] == ("finish", version)
     assert {kind for kind, _ in noted[1:-1]} == {"load"}
@@ -193,7 +193,7 @@ def test_hold_keeps_out_what_is_staged_and_not_what_comes_in_chunks(hire: Any) -
 
 @pytest.fixture
 def group() -> Iterator[Callable[..., list[MemoryWeightSyncScheme]]]:
-    """Senders of one group, connected with one receiver for each of these models."""
+    """Connect senders of one group with one receiver for each of these models."""
     ends: list[WeightSyncScheme] = []
 
     def build(sources: list[Any], models: list[Any]) -> list[MemoryWeightSyncScheme]:
@@ -216,7 +216,7 @@ def group() -> Iterator[Callable[..., list[MemoryWeightSyncScheme]]]:
 
 
 def test_several_models_as_one_step_are_staged(group: Any) -> None:
-    """Also for an engine that loads in chunks: all models of a worker switch at one moment."""
+    """All models of a worker switch at one moment, also with an engine that loads in chunks."""
     sources, engines = [mlp(1), mlp(2)], [Notebook(True), Notebook()]
     schemes = group(sources, engines)
     for source, engine in zip(sources, engines, strict=True):
@@ -370,7 +370,7 @@ def test_a_conversion_that_fails_midway(hire: Any, in_chunks: bool) -> None:
     (noted,) = crew.ask("run", calls)
     if in_chunks:
         until = time.monotonic() + 10.0
-        while noted[-1] != ("abort", 1) and time.monotonic() < until:  # the frame is on its way
+        while noted[-1] != ("abort", 1) and time.monotonic() < until:  # the frame takes a moment
             noted += crew.workers[0].call("run", calls)
         assert (noted[0], noted[-1]) == (("begin", 1), ("abort", 1))
     else:

@@ -1,4 +1,4 @@
-"""The gate: forward passes and updates keep out of each other's way."""
+"""The gate: no update lands while a forward pass runs, and no forward pass runs during an update."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WAIT = 10.0
 
 
 class Inside:
-    """A thread that stays inside a gate until told to leave."""
+    """A thread that is inside a gate until :meth:`end` is called."""
 
     def __init__(self, gate: Gate) -> None:
         self.entered, self.leave = threading.Event(), threading.Event()

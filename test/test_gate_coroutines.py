@@ -1,4 +1,4 @@
-"""The gate and what does not end when the call returns: coroutines, generators, tasks."""
+"""The gate and calls whose work goes on after they return: coroutines, generators, tasks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ WAIT = 10.0
 
 
 class Update(threading.Thread):
-    """An update that waits for its moment in a thread of its own."""
+    """An update that waits for its turn in a thread of its own."""
 
     def __init__(self, gate: Gate, timeout: float = WAIT) -> None:
         super().__init__(daemon=True)
         self.gate, self.timeout, self.landed, self.error = gate, timeout, threading.Event(), ""
         self.start()
-        while not gate._jobs and self.is_alive():
+        while not gate._updates and self.is_alive():
             pass
 
     def run(self) -> None:
@@ -220,7 +220,7 @@ def test_a_second_coroutine_that_would_block_the_first_is_refused() -> None:
         with pytest.raises(LifecycleError, match="async with"), gate.hold():
             pass
         update = Update(gate)
-        assert gate.guarded(lambda: 1)() == 1  # ends before anybody else of this thread goes on
+        assert gate.guarded(lambda: 1)() == 1  # ends before another coroutine of this thread goes on
         assert not update.landed.is_set()
         leave.set()
         await task
@@ -246,16 +246,16 @@ def test_tasks_and_threads_that_begin_inside_are_inside() -> None:
 
 def test_a_coroutine_that_is_cancelled_while_it_waits() -> None:
     gate = Gate()
-    stay = gate.enter()
+    section = gate.enter()
     update = Update(gate)
 
     async def main() -> None:
         waiting = asyncio.create_task(gate.guarded(later)())
-        await until(lambda: gate._entering)
+        await until(lambda: gate._waiting)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        gate.leave(stay)
+        gate.leave(section)
         await until(update.landed.is_set)
 
     thread = threading.Thread(target=asyncio.run, args=(main(),))
@@ -280,7 +280,7 @@ def test_held_in_one_thread_and_left_in_another() -> None:
 
 def test_leaving_what_another_thread_entered_needs_what_enter_returned() -> None:
     gate = Gate()
-    stay = gate.enter()
+    section = gate.enter()
     caught: list[str] = []
 
     def leave() -> None:
@@ -288,7 +288,7 @@ def test_leaving_what_another_thread_entered_needs_what_enter_returned() -> None
             gate.leave()
         except LifecycleError as error:
             caught.append(str(error))
-        gate.leave(stay)
+        gate.leave(section)
 
     thread = threading.Thread(target=leave)
     thread.start()
@@ -379,7 +379,7 @@ def test_a_compiled_forward_pass_keeps_updates_out() -> None:
     @torch.compiler.disable
     def look() -> None:
         updates.append(Update(gate))
-        updates[-1].landed.wait(0.12)  # longer than an update waits before it looks for passes that are gone
+        updates[-1].landed.wait(0.12)  # longer than an update waits before it looks again
         updates.append(updates.pop().landed.is_set())
 
     class Model(nn.Module):

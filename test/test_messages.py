@@ -1,4 +1,4 @@
-"""Messages and signatures: errors name the cure, reports say what was sent, options can be listed."""
+"""Messages and signatures: errors name the cure, reports show the update, options can be listed."""
 
 from __future__ import annotations
 

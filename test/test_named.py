@@ -13,7 +13,7 @@ from weight_update.strategy.named_weights import from_module
 
 
 class Renamed(nn.Module):
-    """Names its parameters itself, as wrappers of modules do."""
+    """A module that names its parameters itself, as wrappers of modules do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Renamed(nn.Module):
 
 
 class Flat(nn.Module):
-    """Shows no modules but itself."""
+    """A module that shows none of its submodules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Flat(nn.Module):
 
 
 class ByPosition(nn.Module):
-    """Takes the arguments of ``named_modules`` in order, as torch gives them."""
+    """A module whose ``named_modules`` takes its arguments in torch's order."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What happens to a model between updates: autograd, parts that are replaced, tensors of odd kinds."""
+"""Models that change between updates: autograd, parts that are replaced, tensors of odd kinds."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from weight_update import (
     WeightStrategy,
     WeightSyncScheme,
 )
-from weight_update.receiver import arena
-from weight_update.receiver.flat_buffers import Behind, OwnWeights
+from weight_update.receiver import flat_buffers
+from weight_update.receiver.flat_buffers import MissingBaseError, OwnCopy
 
 WAIT = 20.0
 
@@ -29,7 +29,7 @@ Join = Callable[..., tuple[WeightSyncScheme, WeightSyncScheme]]
 
 @pytest.fixture
 def join() -> Iterator[Join]:
-    """Connect a receiver in this thread to a sender in another; the first error of the two is raised."""
+    """Connect a receiver in this thread to a sender in another thread; raise the first error of the two."""
     with contextlib.ExitStack() as stack:
 
         def connect(source: Any, target: Any, encoding: str = "dense", **options: Any) -> Any:
@@ -66,7 +66,7 @@ def add_one(model: nn.Module) -> None:
 
 
 class Scale(nn.Module):
-    """Autograd keeps ``weight`` itself for the backward pass, where nn.Linear keeps a view of it."""
+    """A module of which autograd keeps ``weight`` for the backward pass; of nn.Linear it keeps a view."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def linear() -> nn.Module:
 
 PATHS: dict[str, dict[str, Any]] = {
     "dense": {},
-    "arena": {},
+    "flat buffer": {},
     "patch": {"encoding": "patch"},
     "dense copied": {"stable_addresses": True},
     "patch copied": {"encoding": "patch", "stable_addresses": True},
@@ -97,7 +97,7 @@ PATHS: dict[str, dict[str, Any]] = {
 def test_a_backward_pass_across_an_update_raises(
     join: Join, monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module], path: str
 ) -> None:
-    monkeypatch.setattr(arena, "_MANY", 1 if path == "arena" else 1 << 30)
+    monkeypatch.setattr(flat_buffers, "_MANY", 1 if path == "flat buffer" else 1 << 30)
     source, target = make(), make()
     sender, receiver = join(source, target, **PATHS[path])
     for _ in range(2):
@@ -163,14 +163,14 @@ def replace_with_double(model: nn.Module) -> None:
 def test_a_part_that_was_replaced_is_kept_current(
     join: Join, monkeypatch: pytest.MonkeyPatch, path: str, waits: bool, replace: Callable[[nn.Module], None]
 ) -> None:
-    monkeypatch.setattr(arena, "_MANY", 1 if path == "arena" else 1 << 30)
+    monkeypatch.setattr(flat_buffers, "_MANY", 1 if path == "flat buffer" else 1 << 30)
     source, target = net(), net()
     sender, receiver = join(source, target, **PATHS[path])
     add_one(source)
     if waits:
         with receiver.hold():
             handle = sender.send_async()
-            while not receiver._receiver.gate._jobs:
+            while not receiver._receiver.gate._updates:
                 pass
             replace(target)
         with contextlib.suppress(SyncFailedError):  # a change of weights that are not there any more
@@ -188,7 +188,7 @@ def test_a_part_of_another_dtype(join: Join) -> None:
     sender, receiver = join(source, target)
     with receiver.hold():
         handle = sender.send_async()
-        while not receiver._receiver.gate._jobs:
+        while not receiver._receiver.gate._updates:
             pass
         replace_with_double(target)
     handle.wait(WAIT)
@@ -222,19 +222,53 @@ def test_a_dict_within_a_dict(join: Join) -> None:
 
 
 def test_a_parameter_replaced_while_a_change_is_applied_is_noticed() -> None:
-    """As by ``set_extra_state()``, which runs between the two steps."""
+    """``set_extra_state()``, which runs between the two steps, may replace one."""
     model = linear()
     binding = WeightStrategy().bind(model)
     schema = binding.schema()
-    weights = OwnWeights(schema, binding)
+    weights = OwnCopy(schema, binding)
     values, _ = weights.take([torch.ones(4, 4), torch.ones(4)], [])
     binding.write(schema.names, values, stay=False)
     weights.switched(0)
     weights.require(0)
     model.weight = nn.Parameter(torch.zeros(4, 4))
     weights.apply([], 1)
-    with pytest.raises(Behind, match="wrote into its weights"):
+    with pytest.raises(MissingBaseError, match="wrote into its weights"):
         weights.require(1)
+
+
+# -- code of the model that ends its thread ------------------------------------------------------------
+
+
+class Exits(nn.Linear):
+    """A module that ends the thread which applies an update with a certain extra state."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.note = 0
+
+    def get_extra_state(self) -> int:
+        return self.note
+
+    def set_extra_state(self, note: int) -> None:
+        if note == 1:
+            raise SystemExit(3)
+        self.note = note
+
+
+@pytest.mark.parametrize("encoding", ["dense", "patch"])
+def test_exiting_in_the_middle_of_an_update_is_an_error_of_that_update(join: Join, encoding: str) -> None:
+    source, target = Exits(), Exits()
+    sender, receiver = join(source, target, encoding)
+    source.note = 1
+    add_one(source)
+    with pytest.raises(SyncFailedError, match=r"SystemExit\(3\)"):
+        sender.send()
+    assert receiver.version == 0
+    source.note = 2
+    sender.send()
+    assert target.note == 2
+    assert torch.equal(target.weight, source.weight)
 
 
 # -- tensors of odd kinds ------------------------------------------------------------------------------
@@ -258,6 +292,37 @@ def test_connecting_under_inference_mode_leaves_a_model_that_learns(join: Join) 
         assert same(source, target)
         add_one(source)
         sender.send()
+
+
+@pytest.mark.parametrize("encoding", ["dense", "bucket", "patch"])
+@pytest.mark.parametrize("before", ["init_on_sender", "connect"])
+def test_a_sender_under_inference_mode(before: str, encoding: str) -> None:
+    source, target = linear(), linear()
+    strategy = WeightStrategy("state_dict", encoding=encoding, convert=doubled)
+    with MemoryWeightSyncScheme(strategy=strategy, timeout=WAIT) as sender:
+        with torch.inference_mode(before == "init_on_sender"):
+            sender.init_on_sender(model=source, num_workers=1)
+        with copy.copy(sender) as receiver:
+            receiver.init_on_receiver(model=target, worker_idx=0)
+            joining = threading.Thread(target=receiver.connect)
+            joining.start()
+            with torch.inference_mode():
+                sender.connect(timeout=WAIT)
+                sender.send()
+            joining.join()
+            for _ in range(3):
+                add_one(source)
+                sender.send()
+                assert torch.equal(target.weight, 2 * source.weight)
+            with torch.inference_mode():
+                source.load_state_dict(linear().state_dict())
+                sender.send()
+            assert torch.equal(target.weight, 2 * source.weight)
+
+
+def doubled(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in weights:
+        yield name, 2 * tensor
 
 
 @pytest.mark.parametrize("kind", [{"dtype": torch.float64}, {"device": "meta"}])

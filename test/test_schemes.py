@@ -32,14 +32,14 @@ class TestMultiProcess(SchemeContract):
 
 
 class TestDistributed(SchemeContract):
-    """The workers are on the sender's host and map its memory."""
+    """Workers on the sender's host, which map its memory."""
 
     def make_scheme(self, **options: Any) -> WeightSyncScheme:
         return DistributedWeightSyncScheme(**options)
 
 
 class TestDistributedAcrossHosts(SchemeContract):
-    """Each worker is on a host of its own; all payloads, even small ones, go down a chain of them."""
+    """Workers on one host each; all payloads, even small ones, go down a chain of hosts."""
 
     @pytest.fixture(autouse=True)
     def nothing_inline(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,7 @@ class TestDistributedAcrossHosts(SchemeContract):
 
 @pytest.mark.slow
 class TestDistributedOnAnotherHost(TestDistributedAcrossHosts):
-    """Both workers are on one host that is not the sender's."""
+    """Two workers on one host that is not the sender's."""
 
     def make_scheme(self, **options: Any) -> WeightSyncScheme:
         return ApartInTwos(**options)
@@ -59,7 +59,7 @@ class TestDistributedOnAnotherHost(TestDistributedAcrossHosts):
 
 @pytest.mark.slow  # the links are those of Distributed; test_rpc_worlds has what is special
 class TestRPC(SchemeContract):
-    """Workers know the sender from the scheme; ``test_rpc`` has workers in an RPC world."""
+    """Workers that find the sender by the scheme; ``test_rpc`` has workers in an RPC world."""
 
     def make_scheme(self, **options: Any) -> WeightSyncScheme:
         return RPCWeightSyncScheme(**options)
@@ -74,7 +74,7 @@ class TestMemory(SchemeContract):
 
 @pytest.mark.parametrize("make", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
 def test_spawned_workers(make: type[WeightSyncScheme]) -> None:
-    """The scheme is pickled to a process that shares nothing with the trainer."""
+    """Workers that get the scheme pickled, and share nothing with the trainer."""
     source = mlp(1)
     scheme = make()
     scheme.init_on_sender(model=source, num_workers=1, ctx=context_of("spawn"))

@@ -1,4 +1,4 @@
-"""Every error this library raises on purpose.
+"""The errors that this library raises.
 
 ::
 
@@ -9,18 +9,18 @@
      ├── UnsupportedSourceError    (TypeError)     weights of a type or dtype that cannot be extracted
      ├── SchemaMismatchError       (ValueError)    names, shapes or dtypes differ; lists all of them
      ├── ConversionError           (ValueError)    weights that a converter cannot convert
-     ├── FormatError               (ValueError)    bytes that are not a valid frame of ours
+     ├── FormatError               (ValueError)    bytes that are not a valid frame of this library
      ├── NotEnoughMemoryError      (MemoryError)   the shared slots do not fit on this machine
      ├── NotEnoughSpaceError       (OSError)       a checkpoint does not fit on the disk
      ├── CorruptCheckpointError    (ValueError)    a checkpoint on the disk is broken
      ├── TransportError            (ConnectionError)
      │    ├── LinkClosedError                      the other end is gone
-     │    ├── JoinRefusedError                     the sender did not let this receiver in
+     │    ├── JoinRefusedError                     the sender did not admit this receiver
      │    └── UnreachableMemoryError               shared memory that this process cannot open
      ├── SyncTimeoutError          (TimeoutError)  a wait ran out; the message says for whom
-     └── WorkerError               (RuntimeError)  something raised inside a worker; carries its traceback
+     └── WorkerError               (RuntimeError)  an exception inside a worker, with its traceback
           └── SyncFailedError                      some workers failed in one send; ``failures`` by worker
-               └── GroupSyncFailedError            the same of several models sent as one step
+               └── GroupSyncFailedError            the same for several models sent as one step
 
 Each also derives from the builtin in parentheses, so ``except TimeoutError`` works as expected.
 """
@@ -37,15 +37,15 @@ _E = TypeVar("_E", bound=BaseException)
 
 
 class WeightSyncError(Exception):
-    """Base of every error raised by ``weight_update``."""
+    """Base class of the errors that ``weight_update`` raises."""
 
 
 class LifecycleError(WeightSyncError, RuntimeError):
-    """A method was called in a state in which it makes no sense; the message names the next step."""
+    """A method was called out of order; the message names the call that comes first."""
 
 
 class NothingToSendError(WeightSyncError, ValueError):
-    """``send(None)`` was called but the sender knows no model, weights or context to read from."""
+    """``send()`` was called without weights, and the sender has no model, weights or context to read."""
 
 
 class UnknownWorkerError(WeightSyncError, ValueError):
@@ -60,7 +60,7 @@ class SchemaMismatchError(WeightSyncError, ValueError):
     """Two sides describe their tensors differently.
 
     Attributes:
-        problems: one line for each name that is missing, unexpected or of another shape or kind.
+        problems: one line for each name that is missing, unexpected or of another shape or dtype.
     """
 
     def __init__(self, message: str, problems: tuple[str, ...] = ()) -> None:
@@ -79,10 +79,10 @@ class FormatError(WeightSyncError, ValueError):
 
 
 class NotEnoughMemoryError(WeightSyncError, MemoryError):
-    """Lack of memory for weights, here or in a worker; the message says how much is needed.
+    """Too little memory for weights, here or in a worker; the message says how much is needed.
 
     Attributes:
-        version: in a worker, the update that it belongs to; None if that is not known.
+        version: in a worker, version of the update that needs the memory; None if it is not known.
     """
 
     version: int | None = None
@@ -93,7 +93,7 @@ class NotEnoughSpaceError(WeightSyncError, OSError):
 
 
 class CorruptCheckpointError(WeightSyncError, ValueError):
-    """A checkpoint or its manifest is not what was written."""
+    """A checkpoint or its manifest differs from what was written."""
 
 
 class TransportError(WeightSyncError, ConnectionError):
@@ -105,7 +105,7 @@ class LinkClosedError(TransportError):
 
 
 class JoinRefusedError(TransportError):
-    """The sender refused this receiver (wrong token, unknown worker id, replaced by another process, ...).
+    """The sender refused this receiver: wrong token, unknown worker id, replaced by another process, ...
 
     Attributes:
         problems: one line for each weight that differs, if that is the reason.
@@ -120,14 +120,14 @@ class UnreachableMemoryError(TransportError):
     """A payload lies in memory that this process cannot open; the message says why.
 
     Attributes:
-        version: the update that it belongs to; None if that is not known.
+        version: version of the update that the payload belongs to; None if it is not known.
     """
 
     version: int | None = None
 
 
 class SyncTimeoutError(WeightSyncError, TimeoutError):
-    """A wait ran out."""
+    """A wait took longer than its timeout; the message says who was waited for."""
 
 
 class WorkerError(WeightSyncError, RuntimeError):
@@ -150,7 +150,7 @@ class SyncFailedError(WorkerError):
         super().__init__(message)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Errors travel between processes."""
+        """Pickle the failures too: errors travel between processes."""
         return type(self), (str(self), self.failures, self.report)
 
 
@@ -178,7 +178,7 @@ class GroupSyncFailedError(SyncFailedError):
         super().__init__(message, merged, self.reports.get(next(iter(self.by_scheme), None)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Schemes do not travel with an error."""
+        """Pickle as a :class:`SyncFailedError`: schemes do not travel with an error."""
         return SyncFailedError, (str(self), self.failures, self.report)
 
 

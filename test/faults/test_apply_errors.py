@@ -1,4 +1,4 @@
-"""What goes wrong in a worker reaches the trainer, and nothing is ever half applied."""
+"""An error in a worker reaches the trainer, and no update is ever half applied."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from weight_update import (
 
 
 class Fussy(nn.Module):
-    """Refuses extra state whose number is in ``refused``."""
+    """A module that refuses extra state whose number is in ``refused``."""
 
     refused: tuple[int, ...] = ()
 
@@ -74,7 +74,7 @@ def numbered(model: Fussy, number: int) -> Fussy:
 
 
 def start_two(kind: type[WeightSyncScheme], crew: Crew, **options) -> tuple[WeightSyncScheme, list[Remote]]:
-    """Worker 0 takes everything, worker 1 refuses version 2."""
+    """Connect worker 0, which takes every version, and worker 1, which refuses version 2."""
     scheme = crew.scheme(kind, timeout=10.0, **options)
     scheme.init_on_sender(model=numbered(Fussy(), 0), num_workers=2)
     workers = [crew.start(scheme, 0, Fussy), crew.start(scheme, 1, Fussier)]
@@ -170,7 +170,9 @@ def test_a_handle_whose_version_was_replaced_by_one_that_fails(kind, crew: Crew)
         with pytest.raises(SyncFailedError, match="not welcome"):
             handle.wait(8.0)
         assert handle.done()
-    assert time.monotonic() - start < 4.0  # the version in between will never come: nobody waits for it
+    assert (
+        time.monotonic() - start < 4.0
+    )  # the version in between was dropped, so send() must not wait for it
 
 
 def test_the_first_weights_fail(kind, crew: Crew) -> None:
@@ -191,7 +193,7 @@ def test_the_first_weights_fail(kind, crew: Crew) -> None:
 
 
 def _join_again(me: Worker) -> int | None:
-    time.sleep(0.3)  # the sender connects again first: until then it serves what was refused
+    time.sleep(0.3)  # the sender connects again first; until then it serves the refused weights
     me.scheme.connect(timeout=10.0)
     return me.scheme.version
 
@@ -200,7 +202,7 @@ def _join_again(me: Worker) -> int | None:
 
 
 class Counting:
-    """A context that fails while it is told of some updates, after they became visible."""
+    """A context that fails when some updates are reported to it, after they became visible."""
 
     def __init__(self, failing: tuple[int, ...]) -> None:
         self.failing, self.calls = failing, 0
@@ -313,7 +315,7 @@ def test_sending_weights_that_do_not_fit_sends_nothing(kind, crew: Crew, bad) ->
 
 
 class Refusing(nn.Linear):
-    """Raises while it applies an update, as long as it is told to."""
+    """A module that raises while it applies an update, until :attr:`refuses` is reset."""
 
     refuses = False
 
@@ -358,7 +360,7 @@ def sent_until(scheme: WeightSyncScheme, wanted: str) -> Iterator[str]:
 
 
 def test_refused_updates_keep_no_memory() -> None:
-    """Nothing waits for the collector of reference cycles, which may not run for minutes."""
+    """Memory is freed without the collector of reference cycles, which may not run for minutes."""
     source, target = Refusing(128, 128), Refusing(128, 128)
     strategy = WeightStrategy("state_dict", encoding=PatchEncoding())
     with SharedMemWeightSyncScheme(strategy, timeout=20.0) as sender:

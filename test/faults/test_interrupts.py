@@ -33,11 +33,11 @@ from weight_update import SharedMemWeightSyncScheme, WeightSyncError, WeightSync
 
 SECONDS = 2.0
 PROMPT = 15.0
-"""More seconds than anything here takes on a busy machine, and fewer than a timeout of the library."""
+"""Seconds: more than any call here takes on a busy machine, and fewer than a timeout of the library."""
 
 
 class Counted(Stripes):
-    """Its extra state takes a moment to set."""
+    """A module whose extra state takes a moment to set."""
 
     def __init__(self) -> None:
         super().__init__(24, 64)
@@ -52,7 +52,7 @@ class Counted(Stripes):
 
 
 class Signalled(Counted):
-    """Sends its process a signal while its extra state is being set to 2."""
+    """A module that sends its process a signal while its extra state is being set to 2."""
 
     number_of_signal = signal.SIGINT
 
@@ -68,7 +68,7 @@ class Terminated(Signalled):
 
 
 class Interrupted(nn.Module):
-    """Its forward pass is interrupted once, in the middle."""
+    """A module whose forward pass is interrupted once, in the middle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,10 +141,10 @@ def test_interrupts_at_random_moments(crew: Crew, way: Any) -> None:
 
 
 def leave_when_an_update_waits(me: Worker) -> bool:
-    """Leave ``hold()``, so that the update lands then; whether an interrupt came."""
+    """Leave ``hold()``, so that the update lands; return whether an interrupt came."""
     try:
         with me.scheme.hold():
-            assert eventually(lambda: bool(me.scheme._receiver.gate._jobs))
+            assert eventually(lambda: bool(me.scheme._receiver.gate._updates))
         assert wait_version(me, 2) == 2
     except KeyboardInterrupt:
         return True
@@ -212,7 +212,7 @@ def test_an_interrupt_while_the_first_weights_are_applied(crew: Crew) -> None:
 
 
 def _try_connect(scheme: WeightSyncScheme) -> None:
-    with contextlib.suppress(WeightSyncError):  # whether the worker is heard to join is not the point
+    with contextlib.suppress(WeightSyncError):  # the worker may or may not have joined
         scheme.connect(timeout=PROMPT)
 
 
@@ -264,7 +264,7 @@ def test_shutdown_in_a_signal_handler_at_random_moments(crew: Crew) -> None:
 
 
 class Reentrant(nn.Module):
-    """Computes and holds while its extra state is being set."""
+    """A module that computes and holds while its extra state is being set."""
 
     scheme: Any = None
 

@@ -1,4 +1,4 @@
-"""Too little shared memory is found at initialization, and the message says what to do."""
+"""Too little shared memory is an error at initialization, and the message names the cure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from weight_update import (
 )
 from weight_update.errors import LinkClosedError
 from weight_update.receiver.receiver import Receiver
-from weight_update.receiver.targets import Destination
+from weight_update.receiver.staging import Staging
 from weight_update.transports.shared_memory import slots
 
 
@@ -183,7 +183,7 @@ def test_no_memory_to_receive_into(crew: Crew, monkeypatch: pytest.MonkeyPatch, 
     scheme.connect()
     joining.join()
     with monkeypatch.context() as patch:
-        patch.setattr(Destination, "allocate", _refuse)
+        patch.setattr(Staging, "allocate", _refuse)
         with pytest.raises(SyncFailedError, match="NotEnoughMemoryError"):
             scheme.send(fill(model, 1))
     assert receiver.version == 0
@@ -192,7 +192,7 @@ def test_no_memory_to_receive_into(crew: Crew, monkeypatch: pytest.MonkeyPatch, 
     receiver.shutdown()
 
 
-HELLO, WELCOME = (Receiver, "_greet"), (Destination, "begin_with")
+HELLO, WELCOME = (Receiver, "_greet"), (Staging, "begin_with")
 SHORTAGES: dict[str, tuple[tuple[type, str], Exception, dict[str, Any]]] = {
     "memory": (HELLO, MemoryError(), {}),
     "thread": (HELLO, RuntimeError("can't start new thread"), {}),

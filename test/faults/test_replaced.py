@@ -1,4 +1,4 @@
-"""A process that joins under an index in use replaces the one that has it, for good."""
+"""A process that joins under an index in use replaces the process that has the index, for good."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_worker_that_dies_while_it_joins_replaces_nobody(
 
 
 def test_queues_are_read_by_one_process(crew: Crew) -> None:
-    """A stopped process holds the locks of its queues, so a second one is told to wait for its end."""
+    """A stopped process holds the locks of its queues, so a second process is refused until it ends."""
     scheme, model = crew.scheme(MultiProcessWeightSyncScheme, timeout=LIMIT), fill(small(), 0)
     (first,) = crew.launch(scheme, model, small, 1)
     second = crew.start(scheme, 0, small)

@@ -1,4 +1,4 @@
-"""Promise 1: a forward pass sees one version, never two, while updates come as fast as they can."""
+"""Promise 1: a forward pass sees one version, never two, while updates are sent without pause."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_async_sends_back_to_back(kind, crew: Crew) -> None:
         worker.call(compute)
     for version in range(1, 301):
         handle = scheme.send_async(fill(model, version))
-        fill(model, -1.0)  # what the trainer does to its weights after the call reaches nobody
+        fill(model, -1.0)  # the trainer's changes after the call reach no worker
     assert handle.wait(30.0).version == 300
     assert eventually(lambda: all_reached(workers, 300))
     for worker in workers:
@@ -78,14 +78,14 @@ def test_async_sends_back_to_back(kind, crew: Crew) -> None:
 
 
 def compute_parts(me: Worker) -> None:
-    """Calls submodules directly, which no hook guards, inside hold()."""
+    """Compute by calling submodules directly, which no hook guards, inside hold()."""
 
     def look() -> torch.Tensor:
         with me.scheme.hold():
             seen = START
             for block in me.model.blocks:
                 seen = block(seen)
-                time.sleep(0)  # lets the receiver's thread in, if it can get in
+                time.sleep(0)  # lets the receiver's thread run, if it can
             return me.model(seen)  # a guarded pass inside hold() is fine
 
     me.passes = [Passes(look)]

@@ -69,7 +69,7 @@ def test_closed_inside_hold_an_update_that_waits_is_dropped(tmp_path: Path) -> N
         gate = explorer.blocking._gate
         with explorer.hold():
             publish(trainer, source)
-            wait_until(lambda: gate._jobs)
+            wait_until(lambda: gate._updates)
             began = time.monotonic()
             explorer.close()
             assert time.monotonic() - began < 5
@@ -89,7 +89,7 @@ def test_closed_while_another_thread_synchronizes_the_model_stays(tmp_path: Path
 
         with explorer.hold():
             publish(trainer, source)
-            wait_until(lambda: client._gate._jobs)
+            wait_until(lambda: client._gate._updates)
             fetching = threading.Thread(target=fetch)
             fetching.start()
             explorer.close()

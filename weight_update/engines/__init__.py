@@ -1,4 +1,4 @@
-"""Inference engines as receivers; none of them is imported here."""
+"""Adapters for inference engines, which are receivers; importing this imports no engine."""
 
 from weight_update.engines.exclusive import ExclusiveEngine
 from weight_update.engines.sglang import SGLangEngine

@@ -1,81 +1,35 @@
-"""How weights enter an inference engine."""
+"""One version of the weights on its way into an inference engine."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
 from weight_update.encodings import Decoder
 from weight_update.engines.base import InferenceEngine
 from weight_update.errors import FormatError, SchemaMismatchError
-from weight_update.strategy.named_weights import NamedWeights
 from weight_update.wire.frames import WeightChunk
 from weight_update.wire.schema import WeightSchema
 from weight_update.wire.updates import payloads_of
 
-__all__ = ["EngineBinding", "Loading"]
+__all__ = ["Loading"]
 
 _log = logging.getLogger(__name__)
 
 
-class EngineBinding:
-    """An engine as a destination; see :class:`~weight_update.strategy.binding.Binding`.
-
-    Args:
-        engine: takes the weights; none of them can be read back.
-    """
-
-    def __init__(self, engine: InferenceEngine) -> None:
-        self.engine = engine
-        self._dtypes: dict[str, torch.dtype] = {}
-
-    def read(self) -> NamedWeights:
-        """Nothing: an engine only takes weights."""
-        return NamedWeights({})
-
-    def schema(self) -> WeightSchema | None:
-        """The schema of what the engine expects; None if it takes all that the sender has."""
-        expected = self.engine.expected_weights()
-        self._dtypes = {} if expected is None else {name: one.dtype for name, one in expected.items()}
-        return None if expected is None else WeightSchema.of(expected)
-
-    def check_extra(self, extra: Mapping[str, Any]) -> None:
-        """Extra state is not for engines."""
-
-    def exchange_extra(self, extra: Mapping[str, Any]) -> Callable[[], None]:
-        """Extra state is not for engines; there is nothing to undo."""
-        del extra
-        return lambda: None
-
-    def prepare(self, names: tuple[str, ...], values: list[torch.Tensor]) -> list[torch.Tensor]:
-        """``values`` as they are; each is converted only when the engine takes it."""
-        del names
-        return values
-
-    def hands_on(self, header: Mapping[str, Any], decoder: Callable[[str], Decoder]) -> bool:
-        """Whether an UPDATE goes to the engine chunk by chunk, instead of being put together first."""
-        alone = header["base"] is None and header["commit"] and header["group"] is None
-        return self.engine.loads_in_chunks and alone and decoder(header["encoding"]).in_chunks
-
-    def begin(self, version: int) -> Loading:
-        """Begin a version; raises what the engine raises."""
-        return Loading(self.engine, version, self._dtypes)
-
-
 class Loading:
-    """One version on its way into an engine.
+    """One version on its way into an engine. The constructor calls ``begin_update`` of the engine.
 
     Args:
-        engine: its ``begin_update`` is called at once.
-        version: which.
-        dtypes: by name, where weights are to be converted.
+        engine: the engine.
+        version: number of the version.
+        dtypes: dtype that the engine expects, by name; other weights keep the sender's.
 
     Attributes:
-        since: when it was begun, by ``time.perf_counter``.
+        since: time of the beginning, by ``time.perf_counter``.
         count: number of weights that were loaded.
     """
 
@@ -87,27 +41,27 @@ class Loading:
 
     @property
     def seconds(self) -> float:
-        """Since it was begun."""
+        """Seconds since the beginning."""
         return time.perf_counter() - self.since
 
     @torch.no_grad()
     def load(self, items: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Have the engine load these.
+        """Have the engine load some weights.
 
         Raises:
-            SchemaMismatchError: it did not take them all.
+            SchemaMismatchError: the engine did not take all of them.
         """
-        weights = self._typed(items)
+        weights = self._converted(items)
         self._engine.load_weights(weights)
         left = tuple(name for name, _ in weights)
         if left:
             raise SchemaMismatchError("load_weights() returned before it took all weights; it left:", left)
 
     def take(self, chunk: WeightChunk, decoder: Decoder, schema: WeightSchema) -> None:
-        """Have the engine load what is whole with ``chunk``.
+        """Have the engine load the weights that are complete with ``chunk``.
 
         Raises:
-            FormatError: the chunk does not fit, or with the last one weights are missing.
+            FormatError: the chunk does not fit, or weights are missing after the last one.
             SchemaMismatchError: as :meth:`load`.
         """
         header, (payload,) = chunk.header, payloads_of([chunk])
@@ -118,17 +72,17 @@ class Loading:
             raise FormatError(f"{self.count} of {len(schema.tensors)} weights came")
 
     def finish(self) -> None:
-        """The version is complete."""
+        """Tell the engine that the version is complete."""
         self._engine.finish_update(self._version)
 
     def abort(self) -> None:
-        """The version will not be completed."""
+        """Tell the engine that the version will not be completed; log an exception of the engine."""
         try:
             self._engine.abort_update(self._version)
-        except Exception:  # noqa: BLE001 - what led here is reported already, or there is nobody to tell
+        except Exception:  # noqa: BLE001 - the cause is reported already, or there is nobody to tell
             _log.exception("abort_update(%d) of the engine failed", self._version)
 
-    def _typed(self, items: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _converted(self, items: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in items:
             self.count += 1
             yield name, value.to(self._dtypes.get(name, value.dtype))

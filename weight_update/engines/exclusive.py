@@ -1,4 +1,4 @@
-"""Generation and updates take turns."""
+"""Engines in which generation and updates take turns."""
 
 from __future__ import annotations
 
@@ -15,16 +15,24 @@ __all__ = ["ExclusiveEngine", "batches"]
 
 
 class ExclusiveEngine(InferenceEngine):
-    """An engine that is called by threads of this process, and never while it is updated.
+    """An engine that threads of this process call, and that is never called while it is updated.
 
-    A subclass writes :meth:`load_weights`, and generates inside :meth:`generating`.
+    A subclass implements :meth:`load_weights`, and generates inside :meth:`generating`::
+
+        class MyEngine(ExclusiveEngine):
+            def load_weights(self, weights):
+                self.model.load_weights(weights)
+
+            def generate(self, prompt):
+                with self.generating():
+                    return self.model.generate(prompt)
 
     Args:
-        loads_in_chunks: see :attr:`InferenceEngine.loads_in_chunks`.
+        loads_in_chunks: as :attr:`InferenceEngine.loads_in_chunks`.
         timeout: seconds that an update waits for generation to end, and generation for an update.
 
     Attributes:
-        version: of the weights that are loaded; None before the first, and after an update that failed.
+        version: version of the loaded weights; None before the first, and after an update that failed.
     """
 
     def __init__(self, *, loads_in_chunks: bool = False, timeout: float = 60.0) -> None:
@@ -34,11 +42,11 @@ class ExclusiveEngine(InferenceEngine):
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[None]:
-        """No update begins inside this context.
+        """Return a context manager that keeps updates out.
 
         Raises:
             SyncTimeoutError: an update took longer than ``timeout`` seconds.
-            LifecycleError: an update failed midway, so the weights are a mixture; the next one mends it.
+            LifecycleError: an update failed midway, so the weights are a mixture until the next one.
         """
         if not self._turn.acquire(timeout=self.timeout):
             raise SyncTimeoutError(f"an update took longer than {self.timeout:g} s (raise timeout=)")
@@ -53,18 +61,18 @@ class ExclusiveEngine(InferenceEngine):
         """Wait for generation to end, and keep it out.
 
         Raises:
-            SyncTimeoutError: it took longer than ``timeout`` seconds.
+            SyncTimeoutError: generation took longer than ``timeout`` seconds.
         """
         if not self._turn.acquire(timeout=self.timeout):
             raise SyncTimeoutError(f"generation took longer than {self.timeout:g} s (raise timeout=)")
 
     def finish_update(self, version: int) -> None:
-        """Let generation go on. Subclasses that do more call this last."""
+        """Let generation go on. A subclass that overrides this calls it last."""
         self.version = version
         self._turn.release()
 
     def abort_update(self, version: int) -> None:
-        """Let :meth:`generating` raise until an update succeeds."""
+        """Make :meth:`generating` raise until an update succeeds."""
         del version
         self.version = None
         self._turn.release()
@@ -73,7 +81,7 @@ class ExclusiveEngine(InferenceEngine):
 def batches(
     weights: Iterable[tuple[str, torch.Tensor]], limit: int
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Some weights at a time: as many as have ``limit`` bytes together, and at least one."""
+    """Yield lists of weights that have at most ``limit`` bytes each; a larger weight is a list by itself."""
     batch: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, tensor in weights:

@@ -1,4 +1,4 @@
-"""SGLang's ``Engine`` as a receiver."""
+"""Adapter for SGLang's ``Engine``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["SGLangEngine"]
 
 
 class Engine(Protocol):
-    """What is used of ``sglang.Engine``.
+    """The methods of ``sglang.Engine`` that are used.
 
     Source: ``python/sglang/srt/entrypoints/engine.py`` in SGLang, and *SGLang for RL Systems* in its manual.
     """
@@ -24,10 +24,10 @@ class Engine(Protocol):
         load_format: str | None = None,
         flush_cache: bool = True,
     ) -> tuple[bool, str]:
-        """Load some weights on all ranks; whether that went well, and a message."""
+        """Load some weights on all ranks; return whether they were loaded, and a message."""
 
     def flush_cache(self) -> Any:
-        """Forget cached prefixes; the answer has ``success``."""
+        """Drop cached prefixes; the answer has ``success``."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate."""
@@ -36,16 +36,21 @@ class Engine(Protocol):
 class SGLangEngine(ExclusiveEngine):
     """Loads weights into an ``sglang.Engine`` of this process, under Hugging Face's names.
 
-    Generate through :meth:`generate`, so that generation and updates take turns: the methods of an ``Engine``
-    are not for several threads at once.
+    Generate through :meth:`generate`, so that generation and updates take turns: several threads must not
+    call the methods of an ``Engine`` at once::
+
+        engine = SGLangEngine(sglang.Engine(model_path=...), device="cuda")
+        scheme.init_on_receiver(model=engine, worker_idx=0)
+        scheme.connect()
+        answer = engine.generate(prompt, {"temperature": 0.6})
 
     Args:
         engine: the ``sglang.Engine``.
-        device: where tensors are put before SGLang's processes open them: the CPU, or a CUDA device that they
+        device: device from which SGLang's processes open the tensors: the CPU, or a CUDA device that they
             can open.
-        batch_bytes: about so many bytes are handed to SGLang at once.
-        loads_in_chunks: see :attr:`InferenceEngine.loads_in_chunks`.
-        timeout: see :class:`ExclusiveEngine`.
+        batch_bytes: number of bytes that are handed to SGLang at once, about.
+        loads_in_chunks: as :attr:`InferenceEngine.loads_in_chunks`.
+        timeout: as for :class:`ExclusiveEngine`.
     """
 
     def __init__(
@@ -61,15 +66,15 @@ class SGLangEngine(ExclusiveEngine):
         self._engine, self._device, self._batch_bytes = engine, torch.device(device), batch_bytes
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """``Engine.generate``, not during an update; raises as :meth:`generating`."""
+        """Call ``Engine.generate``, not during an update; raise as :meth:`generating`."""
         with self.generating():
             return self._engine.generate(*args, **kwargs)
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """See :meth:`InferenceEngine.load_weights`.
+        """Hand all of ``weights`` to SGLang, a batch at a time.
 
         Raises:
-            RuntimeError: SGLang did not load them; with its message.
+            RuntimeError: SGLang did not load a batch; its message is included.
         """
         for batch in batches(weights, self._batch_bytes):
             # Copies: SGLang moves the whole storage of a tensor into shared memory, also that of a view.
@@ -79,10 +84,10 @@ class SGLangEngine(ExclusiveEngine):
                 raise RuntimeError(f"SGLang did not load {batch[0][0]!r} to {batch[-1][0]!r}: {message}")
 
     def finish_update(self, version: int) -> None:
-        """Forget cached prefixes, which were computed with other weights, and let generation go on.
+        """Drop cached prefixes, which were computed with other weights, and let generation go on.
 
         Raises:
-            RuntimeError: SGLang did not forget them.
+            RuntimeError: SGLang did not drop them.
         """
         if not self._engine.flush_cache().success:
             raise RuntimeError("SGLang did not flush its cache; are requests running past generate()?")

@@ -1,4 +1,4 @@
-"""vLLM's ``LLM`` as a receiver."""
+"""Adapter for vLLM's ``LLM``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["VLLMEngine", "WorkerExtension"]
 
 
 class LLM(Protocol):
-    """What is used of ``vllm.LLM``. Source: ``vllm/entrypoints/llm.py``."""
+    """The methods of ``vllm.LLM`` that are used. Source: ``vllm/entrypoints/llm.py``."""
 
     def collective_rpc(
         self,
@@ -28,7 +28,7 @@ class LLM(Protocol):
         """Call a method of every worker."""
 
     def reset_prefix_cache(self) -> bool | None:
-        """Forget cached prefixes; False if it could not."""
+        """Drop cached prefixes; return False if that failed."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate."""
@@ -37,7 +37,8 @@ class LLM(Protocol):
 class VLLMEngine(ExclusiveEngine):
     """Loads weights into a ``vllm.LLM`` of this process, under Hugging Face's names.
 
-    vLLM's workers load them by ``model.load_weights``, which picks each one's share of split weights::
+    vLLM's workers load the weights by ``model.load_weights``, which picks each worker's share of split
+    weights::
 
         llm = LLM(..., worker_extension_cls="weight_update.engines.vllm.WorkerExtension")
         engine = VLLMEngine(llm)
@@ -45,15 +46,15 @@ class VLLMEngine(ExclusiveEngine):
         scheme.connect()
         outputs = engine.generate(prompts, sampling_params)
 
-    The workers are processes of this machine and user: weights reach them in shared memory, and only its
-    address by ``collective_rpc``. Generate through :meth:`generate`, so that generation and updates take
-    turns: the methods of an ``LLM`` are not for several threads at once.
+    The workers must be processes of this machine and user: weights reach them in shared memory, and only the
+    address of that memory goes through ``collective_rpc``. Generate through :meth:`generate`, so that
+    generation and updates take turns: several threads must not call the methods of an ``LLM`` at once.
 
     Args:
         llm: the ``vllm.LLM``.
         batch_bytes: size of the shared memory, unless a single weight is larger.
-        loads_in_chunks: see :attr:`InferenceEngine.loads_in_chunks`.
-        timeout: see :class:`ExclusiveEngine`; also of each call of the workers.
+        loads_in_chunks: as :attr:`InferenceEngine.loads_in_chunks`.
+        timeout: as for :class:`ExclusiveEngine`; also the limit of each call of the workers.
     """
 
     def __init__(
@@ -68,12 +69,12 @@ class VLLMEngine(ExclusiveEngine):
         self._llm, self._batch_bytes = llm, batch_bytes
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """``LLM.generate``, not during an update; raises as :meth:`generating`."""
+        """Call ``LLM.generate``, not during an update; raise as :meth:`generating`."""
         with self.generating():
             return self._llm.generate(*args, **kwargs)
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """See :meth:`InferenceEngine.load_weights`; raises what ``collective_rpc`` raises."""
+        """Hand all of ``weights`` to vLLM's workers; an exception of ``collective_rpc`` is raised."""
         fd = os.memfd_create("weight_update")
         os.fchmod(fd, 0o600)
         try:
@@ -92,10 +93,10 @@ class VLLMEngine(ExclusiveEngine):
             os.close(fd)
 
     def finish_update(self, version: int) -> None:
-        """Forget cached prefixes, which were computed with other weights, and let generation go on.
+        """Drop cached prefixes, which were computed with other weights, and let generation go on.
 
         Raises:
-            RuntimeError: vLLM did not forget them.
+            RuntimeError: vLLM did not drop them.
         """
         if self._llm.reset_prefix_cache() is False:
             raise RuntimeError("vLLM did not reset its prefix cache; are requests running past generate()?")
@@ -103,17 +104,17 @@ class VLLMEngine(ExclusiveEngine):
 
 
 class WorkerExtension:
-    """What vLLM's workers need for :class:`VLLMEngine`; give its full name as ``worker_extension_cls``."""
+    """Extension of vLLM's workers for :class:`VLLMEngine`; give its full name as ``worker_extension_cls``."""
 
     model_runner: Any
     device: torch.device
 
     def load_shared_weights(self, where: str, header: dict[str, Any]) -> None:
-        """Load what :class:`VLLMEngine` put into shared memory.
+        """Load weights that :class:`VLLMEngine` put into shared memory.
 
         Args:
             where: path of the memory.
-            header: what lies there, as :meth:`WeightSchema.to_header` gives it.
+            header: layout of the weights, as :meth:`WeightSchema.to_header` returns it.
         """
         schema = WeightSchema.from_header(header)
         fd = os.open(where, os.O_RDONLY | os.O_CLOEXEC)
@@ -129,7 +130,7 @@ class WorkerExtension:
 
 
 def _mapped(fd: int, nbytes: int, access: int = mmap.ACCESS_DEFAULT) -> torch.Tensor:
-    """The first bytes of a file, mapped for as long as the tensor is used."""
+    """Return the first bytes of a file, mapped for as long as the tensor is used."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mmap.mmap(fd, nbytes, access=access), dtype=torch.uint8)

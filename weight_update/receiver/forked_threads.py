@@ -1,4 +1,4 @@
-"""Whether this process was forked from one that has OpenMP threads."""
+"""A warning for workers that were forked from a process with OpenMP threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TASKS = Path("/proc/self/task")
 
 
 def _library_threads() -> set[str]:
-    """Return the threads that libraries started and did not name; those of OpenMP are among them."""
+    """Return the threads that libraries started without a name, among them those of OpenMP."""
     threads: set[str] = set()
     with contextlib.suppress(OSError):  # no such folder on this system
         ours = {str(thread.native_id) for thread in threading.enumerate()}
@@ -30,14 +30,14 @@ def _library_threads() -> set[str]:
 
 
 class _Fork:
-    """State of the fork that made this process."""
+    """State of the last fork."""
 
     at_import = _library_threads()
-    """Threads that existed before anything was computed; those of NumPy survive a fork."""
+    """Threads that existed before any computation; NumPy's work after a fork."""
     lost_threads = False
-    """Whether the parent had more at the last fork."""
+    """Whether the parent had more threads than these at the last fork."""
     suspect = False
-    """Whether this process was made by that fork, and nobody was warned yet."""
+    """Whether that fork made this process, and no warning was logged yet."""
 
 
 def _before() -> None:
@@ -52,7 +52,7 @@ os.register_at_fork(before=_before, after_in_child=_in_child)
 
 
 def warn_if_forked() -> None:
-    """Log a warning, once, if operations of several threads may hang in this process."""
+    """Log a warning, once, if multithreaded operations may hang in this process."""
     if _Fork.suspect and torch.get_num_threads() > 1:
         _Fork.suspect = False
         _log.warning(

@@ -1,4 +1,4 @@
-"""Members of one group in this process that switch at one moment."""
+"""Group commit: the models of one group in this process switch at the same moment."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 from weight_update.errors import SyncTimeoutError, WorkerError
 
-__all__ = ["run_jointly"]
+__all__ = ["commit_group"]
 
 
-class _Joint:
+class _GroupCommit:
+    """One commit of a group, from its first member's arrival to its outcome."""
+
     def __init__(self, size: int) -> None:
         self.size = size
         self.members: list[Any] = []
@@ -20,49 +22,49 @@ class _Joint:
         self.seconds = 0.0
 
 
-_joints: dict[str, _Joint] = {}
+_pending: dict[str, _GroupCommit] = {}
 _lock = threading.Lock()
 
 
-def run_jointly(
+def commit_group(
     key: str, size: int, member: Any, action: Callable[[list[Any]], float], timeout: float
 ) -> float:
-    """Wait for the other members; the last to come runs ``action`` for all.
+    """Wait for the other members of a group. The last one to arrive runs ``action`` for all of them.
 
     Args:
-        key: what the members have in common.
-        size: how many there are.
-        member: this one.
-        action: called once with all members.
-        timeout: seconds to wait for the last one to come.
+        key: name of this commit, the same for all members.
+        size: number of members.
+        member: the member that calls.
+        action: function of the list of all members; called once.
+        timeout: seconds to wait for the last member.
 
     Returns:
-        what ``action`` returned. What it raises is raised for each member.
+        the result of ``action``. An exception of ``action`` is raised for each member.
 
     Raises:
-        SyncTimeoutError: others did not come; ``action`` is not called then.
+        SyncTimeoutError: other members did not arrive, so ``action`` is not called.
     """
     with _lock:
-        joint = _joints.setdefault(key, _Joint(size))
-        joint.members.append(member)
-        last = len(joint.members) == joint.size
+        commit = _pending.setdefault(key, _GroupCommit(size))
+        commit.members.append(member)
+        last = len(commit.members) == commit.size
         if last:
-            del _joints[key]
+            del _pending[key]
     if last:
         try:
-            joint.seconds = action(joint.members)
+            commit.seconds = action(commit.members)
         except BaseException as error:
-            joint.error = error if isinstance(error, Exception) else WorkerError(f"it ended with {error!r}")
+            commit.error = error if isinstance(error, Exception) else WorkerError(f"it ended with {error!r}")
             raise
         finally:
-            joint.done.set()
-    elif not joint.done.wait(timeout):
+            commit.done.set()
+    elif not commit.done.wait(timeout):
         with _lock:
-            if _joints.get(key) is joint:
-                del _joints[key]
-                joint.error = SyncTimeoutError("the other models of the group did not arrive")
-                joint.done.set()
-        joint.done.wait()  # else the last one came: the outcome of the action is the only true answer
-    if joint.error is not None:
-        raise joint.error
-    return joint.seconds
+            if _pending.get(key) is commit:
+                del _pending[key]
+                commit.error = SyncTimeoutError("the other models of the group did not arrive")
+                commit.done.set()
+        commit.done.wait()  # the last member may have arrived just now: then the action's outcome counts
+    if commit.error is not None:
+        raise commit.error
+    return commit.seconds

@@ -1,15 +1,15 @@
-"""All that a scheme asks of its context, usually a collector of TorchRL. Nothing else touches one.
+"""Access to the context of a scheme, usually a collector of TorchRL. No other module touches one.
 
-A context may offer, all optional:
+A context may have these members, all optional:
 
-- ``get_model(model_id)``: the model of that name; without it, ``model_id`` is looked up as a path of
+- ``get_model(model_id)``: returns the model of that name. Without it, ``model_id`` is looked up as a path of
   attributes and subscripts such as ``"env.transform[0]"``.
-- ``num_workers``, ``policy_device`` (one or a list), ``policy_factory`` (a list): what a sender with
-  several workers needs to know.
+- ``num_workers``, ``policy_device`` (one or a list) and ``policy_factory`` (a list): tell a sender about its
+  workers.
 - ``collector_rrefs``: references of ``torch.distributed.rpc`` to the collectors of its workers.
-- ``first_worker_idx``: what the first of its workers calls itself; without it 0, or 1 for the collectors of
-  TorchRL whose workers go by their rank.
-- ``increment_version()``: called once an update, when it becomes visible.
+- ``first_worker_idx``: index that its first worker uses; without it 0, or 1 for the collectors of TorchRL
+  whose workers use their rank.
+- ``increment_version()``: called once for each update, when it becomes visible.
 - ``update_policy_weights_(model_id=..., policy_or_weights=...)``: called after an update if the context
   has weight sync schemes of its own, so that the update reaches the workers of this worker.
 """
@@ -37,7 +37,7 @@ _STEP = re.compile(r"\.?([^.\[\]]+)|\[([^\]]+)\]")
 
 
 def resolve_model(context: Any, model_id: str) -> Any:
-    """The model called ``model_id`` in ``context``.
+    """Return the model called ``model_id`` in ``context``.
 
     Raises:
         AttributeError: there is none; the message names the path.
@@ -48,7 +48,7 @@ def resolve_model(context: Any, model_id: str) -> Any:
 
 
 def resolve_path(root: Any, path: str) -> Any:
-    """Follow a path such as ``"env.transform[0]"`` or ``"models['actor']"``.
+    """Return the object at a path such as ``"env.transform[0]"`` or ``"models['actor']"``.
 
     Raises:
         AttributeError: a step does not exist.
@@ -67,7 +67,7 @@ def resolve_path(root: Any, path: str) -> Any:
 
 
 def devices_of(context: Any) -> list[torch.device | None]:
-    """The policy device of each worker of ``context``; one entry when it does not say."""
+    """Return the policy device of each worker of ``context``; one entry if it names no workers."""
     devices = getattr(context, "policy_device", None)
     if isinstance(devices, (list, tuple)):
         return list(devices)
@@ -75,7 +75,7 @@ def devices_of(context: Any) -> list[torch.device | None]:
 
 
 def factories_of(context: Any) -> list[Any]:
-    """The policy factories of ``context``, one for each worker; empty if it has none."""
+    """Return the policy factories of ``context``, one for each worker; empty if it has none."""
     factories = getattr(context, "policy_factory", None)
     if factories is None:
         return []
@@ -84,12 +84,12 @@ def factories_of(context: Any) -> list[Any]:
 
 
 def rrefs_of(context: Any) -> list[Any]:
-    """References of ``torch.distributed.rpc`` to the collectors of ``context``; empty if it has none."""
+    """Return the RRefs of ``torch.distributed.rpc`` to the collectors of ``context``, if it has any."""
     return list(getattr(context, "collector_rrefs", None) or ())
 
 
 def first_worker_of(context: Any) -> int:
-    """What the first worker of ``context`` calls itself."""
+    """Return the index that the first worker of ``context`` uses."""
     module = sys.modules.get("torchrl.collectors.distributed")
     by_rank = () if module is None else (module.DistributedCollector, module.DistributedSyncCollector)
     return int(getattr(context, "first_worker_idx", isinstance(context, by_rank)))
@@ -104,7 +104,7 @@ def count_update(context: Any) -> None:
 def cascade(context: Any, model_id: str, weights: Any) -> None:
     """Pass weights on to the workers of a context that has workers of its own.
 
-    Workers that are still to connect get them when they do.
+    Workers that have not connected yet get the weights when they do.
     """
     if _has_own_schemes(context):
         scheme = context._weight_sync_schemes.get(model_id)
@@ -117,7 +117,7 @@ def _has_own_schemes(context: Any) -> bool:
 
 
 def register_with_torchrl(cls: type) -> None:
-    """Let TorchRL's collectors accept our schemes: they check for their own abstract base class."""
+    """Make TorchRL's collectors accept our schemes: they check for TorchRL's abstract base class."""
     module = sys.modules.get("torchrl.weight_update")
     if module is not None:
         module.WeightSyncScheme.register(cls)

@@ -1,4 +1,4 @@
-"""Several models updated as one step."""
+"""Groups of schemes: several models updated as one step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,15 @@ __all__ = ["group_schemes", "send_together"]
 
 
 def group_schemes(schemes: Iterable[WeightSyncScheme]) -> None:
-    """Declare that each worker holds a model of each of these schemes. Call it before workers start.
+    """Declare that each worker holds one model of each of these schemes. Call it before workers start.
 
-    The receivers of a group in one process then share one gate: ``hold()`` of one, or a forward pass of
-    one model, keeps out updates of all, and :func:`send_together` can switch all models at one moment.
+    The receivers of a group in one process then share one gate: ``hold()`` of one scheme, or a forward pass
+    of one model, keeps out updates of all, and :func:`send_together` can switch all models at one moment::
+
+        actor, critic = SharedMemWeightSyncScheme(), SharedMemWeightSyncScheme()
+        group_schemes([actor, critic])
+        ...initialize, start workers, connect...
+        send_together({actor: None, critic: None})
     """
     name = secrets.token_hex(8)
     for scheme in schemes:
@@ -30,24 +35,24 @@ def group_schemes(schemes: Iterable[WeightSyncScheme]) -> None:
 def send_together(
     weights: Mapping[WeightSyncScheme, Any], worker_ids: Any = None
 ) -> dict[WeightSyncScheme, SyncReport]:
-    """Send several models as one atomic step: on every worker all are applied, or none on any.
+    """Send several models as one atomic step: every worker applies all of them, or no worker applies any.
 
-    First every worker stages all models; when each has them whole and checked, all are told to apply,
-    and each worker switches all its models at one moment. If staging fails anywhere, nothing is applied
-    anywhere.
+    First every worker stages all models. When all workers have them, complete and checked, they are told to
+    apply them, and each worker switches all its models at one moment. If staging fails anywhere, nothing is
+    applied anywhere.
 
     Args:
-        weights: by scheme; as for ``send``, None reads the scheme's source. All schemes are connected
-            senders of one :func:`group_schemes` group.
-        worker_ids: as for ``send``.
+        weights: weights by scheme; as for :meth:`WeightSyncScheme.send`, None reads the scheme's source. All
+            schemes must be connected senders of one :func:`group_schemes` group.
+        worker_ids: as for :meth:`WeightSyncScheme.send`.
 
     Returns:
         the report of each scheme.
 
     Raises:
-        LifecycleError: a scheme is not connected, or they are not of one group.
-        GroupSyncFailedError: workers could not stage or apply; it holds the failures and the reports of all
-            schemes. If staging failed, no worker changed.
+        LifecycleError: a scheme is not connected, or the schemes are not of one group.
+        GroupSyncFailedError: workers could not stage or apply the models. The error holds the failures and
+            reports of all schemes. If staging failed, no worker changed.
     """
     schemes = list(weights)
     groups = {scheme.group for scheme in schemes}
@@ -74,7 +79,7 @@ def send_together(
 
 
 def _outcome(handle: SendHandle) -> dict[int, Exception]:
-    """Wait for an update and return the errors of workers that do not have it."""
+    """Wait for an update, and return the errors of workers that do not have it."""
     try:
         handle.wait()
     except SyncFailedError as error:

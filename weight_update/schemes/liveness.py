@@ -1,4 +1,4 @@
-"""Whether the processes of workers live."""
+"""Liveness of the workers' processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WorkerAlive = Callable[[int], bool] | Sequence[Any] | Mapping[int, Any]
 
 
 def liveness(workers: WorkerAlive | None) -> Callable[[int], bool] | None:
-    """Return a function that tells whether the process of a worker index lives; None if nobody knows.
+    """Return a function that tells whether the process of a worker index lives; None if that is not known.
 
     Raises:
         TypeError: an entry is no process.

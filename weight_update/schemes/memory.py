@@ -1,4 +1,4 @@
-"""Receivers in the sender's own process, for threads, tests and single-process programs."""
+"""The scheme for receivers in the sender's own process: threads, tests and single-process programs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _log = logging.getLogger(__name__)
 
 
 class _Listener:
-    """The receivers' ends of one sender's links, until the sender is shut down.
+    """Holds the receivers' ends of one sender's links, until the sender is shut down.
 
     Args:
-        admit: makes the link of a late joiner.
+        admit: returns the link for a late joiner.
     """
 
     def __init__(self, admit: Admit) -> None:
@@ -35,7 +35,7 @@ class _Listener:
         """Return the receiver's end of a worker's link, a closed one after the sender was shut down.
 
         Raises:
-            JoinRefusedError: see :meth:`WeightSyncScheme.newcomers`.
+            JoinRefusedError: the worker cannot be admitted.
         """
         if self._closed:
             mine, theirs = MemoryTransport.pair()
@@ -58,9 +58,9 @@ _listeners: WeakValueDictionary[str, _Listener] = WeakValueDictionary()
 
 
 class MemoryWeightSyncScheme(WeightSyncScheme):
-    """Sender and receivers are threads of one process.
+    """Connects a sender and receivers that are threads of one process.
 
-    Give each receiver a copy of the scheme (``copy.copy(scheme)``) after ``init_on_sender()``.
+    Give each receiver a copy of the scheme, ``copy.copy(scheme)``, after ``init_on_sender()``.
     """
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:

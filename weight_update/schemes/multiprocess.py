@@ -1,4 +1,4 @@
-"""Multiprocessing queues: for workers started with ``multiprocessing`` by the sender."""
+"""The scheme for workers that the sender starts with ``multiprocessing``: it uses queues."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ __all__ = ["MultiProcessWeightSyncScheme"]
 
 
 class MultiProcessWeightSyncScheme(WeightSyncScheme, backend="process"):
-    """Each worker has a queue for weights and one for answers.
+    """Gives each worker a queue for weights and one for answers.
 
     An update is one item of the queue, however many tensors it carries: the item names a flat buffer that
-    the worker maps. The queues travel with the scheme when it is passed to a process being started.
+    the worker maps. The queues travel with the scheme when it is passed to a process that is being started.
 
     Args:
-        strategy: see :class:`WeightSyncScheme`.
-        sync: see :class:`WeightSyncScheme`.
-        directory: where buffers lie, as in :class:`SharedMemWeightSyncScheme`.
-        timeout: see :class:`WeightSyncScheme`.
-        connect_timeout: see :class:`WeightSyncScheme`.
-        stable_addresses: see :class:`WeightSyncScheme`.
+        strategy: as for :class:`WeightSyncScheme`.
+        sync: as for :class:`WeightSyncScheme`.
+        directory: directory of the buffers, as for :class:`SharedMemWeightSyncScheme`.
+        timeout: as for :class:`WeightSyncScheme`.
+        connect_timeout: as for :class:`WeightSyncScheme`.
+        stable_addresses: as for :class:`WeightSyncScheme`.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme, backend="process"):
         self._start_method = ""
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
-        ctx = ctx or mp.get_context("spawn")  # processes started in any way take queues of this context
+        ctx = ctx or mp.get_context("spawn")  # its queues suit processes started in any way
         self._sender_pid = os.getpid()
         self._start_method = ctx.get_start_method()
         self._queues = {idx: (ctx.Queue(), ctx.Queue(), secrets.token_hex(8)) for idx in workers}
@@ -76,10 +76,10 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme, backend="process"):
         return link
 
     def __getstate__(self) -> dict[str, Any]:
-        """See :meth:`WeightSyncScheme.__getstate__`.
+        """Return the state for a worker, with its queues.
 
         Raises:
-            LifecycleError: a process is being started by another method than ``ctx=`` was for.
+            LifecycleError: the process is being started by another method than that of ``ctx=``.
         """
         if self._start_method == "fork" and get_spawning_popen() is not None:
             raise LifecycleError(

@@ -1,4 +1,4 @@
-"""The scheme that does nothing."""
+"""The scheme for models that need no synchronization."""
 
 from __future__ import annotations
 
@@ -15,27 +15,23 @@ __all__ = ["NoWeightSyncScheme"]
 
 
 class NoWeightSyncScheme(WeightSyncScheme, backend="none"):
-    """For models that need no synchronization: every call succeeds at once and does nothing."""
+    """Does nothing, for models that need no synchronization: every call succeeds at once."""
 
     def __init__(self, strategy: str | WeightStrategy = "tensordict", sync: bool = True) -> None:
         super().__init__(strategy, sync)
         self._end: End | None = None
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
-        """There is none.
-
-        Raises:
-            LifecycleError: always.
-        """
+        """Raise LifecycleError: this scheme has no links."""
         raise LifecycleError("NoWeightSyncScheme has no transport")
 
     def init_on_sender(self, *, model_id: str | None = None, **ignored: Any) -> None:
-        """Remember to be a sender; arguments are ignored."""
+        """Note that this is the sender; other arguments are ignored."""
         register_with_torchrl(WeightSyncScheme)
         self.model_id, self._end = model_id, "sender"
 
     def init_on_receiver(self, *, model_id: str | None = None, **ignored: Any) -> None:
-        """Remember to be a receiver; arguments are ignored."""
+        """Note that this is a receiver; other arguments are ignored."""
         self.model_id, self._end = model_id, "receiver"
 
     @property
@@ -49,17 +45,17 @@ class NoWeightSyncScheme(WeightSyncScheme, backend="none"):
         return self._end == "receiver"
 
     def connect(self, **ignored: Any) -> None:
-        """Return at once."""
+        """Connect nothing."""
         self._connected = True
 
     def send(self, weights: Any = None, worker_ids: Any = None) -> SyncReport:
-        """Send nothing."""
+        """Send nothing, and return an empty report."""
         return SyncReport(0, "none")
 
     def receive(self, timeout: float | None = None) -> Any | None:
-        """Receive nothing, at once."""
+        """Return None at once."""
         return None
 
     def __getstate__(self) -> dict[str, Any]:
-        """As any scheme: the copy is not initialized."""
+        """Return the options; the copy is not initialized."""
         return {**super().__getstate__(), "_end": None}

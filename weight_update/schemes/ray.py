@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from weight_update.errors import LifecycleError, SyncFailedError, SyncTimeoutError
-from weight_update.schemes.base import End, SenderListener
+from weight_update.schemes.base import End
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
+from weight_update.schemes.sender_side import SenderListener
 from weight_update.schemes.sources import DeviceMap
 from weight_update.sender.sender import Sender
 from weight_update.strategy.strategy import WeightStrategy

@@ -1,4 +1,4 @@
-"""TorchRL's RayModuleTransform: a module of an environment's transform, in an actor of its own."""
+"""The scheme for TorchRL's RayModuleTransform: a transform whose module is in an actor of its own."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         ...
         scheme.send()              # or send(weights), where no model was given
 
-    The transform calls :meth:`init_on_sender` and :meth:`connect`; nothing else is to be done.
+    The transform calls :meth:`init_on_sender` and :meth:`connect` itself.
 
     Args:
-        strategy: see :class:`RayWeightSyncScheme`.
-        backend: see :class:`RayWeightSyncScheme`.
-        sync: see :class:`RayWeightSyncScheme`.
-        model: module that ``send()`` reads. Without one the module in the actor keeps its own weights as
-            version 0 (they are fetched once, to learn what it has), and ``send(weights)`` needs weights.
-        data: see :class:`RayWeightSyncScheme`.
-        name: see :class:`RayWeightSyncScheme`.
-        namespace: see :class:`RayWeightSyncScheme`.
-        address: see :class:`RemoteWeightSyncScheme`.
-        port: see :class:`RemoteWeightSyncScheme`.
-        token: see :class:`RemoteWeightSyncScheme`.
-        host: see :class:`RemoteWeightSyncScheme`.
-        directory: see :class:`SharedMemWeightSyncScheme`.
-        timeout: see :class:`WeightSyncScheme`.
-        connect_timeout: see :class:`WeightSyncScheme`.
-        stable_addresses: see :class:`WeightSyncScheme`.
+        strategy: as for :class:`RayWeightSyncScheme`.
+        backend: as for :class:`RayWeightSyncScheme`.
+        sync: as for :class:`RayWeightSyncScheme`.
+        model: module that ``send()`` reads. Without one, the module in the actor keeps its own weights as
+            version 0 (they are fetched once, to learn their schema), and ``send(weights)`` needs weights.
+        data: as for :class:`RayWeightSyncScheme`.
+        name: as for :class:`RayWeightSyncScheme`.
+        namespace: as for :class:`RayWeightSyncScheme`.
+        address: as for :class:`RemoteWeightSyncScheme`.
+        port: as for :class:`RemoteWeightSyncScheme`.
+        token: as for :class:`RemoteWeightSyncScheme`.
+        host: as for :class:`RemoteWeightSyncScheme`.
+        directory: as for :class:`SharedMemWeightSyncScheme`.
+        timeout: as for :class:`WeightSyncScheme`.
+        connect_timeout: as for :class:`WeightSyncScheme`.
+        stable_addresses: as for :class:`WeightSyncScheme`.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         self._borrowed = False
 
     def _set_transform(self, transform: Any) -> None:
-        """TorchRL's transform says who it is."""
+        """Note the actor of the transform; TorchRL's transform calls this."""
         self._actor = transform._actor
 
     def init_on_sender(  # type: ignore[override]  # one worker and one model: there is nothing else to choose
@@ -99,16 +99,16 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         context: Any = None,
         model: Any = None,
     ) -> None:
-        """Set up the sender, which serves one worker, the actor of the transform.
+        """Initialize the sender, which serves one worker: the actor of the transform.
 
         Args:
-            ray_transform: the transform; needed only if the scheme was not given to it.
-            model_id: see :class:`WeightSyncScheme`.
-            context: see :class:`WeightSyncScheme`.
-            model: as given to the scheme.
+            ray_transform: transform; needed only if the scheme was not given to it.
+            model_id: as for :class:`WeightSyncScheme`.
+            context: as for :class:`WeightSyncScheme`.
+            model: module that ``send()`` reads, instead of the scheme's.
 
         Raises:
-            LifecycleError: there is no transform, or the scheme is initialized already.
+            LifecycleError: the scheme has no transform, or is initialized already.
         """
         if ray_transform is not None:
             self._set_transform(ray_transform)
@@ -134,7 +134,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         model: Any = None,
         worker_idx: int | None = None,
     ) -> None:
-        """As in :class:`WeightSyncScheme`; the transform is the context, and the only worker."""
+        """Initialize the receiver in the actor; the transform is the context, and the only worker."""
         super().init_on_receiver(
             model_id=model_id,
             context=context,
@@ -153,12 +153,13 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
                 raise
             raise WorkerError(f"the transform's actor could not connect: {theirs}") from theirs
         require_ray().get(call, timeout=limit)
-        if self._borrowed and self._sources is not None:
-            self._sources.by_worker[0] = None  # the actor has them: to send them again would be a mistake
+        if self._borrowed and self._sender_side is not None:
+            # The actor has these weights; they must not be sent to it again.
+            self._sender_side.sources.by_worker[0] = None
 
 
 def _error_of(call: Any) -> Exception | None:
-    """What a call of an actor raised; None if nothing, or nothing yet."""
+    """Return the exception of a call of an actor; None if it has raised none so far."""
     ray = require_ray()
     done, _ = ray.wait([call], timeout=0)
     try:

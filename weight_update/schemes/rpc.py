@@ -195,12 +195,13 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
     ) -> None:
         """Connect to the other side; the first call on a receiver with a context does not wait."""
         limit = self._connect_limit(timeout)
-        idx = self._worker_idx if worker_idx is None else worker_idx
+        side = self._receiver_side
+        idx = self.worker_idx if worker_idx is None else worker_idx
         if self._joining is not None and not self._connected:
             if not self._await_join(limit):
                 raise SyncTimeoutError(f"the first weights did not come within {limit:g} s")
-        elif self._receiving and not self._connected and self.context is not None and idx is not None:
-            self._worker_idx, self._joining = idx, futures.Future()
+        elif side is not None and not self._connected and self.context is not None and idx is not None:
+            side.worker_idx, self._joining = idx, futures.Future()
             arguments = {"weights": weights, "timeout": limit}
             threading.Thread(
                 target=self._join,
@@ -238,7 +239,7 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
             super().connect(**arguments)
         except Exception as error:  # noqa: BLE001 - _await_join() raises it
             if not self._leaving:
-                _log.warning("worker %s could not connect: %s", self._worker_idx, error)
+                _log.warning("worker %s could not connect: %s", self.worker_idx, error)
             joining.set_exception(error)
         else:
             joining.set_result(None)

@@ -1,4 +1,4 @@
-"""Shared memory: one copy an update, however many workers."""
+"""The scheme for workers on the sender's machine: shared memory, one copy an update for all workers."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ __all__ = ["SharedMemWeightSyncScheme"]
 
 
 class SharedMemWeightSyncScheme(WeightSyncScheme, backend="shared"):
-    """Workers on one machine point their parameters at shared memory that the sender fills.
+    """Points the parameters of workers on one machine at shared memory that the sender fills.
 
-    Two slots alternate: the sender copies the weights into the one that no worker reads, then names it to
-    the workers over a Unix socket; each switches to it between two forward passes. The trainer's own
-    parameters are never shared, and what a worker writes into its weights is seen by nobody else.
+    Two slots alternate. The sender copies the weights into the slot that no worker reads, then names it to
+    the workers over a Unix socket. Each worker switches to it between two forward passes. The trainer's own
+    parameters are never shared, and a worker that writes into its weights changes them for itself only.
 
     Args:
-        strategy: see :class:`WeightSyncScheme`.
-        sync: see :class:`WeightSyncScheme`.
-        per_worker_weights: accepted for programs written for TorchRL; workers may always have weights
+        strategy: as for :class:`WeightSyncScheme`.
+        sync: as for :class:`WeightSyncScheme`.
+        per_worker_weights: accepted for programs written for TorchRL. Workers may always have weights
             of their own here.
         directory: None keeps the slots in anonymous memory, which no mount limits; a path such as
             ``"/dev/shm"`` keeps them in a nameless file there, within the limit of that mount.
-        slot_device: None keeps the slots in host memory; ``"cuda"`` or ``"cuda:1"`` on that GPU of the
-            sender, for workers on the same GPU, which open them by CUDA IPC; see :doc:`colocated`. Needs an
-            encoding that is :attr:`~Encoding.on_gpu`: dense or bucket.
-        address: for a worker that makes a scheme of its own: what :attr:`address` says on the sender.
-        token: with ``address``, the same secret on both sides; None makes one.
-        timeout: see :class:`WeightSyncScheme`.
-        connect_timeout: see :class:`WeightSyncScheme`.
-        stable_addresses: see :class:`WeightSyncScheme`.
+        slot_device: None keeps the slots in host memory; ``"cuda"`` or ``"cuda:1"`` keeps them on that GPU of
+            the sender, for workers on the same GPU, which open them by CUDA IPC; see :doc:`colocated`. It
+            needs an encoding that is :attr:`~Encoding.on_gpu`: dense or bucket.
+        address: value of :attr:`address` on the sender, for a worker that makes a scheme of its own.
+        token: secret that both sides share, with ``address``; None makes one.
+        timeout: as for :class:`WeightSyncScheme`.
+        connect_timeout: as for :class:`WeightSyncScheme`.
+        stable_addresses: as for :class:`WeightSyncScheme`.
 
     Raises:
-        ValueError: ``slot_device`` is no CUDA device, or does not go with the other options. On the sender,
-            ``init_on_sender`` raises it if there is no such device.
+        ValueError: ``slot_device`` is not a CUDA device, or does not go with the other options. If the
+            sender has no such device, ``init_on_sender`` raises this error.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, backend="shared"):
 
     @property
     def address(self) -> str | None:
-        """Where the sender listens, an abstract Unix address; None before ``init_on_sender``."""
+        """Abstract Unix address that the sender listens on; None before ``init_on_sender``."""
         return self._address
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
         if self.slot_device is not None:
-            self.slot_device = str(cuda_device(self.slot_device))  # others threads have other current devices
+            self.slot_device = str(cuda_device(self.slot_device))  # other threads have other current devices
         links = {idx: self._sender_end() for idx in workers}
         listener = SharedMemListener(self._token, links, self.newcomers())
         self._listener, self._address = listener, listener.address

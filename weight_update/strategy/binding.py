@@ -1,4 +1,4 @@
-"""How weights enter a model: the places where its tensors are kept."""
+"""Bindings: the places in a model where its tensors are kept, for writing weights into them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,16 @@ _DTYPE, _IS_CPU, _IS_META = map(operator.attrgetter, ("dtype", "is_cpu", "is_met
 class Binding:
     """The tensors of one destination, found once and written many times.
 
-    It remembers where each tensor is kept (the owning dict and its key), not the tensor, so that a
-    parameter that was replaced in the meantime is found again. :meth:`WeightStrategy.bind` makes one.
+    A binding remembers where each tensor is kept (the owning dict and its key), not the tensor, so that it
+    finds a parameter that was replaced in the meantime. :meth:`WeightStrategy.bind` makes one.
 
     Args:
-        read: the weights of a source by name, as :meth:`WeightStrategy.named`.
+        read: returns the weights of a source by name, as :meth:`WeightStrategy.named`.
         destination: module, TensorDict or dict.
+
+    Attributes:
+        destination: the same.
+        extra_owners: modules that have extra state, by the name of the state.
 
     Raises:
         UnsupportedSourceError: ``destination`` is of a type that cannot be written.
@@ -53,7 +57,7 @@ class Binding:
             self.extra_owners = extra_owners(destination)
 
     def is_stale(self) -> bool:
-        """Whether a part of the destination was replaced: a submodule, or a dict or TensorDict inside one."""
+        """Return whether a submodule, or a dict or TensorDict inside the destination, was replaced."""
         # A list is quicker than a generator: forward passes may be waiting.
         return True in [get(key) is not part for get, key, part in self._parts]
 
@@ -63,27 +67,27 @@ class Binding:
 
     @property
     def points(self) -> bool:
-        """Whether :meth:`point` may be used: true for modules, whose parameters may move in memory."""
+        """Whether :meth:`point` may be used: True for modules, whose parameters may move in memory."""
         return isinstance(self.destination, nn.Module)
 
     @property
     def home(self) -> torch.device:
-        """The device of all tensors if it is one CUDA device, else the CPU."""
+        """The CUDA device that all tensors are on; the CPU if there is no such device."""
         return next(iter(self._devices)) if len(self._devices) == 1 and self._cuda_devices else _CPU
 
     def read(self) -> NamedWeights:
-        """The weights of the destination as they are now; live references."""
+        """Return the weights of the destination as they are now; live references."""
         return self._read(self.destination)
 
     def tensors(self, names: tuple[str, ...]) -> list[torch.Tensor]:
-        """The tensors of the destination as they are now."""
+        """Return the tensors of the destination as they are now."""
         return self._targets(names)
 
     def schema(self) -> WeightSchema:
-        """The schema of the destination as it is now.
+        """Return the schema of the destination as it is now.
 
         Raises:
-            UnsupportedSourceError: there are inference tensors, which nothing can be written into.
+            UnsupportedSourceError: the destination has inference tensors, which cannot be written into.
         """
         tensors = {name: self._get(name) for name in self._places}
         frozen = [name for name, one in tensors.items() if one.is_inference() and not one.is_meta]
@@ -97,7 +101,7 @@ class Binding:
     def copy(self, names: tuple[str, ...], values: list[torch.Tensor]) -> None:
         """Copy ``values`` into the destination's tensors; addresses do not change.
 
-        Parameters on the meta device have no memory yet; they are replaced by real ones.
+        Parameters on the meta device have no memory yet, so real ones replace them.
         """
         pairs = list(zip(self._targets(names), values, strict=True))
         _require_own_elements(names, [target for target, _ in pairs])
@@ -116,12 +120,12 @@ class Binding:
         """Make the destination's tensors use the memory of ``values``; nothing is copied.
 
         Values on another device or of another dtype are converted first, all of them before the first
-        tensor is switched. Parameters on the meta device are replaced by real ones.
+        tensor is switched. Real parameters replace those on the meta device.
         """
         self.switch(names, self.prepare(names, values))
 
     def prepare(self, names: tuple[str, ...], values: list[torch.Tensor]) -> list[torch.Tensor]:
-        """``values`` converted to the dtype and device of the destination where they differ."""
+        """Return ``values``, converted to the destination's dtype and device where they differ."""
         targets = self._targets(names)
         if (
             all(map(_IS_CPU, targets))
@@ -137,14 +141,14 @@ class Binding:
         ]
 
     def switch(self, names: tuple[str, ...], ready: list[torch.Tensor]) -> None:
-        """The short second half of :meth:`point`, one assignment a tensor.
+        """Do the short second half of :meth:`point`, one assignment for each tensor.
 
         Args:
-            names: as in :meth:`point`.
-            ready: what :meth:`prepare` returned.
+            names: as for :meth:`point`.
+            ready: values that :meth:`prepare` returned.
         """
         targets = self._targets(names)
-        if not any(map(_IS_META, targets)):  # forward passes may be waiting: no further question for each
+        if not any(map(_IS_META, targets)):  # forward passes may be waiting, so do little for each tensor
             for target, value in zip(targets, ready, strict=True):
                 target.data = value
             count_writes(targets)
@@ -159,12 +163,12 @@ class Binding:
         self._materialise(unreal)
 
     def write(self, names: tuple[str, ...], ready: list[torch.Tensor], *, stay: bool) -> None:
-        """Make the destination have what :meth:`prepare` returned; nobody may compute with it meanwhile.
+        """Give the destination new values; nobody may compute with it meanwhile.
 
         Args:
-            names: as in :meth:`point`.
-            ready: what :meth:`prepare` returned.
-            stay: addresses must not change.
+            names: as for :meth:`point`.
+            ready: values that :meth:`prepare` returned.
+            stay: whether addresses must stay as they are.
         """
         self.finish_kernels()
         if self.points and not stay:
@@ -174,7 +178,7 @@ class Binding:
         self.finish_kernels()
 
     def finish_kernels(self) -> None:
-        """Wait for the GPUs of the destination: a forward pass may still read, a copy still write.
+        """Wait for the GPUs of the destination: a forward pass may still read, and a copy still write.
 
         The host leaves a forward pass before its kernels have run, and they may run on any stream.
         """
@@ -182,14 +186,18 @@ class Binding:
             torch.cuda.synchronize(device)
 
     def check_extra(self, extra: Mapping[str, Any]) -> None:
-        """Raise SchemaMismatchError if ``extra`` names modules that take no extra state."""
+        """Check that the destination takes this extra state.
+
+        Raises:
+            SchemaMismatchError: ``extra`` names modules that take none.
+        """
         if isinstance(self.destination, nn.Module):
             unknown = [f"{name}: no such extra state" for name in extra if name not in self.extra_owners]
             if unknown:
                 raise SchemaMismatchError("extra state does not fit the destination:", tuple(unknown))
 
     def exchange_extra(self, extra: Mapping[str, Any]) -> Callable[[], None]:
-        """Hand each extra state to its owner, or none and an error; returns what undoes it."""
+        """Give each extra state to its owner, or raise and give none; return a function that reverts it."""
         if not extra:
             return lambda: None
         before = self.read().extra
@@ -219,7 +227,7 @@ class Binding:
         return tensor
 
     def _targets(self, names: tuple[str, ...]) -> list[torch.Tensor]:
-        """The tensors as they are now; forward passes may be waiting, so few steps for each."""
+        """Return the tensors as they are now. Forward passes may be waiting, so do little for each tensor."""
         if names is not self._asked[0]:
             self._asked = names, [(owner.get, key) for owner, key in map(self._places.__getitem__, names)]
         targets = [get(key) for get, key in self._asked[1]]
@@ -228,7 +236,7 @@ class Binding:
         return [self._get(name) for name in names]  # raises, with the name
 
     def _materialise(self, values: dict[int, torch.Tensor]) -> None:
-        """Replace meta tensors, given by id, wherever they are kept; ties stay ties."""
+        """Replace meta tensors, given by id, wherever they are kept; tied tensors stay tied."""
         if not values:
             return
         made: dict[int, torch.Tensor] = {}
@@ -277,9 +285,9 @@ class Binding:
 
 
 def count_writes(targets: Sequence[torch.Tensor]) -> None:
-    """Tell autograd that ``targets`` were written to where it could not see that.
+    """Tell autograd about writes to ``targets`` that it could not see.
 
-    The backward pass of an earlier forward pass then raises, instead of using the values that are there now.
+    The backward pass of an earlier forward pass then raises, instead of using the new values.
     """
     try:
         torch.autograd.graph.increment_version(targets)
@@ -288,7 +296,7 @@ def count_writes(targets: Sequence[torch.Tensor]) -> None:
 
 
 def _parts(node: Any) -> Iterator[tuple[Callable[[str], Any], str, Any]]:
-    """Yield each part of ``node`` that contains tensors, behind the function and argument that find it."""
+    """Yield each part of ``node`` that contains tensors, after the function and the argument that find it."""
     if isinstance(node, nn.Module):
         for _, owner in named_parts(node):
             for key, part in owner._modules.items():
@@ -300,7 +308,7 @@ def _parts(node: Any) -> Iterator[tuple[Callable[[str], Any], str, Any]]:
                 yield from _parts(part)
 
 
-@torch.inference_mode(False)  # the model may learn later
+@torch.inference_mode(False)  # the model may be trained later
 def _convert(target: torch.Tensor, value: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
     device = value.device if target.is_meta else target.device
     return value.to(device=device, dtype=target.dtype, copy=copy)
@@ -321,7 +329,7 @@ def _tensordict_places(node: TensorDictBase, prefix: str = "") -> Iterator[tuple
 
 
 def _require_own_elements(names: Sequence[str], targets: Sequence[torch.Tensor]) -> None:
-    """Find what a copy would fail on in the middle, before it begins."""
+    """Raise for tensors that a copy would fail on halfway."""
     for name, target in zip(names, targets, strict=True):
         if 0 in target.stride() and any(
             step == 0 and size > 1 for step, size in zip(target.stride(), target.shape, strict=True)
@@ -341,7 +349,7 @@ def _mapping_places(node: MutableMapping[Any, Any], prefix: str = "") -> Iterato
 
 
 def _set_extra_in(node: Any, name: str, value: Any) -> None:
-    """Set an extra state of a TensorDict or a (nested or dotted) dict at the place where it belongs."""
+    """Set an extra state in a TensorDict or a (nested or dotted) dict, at its place."""
     while not isinstance(node, TensorDictBase):
         head, _, rest = name.partition(".")
         if name in node or not rest or not isinstance(node.get(head), MutableMapping):

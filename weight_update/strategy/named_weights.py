@@ -1,4 +1,4 @@
-"""Weights by dotted name, and how they are found in what users hand over."""
+"""Weights by dotted name, and reading them from modules, TensorDicts and dicts."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ EXTRA_IN_TENSORDICT = "__extra_state__"
 """The key of a module's own extra state in a TensorDict; TorchRL's name."""
 
 Convert = Callable[[Iterator[tuple[str, torch.Tensor]]], Iterable[tuple[str, torch.Tensor]]]
-"""Gives weights in another format, one after the other as they are asked for."""
+"""Function from weights to weights in another format, one after the other as they are asked for."""
 
 Gather = Callable[[Mapping[str, torch.Tensor]], Generator[tuple[str, torch.Tensor]]]
-"""Puts together tensors of which this process holds parts, one after the other as they are asked for."""
+"""Function that gathers tensors of which this process holds parts, one after the other."""
 
 
 @dataclass
 class NamedWeights:
-    """Weights as the rest of the library sees them.
+    """Weights by dotted name: the form in which the rest of the library handles them.
 
     Attributes:
         tensors: tensors by dotted name, in order; live references, not copies.
         extra: extra state by the dotted name ``"<module>._extra_state"``.
-        convert: what :meth:`items` has still to do with ``tensors``.
-        gather: what it has to do before that.
+        convert: conversion that :meth:`items` still has to apply to ``tensors``.
+        gather: gathering that comes before the conversion.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -44,12 +44,12 @@ class NamedWeights:
     gather: Gather | None = None
 
     def items(self) -> Generator[tuple[str, torch.Tensor]]:
-        """Names and tensors, each converted only when it is asked for, and not kept.
+        """Yield names and tensors, each converted only when it is asked for, and not kept.
 
-        Close it where not all are asked for: a conversion may have to be ended.
+        A caller that does not take all items closes the generator, so that a conversion ends.
 
         Raises:
-            UnsupportedSourceError: ``convert`` gives a name twice, or what is not a tensor.
+            UnsupportedSourceError: ``convert`` gave a name twice, or something that is not a tensor.
             ConversionError: ``convert`` wrote to the tensors that it was given.
         """
         if self.gather is None:
@@ -78,12 +78,12 @@ class NamedWeights:
             )
 
     def converted(self) -> NamedWeights:
-        """The same with all conversion done."""
+        """Return the same weights after gathering and conversion."""
         lazy = self.convert is not None or self.gather is not None
         return NamedWeights(dict(self.items()), self.extra) if lazy else self
 
     def schema(self) -> WeightSchema:
-        """The schema of :meth:`items`; holds none of the tensors that a conversion makes.
+        """Return the schema of :meth:`items`, without keeping tensors that a conversion makes.
 
         Raises:
             UnsupportedSourceError: as :meth:`items`, and as :meth:`WeightSchema.of`.
@@ -102,7 +102,7 @@ class NamedWeights:
 
 
 def _writes(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """How often each was written to, as far as PyTorch counts."""
+    """Return how often each tensor was written to, as far as PyTorch counts."""
     return {name: value._version for name, value in tensors.items() if not value.is_inference()}
 
 
@@ -117,7 +117,7 @@ def _started(convert: Convert, source: Iterator[tuple[str, torch.Tensor]]) -> It
 
 
 def frozen_or_transient(source: Any, tensors: Mapping[str, torch.Tensor]) -> set[str]:
-    """Names of the weights that training does not change or a checkpoint does not hold.
+    """Return the names of weights that training does not change or that a checkpoint does not hold.
 
     These are parameters that require no gradient and, in a module, buffers that are not persistent.
     """
@@ -150,6 +150,11 @@ def _checked(items: Iterator[tuple[str, Any]]) -> Generator[tuple[str, torch.Ten
 
 
 def from_items(items: Iterator[tuple[str, Any]]) -> NamedWeights:
+    """Return named weights from pairs of a dotted name and a tensor or an extra state.
+
+    Raises:
+        UnsupportedSourceError: a name stands for two entries, or a value is neither.
+    """
     tensors: dict[str, torch.Tensor] = {}
     extra: dict[str, Any] = {}
     for name, value in items:
@@ -168,7 +173,7 @@ def from_items(items: Iterator[tuple[str, Any]]) -> NamedWeights:
 
 
 def from_tensordict(source: TensorDictBase) -> NamedWeights:
-    """As :func:`from_items`, in few steps for each tensor: there may be thousands at each update."""
+    """Return the named weights of a TensorDict, in few steps each: there may be thousands at each update."""
     tensors: dict[str, torch.Tensor] = {}
     if _only_tensors(source, "", tensors) == len(tensors):
         return NamedWeights(tensors)
@@ -176,7 +181,7 @@ def from_tensordict(source: TensorDictBase) -> NamedWeights:
 
 
 def _only_tensors(source: TensorDictBase, prefix: str, found: dict[str, torch.Tensor]) -> int:
-    """Enter all tensors of ``source``; how many there are, or -1 if there is anything else."""
+    """Add all tensors of ``source`` to ``found``; return their number, or -1 if there is anything else."""
     count = 0
     for key, value in source.items():
         if isinstance(value, torch.Tensor) and not key.endswith(EXTRA):
@@ -229,9 +234,9 @@ def key_name(key: Any, source: Mapping[Any, Any]) -> str:
 
 
 def from_module(module: nn.Module) -> NamedWeights:
-    """Parameters, then buffers, each by all the names it has, and the extra state.
+    """Return a module's parameters, then its buffers, each under all its names, and the extra state.
 
-    They are those of ``named_parameters`` and ``named_buffers``, in a third of the time.
+    They are those of ``named_parameters`` and ``named_buffers``, found in a third of the time.
     """
     parts = named_parts(module)
     tensors: dict[str, torch.Tensor] = {}
@@ -247,7 +252,7 @@ def from_module(module: nn.Module) -> NamedWeights:
 
 
 def extra_owners(module: nn.Module) -> dict[str, nn.Module]:
-    """The modules that have extra state, by the name of that."""
+    """Return the modules that have extra state, by the name of the state."""
     return dict(_with_extra(named_parts(module)))
 
 
@@ -258,7 +263,7 @@ def _with_extra(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, n
 
 
 def named_parts(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
-    """A module and all below it, as often as they have names, which end with a dot."""
+    """Return pairs of a name prefix, which ends with a dot, and a module, for each name of each submodule."""
     if not _as_in_torch(module, "named_modules"):
         named = module.named_modules(set(), prefix.removesuffix("."), False)  # as torch calls it
         return [(f"{name}." if name else "", part) for name, part in named]
@@ -270,5 +275,5 @@ def named_parts(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Modul
 
 
 def _as_in_torch(module: nn.Module, method: str) -> bool:
-    """Whether neither a class nor the module itself brings another method of that name."""
+    """Return whether neither the class of a module nor the module itself overrides a method."""
     return getattr(type(module), method) is getattr(nn.Module, method) and method not in vars(module)

@@ -1,4 +1,4 @@
-"""How weights leave a model and how they enter one."""
+"""Strategies: how weights leave a model and how they enter one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,12 @@ Select = Literal["trainable"] | Sequence[str] | Callable[[str, torch.Tensor], bo
 
 
 class WeightStrategy:
-    """Extracts weights from a source and applies them to a destination.
+    """Extracts weights from a source, and applies them to a destination.
+
+    A source or destination is an ``nn.Module``, a TensorDict or a (nested or dotted) dict of tensors. A
+    source may also be a callable that returns one of these::
+
+        WeightStrategy("state_dict", encoding="patch", select="trainable")
 
     Args:
         extract_as: ``"tensordict"`` takes parameters and all buffers, and hands weights out as a nested
@@ -42,30 +47,27 @@ class WeightStrategy:
             as a flat dict with dotted names.
         encoding: how weights become chunks: ``"dense"``, ``"bucket"``, ``"patch"`` or an
             :class:`~weight_update.Encoding`.
-        select: which weights updates carry. None: all; ``"trainable"``: parameters that require a gradient,
+        select: weights that updates carry. None: all; ``"trainable"``: parameters that require a gradient,
             and persistent buffers; a list of prefixes (``"head"`` chooses ``head`` and ``head.*``); or a
             function of name and tensor. Receivers may have more weights, which are left alone, except that
             a :class:`~weight_update.PatchEncoding` first makes all of them equal.
-        convert: for a receiver that holds the model in another format: takes an iterator of ``(name,
-            tensor)``, gives one of the names and tensors that the receiver has. Runs on the sender, at each
-            update, and gives the same names in the same order each time. Extra state, whose names are those
-            of the sender's modules, is not sent then.
-        max_in_flight: None puts each version together whole in the sender's memory, and serves from it who
-            comes or was late. A number sends it in chunks while it is still being converted and encoded: so
-            many chunks (buckets) are in memory at most, one of them being filled while the others travel. 1
-            is strictly serial, 2 lets conversion and transfer overlap. A worker that joins, or missed a
-            version, then gets weights with the next ``send``. Needs an encoding in chunks, such as
-            ``BucketEncoding``.
-        gather: for a trainer whose ranks hold parts of the weights: a :class:`~weight_update.GatherShards`.
-            None: DTensors, as of FSDP2, are put together over the default process group, all others are
-            taken to be whole. Give ``max_in_flight`` too, and no rank ever holds the whole model.
+        convert: function for a receiver that holds the model in another format. It takes an iterator of
+            ``(name, tensor)``, and returns one of the names and tensors that the receiver has. It runs on
+            the sender, at each update, and must yield the same names in the same order each time. Extra
+            state, which has the names of the sender's modules, is not sent then.
+        max_in_flight: None builds each version in the sender's memory, and serves workers that join or are
+            late from there. A number sends each version in chunks while it is still being converted and
+            encoded: at most so many chunks (buckets) are in memory, one of them being filled while the
+            others travel. 1 is strictly serial, 2 lets conversion and transfer overlap. A worker that joins,
+            or missed a version, then gets weights with the next ``send``. Needs an encoding in chunks, such
+            as ``BucketEncoding``.
+        gather: :class:`~weight_update.GatherShards` for a trainer whose ranks hold parts of the weights.
+            None gathers DTensors, as of FSDP2, over the default process group, and takes all other tensors
+            to be whole. Give ``max_in_flight`` too, and no rank ever holds the whole model.
 
     Raises:
-        ValueError: an unknown ``extract_as``, encoding or selection; the message lists the known ones. Or
-            ``max_in_flight`` with an encoding that does not travel in chunks.
-
-    Sources and destinations may be an ``nn.Module``, a TensorDict, a (nested or dotted) dict of tensors,
-    or, as a source, a callable that returns one of these.
+        ValueError: ``extract_as``, the encoding or the selection is unknown; the message lists the known
+            ones. Or ``max_in_flight`` was given with an encoding that does not travel in chunks.
     """
 
     def __init__(
@@ -99,18 +101,18 @@ class WeightStrategy:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **options: Any) -> WeightStrategy:
-        """A strategy from the tree that RLinf's YAML files have below ``weight_syncer``.
+        """Return a strategy for the tree that RLinf's YAML files have below ``weight_syncer``.
 
-        ``{"type": "patch", "patch": {...}}`` or ``{"type": "bucket", "bucket": {...}}``; also with
-        ``weight_syncer`` around it. As there, weights leave as a state dict, and updates carry the trainable
-        ones.
+        The tree is ``{"type": "patch", "patch": {...}}`` or ``{"type": "bucket", "bucket": {...}}``, also
+        with ``weight_syncer`` around it. As in RLinf, weights leave as a state dict, and updates carry the
+        trainable ones.
 
         Args:
-            config: the tree.
-            options: as for the class, instead of these defaults.
+            config: the tree, as a dict.
+            options: arguments of the class that replace these defaults.
 
         Raises:
-            ValueError: an unknown key or value; the message lists the known ones.
+            ValueError: a key or value is unknown; the message lists the known ones.
         """
         defaults: dict[str, Any] = {"extract_as": "state_dict", "select": "trainable"}
         encoding, needs_convert = encoding_from_config(config)
@@ -127,14 +129,14 @@ class WeightStrategy:
         return f"WeightStrategy({self.extract_as!r}, encoding={self.encoding!r})"
 
     def for_receiver(self) -> WeightStrategy:
-        """This strategy without what only a sender needs, which may not pickle."""
+        """Return this strategy without the options that only a sender needs, which may not pickle."""
         return WeightStrategy(self.extract_as, encoding=self.encoding)
 
     def chosen(self, source: Any) -> frozenset[str] | None:
-        """Names in ``source`` that ``select`` chooses; None for all.
+        """Return the names in ``source`` that ``select`` chooses; None for all.
 
         Raises:
-            ValueError: a prefix matches nothing, or nothing is chosen.
+            ValueError: a prefix matches no name, or no weight is chosen.
         """
         if self.select is None:
             return None
@@ -154,12 +156,12 @@ class WeightStrategy:
     def outgoing(
         self, source: Any, chosen: frozenset[str] | None = None, *, later: bool = False
     ) -> NamedWeights:
-        """The weights of ``source`` as they are sent: those ``chosen`` (None: all), to be converted.
+        """Return the weights of ``source`` as they are sent: those ``chosen`` (None: all), converted.
 
-        With ``max_in_flight``, or ``later``, conversion is left to whoever goes through the items.
+        With ``max_in_flight`` or ``later``, each weight is converted when it is taken from the items.
 
         Raises:
-            UnsupportedSourceError: as :meth:`extract_weights`, or ``convert`` gives a name twice.
+            UnsupportedSourceError: as :meth:`extract_weights`, or ``convert`` gave a name twice.
         """
         named = self.named(source)
         if chosen is not None:
@@ -171,22 +173,22 @@ class WeightStrategy:
         return named if later or self.max_in_flight is not None else named.converted()
 
     def extract_weights(self, source: Any) -> TensorDictBase | dict[str, Any]:
-        """The weights of ``source`` in the format of this strategy; the tensors are not copied.
+        """Return the weights of ``source`` in the format of this strategy; the tensors are not copied.
 
         Raises:
-            UnsupportedSourceError: ``source`` is of a type that has no weights; the message names it.
+            UnsupportedSourceError: ``source`` is of a type that has no weights; the message names the type.
         """
         return self.export(self.named(source))
 
     def apply_weights(self, destination: Any, weights: Any, inplace: bool = True) -> None:
-        """Write ``weights`` into ``destination``: all of them, or none and an error.
+        """Write ``weights`` into ``destination``: all of them, or none if an error is raised.
 
         Args:
             destination: module, TensorDict or dict. With ``select`` it may have more weights, which are left
                 alone.
-            weights: anything that :meth:`extract_weights` takes.
-            inplace: True copies values into the tensors that are there; False makes the destination hold
-                the given tensors' memory instead (no copy is made where device and dtype agree).
+            weights: any source that :meth:`extract_weights` takes.
+            inplace: True copies values into the destination's tensors; False points them at the memory of
+                ``weights`` instead (nothing is copied where device and dtype agree).
 
         Raises:
             SchemaMismatchError: names, shapes or kinds of dtype differ; nothing was written.
@@ -198,7 +200,7 @@ class WeightStrategy:
         schema.require_same(binding.schema(), "the destination", more=self.partial)
         binding.check_extra(named.extra)
         values = [value.detach() for value in named.tensors.values()]
-        undo = binding.exchange_extra(copy.deepcopy(named.extra))  # a module may keep what it is given
+        undo = binding.exchange_extra(copy.deepcopy(named.extra))  # a module may keep the object it is given
         try:
             (binding.copy if inplace else binding.point)(schema.names, values)
         except BaseException:
@@ -206,7 +208,7 @@ class WeightStrategy:
             raise
 
     def bind(self, destination: Any) -> Binding:
-        """The places in ``destination`` that the weights of this strategy are written to.
+        """Return the places in ``destination`` that the weights of this strategy are written to.
 
         Raises:
             UnsupportedSourceError: ``destination`` is of a type that cannot be written.
@@ -214,7 +216,7 @@ class WeightStrategy:
         return Binding(self.named, destination)
 
     def named(self, source: Any) -> NamedWeights:
-        """The weights of ``source`` by dotted name; the tensors are live references.
+        """Return the weights of ``source`` by dotted name; the tensors are live references.
 
         Raises:
             UnsupportedSourceError: as :meth:`extract_weights`.
@@ -237,7 +239,7 @@ class WeightStrategy:
         )
 
     def export(self, named: NamedWeights) -> TensorDictBase | dict[str, Any]:
-        """``named`` in the format of this strategy."""
+        """Return ``named`` in the format of this strategy."""
         named = named.converted()
         if self.extract_as == "state_dict":
             return {**named.tensors, **named.extra}
@@ -264,7 +266,7 @@ def _require_chunks(max_in_flight: int, encoding: Encoding) -> None:
 
 
 def resolve_strategy(strategy: str | WeightStrategy) -> WeightStrategy:
-    """A strategy from its name, or the strategy itself.
+    """Return the strategy of that name, or the strategy itself.
 
     Raises:
         ValueError: the name is unknown.

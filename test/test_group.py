@@ -22,7 +22,7 @@ from weight_update import (
     group_schemes,
     send_together,
 )
-from weight_update.receiver.group_commit import run_jointly
+from weight_update.receiver.group_commit import commit_group
 from weight_update.testing import mlp
 
 LIMIT = 0.3
@@ -78,13 +78,13 @@ def test_an_error_covers_all_models(models: Models) -> None:
     assert str(error).count("worker 1:") == 2
     assert "model0" in str(error)
     assert "model1" in str(error)
-    arrived = pickle.loads(pickle.dumps(error))  # schemes stay where they are
+    arrived = pickle.loads(pickle.dumps(error))  # schemes are not pickled with it
     assert type(arrived) is SyncFailedError
     assert str(arrived) == str(error)
 
 
 def in_thread(action: Any) -> None:
-    """Run ``action`` in a thread and raise what it raises: hold() belongs to the thread of the caller."""
+    """Run ``action`` in a thread and raise its exception: hold() belongs to the thread of the caller."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -128,11 +128,11 @@ def test_a_slow_switch_is_no_failure() -> None:
     came: list[float] = []
 
     def first() -> None:
-        came.append(run_jointly("slow", 2, "first", slow_switch, LIMIT / 3))
+        came.append(commit_group("slow", 2, "first", slow_switch, LIMIT / 3))
 
     thread = threading.Thread(target=first)
     thread.start()
-    assert run_jointly("slow", 2, "second", slow_switch, 10.0) == 7.0
+    assert commit_group("slow", 2, "second", slow_switch, 10.0) == 7.0
     thread.join(10.0)
     assert came == [7.0]
 
@@ -145,9 +145,9 @@ def slow_switch(members: list[str]) -> float:
 
 def test_a_member_that_does_not_come_in_time_switches_nobody() -> None:
     with pytest.raises(SyncTimeoutError, match="did not arrive"):
-        run_jointly("late", 2, "first", slow_switch, 0.05)
+        commit_group("late", 2, "first", slow_switch, 0.05)
     with pytest.raises(SyncTimeoutError, match="did not arrive"):
-        run_jointly("late", 2, "second", slow_switch, 0.05)
+        commit_group("late", 2, "second", slow_switch, 0.05)
 
 
 def test_an_end_of_the_switch_reaches_all() -> None:
@@ -158,7 +158,7 @@ def test_an_end_of_the_switch_reaches_all() -> None:
 
     def member(name: str) -> None:
         try:
-            run_jointly("ended", 2, name, end, 5.0)
+            commit_group("ended", 2, name, end, 5.0)
         except BaseException as error:  # noqa: BLE001 - the test looks at it
             errors.append(error)
 

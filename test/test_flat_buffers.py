@@ -1,4 +1,4 @@
-"""A model of many small tensors stays in one buffer, which versions are copied into."""
+"""A model of many small tensors lies in one flat buffer, and versions are copied into it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from weight_update import (
     SyncFailedError,
     WeightSyncScheme,
 )
-from weight_update.receiver import arena
+from weight_update.receiver import flat_buffers
+from weight_update.receiver.targets import ModelTarget
 from weight_update.testing import Body, Crew, SchemeContract, fingerprint, scramble
 from weight_update.testing.crew import context_of
 
@@ -67,7 +68,7 @@ _seeds = itertools.count(1)
 
 
 def send_while_held(source: nn.Module, crew: Crew, disturb: Callable[[Body], None]) -> SendHandle:
-    """Send an update to a worker that is inside ``hold()``, and do something there before it leaves."""
+    """Send an update to a worker that is inside ``hold()``, and call a function there before it leaves."""
     ask(crew, "hold")
     scramble(source, next(_seeds))
     handle = crew.scheme.send_async()
@@ -121,7 +122,7 @@ def test_replaced_tensors_are_found_again(hire: Hire) -> None:
 
 def wait_until_it_waits(body: Body) -> None:
     deadline = time.monotonic() + 10.0
-    while not body.scheme._receiver.gate._jobs:
+    while not body.scheme._receiver.gate._updates:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -132,7 +133,7 @@ def replace_when_it_waits(body: Body) -> None:
 
 
 def move_when_it_waits(body: Body) -> None:
-    """As parameter noise does: the same tensor objects, in other memory."""
+    """Move the same tensor objects to other memory, as parameter noise does."""
     wait_until_it_waits(body)
     vector = nn.utils.parameters_to_vector(body.model.rest)
     nn.utils.vector_to_parameters(torch.zeros_like(vector), body.model.rest)
@@ -181,11 +182,11 @@ def test_the_model_is_exchanged_while_an_update_is_staged(hire: Hire) -> None:
 
 
 def exchange_binding_when_it_waits(body: Body) -> None:
-    """What ``scheme.model = ...`` has done when an update that was staged before gets its turn."""
+    """Do what ``scheme.model = ...`` does, before an update that was staged earlier gets its turn."""
     wait_until_it_waits(body)
-    destination = body.scheme._receiver._to
+    staging = body.scheme._receiver._updates.staging
     body.model = many().double()
-    destination._binding = body.scheme.strategy.bind(body.model)
+    staging.target = ModelTarget(body.scheme.strategy, body.model, False)
 
 
 def in_shared_memory(body: Body) -> list[bool]:
@@ -194,8 +195,8 @@ def in_shared_memory(body: Body) -> list[bool]:
 
 
 def lies_there(body: Body) -> bool:
-    _, arena_of_model = body.scheme._receiver._to._home
-    return bool(arena_of_model.holds_model())
+    _, buffer = body.scheme._receiver._updates.staging._flat
+    return bool(buffer.holds_model())
 
 
 def test_a_model_in_shared_memory_stays_there(hire: Hire) -> None:
@@ -211,7 +212,7 @@ def test_a_model_in_shared_memory_stays_there(hire: Hire) -> None:
 
 
 def test_the_modes_of_who_connects() -> None:
-    """The first version is applied by the thread that connects, whatever it computes just then."""
+    """The thread that connects applies the first version, whatever modes it has set."""
     source = many()
     scheme = MemoryWeightSyncScheme(timeout=20.0)
     scheme.init_on_sender(model=source, num_workers=1)
@@ -242,12 +243,12 @@ def test_a_model_that_was_cast(hire: Hire) -> None:
     for _ in range(2):
         update(source, crew)
         assert ask(crew, "fingerprint") == expected(copy.deepcopy(source).double(), crew)
-    assert ask(crew, "run", has_no_arena)  # else converted inside the gate
+    assert ask(crew, "run", has_no_flat_buffer)  # else converted inside the gate
 
 
-def has_no_arena(body: Body) -> bool:
-    _, arena_of_model = body.scheme._receiver._to._home
-    return arena_of_model is None
+def has_no_flat_buffer(body: Body) -> bool:
+    _, buffer = body.scheme._receiver._updates.staging._flat
+    return buffer is None
 
 
 def test_a_model_that_has_other_dtypes(hire: Hire) -> None:
@@ -307,11 +308,11 @@ def test_a_former_model_keeps_its_version(hire: Hire) -> None:
 
 @pytest.mark.slow
 class TestContract(SchemeContract):
-    """Even small models lie in an arena."""
+    """The contract of schemes, with small models in a flat buffer too."""
 
     @pytest.fixture(autouse=True)
     def always(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(arena, "_MANY", 1)
+        monkeypatch.setattr(flat_buffers, "_MANY", 1)
 
     def make_scheme(self, **options: Any) -> WeightSyncScheme:
         return SharedMemWeightSyncScheme(**options)

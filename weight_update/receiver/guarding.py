@@ -1,0 +1,185 @@
+"""Holding a gate during calls: by hooks on a module, or by a wrapper around a function."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import functools
+import inspect
+import sys
+import types
+from collections.abc import AsyncGenerator, Callable, Generator
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+__all__ = ["guard", "guarded"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+# A call that returns one of these has not done its work yet.
+_UNFINISHED = (
+    types.CoroutineType,
+    types.GeneratorType,
+    types.AsyncGeneratorType,
+    asyncio.Future,
+    concurrent.futures.Future,
+)
+
+
+class _Gate(Protocol):
+    """The methods of :class:`~weight_update.Gate` that are used here."""
+
+    def enter(self, frame: types.FrameType | None = None) -> Any: ...
+
+    def leave(self, section: Any = None) -> None: ...
+
+    def _leave_call(self) -> None: ...
+
+    def hold(self) -> Any: ...
+
+
+# -- functions -----------------------------------------------------------------------------------------
+
+
+def guarded(gate: _Gate, function: _F) -> _F:
+    """Return ``function`` so that it holds ``gate`` during each call; see :meth:`Gate.guarded`."""
+    body: Any = function
+    while isinstance(body, functools.partial):
+        body = body.func
+    body = body.forward if isinstance(body, nn.Module) else body
+    kinds = {
+        inspect.iscoroutinefunction: _guarded_coroutine,
+        inspect.isgeneratorfunction: _guarded_generator,
+        inspect.isasyncgenfunction: _guarded_async_generator,
+    }
+    wrap = next((make for kind, make in kinds.items() if _is_a(kind, body)), _guarded_call)
+    copied = functools.WRAPPER_UPDATES if inspect.isroutine(function) else ()
+    return functools.wraps(function, updated=copied)(wrap(gate, function))  # type: ignore[return-value]
+
+
+def _is_a(kind: Callable[[Any], bool], function: Any) -> bool:
+    return kind(function) or kind(getattr(function, "__call__", None))  # noqa: B004 - an instance's own
+
+
+def _guarded_call(gate: _Gate, function: Callable[..., Any]) -> Callable[..., Any]:
+    def held(*args: Any, **kwargs: Any) -> Any:
+        section = gate.enter(sys._getframe())
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            gate.leave(section)
+        if isinstance(result, _UNFINISHED):
+            _refuse(result, f"{_name_of(function)}() given to guarded()")
+        return result
+
+    return held
+
+
+def _guarded_coroutine(gate: _Gate, function: Callable[..., Any]) -> Callable[..., Any]:
+    async def held(*args: Any, **kwargs: Any) -> Any:
+        async with gate.hold():
+            return await function(*args, **kwargs)
+
+    return held
+
+
+def _guarded_generator(gate: _Gate, function: Callable[..., Any]) -> Callable[..., Any]:
+    def held(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+        with gate.hold():
+            return (yield from function(*args, **kwargs))
+
+    return held
+
+
+def _guarded_async_generator(gate: _Gate, function: Callable[..., Any]) -> Callable[..., Any]:
+    async def held(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+        async with gate.hold(), contextlib.aclosing(function(*args, **kwargs)) as source:
+            step = source.asend(None)
+            while True:
+                try:
+                    item = await step
+                except StopAsyncIteration:
+                    return
+                try:
+                    step = source.asend((yield item))
+                except Exception as error:  # noqa: BLE001 - the caller threw it in for the source
+                    step = source.athrow(error)
+
+    return held
+
+
+def _name_of(function: Any) -> str:
+    return getattr(function, "__qualname__", type(function).__qualname__)
+
+
+def _refuse(result: Any, source: str) -> NoReturn:
+    if isinstance(result, types.CoroutineType | types.GeneratorType):
+        result.close()
+    raise TypeError(
+        f"{source} returned a {type(result).__name__}, whose work is not done when the call returns, so an "
+        "update could land in the middle; give guarded() the coroutine function or generator function itself"
+    )
+
+
+# -- modules -------------------------------------------------------------------------------------------
+
+
+def guard(gate: _Gate, module: nn.Module) -> Callable[[], None]:
+    """Hold ``gate`` during every forward pass of ``module``; return a function that takes the hooks off."""
+    handles = [
+        module.register_forward_pre_hook(_Enter(gate), prepend=True),
+        module.register_forward_hook(_Leave(gate), always_call=True),
+    ]
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
+
+
+class _Hook:
+    """A hook that a copy of the module does not inherit, because updates do not reach the copy."""
+
+    def __init__(self, gate: _Gate | None) -> None:
+        self.gate = gate
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return type(self)(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (None,)
+
+
+class _Enter(_Hook):
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if self.gate is not None:
+            _enter(self.gate)
+
+
+class _Leave(_Hook):
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.gate is not None:
+            _leave(self.gate)
+            if isinstance(output, _UNFINISHED):
+                _refuse(output, f"forward() of {type(module).__name__}")
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _enter(gate: _Gate) -> None:
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename in _HOOK_FILES:
+        frame = frame.f_back
+    gate.enter(frame)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _leave(gate: _Gate) -> None:
+    gate._leave_call()
+
+
+# Files of the frames between a hook and the forward pass that calls it.
+_HOOK_FILES = {_enter.__code__.co_filename, __file__}

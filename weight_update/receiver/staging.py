@@ -1,0 +1,387 @@
+"""Staging: the versions of one receiver, from their first chunk until they are in force."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from weight_update.encodings import Decoder, decoder_for, read_delta
+from weight_update.errors import FormatError, LifecycleError
+from weight_update.receiver.flat_buffers import FlatBuffer, OwnCopy
+from weight_update.receiver.gate import Gate
+from weight_update.receiver.storage import StagedUpdate, Storage
+from weight_update.receiver.targets import EngineTarget, Target, target_for
+from weight_update.strategy.binding import Binding
+from weight_update.strategy.named_weights import NamedWeights
+from weight_update.strategy.strategy import WeightStrategy
+from weight_update.wire.frames import WeightChunk
+from weight_update.wire.memory import await_stream, memory_identity
+from weight_update.wire.schema import WeightSchema
+from weight_update.wire.updates import extra_of, payloads_of
+
+__all__ = ["Staging"]
+
+_CPU = torch.device("cpu")
+
+
+class Staging:
+    """The weights of one receiver: those in force, those staged, and chunks that are arriving.
+
+    One thread at a time calls its methods, except for :meth:`weights`.
+
+    Args:
+        strategy: how weights enter the model.
+        gate: keeps updates and forward passes apart.
+        stable_addresses: copy into the model's tensors instead of pointing them at received memory.
+        release: returns memory of a payload to the link.
+
+    Attributes:
+        target: what versions are written to.
+        version: version in force; None before the first, and after an engine failed to load one.
+        current: update in force, or the last one that an engine loaded.
+        staged: update that waits to be applied.
+        parts: chunks of the update that is arriving.
+    """
+
+    def __init__(
+        self,
+        strategy: WeightStrategy,
+        gate: Gate,
+        *,
+        stable_addresses: bool,
+        release: Callable[[torch.Tensor], None],
+    ) -> None:
+        self.version: int | None = None
+        self.current: StagedUpdate | None = None
+        self.staged: StagedUpdate | None = None
+        self.parts: list[WeightChunk] = []
+        self._strategy, self._gate, self._stable, self._release = strategy, gate, stable_addresses, release
+        self._schema: WeightSchema | None = None
+        self.target = Target()
+        self._own: OwnCopy | None = None
+        self._flat: tuple[Binding, FlatBuffer | None] | None = None  # found once for each binding
+        self._decoders: dict[str, Decoder] = {}
+        self._memory: list[torch.Tensor] = []
+        self._unguard: Callable[[], None] | None = None
+        self._guarded_outside = False
+
+    # -- the target --------------------------------------------------------------------------------
+
+    def bind(self, model: Any, timeout: float) -> None:
+        """Keep ``model`` current from now on, beginning with the version that is in force.
+
+        Args:
+            model: module, TensorDict, dict or :class:`~weight_update.InferenceEngine`; None only keeps the
+                weights.
+            timeout: seconds to wait for running forward passes to end.
+
+        Raises:
+            LifecycleError: the receiver has weights, and the model before or this one is an engine.
+            UnsupportedSourceError, SchemaMismatchError: the model cannot take the weights.
+        """
+        target = target_for(model, self._strategy, self._stable)
+        if self.current is not None and (target.takes_over or self.target.takes_over):
+            raise LifecycleError(
+                "an engine cannot be exchanged while connected; make a receiver of the new one"
+            )
+        self.unguard()
+        self.target = target
+        if isinstance(model, torch.nn.Module) and not self._guarded_outside:
+            self._unguard = self._gate.guard(model)
+        if self.current is not None and target.binding is not None and self._schema is not None:
+            self._schema.require_same(target.binding.schema(), "the new model", more=True)
+            self._gate.run(functools.partial(self._fill, self.current, self._schema), timeout)
+
+    def _fill(self, current: StagedUpdate, schema: WeightSchema) -> None:
+        """Give a new model the weights in force."""
+        values = current.values if self._own is None else list(self._own.values)
+        self.target.check_extra(current.extra)
+        current.values = self.target.prepare(schema.names, values)
+        self.target.write(schema.names, current.values, current.version)
+        if self._own is not None:
+            self._own.bind(self.target.binding)
+
+    def guard_outside(self) -> None:
+        """Take the hooks off the model: the caller holds the gate around every forward pass itself."""
+        self._guarded_outside = True
+        self.unguard()
+
+    def unguard(self) -> None:
+        """Take the hooks off the model."""
+        if self._unguard is not None:
+            self._unguard()
+            self._unguard = None
+
+    def expected_schema(self) -> WeightSchema | None:
+        """Return the schema of the model as it is now; None if any weights are accepted.
+
+        Raises:
+            UnsupportedSourceError: the model has weights that cannot be synchronized.
+        """
+        return self.target.schema()
+
+    def weights(self) -> NamedWeights:
+        """Return the weights in force: live tensors of the model, or copies where there is no model.
+
+        They are empty where an engine has them.
+        """
+        live = self.target.read()
+        if live is not None:
+            return live
+        section = self._gate.enter(sys._getframe())
+        try:
+            if self.current is None or self._schema is None:
+                return NamedWeights({})
+            copies = _copies(self.current.values)
+            return NamedWeights(dict(zip(self._schema.names, copies, strict=True)), dict(self.current.extra))
+        finally:
+            self._gate.leave(section)
+
+    # -- arriving updates --------------------------------------------------------------------------
+
+    def begin_with(self, welcome: Mapping[str, Any]) -> None:
+        """Get ready for the weights that the header of a WELCOME describes.
+
+        Raises:
+            FormatError: the header is not valid.
+            SchemaMismatchError: the receiver should start with the sender's weights, and has others.
+        """
+        self._schema = WeightSchema.from_header(welcome["schema"])
+        self.forget()
+        self._own = self._flat = None
+        if welcome["keep"]:
+            self._own = OwnCopy(self._schema, self.target.binding, self._owns)
+            if welcome["digests"] is not None:
+                named = self.target.read() or NamedWeights({})
+                self._own.adopt(welcome["version"], named.tensors, welcome["digests"])
+
+    def take(self, chunk: WeightChunk) -> StagedUpdate | None:
+        """Take the next chunk of an update; return the update, which is staged, after the last chunk.
+
+        An engine that loads in chunks has the update in force by then, and :attr:`staged` stays empty.
+
+        Raises:
+            FormatError: the chunk does not follow the one before, or does not fit the schema.
+            MissingBaseError: the update changes weights that this receiver does not have.
+        """
+        header = chunk.header
+        if self._schema is None or header["schema"] != self._schema.digest:
+            raise FormatError("an update for another schema")
+        if header["index"] != len(self.parts):
+            raise FormatError(f"chunk {header['index']} came, {len(self.parts)} was next")
+        engine = self.target.chunk_loader(header, self._decoder) if self._own is None else None
+        if engine is not None:
+            return self._load_chunk(engine, chunk, self._schema)
+        if header["base"] is None and chunk.payload is not None:
+            allocate = functools.partial(self.allocate, device=self.target.device_for(chunk.payload))
+            fed = self._decoder(header["encoding"]).feed(header["index"], chunk.payload, allocate)
+            if fed is not chunk.payload:
+                self._release(chunk.payload)
+                chunk = replace(chunk, payload=fed)
+        self.parts.append(chunk)
+        if len(self.parts) < header["count"]:
+            return None
+        parts, self.parts = self.parts, []
+        self._follow()
+        make = self._whole if header["base"] is None else self._change
+        update = make(parts, self._schema)
+        self.target.check_extra(update.extra)
+        update.storage.stage(update, self.target)
+        self.staged = update
+        return update
+
+    def forget(self, version: int | None = None) -> bool:
+        """Drop everything that arrived and is not in force; if ``version`` is given, only its parts.
+
+        Returns:
+            True if an engine had loaded a part of it, and so has no whole version any more.
+        """
+        if version is None:
+            self._decoders.clear()  # they hold views into payloads
+        if version is None or (self.staged is not None and self.staged.version == version):
+            self.staged = None
+        if version is None or (self.parts and self.parts[0].header["version"] == version):
+            self.parts = []
+            return self._abort_loading()
+        return False
+
+    def allocate(self, nbytes: int, device: torch.device = _CPU) -> torch.Tensor:
+        """Return memory in which no weights lie that are in force, staged or partly received."""
+        taken = {id(part.payload) for part in self.parts}
+        for update in (self.current, self.staged):
+            if update is not None:
+                taken.update(id(payload) for payload in update.payloads)
+        for memory in self._memory:
+            if (memory.numel(), memory.device) == (nbytes, device) and id(memory) not in taken:
+                return memory
+        fresh = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._memory = [memory for memory in self._memory if id(memory) in taken] + [fresh]
+        return fresh
+
+    def _owns(self, payload: torch.Tensor) -> bool:
+        """Return whether ``payload`` is memory of this receiver, not of the sender."""
+        return any(payload is memory for memory in self._memory)
+
+    def _decoder(self, encoding: str) -> Decoder:
+        assert self._schema is not None
+        if encoding not in self._decoders:
+            self._decoders[encoding] = decoder_for(encoding, self._schema)
+        return self._decoders[encoding]
+
+    def _follow(self) -> bool:
+        """Find the model's tensors again if a part of it was replaced; return whether one was."""
+        if self._schema is None or not self.target.follow(self._schema):
+            return False
+        if self._own is not None:
+            self._own.bind(self.target.binding)
+            self._own.forget()  # the new part has weights of its own
+        return True
+
+    def _whole(self, parts: list[WeightChunk], schema: WeightSchema) -> StagedUpdate:
+        """Return the update of all weights that ``parts`` are."""
+        header, payloads = parts[0].header, payloads_of(parts)
+        decoder = self._decoder(header["encoding"])
+        values = decoder.decode(payloads)
+        for value in values[:1]:
+            await_stream(value)  # other threads read on other streams
+        storage: Storage | None = self._own
+        if storage is None and decoder.is_flat and payloads[0].is_cpu:
+            storage = self._flat_buffer(schema)
+        return StagedUpdate(
+            header["version"],
+            header["group"],
+            payloads,
+            values,
+            extra_of(parts),
+            Storage(schema) if storage is None else storage,
+        )
+
+    def _flat_buffer(self, schema: WeightSchema) -> FlatBuffer | None:
+        """Return the buffer that the model is to lie in; None if it is to point at payloads."""
+        binding = self.target.binding
+        if binding is None or self._stable:
+            return None
+        if self._flat is None or self._flat[0] is not binding:
+            suits = FlatBuffer.suits(schema, binding)
+            self._flat = binding, FlatBuffer(schema, binding) if suits else None
+        return self._flat[1]
+
+    def _change(self, parts: list[WeightChunk], schema: WeightSchema) -> StagedUpdate:
+        """Return the update that changes weights in force."""
+        header, payloads = parts[0].header, payloads_of(parts)
+        if self._own is None:
+            raise FormatError("a change, though no weights are kept here")
+        deltas = [read_delta(header["encoding"], payload, schema) for payload in payloads]
+        chain = [header["base"], *(delta.version for delta in deltas)]
+        if chain[:-1] != [delta.base for delta in deltas] or chain[-1] != header["version"]:
+            raise FormatError(f"changes that do not lead from {header['base']} to {header['version']}")
+        return StagedUpdate(
+            header["version"],
+            header["group"],
+            [] if self.current is None else self.current.payloads,
+            self._own.values,
+            extra_of(parts),
+            self._own,
+            base=header["base"],
+            deltas=deltas,
+            used_up=payloads,
+        )
+
+    # -- inside the gate ---------------------------------------------------------------------------
+
+    def begin(self, update: StagedUpdate) -> None:
+        """Do the first half of applying an update, which may fail and can be reverted."""
+        storage = update.storage
+        storage.begin(update, self.target, self._follow())
+        if update.storage is not storage:  # the model does not suit its flat buffer any more
+            self._flat = None
+        update.undo = self.target.exchange_extra(update.extra)
+
+    def switch(self, update: StagedUpdate) -> None:
+        """Do the second half: the update is in force from now on."""
+        try:
+            update.storage.switch(update, self.target)
+        except BaseException:
+            self._abort_loading()
+            raise
+        self.current, self.version = update, update.version
+
+    def named(self, update: StagedUpdate) -> NamedWeights:
+        """Return the weights of an update that is in force."""
+        assert self._schema is not None
+        weights = zip(self._schema.names, update.values, strict=bool(update.values))
+        return NamedWeights(dict(weights), update.extra)
+
+    # -- engines -----------------------------------------------------------------------------------
+
+    def _load_chunk(
+        self, engine: EngineTarget, chunk: WeightChunk, schema: WeightSchema
+    ) -> StagedUpdate | None:
+        """Have an engine load a chunk that just arrived; return the update after the last chunk."""
+        header = chunk.header
+        engine.load_chunk(chunk, self._decoder(header["encoding"]), schema)
+        if chunk.payload is not None:
+            self._release(chunk.payload)
+        self.parts.append(replace(chunk, payload=None))
+        if len(self.parts) < header["count"]:
+            return None
+        loaded, self.parts = engine.finish(), []
+        self.current = StagedUpdate(
+            header["version"],
+            None,
+            [],
+            [],
+            {},
+            Storage(schema),
+            arrived=loaded.since,
+            seconds=loaded.seconds,
+        )
+        self.version = header["version"]
+        return self.current
+
+    def _abort_loading(self) -> bool:
+        """Abort the version that an engine has begun to load, if any; the engine then has none."""
+        if self.target.loading is None:
+            return False
+        self.version = None
+        if self._own is not None:
+            self._own.forget()
+        self.target.abort()
+        return True
+
+    # -- leaving -----------------------------------------------------------------------------------
+
+    @property
+    def lies_in_payloads(self) -> bool:
+        """Whether the version in force lies in memory of the sender."""
+        return self.current is not None and not all(map(self._owns, self.current.payloads))
+
+    def leave_payloads(self) -> None:
+        """Copy the version in force out of the sender's memory; nobody may compute with it meanwhile."""
+        assert self.current is not None
+        assert self._schema is not None
+        self.current.values = _copies(self.current.values)
+        self.target.move(self._schema.names, self.current.values)
+        self.current.payloads = []
+
+    def close(self) -> None:
+        """Free all memory; the model keeps the version it has."""
+        self.unguard()
+        self.current = self.staged = None
+        self.parts, self._memory = [], []
+        self._decoders.clear()
+
+
+@torch.inference_mode(False)  # the model may be trained later
+def _copies(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return clones that are complete; tied tensors stay tied."""
+    twins = {memory_identity(value) or id(value): value for value in values}
+    clones = {key: value.clone() for key, value in twins.items()}
+    for clone in clones.values():
+        await_stream(clone)
+    return [clones[memory_identity(value) or id(value)] for value in values]

@@ -1,0 +1,333 @@
+"""Acting on the frames of one sender: staging updates, applying them, and answering."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weight_update.errors import (
+    FormatError,
+    LifecycleError,
+    LinkClosedError,
+    NotEnoughMemoryError,
+    SyncTimeoutError,
+    TransportError,
+    UnreachableMemoryError,
+    WorkerError,
+)
+from weight_update.receiver.flat_buffers import MissingBaseError
+from weight_update.receiver.gate import Gate
+from weight_update.receiver.group_commit import commit_group
+from weight_update.receiver.staging import Staging
+from weight_update.receiver.storage import StagedUpdate
+from weight_update.strategy.named_weights import NamedWeights
+from weight_update.strategy.strategy import WeightStrategy
+from weight_update.transports.base import TransportBackend
+from weight_update.wire.frames import Kind, WeightChunk
+
+__all__ = ["ReceiverOptions", "UpdateHandler", "as_memory_error", "summary_of"]
+
+_log = logging.getLogger(__name__)
+_PARTING_SECONDS = 3.0
+_NO_MEMORY = "no memory to receive"
+_SHORTAGES = ("can't allocate memory", "can't start new thread", _NO_MEMORY)  # texts of errors
+
+
+@dataclass(frozen=True)
+class ReceiverOptions:
+    """How one receiver joins its sender and applies updates.
+
+    Attributes:
+        link: receiver's end of the link.
+        strategy: how weights enter the model.
+        gate: keeps updates and forward passes apart.
+        worker: index of the receiver.
+        token: secret that the sender admits workers by.
+        instance: random name that tells the receiver from others that join as ``worker``.
+        stable_addresses: whether to copy into the model's tensors instead of pointing them at payloads.
+        timeout: seconds that an update waits for the running forward pass to end.
+        on_switched: called with the version inside the gate, when the version becomes visible.
+        on_applied: called with the version and a function that returns the weights, after that and outside
+            the gate, before the sender gets the answer.
+    """
+
+    link: TransportBackend
+    strategy: WeightStrategy
+    gate: Gate
+    worker: int
+    token: str
+    instance: str
+    stable_addresses: bool
+    timeout: float
+    on_switched: Callable[[int], None]
+    on_applied: Callable[[int, Callable[[], NamedWeights]], None]
+
+
+class UpdateHandler:
+    """Stages the updates of one sender, applies them inside the gate, and answers the sender.
+
+    Args:
+        options: how to apply updates.
+        closing: set when the receiver is being closed; updates then wait no longer.
+
+    Attributes:
+        staging: weights of this receiver.
+        applied: number of updates that were applied.
+        busy: lock that is held while a frame is handled and answered.
+        news: condition that is notified when an update was applied.
+    """
+
+    def __init__(self, options: ReceiverOptions, closing: threading.Event) -> None:
+        self.staging = Staging(
+            options.strategy,
+            options.gate,
+            stable_addresses=options.stable_addresses,
+            release=options.link.release,
+        )
+        self.applied = 0
+        self.busy = threading.RLock()
+        self.news = threading.Condition()
+        self._link, self._gate, self._worker = options.link, options.gate, options.worker
+        self._timeout, self._closing = options.timeout, closing
+        self._on_switched, self._on_applied = options.on_switched, options.on_applied
+        self._unwanted: int | None = None  # a version that failed: its other chunks are not read
+        self._leftovers: list[torch.Tensor] = []  # payloads switched away from, not yet released
+
+    # -- frames ------------------------------------------------------------------------------------
+
+    def next_frame(self, timeout: float | None) -> WeightChunk | None:
+        """Return the next frame; tell the sender if the frame's payload cannot be reached here."""
+        try:
+            return self._link.recv_chunk(timeout, self._allocate)
+        except (UnreachableMemoryError, MemoryError) as error:
+            version = getattr(error, "version", None)
+            if version is None:  # a part of a frame is lost, and the version it belongs to is not known
+                self._link.disconnect()
+                raise LinkClosedError(f"{_NO_MEMORY} ({error})") from None
+            with self.busy:
+                if version != self._unwanted:
+                    self._refuse(version, error)
+            raise
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        try:
+            return self.staging.allocate(nbytes)
+        except (RuntimeError, MemoryError) as error:
+            raise as_memory_error(error) from None
+
+    def handle(self, chunk: WeightChunk) -> Exception | None:
+        """Act on one frame. An exception of the model or of its engine goes to the sender and is returned.
+
+        Raises:
+            TransportError: the connection is lost, or must be made anew.
+            FormatError: the frame is not valid.
+        """
+        version = chunk.header.get("version") or 0  # a WELCOME has None where there is no version yet
+        try:
+            if chunk.kind is Kind.UPDATE:
+                try:
+                    self._update(chunk)
+                except MissingBaseError as reason:
+                    _log.warning("worker %d asks for all weights: %s", self._worker, reason)
+                    self.staging.forget()
+                    self._ask_for_all(version)
+            elif chunk.kind is Kind.COMMIT:
+                self._commit(version)
+            elif chunk.kind is Kind.ABORT:
+                if self.staging.forget(version):  # an engine had loaded a part of it
+                    self._ask_for_all(version)
+            elif chunk.kind is Kind.WELCOME:  # a late answer to an earlier attempt to join
+                self.staging.begin_with(chunk.header)
+            else:
+                raise FormatError(f"unexpected {chunk.kind.name} frame")
+        except (TransportError, FormatError):
+            raise
+        except BaseException as reason:
+            if not _is_of_the_model(reason):
+                raise
+            error = as_memory_error(_as_exception(reason))
+            self._refuse(version, error)
+            return error
+        return None
+
+    def _refuse(self, version: int, error: Exception) -> None:
+        """Keep the version in force, and tell the sender why ``version`` cannot be applied."""
+        self.staging.forget()
+        self._unwanted = version
+        summary, text = summary_of(error)
+        failed = {
+            "version": version,
+            "error": summary,
+            "traceback": text,
+            "kept": self.staging.version is not None,
+        }
+        self._answer(Kind.FAILED, failed)
+
+    def _ask_for_all(self, version: int) -> None:
+        self._answer(Kind.BEHIND, {"version": version})
+
+    def _answer(self, kind: Kind, header: Mapping[str, Any]) -> None:
+        self._link.send_chunk(WeightChunk(kind, header), self._timeout)
+
+    # -- updates -----------------------------------------------------------------------------------
+
+    def _update(self, chunk: WeightChunk) -> None:
+        header = chunk.header
+        if header["index"] == 0:
+            self._unwanted = None
+        if header["version"] == self._unwanted:
+            if chunk.payload is not None:
+                self._link.release(chunk.payload)
+            return
+        self.release_leftovers()
+        before = self.staging.current
+        update = self.staging.take(chunk)
+        if update is None:
+            self._answer(Kind.TAKEN, {"version": header["version"], "index": header["index"]})
+        elif update is self.staging.current:  # an engine loaded it chunk by chunk
+            self._in_force(update)
+            self._finish(update, update.seconds, before)
+        elif header["commit"]:
+            self._commit(header["version"])
+        else:
+            self._answer(Kind.STAGED, {"version": header["version"]})
+
+    def _commit(self, version: int) -> None:
+        update, self.staging.staged = self.staging.staged, None
+        if update is None or update.version != version:
+            raise LinkClosedError(f"version {version} is to be applied but was not received")
+        before = self.staging.current
+        if update.group is None:
+            stall = self._through_gate([(self, update)])
+        else:
+            key, size = f"{update.group}:{self._worker}", int(update.group.rpartition("/")[2])
+            stall = commit_group(key, size, (self, update), self._through_gate, 2 * self._timeout)
+        self._finish(update, stall, before)
+
+    def _through_gate(self, members: list[tuple[UpdateHandler, StagedUpdate]]) -> float:
+        """Apply the updates of all members at one moment; return the seconds that forward passes waited."""
+        return self._gate.run(functools.partial(_apply, members), self._timeout, self._closing.is_set)
+
+    def _in_force(self, update: StagedUpdate) -> None:
+        self.applied += 1
+        self._on_switched(update.version)
+
+    def _finish(self, update: StagedUpdate, stall: float, before: StagedUpdate | None) -> None:
+        """Tell everyone concerned that an update is in force."""
+        with self.news:
+            self.news.notify_all()
+        self._on_applied(update.version, functools.partial(self.staging.named, update))
+        applied = {
+            "version": update.version,
+            "apply_seconds": time.perf_counter() - update.arrived,
+            "stall_seconds": stall,
+        }
+        self._answer(Kind.APPLIED, applied)
+        leftovers = [*update.used_up, *(before.payloads if before is not None else ())]
+        self._leftovers = [
+            memory for memory in leftovers if all(memory is not one for one in update.payloads)
+        ]
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    @property
+    def has_leftovers(self) -> bool:
+        """Whether memory of the last update is still to be released."""
+        return bool(self._leftovers)
+
+    def release_leftovers(self) -> None:
+        """Release the memory of the last update; not at once, while other workers still need a core."""
+        for payload in self._leftovers:
+            self._link.release(payload)
+        self._leftovers = []
+
+    def forget_leftovers(self) -> None:
+        """Drop the memory of the last update without releasing it, as the link is closed."""
+        self._leftovers = []
+
+    def leave_payloads(self, given_up: Callable[[], bool]) -> None:
+        """Take the weights out of memory that ends with the sender, and refer to none of it any more.
+
+        Args:
+            given_up: ends the wait for running forward passes when it returns True.
+        """
+        if not self._link.capabilities.payloads_die_with_sender:
+            return
+        self.staging.forget()
+        self.forget_leftovers()
+        if not self.staging.lies_in_payloads:
+            return
+        try:
+            try:
+                self._gate.run(self.staging.leave_payloads, _PARTING_SECONDS, given_up)
+            except LifecycleError:  # shutdown() inside hold(): this thread computes nothing now
+                self.staging.leave_payloads()
+        except LinkClosedError:
+            _log.debug("worker %d: left to shutdown(), which has begun", self._worker)
+        except (SyncTimeoutError, torch.OutOfMemoryError) as error:
+            _log.warning(
+                "worker %d: the weights stay in the sender's memory, and are gone when its process ends: %s",
+                self._worker,
+                error,
+            )
+
+
+def _apply(members: list[tuple[UpdateHandler, StagedUpdate]]) -> None:
+    """Switch all members, or none. Called inside the gate."""
+    begun: list[StagedUpdate] = []
+    try:
+        for handler, update in members:
+            handler.staging.begin(update)
+            begun.append(update)
+    except BaseException:
+        for update in begun:
+            update.undo()
+        raise
+    # An engine may still refuse, so engines come first.
+    for handler, update in sorted(members, key=lambda member: not member[0].staging.target.takes_over):
+        handler.staging.switch(update)
+        handler._in_force(update)
+
+
+def _is_of_the_model(reason: BaseException) -> bool:
+    """Return whether code of the model raised ``reason``, rather than a signal handler.
+
+    Signal handlers run in the main thread. In another thread ``sys.exit()`` would end that thread in silence.
+    """
+    return isinstance(reason, Exception) or threading.current_thread() is not threading.main_thread()
+
+
+def _as_exception(reason: BaseException) -> Exception:
+    if isinstance(reason, Exception):
+        return reason
+    error = WorkerError(f"applying the update ended with {reason!r}; a model must raise an Exception instead")
+    error.__cause__ = reason
+    return error
+
+
+def summary_of(error: Exception) -> tuple[str, str]:
+    """Return what the sender is told of an error: one line, and the traceback."""
+    return f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+
+
+def as_memory_error(error: Exception) -> Exception:
+    """Return ``error``, or a NotEnoughMemoryError if lack of memory is what it reports."""
+    if isinstance(error, NotEnoughMemoryError):
+        return error
+    short = isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
+        text in str(error) for text in _SHORTAGES
+    )
+    if not short and getattr(error, "errno", None) != errno.ENOMEM:
+        return error
+    named = NotEnoughMemoryError(f"no memory for this update: {type(error).__name__}: {error}")
+    named.__cause__ = error
+    return named

@@ -1,0 +1,190 @@
+"""The state of a scheme in one process: which end it is, how far it got, and what ends it."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from abc import ABC
+from collections.abc import Callable
+from multiprocessing.util import Finalize
+from typing import Any, TypeVar
+
+from weight_update.errors import LifecycleError
+from weight_update.receiver.receiver import Receiver
+from weight_update.report import SyncReport
+from weight_update.schemes.liveness import WorkerAlive
+from weight_update.schemes.receiver_side import ReceiverSide
+from weight_update.schemes.sender_side import SenderListener, SenderSide
+from weight_update.sender.sender import Sender
+from weight_update.sharded import Follower
+from weight_update.strategy.strategy import WeightStrategy
+
+__all__ = ["SchemeLifecycle"]
+
+_S = TypeVar("_S", bound="SchemeLifecycle")
+
+
+class SchemeLifecycle(ABC):
+    """The part of a scheme that belongs to one process, and that no other process inherits.
+
+    A scheme is options, which travel when it is pickled, and this state, which does not: the copy in another
+    process is not initialized. A forked child drops the state of its parent when it initializes its own.
+    """
+
+    strategy: WeightStrategy
+
+    def _reset(self) -> None:
+        """Set every attribute that one process knows and another must not inherit.
+
+        A subclass with such attributes of its own overrides this and calls ``super()._reset()``.
+        """
+        self.last_report: SyncReport | None = None
+        self.worker_alive: WorkerAlive | None = None
+        self._listener: SenderListener | None = None
+        self._sender_side: SenderSide | None = None
+        self._receiver_side: ReceiverSide | None = None
+        self._model: Any = None
+        self._context: weakref.ref[Any] | None = None
+        self._connected = False
+        self._owner = os.getpid()
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+
+    def _begin(self, cure: str) -> None:
+        """Get ready for initialization; in a forked child, drop the state of the parent first.
+
+        Raises:
+            LifecycleError: this object is initialized already; the message ends with ``cure``.
+        """
+        if self._owner != os.getpid():
+            if self._finalizer is not None:
+                self._finalizer.detach()
+            self._reset()
+        if self.initialized_on_sender or self.initialized_on_receiver:
+            raise LifecycleError(f"this scheme is initialized already; {cure}")
+
+    def _close_at_end(self, close: Callable[..., None], *parts: Any) -> None:
+        """Have :meth:`shutdown` call ``close(*parts)``, or the end of this object or of the process.
+
+        Processes that multiprocessing started run its own exit functions only. Without them, a worker that
+        ends right after an update would never tell the sender that it applied it.
+        """
+        self._finalizer = weakref.finalize(self, close, *parts)
+        Finalize(self, self._finalizer, exitpriority=1)
+
+    # -- the end that this process is --------------------------------------------------------------
+
+    @property
+    def _sender(self) -> Sender | Follower | None:
+        return None if self._sender_side is None else self._sender_side.sender
+
+    @property
+    def _receiver(self) -> Receiver | None:
+        return None if self._receiver_side is None else self._receiver_side.receiver
+
+    def _require_sender(self) -> SenderSide:
+        side = self._sender_side
+        if side is None:
+            raise LifecycleError("this is not a sender; call init_on_sender() first")
+        if not side.sender.serving:  # connect() may have failed for some workers: the others are there
+            ended = self._finalizer is not None and not self._finalizer.alive
+            cure = "was shut down; make a new scheme" if ended else "is not connected; call connect() first"
+            raise LifecycleError(f"the sender {cure}")
+        return side
+
+    def _require_receiver(self) -> Receiver:
+        if self._receiver is None:
+            raise LifecycleError(
+                "this is not a connected receiver; call init_on_receiver() and connect() first"
+            )
+        return self._receiver
+
+    @property
+    def initialized_on_sender(self) -> bool:
+        """Whether this object was initialized as a sender, in this process."""
+        return self._sender_side is not None and self._owner == os.getpid()
+
+    @property
+    def initialized_on_receiver(self) -> bool:
+        """Whether this object was initialized as a receiver, in this process."""
+        return self._receiver_side is not None and self._owner == os.getpid()
+
+    @property
+    def synchronized_on_sender(self) -> bool:
+        """Whether ``connect()`` succeeded on the sender."""
+        return self.initialized_on_sender and self._connected
+
+    @property
+    def synchronized_on_receiver(self) -> bool:
+        """Whether ``connect()`` succeeded on the receiver."""
+        return self.initialized_on_receiver and self._connected
+
+    # -- what is known -----------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int | None:
+        """Version of the weights; None before the first.
+
+        On a sender, the newest version that a worker has applied. On a receiver, the version in force.
+        """
+        side = self._sender or self._receiver
+        return None if side is None else side.version
+
+    @property
+    def worker_versions(self) -> dict[int, int | None]:
+        """On a sender, the version that each worker has applied, by index.
+
+        A worker that is not connected has None.
+
+        On ranks of a sharded trainer that do not lead: as of the end of the last call that all ranks made.
+        """
+        return {} if self._sender is None else dict(self._sender.worker_versions)
+
+    @property
+    def worker_idx(self) -> int | None:
+        """Index of this receiver; None on a sender."""
+        return None if self._receiver_side is None else self._receiver_side.worker_idx
+
+    @property
+    def strategy_str(self) -> str:
+        """Format of the strategy: ``"tensordict"`` or ``"state_dict"``."""
+        return self.strategy.extract_as
+
+    @property
+    def context(self) -> Any | None:
+        """The context given at initialization, while it exists; only a weak reference is kept."""
+        return None if self._context is None else self._context()
+
+    @context.setter
+    def context(self, context: Any) -> None:
+        self._context = None if context is None else weakref.ref(context)
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """End all threads and free all memory. Models keep their weights.
+
+        Calling it twice is fine. A scheme that is used as a context manager, or collected as garbage, is
+        shut down by itself, and so is one that is left when the process exits.
+        """
+        self._connected = False
+        if self._owner == os.getpid() and self._finalizer is not None:
+            self._finalizer()
+
+    def __enter__(self: _S) -> _S:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.shutdown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a worker needs: options, token and addresses; no models, links or threads."""
+        fresh = object.__new__(type(self))
+        fresh._reset()
+        state = {name: value for name, value in self.__dict__.items() if name not in fresh.__dict__}
+        if self.initialized_on_sender:
+            state["strategy"] = self.strategy.for_receiver()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()

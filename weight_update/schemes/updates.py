@@ -1,0 +1,217 @@
+"""The calls of a connected scheme: sending updates, and receiving them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from weight_update.errors import LifecycleError
+from weight_update.receiver.gate import Hold
+from weight_update.report import SyncReport
+from weight_update.schemes.lifecycle import SchemeLifecycle
+from weight_update.schemes.sources import ModelOf
+from weight_update.sender.handle import SendHandle
+from weight_update.sender.sender import Sender
+
+__all__ = ["SchemeUpdates"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class SchemeUpdates(SchemeLifecycle):
+    """The part of a scheme that is used between ``connect()`` and ``shutdown()``."""
+
+    sync: bool
+    timeout: float
+
+    # -- updates, on the sender --------------------------------------------------------------------
+
+    def send(self, weights: Any = None, worker_ids: Any = None) -> SyncReport:
+        """Send weights to workers and, if ``sync``, wait until they have applied them.
+
+        ::
+
+            scheme.send()                          # the model given to init_on_sender, to all workers
+            scheme.send(weights)                   # other weights
+            scheme.send(worker_ids=[0, 2])         # to some workers
+            scheme.send({0: weights, 1: others})   # weights of its own for each worker
+
+        Args:
+            weights: module, TensorDict, dict, callable or name of a model in the context; a dict of worker
+                indices for different weights each; None reads the source given to ``init_on_sender``.
+            worker_ids: index, device, or a list of them; None sends to all workers.
+
+        Returns:
+            the report of this update. With ``sync=False``, its figures for workers are still empty.
+
+        Raises:
+            LifecycleError: this is not a connected sender.
+            NothingToSendError: no weights were given and the sender has no source.
+            UnknownWorkerError: ``worker_ids`` names a worker that does not exist.
+            SchemaMismatchError: the weights are not those agreed on in ``connect()``; nothing was sent.
+            SyncFailedError: workers failed, died or were late. The error names them; all other workers have
+                the update.
+        """
+        handle = self.send_async(weights, worker_ids)
+        if self.sync:
+            return handle.wait()
+        self._require_sender().raise_earlier_error(handle)
+        return handle.report
+
+    def send_async(self, weights: Any = None, worker_ids: Any = None) -> SendHandle:
+        """Send weights as :meth:`send` does, without waiting for workers.
+
+        The caller may change the weights as soon as this returns. A worker that is still busy with an earlier
+        version gets the newest one when it is done; versions in between are dropped.
+
+        ::
+
+            handle = scheme.send_async()
+            train(policy)
+            report = handle.wait(timeout=10.0)
+
+        Returns:
+            a handle with ``version``, ``done()`` and ``wait(timeout) -> SyncReport``.
+        """
+        return self._publish(weights, worker_ids)
+
+    def stage(self, weights: Any, worker_ids: Any, step: str) -> SendHandle:
+        """Send weights that workers keep until they are told to apply them.
+
+        This is the first half of :func:`~weight_update.send_together`.
+        """
+        return self._publish(weights, worker_ids, commit=False, group_commit=step)
+
+    def _publish(self, weights: Any, worker_ids: Any, **how: Any) -> SendHandle:
+        handle = self._require_sender().publish(weights, worker_ids, self.context, **how)
+        self.last_report = handle.report
+        return handle
+
+    def continue_from(self, version: int) -> None:
+        """Give the next update a number above ``version``, as after a restart from a checkpoint.
+
+        Raises:
+            LifecycleError: this is not a connected sender.
+        """
+        sender = self._require_sender().sender
+        if isinstance(sender, Sender):  # the leader of a sharded trainer numbers for the other ranks
+            sender.continue_from(version)
+
+    def prepare_weights(self, weights: Any = None) -> Any:
+        """Return the weights that ``send(weights)`` would send, in the format of the strategy.
+
+        If the model is sharded, every rank calls this, and ranks that do not lead get None.
+        """
+        named = self._require_sender().read(weights, self.context)
+        return None if named is None else self.strategy.export(named)
+
+    # -- updates, on a receiver --------------------------------------------------------------------
+
+    def receive(self, timeout: float | None = None) -> Any | None:
+        """Wait for the next update to be applied, and return the weights.
+
+        Updates are applied without this call; use it to wait for one, or where the receiver has no model::
+
+            while (weights := scheme.receive(timeout=1.0)) is None:
+                print("still version", scheme.version)
+
+        Args:
+            timeout: seconds; None waits as long as the sender lives, 0 does not wait.
+
+        Returns:
+            the weights in force, in the format of the strategy, or None when no new version came in time.
+            They are live tensors of the model, copies where the receiver has no model, and empty where it
+            has an engine.
+
+        Raises:
+            LifecycleError: this is not a connected receiver.
+            TransportError: the sender is gone.
+        """
+        return self._require_receiver().receive(timeout)
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Write weights into the receiver's model, between forward passes. No version is counted.
+
+        Args:
+            weights: module, TensorDict or dict.
+            inplace: as for :meth:`WeightStrategy.apply_weights`.
+
+        Raises:
+            LifecycleError: this is not a receiver, or it has no model.
+            SchemaMismatchError: the weights do not fit; nothing was written.
+        """
+        if self._receiver_side is None:
+            raise LifecycleError("apply_weights() is for receivers; call init_on_receiver() first")
+        if self._model is None:
+            raise LifecycleError("this receiver has no model")
+        apply = functools.partial(self.strategy.apply_weights, self._model, weights, inplace)
+        if self._receiver is None:
+            apply()
+        else:
+            self._receiver.gate.run(apply, self.timeout)
+
+    def hold(self) -> Hold:
+        """Return a context manager that keeps updates out. Updates that arrive wait for its end.
+
+        Every forward pass of the model holds by itself. Use this around several forward passes that must
+        see one version, around a forward pass and its backward pass, and where parts of the model or
+        ``model.forward`` are called directly::
+
+            with scheme.hold():
+                rollout = [step(policy) for _ in range(100)]    # all with one version
+
+        In coroutines write ``async with scheme.hold():``. A hold may end in another thread or coroutine than
+        the one it began in.
+
+        Raises:
+            LifecycleError: this is not a connected receiver; or, from ``with`` in a coroutine, another
+                coroutine of this thread holds as well.
+        """
+        return self._require_receiver().gate.hold()
+
+    def guarded(self, function: _F) -> _F:
+        """Return ``function`` so that it holds during each call, for policies whose own hooks cannot run.
+
+        The hooks that hold during forward passes are taken off the model, so compile or capture the model
+        after this::
+
+            policy = scheme.guarded(torch.compile(model))
+
+        A coroutine function holds until its await ends. A generator function or asynchronous generator
+        function holds from its first item until it ends or is closed.
+
+        Raises:
+            LifecycleError: this is not a connected receiver.
+            TypeError: from a call that returned a coroutine, a generator or a future without being a
+                coroutine function or generator function, so that its end cannot be known.
+        """
+        receiver = self._require_receiver()
+        receiver.guard_outside()
+        return receiver.gate.guarded(function)
+
+    # -- the model ---------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> Any | None:
+        """On a receiver, the model kept current. On a sender, the model or weights that ``send()`` reads.
+
+        Assign another model on a connected receiver, and it gets the weights in force.
+        """
+        if self._sender_side is None:
+            return self._model
+        first = next(iter(self._sender_side.sources.by_worker.values()))
+        return first() if isinstance(first, ModelOf) else first
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        self._model = model
+        if self._receiver is not None:
+            self._receiver.bind(model)
+
+    @property
+    def weights(self) -> Any | None:
+        """On a receiver, the weights in force. On a sender, the weights of its source as they are now."""
+        if self._receiver is not None:
+            return self.strategy.export(self._receiver.weights())
+        return None if self._sender_side is None else self.prepare_weights()
