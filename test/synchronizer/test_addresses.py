@@ -60,7 +60,7 @@ def test_an_address_that_stands_for_all_is_refused(method: SyncMethod, address: 
             where.serve(address)
         with pytest.raises(ValueError, match="all interfaces"):
             TrainerClient(where, model_at(0), address=address)
-        assert where.coordinator.desk.status()["trainer"] == "stopped"
+        assert where.coordinator.sessions.status()["trainer"] == "stopped"
 
 
 def servers() -> list[threading.Thread]:
@@ -76,7 +76,7 @@ def test_close_ends_the_servers_also_when_another_step_raises(monkeypatch: pytes
     def fail() -> None:
         raise OSError("no")
 
-    monkeypatch.setattr(where.coordinator.desk, "close", fail)
+    monkeypatch.setattr(where.coordinator.sessions, "close", fail)
     monkeypatch.setattr(server, "close", lambda close=server.close: (close(), fail()))
     with pytest.raises(OSError, match="no"):
         where.close()

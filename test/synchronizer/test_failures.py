@@ -35,7 +35,7 @@ HELD = [SyncMethod.MEMORY, SyncMethod.CHECKPOINT]
 
 
 def waits(where: Synchronizer, *ids: int) -> bool:
-    explorers = where.coordinator.desk.status()["explorers"]
+    explorers = where.coordinator.sessions.status()["explorers"]
     return all(explorers.get(str(id)) == "require_sync" for id in ids)
 
 
@@ -255,7 +255,7 @@ def test_the_synchronizer_restarts_from_the_last_published_version(
     first.close()
     del first, server
     second, _ = start(port)
-    assert trainer.blocking.latest_version() == before, "from the journal, by a client that found it again"
+    assert trainer.blocking.latest_version() == before, "from the disk, by a client that found it again"
     set_to(source, 2)
     explorer.step, trainer.step = 2, 1
     said = sync_once()
@@ -306,7 +306,7 @@ def test_backends_that_cannot_be_used_are_refused_and_the_trainer_does_not_stay(
     with synchronizer(SyncMethod.NCCL, SyncStyle.FIXED, tmp_path) as where:
         with pytest.raises(ValueError, match="known: 'gloo', 'nccl'"):
             TrainerClient(where, model_at(0), backend="pigeon")
-        assert where.coordinator.desk.status()["trainer"] == "stopped"
+        assert where.coordinator.sessions.status()["trainer"] == "stopped"
     with (
         synchronizer(SyncMethod.MEMORY, SyncStyle.FIXED, tmp_path) as where,
         pytest.raises(ValueError, match=r"for SyncMethod\.NCCL"),

@@ -20,7 +20,7 @@ from weight_update import (
     SyncStyle,
     TrainerClient,
 )
-from weight_update.synchronizer.register import Register
+from weight_update.synchronizer.sessions import SessionTable
 from weight_update.synchronizer.state import Explorer
 from weight_update.synchronizer.transfer import Inlet, Outlet
 
@@ -54,7 +54,7 @@ def test_directly_a_version_that_its_only_explorer_did_not_live_to_take_is_not_p
             Waiting(explorer)
             wait_until(trainer.blocking.need_sync)
             thread, said = in_thread(trainer.blocking.sync_weight)
-            wait_until(lambda: where.coordinator.desk.machine.transfer)
+            wait_until(lambda: where.coordinator.sessions.machine.transfer)
             time.sleep(0.2)
             explorer.close()
         thread.join(20.0)
@@ -163,25 +163,25 @@ def test_one_whose_thread_ended_without_a_word_is_missed_and_may_come_back(tmp_p
 
 def test_a_client_that_is_dropped_is_missed() -> None:
     with Synchronizer(SyncMethod.MEMORY, lease=0.4) as where:
-        desk = where.coordinator.desk
+        sessions = where.coordinator.sessions
         client = ExplorerClient(where, model_at(-1))
         del client
-        wait_until(lambda: not desk.status()["explorers"])
+        wait_until(lambda: not sessions.status()["explorers"])
 
 
 def test_a_process_that_could_hear_nobody_gives_all_a_new_lease() -> None:
-    moved, missed = threading.Condition(threading.RLock()), list[float]()
-    register = Register(moved, 0.5, lambda session, why: missed.append(time.monotonic()))
-    with moved:
-        register.add("one", Explorer(0), leased=True)
+    changed, missed = threading.Condition(threading.RLock()), list[float]()
+    table = SessionTable(changed, 0.5, lambda session, why: missed.append(time.monotonic()))
+    with changed:
+        table.add("one", Explorer(0), leased=True)
     time.sleep(0.1)
-    with moved:
+    with changed:
         time.sleep(1.0)  # as if it had been stopped
         going_on = time.monotonic()
     wait_until(lambda: missed)
-    with moved:
-        register.closed = True
-        moved.notify_all()
+    with changed:
+        table.closed = True
+        changed.notify_all()
     assert missed[0] - going_on > 0.4
 
 

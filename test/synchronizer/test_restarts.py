@@ -38,9 +38,9 @@ def test_in_fixed_a_trainer_that_is_made_anew_goes_on_at_the_step_of_the_newest_
         return Synchronizer(method, SyncStyle.FIXED, sync_interval=10, directory=tmp_path)
 
     with start() as where, TrainerClient(where, model_at(0), step=20):
-        desk = where.coordinator.desk
-        with desk.moved:
-            desk.publish(3, 20)
+        sessions = where.coordinator.sessions
+        with sessions.changed:
+            sessions.publish(3, 20)
         where.coordinator.call("status", {})
     with start() as where:
         with TrainerClient(where, model_at(0)) as trainer:
@@ -79,8 +79,8 @@ def test_directly_an_explorer_that_waits_for_a_trainer_is_told_of_the_end(
     with Synchronizer(SyncMethod.NCCL) as where, ExplorerClient(where, model_at(-1)) as explorer:
         explorer.step = 1
         waiting = Waiting(explorer)
-        moved = where.coordinator.desk.moved
-        wait_until(lambda: moved._waiters)
+        changed = where.coordinator.sessions.changed
+        wait_until(lambda: changed._waiters)
         where.close()
         assert "was closed" in waiting.result()["reason"]
     assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
@@ -92,15 +92,15 @@ def test_directly_a_trainer_that_was_replaced_begins_no_transfer() -> None:
     where.call("hello", {"session": "old", "role": "trainer", "ticket": ticket})
     for id in range(2):
         where.call("hello", {"session": str(id), "role": "explorer"})
-    machine, moved = where.desk.machine, where.desk.moved
-    with moved:
+    machine, changed = where.sessions.machine, where.sessions.changed
+    with changed:
         machine.explorer_requires(0)
     said: list[dict[str, Any]] = []
     args = {"session": "old", "step": 0, "timeout": 20.0}
     meeting = threading.Thread(target=lambda: said.append(where.call("meet", args)), daemon=True)
     meeting.start()
     wait_until(lambda: machine.trainer is not None and machine.trainer.status is RunningStatus.REQUIRE_SYNC)
-    with moved:  # the new one is faster than the thread of the old one
+    with changed:  # the new one is faster than the thread of the old one
         where.call("hello", {"session": "new", "role": "trainer", "ticket": ticket})
         machine.explorer_requires(0)
         machine.trainer_requires()
@@ -161,7 +161,7 @@ def test_a_call_that_is_cancelled_after_close_is_cancelled() -> None:
         asyncio.run(cancel(where))
 
 
-def test_a_slow_disk_under_the_journal_stops_no_other_call(
+def test_a_slow_disk_under_the_version_file_stops_no_other_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stuck, go_on = threading.Event(), threading.Event()
@@ -190,16 +190,16 @@ def test_a_slow_disk_under_the_journal_stops_no_other_call(
         assert in_time
     monkeypatch.undo()
     with Synchronizer(SyncMethod.MEMORY, directory=tmp_path) as where:
-        assert where.coordinator.desk.machine.newest == 0
+        assert where.coordinator.sessions.machine.newest == 0
 
 
-def test_a_fifo_in_place_of_the_journal_is_ignored(tmp_path: Path) -> None:
+def test_a_fifo_in_place_of_the_version_file_is_ignored(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "synchronizer.json")
     made: list[int | None] = []
 
     def start() -> None:
         with Synchronizer(SyncMethod.MEMORY, directory=tmp_path) as where:
-            made.append(where.coordinator.desk.machine.newest)
+            made.append(where.coordinator.sessions.machine.newest)
 
     starting = threading.Thread(target=start, daemon=True)
     starting.start()

@@ -8,8 +8,8 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 from weight_update.errors import FormatError, LinkClosedError, SyncTimeoutError, TransportError
-from weight_update.synchronizer.desk import Reply
 from weight_update.synchronizer.service import Coordinator
+from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.wire import Wire, connect
 from weight_update.transports.shared_memory.unix_stream import seconds_left
 

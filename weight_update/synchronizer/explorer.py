@@ -15,10 +15,10 @@ from weight_update.errors import CorruptCheckpointError, TransportError, WeightS
 from weight_update.receiver.gate import Gate
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.synchronizer.channels import Channel
-from weight_update.synchronizer.desk import CHECKPOINT, Reply
 from weight_update.synchronizer.metrics import Metrics
 from weight_update.synchronizer.party import Party
 from weight_update.synchronizer.plan import SyncMethod, SyncStyle
+from weight_update.synchronizer.sessions import CHECKPOINT, Reply
 from weight_update.synchronizer.state import TRAINER_STOPPED
 from weight_update.synchronizer.transfer import Inlet, Ticket
 from weight_update.transports.shared_memory.unix_stream import deadline_of

@@ -6,9 +6,9 @@ import threading
 from typing import Any
 
 from weight_update.errors import WeightSyncError
-from weight_update.synchronizer.desk import Desk, Reply
 from weight_update.synchronizer.memory import Memory
 from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncStyle
+from weight_update.synchronizer.sessions import Reply, SessionManager
 from weight_update.synchronizer.state import Explorer
 from weight_update.synchronizer.transfer import Shipment, Ticket, key_of
 from weight_update.transports.shared_memory.unix_stream import deadline_of
@@ -20,21 +20,26 @@ class ExplorerCalls:
     """Calls take and give plain values. ``held`` is the update in force in the explorer, by number.
 
     Args:
-        desk: who is here.
+        sessions: who is here.
         memory: MEMORY: where weights are kept.
         timeout: seconds a transfer may take.
     """
 
-    def __init__(self, desk: Desk, memory: Memory | None, timeout: float) -> None:
-        self.desk, self.plan = desk, desk.plan
-        self._machine, self._moved, self._memory, self._timeout = desk.machine, desk.moved, memory, timeout
+    def __init__(self, sessions: SessionManager, memory: Memory | None, timeout: float) -> None:
+        self.sessions, self.plan = sessions, sessions.plan
+        self._machine, self._changed, self._memory, self._timeout = (
+            sessions.machine,
+            sessions.changed,
+            memory,
+            timeout,
+        )
         self._delivering = threading.Lock()
         self._shipments: dict[Explorer, tuple[int, Shipment]] = {}
 
     def explorer_needs(self, session: str, step: int, held: list[Any] | None) -> Reply:
         """Whether an explorer should synchronize."""
-        with self._moved:
-            _, explorer = self.desk.note(session, step, held)
+        with self._changed:
+            _, explorer = self.sessions.note(session, step, held)
             return {"need": self._machine.explorer_needs_sync(explorer.id), "version": explorer.version}
 
     def explorer_syncs(
@@ -54,20 +59,20 @@ class ExplorerCalls:
             ticket to ``join`` by, or a version to ``fetch``.
         """
         machine, deadline = self._machine, deadline_of(timeout)
-        with self._moved:
-            client, explorer = self.desk.note(session, step, held)
+        with self._changed:
+            client, explorer = self.sessions.note(session, step, held)
             if again and not self.plan.direct and _ended(explorer):
                 return _answer(explorer)
             if self.plan.direct:
-                self.desk.await_(lambda: self._road() is not None or self._is_over(explorer), deadline)
-                self.desk.register.of(session)  # it may have left meanwhile
+                self.sessions.wait_for(lambda: self._road() is not None or self._is_over(explorer), deadline)
+                self.sessions.table.of(session)  # it may have left meanwhile
                 if (road := self._road()) is not None and client.linked != key_of(road):
                     return {"join": road}
             machine.explorer_requires(explorer.id)
-            self._moved.notify_all()
+            self._changed.notify_all()
         while True:
-            with self._moved:
-                self.desk.await_(lambda: _ended(explorer) or self._may_act(explorer), deadline)
+            with self._changed:
+                self.sessions.wait_for(lambda: _ended(explorer) or self._may_act(explorer), deadline)
                 if not _ended(explorer) and not self._may_act(explorer):
                     self._give_up(explorer, timeout)
                 if _ended(explorer):
@@ -83,28 +88,28 @@ class ExplorerCalls:
 
     def explorer_fetched(self, session: str, version: int | None, step: int, reason: str) -> Reply:
         """CHECKPOINT: an explorer has read a version made at the trainer's ``step``, or could not."""
-        with self._moved:
-            explorer = self.desk.register.of(session).party
+        with self._changed:
+            explorer = self.sessions.table.of(session).party
             assert isinstance(explorer, Explorer)
             if version is None:
                 self._machine.failed(explorer.id, reason)
             else:
-                self.desk.publish(version, step)
+                self.sessions.publish(version, step)
                 self._machine.delivered(explorer.id, version)
-            self._moved.notify_all()
+            self._changed.notify_all()
             return _answer(explorer)
 
     def explorer_gives_up(self, session: str, reason: str) -> Reply:
         """An explorer does not wait any longer."""
-        with self._moved:
-            explorer = self.desk.register.of(session).party
+        with self._changed:
+            explorer = self.sessions.table.of(session).party
             assert isinstance(explorer, Explorer)
             self._machine.gave_up(explorer.id, reason)
-            self._moved.notify_all()
+            self._changed.notify_all()
             return {"version": explorer.version, "reason": reason}
 
     def _road(self) -> Ticket | None:
-        return self.desk.trainer_ticket if self._memory is None else self._memory.ticket
+        return self.sessions.trainer_ticket if self._memory is None else self._memory.ticket
 
     def _is_over(self, explorer: Explorer) -> bool:
         trainer = self._machine.trainer
@@ -118,10 +123,10 @@ class ExplorerCalls:
     def _give_up(self, explorer: Explorer, timeout: float) -> None:
         late = f"no new weights came within {timeout:g} s{self._lag(explorer)}"
         if not self._machine.gave_up(explorer.id, late):
-            self.desk.await_(lambda: _ended(explorer), deadline_of(2 * self._timeout))
+            self.sessions.wait_for(lambda: _ended(explorer), deadline_of(2 * self._timeout))
             if not _ended(explorer):
                 self._machine.failed(explorer.id, "the transfer did not end")
-        self._moved.notify_all()
+        self._changed.notify_all()
 
     def _lag(self, explorer: Explorer) -> str:
         """Return, for FIXED, how far the trainer is from the step that an explorer waits for."""
@@ -141,17 +146,17 @@ class ExplorerCalls:
         version, shipment = self._shipments.pop(explorer, (0, None))
         if shipment is not None:
             failures = shipment.settle([explorer.id])
-            with self._moved:
+            with self._changed:
                 if not _ended(explorer):
-                    self.desk.settle([explorer.id], version, failures)
-                    self._moved.notify_all()
+                    self.sessions.settle([explorer.id], version, failures)
+                    self._changed.notify_all()
 
     def _send_to_waiting(self) -> None:
         memory = self._memory
         assert memory is not None
         assert memory.ticket is not None
-        with self._moved:
-            linked = self.desk.register.linked(key_of(memory.ticket))
+        with self._changed:
+            linked = self.sessions.table.linked(key_of(memory.ticket))
             going = [one for one in linked if self._machine.may_fetch(one.id) is not None]
             self._machine.begin([one.id for one in going])
         if not going:
@@ -159,14 +164,14 @@ class ExplorerCalls:
         try:
             kept, shipment = memory.send([one.id for one in going])
         except WeightSyncError as error:
-            with self._moved:
-                self.desk.settle([one.id for one in going], 0, {one.id: str(error) for one in going})
-                self._moved.notify_all()
+            with self._changed:
+                self.sessions.settle([one.id for one in going], 0, {one.id: str(error) for one in going})
+                self._changed.notify_all()
             return
-        with self._moved:
-            self.desk.sent(memory.ticket, shipment.number, kept.version, kept.step)
+        with self._changed:
+            self.sessions.sent(memory.ticket, shipment.number, kept.version, kept.step)
             self._shipments.update(dict.fromkeys(going, (kept.version, shipment)))
-            self._moved.notify_all()
+            self._changed.notify_all()
 
 
 def _ended(explorer: Explorer) -> bool:

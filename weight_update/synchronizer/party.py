@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 from weight_update.errors import LifecycleError, LinkClosedError, TransportError
 from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
 from weight_update.synchronizer.channels import Channel
-from weight_update.synchronizer.desk import Reply
 from weight_update.synchronizer.metrics import Metrics
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan
+from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.transfer import Ticket
 
 __all__ = ["Metrics", "Party"]

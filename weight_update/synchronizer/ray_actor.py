@@ -9,8 +9,8 @@ from typing import Any
 
 from weight_update.errors import LifecycleError, LinkClosedError
 from weight_update.synchronizer.channels import Channel
-from weight_update.synchronizer.desk import Reply
 from weight_update.synchronizer.plan import SyncPlan
+from weight_update.synchronizer.sessions import Reply
 from weight_update.transports.ray.rendezvous import require_ray
 
 __all__ = ["RayChannel", "RayHost"]

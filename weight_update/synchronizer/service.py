@@ -8,12 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from weight_update.errors import WeightSyncError
-from weight_update.synchronizer.desk import Desk, Reply
 from weight_update.synchronizer.explorer_calls import ExplorerCalls
-from weight_update.synchronizer.journal import Journal
 from weight_update.synchronizer.memory import Memory
 from weight_update.synchronizer.plan import SyncPlan
-from weight_update.synchronizer.register import Closed, Refused
+from weight_update.synchronizer.sessions import Closed, Refused, Reply, SessionManager, VersionFile
 from weight_update.synchronizer.trainer_calls import TrainerCalls
 
 __all__ = ["Coordinator"]
@@ -26,7 +24,7 @@ class Coordinator:
 
     Args:
         plan: the rules.
-        journal: where the newest version is remembered.
+        version_file: where the newest version is remembered.
         memory: MEMORY: where weights are kept.
         lease: seconds after which a client that is not heard of counts as gone; None: for ever.
         timeout: seconds a transfer may take.
@@ -38,7 +36,7 @@ class Coordinator:
         self,
         plan: SyncPlan,
         *,
-        journal: Journal | None = None,
+        version_file: VersionFile | None = None,
         memory: Memory | None = None,
         lease: float | None = None,
         timeout: float = 60.0,
@@ -46,15 +44,15 @@ class Coordinator:
         directory: str | None = None,
     ) -> None:
         self.plan = plan
-        self.desk = desk = Desk(plan, journal, lease, newest, directory)
+        self.sessions = sessions = SessionManager(plan, version_file, lease, newest, directory)
         self._memory = memory
-        trainer, explorer = TrainerCalls(desk, memory), ExplorerCalls(desk, memory, timeout)
+        trainer, explorer = TrainerCalls(sessions, memory), ExplorerCalls(sessions, memory, timeout)
         self._calls: dict[str, Callable[..., Reply]] = {
-            "hello": desk.hello,
-            "bye": desk.bye,
-            "beat": desk.beat,
-            "notify": desk.notify,
-            "status": desk.status,
+            "hello": sessions.hello,
+            "bye": sessions.bye,
+            "beat": sessions.beat,
+            "notify": sessions.notify,
+            "status": sessions.status,
             "trainer_needs": trainer.trainer_needs,
             "trainer_version": trainer.trainer_version,
             "trainer_failed": trainer.trainer_failed,
@@ -72,7 +70,7 @@ class Coordinator:
         """Do what a client asks for.
 
         Args:
-            name: of a method of :class:`Desk`, :class:`TrainerCalls` or :class:`ExplorerCalls`.
+            name: of a method of :class:`SessionManager`, :class:`TrainerCalls` or :class:`ExplorerCalls`.
             args: its arguments.
 
         Returns:
@@ -97,7 +95,7 @@ class Coordinator:
 
     def gone(self, session: str) -> None:
         """The connection to a client ended without a word."""
-        self.desk.gone(session)
+        self.sessions.gone(session)
 
     def close(self) -> None:
         """Wake everybody and let go of the weights."""
@@ -105,9 +103,9 @@ class Coordinator:
             if self._memory is not None:
                 stack.callback(self._memory.close)
             stack.callback(self._remember)
-            stack.callback(self.desk.close)
+            stack.callback(self.sessions.close)
 
     def _remember(self) -> None:
-        """Write the newest version to the journal; other calls go on meanwhile."""
-        if self.desk.journal is not None:
-            self.desk.journal.flush()
+        """Write the newest version to the disk; other calls go on meanwhile."""
+        if self.sessions.version_file is not None:
+            self.sessions.version_file.flush()

@@ -12,12 +12,12 @@ from weight_update.checkpoints.files import Files
 from weight_update.errors import LifecycleError
 from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
 from weight_update.synchronizer.addresses import is_loopback, require_reachable
-from weight_update.synchronizer.journal import Journal
 from weight_update.synchronizer.memory import Memory
 from weight_update.synchronizer.plan import SyncMethod, SyncPlan, SyncStyle
 from weight_update.synchronizer.ray_actor import RayHost
 from weight_update.synchronizer.server import Server
 from weight_update.synchronizer.service import Coordinator
+from weight_update.synchronizer.sessions import VersionFile
 
 __all__ = ["Synchronizer"]
 
@@ -41,7 +41,8 @@ class Synchronizer:
         sync_interval: see :class:`SyncPlan`.
         sync_offset: see :class:`SyncPlan`.
         max_staleness: see :class:`SyncPlan`.
-        directory: where the journal is kept, and the files of CHECKPOINT, which needs one that all share.
+        directory: where the number of the newest version is kept, and the files of CHECKPOINT, which
+            needs one that all share.
         strategy: MEMORY: how weights travel to explorers; see :class:`~weight_update.WeightSyncScheme`.
         lease: seconds after which a client that is not heard of counts as gone: its process or machine
             has stopped, or the thread that used it last has ended without closing it.
@@ -109,7 +110,7 @@ class Synchronizer:
             )
         return Coordinator(
             self.plan,
-            journal=None if self._directory is None else Journal(self._directory),
+            version_file=None if self._directory is None else VersionFile(self._directory),
             memory=self._memory,
             lease=self._options["lease"],
             timeout=timeout,
@@ -168,12 +169,12 @@ class Synchronizer:
 
     def reach_by(self, address: str) -> None:
         """Explorers may be on other machines: hand weights out on the interface of ``address``."""
-        desk = self.coordinator.desk
+        sessions = self.coordinator.sessions
         if is_loopback(address):
             return
         if self._memory is not None:
             self._memory.listen_on(address)
-        desk.reach_by(address)
+        sessions.reach_by(address)
 
     def close(self) -> None:
         """Wake everybody who waits, and end; calling it twice is fine."""

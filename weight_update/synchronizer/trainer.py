@@ -14,10 +14,10 @@ from weight_update.errors import LinkClosedError, SyncFailedError, SyncTimeoutEr
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.synchronizer.addresses import is_loopback, require_reachable
 from weight_update.synchronizer.channels import Channel
-from weight_update.synchronizer.desk import Reply
 from weight_update.synchronizer.metrics import Metrics
 from weight_update.synchronizer.party import Party
 from weight_update.synchronizer.plan import RunningStatus, SyncStyle
+from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.transfer import Outlet, Shipment, Ticket
 from weight_update.transports.distributed.relay.pairs import pair_of
 from weight_update.transports.shared_memory.unix_stream import deadline_of

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 from weight_update.errors import WeightSyncError
-from weight_update.synchronizer.desk import Desk, Reply
 from weight_update.synchronizer.memory import Memory
 from weight_update.synchronizer.plan import RunningStatus, SyncStyle
+from weight_update.synchronizer.sessions import Reply, SessionManager
 from weight_update.synchronizer.state import Trainer
 from weight_update.synchronizer.transfer import Ticket
 from weight_update.transports.shared_memory.unix_stream import deadline_of
@@ -21,55 +21,55 @@ class TrainerCalls:
     """Calls take and give plain values. ``step`` is how many steps the trainer has done.
 
     Args:
-        desk: who is here.
+        sessions: who is here.
         memory: MEMORY: where weights are kept.
     """
 
-    def __init__(self, desk: Desk, memory: Memory | None) -> None:
-        self.desk, self.plan = desk, desk.plan
-        self._machine, self._moved, self._memory = desk.machine, desk.moved, memory
+    def __init__(self, sessions: SessionManager, memory: Memory | None) -> None:
+        self.sessions, self.plan = sessions, sessions.plan
+        self._machine, self._changed, self._memory = sessions.machine, sessions.changed, memory
 
     def trainer_needs(self, session: str, step: int) -> Reply:
         """Whether the trainer should synchronize."""
-        with self._moved:
+        with self._changed:
             self._trainer(session, step)
             return {"need": self._machine.trainer_needs_sync()}
 
     def trainer_version(self, session: str, step: int) -> Reply:
         """The number that the next version will have."""
-        with self._moved:
+        with self._changed:
             self._trainer(session, step)
-            return {"version": self.desk.next_version()}
+            return {"version": self.sessions.next_version()}
 
     def trainer_failed(self, session: str, step: int, reason: str) -> Reply:
         """The trainer could not publish."""
-        with self._moved:
+        with self._changed:
             self._trainer(session, step)
             self._machine.trainer_gave_up(reason)
-            self._moved.notify_all()
+            self._changed.notify_all()
             return {"version": self._machine.newest, "reason": reason}
 
     def take_from(self, session: str, ticket: Ticket) -> Reply:
         """MEMORY: join the trainer's outlet."""
-        with self._moved:
-            self.desk.register.of(session)
+        with self._changed:
+            self.sessions.table.of(session)
         assert self._memory is not None
         self._memory.take_from(ticket)
         return {}
 
     def trainer_published(self, session: str, step: int, version: int) -> Reply:
         """MEMORY, CHECKPOINT: the weights are here, or in a file that is complete."""
-        with self._moved:
+        with self._changed:
             self._trainer(session, step)
         memory = self._memory
         if memory is not None:
             first = memory.ticket is None
             memory.keep(version, step)
             if first and memory.ticket is not None:
-                with self._moved:
-                    self.desk.learn(memory.ticket, 0, version, step)
-        with self._moved:
-            self.desk.publish(version, step)
+                with self._changed:
+                    self.sessions.learn(memory.ticket, 0, version, step)
+        with self._changed:
+            self.sessions.publish(version, step)
             self._machine.offered(step)
         if memory is not None and self.plan.style is SyncStyle.FULLY_ASYNC:
             self._spread(memory)
@@ -82,28 +82,28 @@ class TrainerCalls:
         except WeightSyncError as error:
             _log.warning("version %s was not sent in the background: %s", self._machine.newest, error)
         else:
-            self.desk.sent(memory.ticket, shipment.number, kept.version, kept.step)
+            self.sessions.sent(memory.ticket, shipment.number, kept.version, kept.step)
 
     def meet(self, session: str, step: int, timeout: float) -> Reply:
         """NCCL: wait for those who are to get weights now; who they are, and the version it will be."""
         machine, deadline = self._machine, deadline_of(timeout)
-        with self._moved:
+        with self._changed:
             trainer = self._trainer(session, step)
             if self.plan.style is SyncStyle.FULLY_ASYNC:
                 ids = machine.ready()
             else:
                 machine.trainer_requires()
-                self._moved.notify_all()
-                self.desk.await_(lambda: bool(machine.may_transfer()) or _ended(trainer), deadline)
+                self._changed.notify_all()
+                self.sessions.wait_for(lambda: bool(machine.may_transfer()) or _ended(trainer), deadline)
                 ids = () if _ended(trainer) else machine.may_transfer(late=True)
                 if not ids and not _ended(trainer):
                     machine.trainer_gave_up(f"no explorer was ready within {timeout:g} s")
                 if not ids and trainer.outcome is not None:
-                    self._moved.notify_all()
+                    self._changed.notify_all()
                     return {"version": machine.newest, "reason": trainer.outcome.reason}
             if ids:
                 machine.begin(ids)
-            return {"ids": list(ids), "version": self.desk.next_version()}
+            return {"ids": list(ids), "version": self.sessions.next_version()}
 
     def met(
         self, session: str, step: int, version: int, numbers: list[int], ids: list[int], failures: Reply
@@ -118,27 +118,27 @@ class TrainerCalls:
             ids: who was sent it.
             failures: why some have it not, by id.
         """
-        with self._moved:
+        with self._changed:
             self._trainer(session, step)
-            ticket, machine = self.desk.trainer_ticket, self._machine
+            ticket, machine = self.sessions.trainer_ticket, self._machine
             assert ticket is not None
             for number in numbers:
-                self.desk.learn(ticket, number, version, step)
+                self.sessions.learn(ticket, number, version, step)
             if set(ids) - {int(id) for id in failures}:
-                self.desk.publish(version, step)
+                self.sessions.publish(version, step)
             if self.plan.style is SyncStyle.FULLY_ASYNC:
                 machine.offered(step, version if numbers else None)
-            self.desk.settle(ids, version, {int(id): why for id, why in failures.items()})
+            self.sessions.settle(ids, version, {int(id): why for id, why in failures.items()})
             machine.transferred()
-            self._moved.notify_all()
+            self._changed.notify_all()
             return {"version": machine.newest}
 
     def _trainer(self, session: str, step: int) -> Trainer:
-        trainer = self.desk.register.of(session).party
+        trainer = self.sessions.table.of(session).party
         assert isinstance(trainer, Trainer)
         if trainer.step != step:
             self._machine.trainer_at(step)
-            self._moved.notify_all()
+            self._changed.notify_all()
         return trainer
 
 

@@ -1,23 +1,37 @@
-"""Who is here: clients introduce themselves, are heard of, and leave or are missed."""
+"""The clients of a synchronizer: they introduce themselves, are heard of, and leave or are missed."""
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from weight_update.checkpoints.io import read_regular
 from weight_update.errors import LifecycleError
 from weight_update.synchronizer.addresses import is_loopback
-from weight_update.synchronizer.journal import Journal
 from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncPlan
-from weight_update.synchronizer.register import Client, Register
 from weight_update.synchronizer.state import TRAINER_STOPPED, Explorer, Trainer
 from weight_update.synchronizer.state_machine import Machine
 from weight_update.synchronizer.transfer import Ticket, key_of
 
-__all__ = ["CHECKPOINT", "Desk", "Reply"]
+__all__ = [
+    "CHECKPOINT",
+    "Closed",
+    "Refused",
+    "Reply",
+    "Session",
+    "SessionManager",
+    "SessionTable",
+    "VersionFile",
+]
 
+_log = logging.getLogger(__name__)
 CHECKPOINT = "checkpoint"
 """In place of the key of an outlet: the number is a version, read from a file."""
 
@@ -25,12 +39,133 @@ _REMEMBERED = 256
 Reply = dict[str, Any]
 
 
-class Desk:
+class Refused(Exception):
+    """A call makes no sense; ``"unknown"`` tells the client to say hello (again)."""
+
+
+class Closed(Refused):
+    """The synchronizer was closed."""
+
+
+@dataclass
+class Session:
+    """One that said hello.
+
+    Attributes:
+        party: it, in the machine.
+        leased: whether it counts as gone when it is not heard of.
+        linked: key of the outlet that it is connected to.
+        seen: when it was last heard of, on the monotonic clock.
+    """
+
+    party: Trainer | Explorer
+    leased: bool = False
+    linked: str | None = None
+    seen: float = field(default_factory=time.monotonic)
+
+
+class SessionTable:
+    """Its methods are called with the lock held.
+
+    Args:
+        changed: the lock; notified when somebody came or left.
+        lease: seconds after which a leased client that is not heard of is missed; None: never.
+        missed: called for such a client with its session and the reason.
+    """
+
+    def __init__(
+        self, changed: threading.Condition, lease: float | None, missed: Callable[[str, str], None]
+    ) -> None:
+        self.lease, self.closed = lease, False
+        self._changed, self._missed = changed, missed
+        self._clients: dict[str, Session] = {}
+        self._replaced: set[str] = set()
+        self._watching = False
+
+    def __contains__(self, session: str) -> bool:
+        return session in self._clients
+
+    def add(self, session: str, party: Trainer | Explorer, leased: bool) -> None:
+        """A client has come."""
+        self._clients[session] = Session(party, leased=leased and self.lease is not None)
+        if self._leased() and not self._watching and self.lease is not None:
+            self._watching = True
+            args = (self.lease,)
+            threading.Thread(target=self._watch, args=args, name="weight_update-lease", daemon=True).start()
+        self._changed.notify_all()
+
+    def of(self, session: str) -> Session:
+        """The client of that session, which is heard of by this.
+
+        Raises:
+            Refused: nobody has said hello under this name, or another has taken its place.
+        """
+        self.require_not_replaced(session)
+        if session not in self._clients:
+            raise Refused("unknown")
+        client = self._clients[session]
+        client.seen = time.monotonic()
+        return client
+
+    def require_not_replaced(self, session: str) -> None:
+        """Raise Refused if another has taken this client's place, and Closed after the synchronizer's end."""
+        if self.closed:
+            raise Closed("the synchronizer was closed")
+        if session in self._replaced:
+            raise Refused(
+                "another client has taken this one's place: of several trainers, or explorers of one id, "
+                "the newest counts"
+            )
+
+    def remove(self, session: str) -> Session | None:
+        """A client has left; None if it was not here."""
+        self._changed.notify_all()
+        return self._clients.pop(session, None)
+
+    def replace(self, party: Trainer | Explorer | None) -> None:
+        """Somebody comes who says that he is ``party``: that one is not heard any more."""
+        for session, client in list(self._clients.items()):
+            if client.party is party:
+                del self._clients[session]
+                self._replaced.add(session)
+                _log.warning("a client was replaced by another that says it is the same")
+
+    def linked(self, key: str) -> list[Explorer]:
+        """Explorers that are connected to an outlet."""
+        parties = [client.party for client in self._clients.values() if client.linked == key]
+        return [party for party in parties if isinstance(party, Explorer)]
+
+    def sessions(self) -> list[str]:
+        """Of all who are here."""
+        return list(self._clients)
+
+    def _leased(self) -> dict[str, Session]:
+        return {session: client for session, client in self._clients.items() if client.leased}
+
+    def _watch(self, lease: float) -> None:
+        """Thread, while somebody is leased: sleep until the first lease would end."""
+        with self._changed:
+            while not self.closed and (clients := self._leased()):
+                now = time.monotonic()
+                for session, client in clients.items():
+                    if now - client.seen >= lease:
+                        _log.warning("a client was not heard of for %g s", lease)
+                        self._missed(session, f"it was not heard of for {lease:g} s")
+                first = min(client.seen for client in clients.values())
+                pause = max(first + lease - now, 0.01)
+                self._changed.wait(pause)
+                if time.monotonic() > now + pause + lease / 2:  # stopped, this process could hear nobody
+                    for client in self._leased().values():
+                        client.seen = time.monotonic()
+            self._watching = False
+
+
+class SessionManager:
     """The machine behind a lock, and the clients.
 
     Args:
         plan: the rules.
-        journal: where the newest version is remembered.
+        version_file: where the newest version is remembered.
         lease: seconds after which a client that is not heard of counts as gone; None: for ever.
         newest: version and step that are published already, if any.
         directory: CHECKPOINT: where the files are.
@@ -42,20 +177,20 @@ class Desk:
     def __init__(
         self,
         plan: SyncPlan,
-        journal: Journal | None,
+        version_file: VersionFile | None,
         lease: float | None,
         newest: tuple[int, int] | None,
         directory: str | None,
     ) -> None:
         self.plan, self.directory = plan, directory
         self.machine = Machine(plan)
-        self.moved = threading.Condition(threading.RLock())
+        self.changed = threading.Condition(threading.RLock())
         self.trainer_ticket: Ticket | None = None
         self.address: str | None = None
-        self.journal = journal
-        self.register = Register(self.moved, lease, self.gone)
+        self.version_file = version_file
+        self.table = SessionTable(self.changed, lease, self.gone)
         self._versions: dict[tuple[str, int], tuple[int, int]] = {}
-        for known in (newest, None if journal is None else journal.read()):
+        for known in (newest, None if version_file is None else version_file.read()):
             if known is not None:
                 self.machine.published(*known)
         if plan.method is SyncMethod.MEMORY:
@@ -86,21 +221,21 @@ class Desk:
             ticket: trainer, NCCL: where explorers join.
             leased: whether it must be heard of, because nothing else tells that it lives.
         """
-        with self.moved:
-            self.register.require_not_replaced(session)
-            if session in self.register:
+        with self.changed:
+            self.table.require_not_replaced(session)
+            if session in self.table:
                 self._heard_again(session, step, ticket)
             elif role == "trainer":
                 party: Trainer | Explorer = self._let_trainer_in(step, synced_at, version, ticket)
-                self.register.add(session, party, leased)
+                self.table.add(session, party, leased)
             else:
                 id = self._free_id() if id is None else id
-                self.register.replace(self.machine.explorers.get(id))
-                self.register.add(session, self.machine.joined(id, version, step, synced_at), leased)
+                self.table.replace(self.machine.explorers.get(id))
+                self.table.add(session, self.machine.joined(id, version, step, synced_at), leased)
             return {
                 "id": id,
                 "plan": self.plan.to_json(),
-                "lease": self.register.lease if leased else None,
+                "lease": self.table.lease if leased else None,
                 "version": self.machine.newest,
                 "step": self.machine.newest_step,
                 "directory": self.directory,
@@ -108,16 +243,16 @@ class Desk:
             }
 
     def _heard_again(self, session: str, step: int, ticket: Ticket | None) -> None:
-        if isinstance(self.register.of(session).party, Trainer):
+        if isinstance(self.table.of(session).party, Trainer):
             self._take_ticket(ticket, step)
 
     def _let_trainer_in(
         self, step: int, synced_at: int | None, version: int | None, ticket: Ticket | None
     ) -> Trainer:
         machine = self.machine
-        self.register.replace(machine.trainer)
+        self.table.replace(machine.trainer)
         if version is not None and (machine.newest is None or version > machine.newest):
-            self.publish(version, step)  # this synchronizer is newer than the trainer, and has no journal
+            self.publish(version, step)  # this synchronizer is newer than the trainer, and remembers nothing
             if self.plan.method is SyncMethod.MEMORY:
                 machine.lost_weights()
         trainer = machine.trainer_joined(step, synced_at)
@@ -128,7 +263,7 @@ class Desk:
         if self.plan.direct and ticket is not None and ticket != self.trainer_ticket:
             self.learn(ticket, 0, self.next_version(), step)  # what an outlet opens with; who joins has it
         self.trainer_ticket = ticket
-        self.moved.notify_all()
+        self.changed.notify_all()
 
     def _free_id(self) -> int:
         return next(id for id in range(len(self.machine.explorers) + 1) if id not in self.machine.explorers)
@@ -140,14 +275,14 @@ class Desk:
 
     def beat(self, session: str) -> Reply:
         """A client lives."""
-        with self.moved:
-            self.register.of(session)
+        with self.changed:
+            self.table.of(session)
         return {}
 
     def notify(self, session: str, step: int, status: str) -> Reply:
         """A client says what it is doing; REQUIRE_SYNC announces a wish without waiting."""
-        with self.moved:
-            party = self.register.of(session).party
+        with self.changed:
+            party = self.table.of(session).party
             if status == RunningStatus.STOPPED.value:
                 self.gone(session, None)
             elif isinstance(party, Trainer):
@@ -162,13 +297,13 @@ class Desk:
                     self.machine.explorer_announces(party.id)
                 else:
                     self.machine.explorer_withdraws(party.id)
-            self.moved.notify_all()
+            self.changed.notify_all()
         return {}
 
     def gone(self, session: str, how: str | None = "its connection ended") -> None:
         """A client has left, or is missed; whoever waits for it need not any more."""
-        with self.moved:
-            client = self.register.remove(session)
+        with self.changed:
+            client = self.table.remove(session)
             if client is None:
                 return
             party, machine, suffix = client.party, self.machine, "" if how is None else f": {how}"
@@ -177,15 +312,15 @@ class Desk:
                 machine.trainer_left(TRAINER_STOPPED + suffix)
             elif isinstance(party, Explorer) and machine.explorers.get(party.id) is party:
                 machine.left(party.id, f"the explorer stopped{suffix}")
-            self.moved.notify_all()
+            self.changed.notify_all()
 
     def close(self) -> None:
         """Wake everybody."""
-        with self.moved:
-            self.register.closed = True
-            for session in self.register.sessions():
+        with self.changed:
+            self.table.closed = True
+            for session in self.table.sessions():
                 self.gone(session, "the synchronizer was closed")
-            self.moved.notify_all()
+            self.changed.notify_all()
 
     def reach_by(self, address: str) -> None:
         """Record the address by which clients on other machines reach this one.
@@ -193,7 +328,7 @@ class Desk:
         Raises:
             LifecycleError: the trainer has already told explorers an address that only this machine reaches.
         """
-        with self.moved:
+        with self.changed:
             ticket = self.trainer_ticket
             if ticket is not None and is_loopback(ticket["address"]):
                 raise LifecycleError(
@@ -204,9 +339,9 @@ class Desk:
 
     # -- for those who serve clients ---------------------------------------------------------------
 
-    def note(self, session: str, step: int, held: list[Any] | None) -> tuple[Client, Explorer]:
+    def note(self, session: str, step: int, held: list[Any] | None) -> tuple[Session, Explorer]:
         """What an explorer says of itself with each call: its step, and the update in force there."""
-        client = self.register.of(session)
+        client = self.table.of(session)
         explorer = client.party
         assert isinstance(explorer, Explorer)
         if explorer.step != step:
@@ -216,7 +351,7 @@ class Desk:
         if known is not None:
             self.publish(*known)
             self.machine.has(explorer.id, known[0])
-        self.moved.notify_all()
+        self.changed.notify_all()
         return client, explorer
 
     def _version_of(self, held: list[Any]) -> tuple[int, int] | None:
@@ -244,7 +379,7 @@ class Desk:
     def sent(self, ticket: Ticket | None, number: int, version: int, step: int) -> None:
         """As :meth:`learn`, of a version that somebody holds."""
         assert ticket is not None
-        with self.moved:
+        with self.changed:
             self.learn(ticket, number, version, step)
             self.publish(version, step)
 
@@ -255,7 +390,7 @@ class Desk:
                 self.machine.failed(id, failures[id])
             else:
                 self.machine.delivered(id, version)
-        self.moved.notify_all()
+        self.changed.notify_all()
 
     def next_version(self) -> int:
         """A number above all that were given."""
@@ -266,19 +401,19 @@ class Desk:
         """Somebody holds ``version`` now."""
         newest = self.machine.newest
         if newest is None or version > newest:
-            if self.journal is not None:
-                self.journal.note(version, step)
+            if self.version_file is not None:
+                self.version_file.note(version, step)
             self.machine.published(version, step)
-        self.moved.notify_all()
+        self.changed.notify_all()
 
-    def await_(self, ready: Callable[[], bool], deadline: float | None) -> bool:
+    def wait_for(self, ready: Callable[[], bool], deadline: float | None) -> bool:
         """Wait, with the lock held, until ``ready()`` or the deadline."""
         left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-        return self.moved.wait_for(ready, left)
+        return self.changed.wait_for(ready, left)
 
     def status(self) -> Reply:
         """Everybody's state, by name."""
-        with self.moved:
+        with self.changed:
             trainer = self.machine.trainer
             stopped = RunningStatus.STOPPED.value
             return {
@@ -288,3 +423,54 @@ class Desk:
                 "version": self.machine.newest,
                 "step": self.machine.newest_step,
             }
+
+
+class VersionFile:
+    """A small file in a directory, replaced as a whole at each new version.
+
+    It survives the death of the process. Weights are not in it.
+
+    Args:
+        directory: made if it does not exist, for this user alone.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self._path = Path(directory) / "synchronizer.json"
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._writing = threading.Lock()
+        self._unwritten: tuple[int, int] | None = None
+
+    def read(self) -> tuple[int, int] | None:
+        """Version and trainer step last written; None if there is nothing that can be read."""
+        try:
+            fields = json.loads(read_regular(self._path))
+            return int(fields["version"]), int(fields["step"])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            _log.warning("%s cannot be read and is ignored: %s", self._path, error)
+            return None
+
+    def note(self, version: int, step: int) -> None:
+        """Take down a version for the next :meth:`flush`. Does not touch the disk."""
+        self._unwritten = version, step
+
+    def flush(self) -> None:
+        """Write the version noted last, if that is still to be done; call it without a lock held."""
+        if self._unwritten is None:
+            return
+        with self._writing:
+            newest, self._unwritten = self._unwritten, None
+            if newest is not None:
+                self._write(*newest)
+
+    def _write(self, version: int, step: int) -> None:
+        """Replace what was written before; a full disk is logged, and the run goes on without."""
+        beside = self._path.with_suffix(f".{os.getpid()}")
+        try:
+            beside.unlink(missing_ok=True)
+            with beside.open("x") as file:
+                file.write(json.dumps({"version": version, "step": step}))
+            beside.replace(self._path)
+        except OSError as error:
+            _log.warning("%s could not be written; a restart begins with an older version: %s", beside, error)
