@@ -32,9 +32,9 @@ def test_directly_a_trainer_beside_the_synchronizer_is_found_where_that_is_serve
             TrainerClient(where, model_at(3)) as trainer,
             ExplorerClient(server, model, timeout=0.1) as explorer,
         ):
-            outlet = trainer.blocking._outlet
-            assert outlet is not None
-            assert outlet.ticket["address"] == own_address
+            publisher = trainer.blocking._publisher
+            assert publisher is not None
+            assert publisher.endpoint["address"] == own_address
             explorer.step = 1
             assert explorer.blocking.sync_weight()["version"] == 0, "it joined there"
 

@@ -105,12 +105,12 @@ def test_directly_a_version_that_reached_nobody_is_not_published(tmp_path: Path)
         explorer.step = 1
         waiting = Waiting(explorer)
         wait_until(lambda: waits(where, 0))
-        inlet = explorer.blocking._inlet
-        assert inlet is not None
-        inlet.close()  # its link is cut, and it does not know
-        outlet = trainer.blocking._outlet
-        assert outlet is not None
-        wait_until(lambda: not outlet.here())
+        subscriber = explorer.blocking._subscriber
+        assert subscriber is not None
+        subscriber.close()  # its link is cut, and it does not know
+        publisher = trainer.blocking._publisher
+        assert publisher is not None
+        wait_until(lambda: not publisher.here())
         said = trainer.blocking.sync_weight()
         assert "explorer 0" in said["reason"]
         assert "not connected" in waiting.result()["reason"]
@@ -136,8 +136,8 @@ def test_directly_what_a_trainer_gave_before_it_died_gets_a_version_of_its_own(t
         trainer = client.blocking
         ids = trainer._ask("meet", step=3, timeout=20.0)["ids"]
         set_to(trainer._source, 3)
-        (shipment,) = trainer._send(ids)
-        assert not shipment.settle(ids)
+        (transfer,) = trainer._send(ids)
+        assert not transfer.settle(ids)
         client.close()  # it has not told what it sent
         said = waiting.result()
         assert (said["version"], "the trainer stopped" in said["reason"]) == (0, True)

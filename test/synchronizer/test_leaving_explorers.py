@@ -22,7 +22,7 @@ from weight_update import (
 )
 from weight_update.synchronizer.sessions import SessionTable
 from weight_update.synchronizer.state import Explorer
-from weight_update.synchronizer.transfer import Inlet, Outlet
+from weight_update.synchronizer.transfer import Subscriber, Publisher
 
 REQUIRE_SYNC = RunningStatus.REQUIRE_SYNC
 
@@ -67,25 +67,25 @@ def test_one_that_leaves_between_the_look_and_the_sending_fails_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     models = [model_at(-1), model_at(-1)]
-    outlet = Outlet(model_at(4), None, "tensordict", 20.0)
-    inlets = [Inlet(outlet.ticket, id, model, "tensordict", 20.0) for id, model in enumerate(models)]
-    for inlet in inlets:
-        assert inlet.join(20.0) is None
-    look = outlet.here
+    publisher = Publisher(model_at(4), None, "tensordict", 20.0)
+    subscribers = [Subscriber(publisher.endpoint, id, model, "tensordict", 20.0) for id, model in enumerate(models)]
+    for subscriber in subscribers:
+        assert subscriber.join(20.0) is None
+    look = publisher.here
 
     def look_and_lose_one() -> list[int]:
-        monkeypatch.setattr(outlet, "here", look)
+        monkeypatch.setattr(publisher, "here", look)
         found = look()
-        inlets[1].close()
+        subscribers[1].close()
         wait_until(lambda: 1 not in look())
         return found
 
-    monkeypatch.setattr(outlet, "here", look_and_lose_one)
+    monkeypatch.setattr(publisher, "here", look_and_lose_one)
     try:
-        failures = outlet.send([0, 1]).settle([0, 1])
+        failures = publisher.send([0, 1]).settle([0, 1])
     finally:
-        inlets[0].close()
-        outlet.close()
+        subscribers[0].close()
+        publisher.close()
     assert list(failures) == [1]
     assert "not connected" in failures[1]
 
@@ -99,8 +99,8 @@ def test_what_the_background_did_not_get_was_published_all_the_same(tmp_path: Pa
         trainer.blocking.sync_weight()
         memory = where._memory
         assert memory is not None
-        assert memory._outlet is not None
-        memory._outlet.close()  # nothing can be spread any more
+        assert memory._publisher is not None
+        memory._publisher.close()  # nothing can be spread any more
         trainer.step = 1
         said = trainer.blocking.sync_weight()
         assert "reason" not in said
@@ -126,11 +126,11 @@ def test_directly_what_is_on_its_way_to_others_is_no_failure(tmp_path: Path) -> 
                 trainer.blocking.sync_weight()
             again = Waiting(cut)
             wait_until(lambda: status()["explorers"][0] is REQUIRE_SYNC)
-            inlet, outlet = cut.blocking._inlet, trainer.blocking._outlet
-            assert inlet is not None
-            assert outlet is not None
-            inlet.close()
-            wait_until(lambda: 0 not in outlet.here())
+            subscriber, publisher = cut.blocking._subscriber, trainer.blocking._publisher
+            assert subscriber is not None
+            assert publisher is not None
+            subscriber.close()
+            wait_until(lambda: 0 not in publisher.here())
             trainer.step = 4
             set_to(source, 4)
             said = trainer.blocking.sync_weight()
@@ -187,11 +187,11 @@ def test_a_process_that_could_hear_nobody_gives_all_a_new_lease() -> None:
 
 def test_an_explorer_is_named_by_its_own_id() -> None:
     """The error of an explorer whose model does not fit names that explorer, not a worker beside it."""
-    outlet = Outlet(nn.Linear(2, 2), None, "state_dict", 10.0)
-    inlet = Inlet(outlet.ticket, 0, nn.Linear(3, 3), "state_dict", 10.0)
+    publisher = Publisher(nn.Linear(2, 2), None, "state_dict", 10.0)
+    subscriber = Subscriber(publisher.endpoint, 0, nn.Linear(3, 3), "state_dict", 10.0)
     try:
         with pytest.raises(SchemaMismatchError, match="worker 0 does not have the same weights"):
-            inlet.join(10.0)
+            subscriber.join(10.0)
     finally:
-        inlet.close()
-        outlet.close()
+        subscriber.close()
+        publisher.close()

@@ -1,4 +1,4 @@
-"""When trainer and explorers synchronize, and by which road."""
+"""When trainer and explorers synchronize, and by which endpoint."""
 
 from weight_update.checkpoints.manifest import Manifest
 from weight_update.checkpoints.store import CheckpointStore

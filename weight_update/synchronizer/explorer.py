@@ -20,7 +20,7 @@ from weight_update.synchronizer.party import Party
 from weight_update.synchronizer.plan import SyncMethod, SyncStyle
 from weight_update.synchronizer.sessions import CHECKPOINT, Reply
 from weight_update.synchronizer.state import TRAINER_STOPPED
-from weight_update.synchronizer.transfer import Inlet, Ticket
+from weight_update.synchronizer.transfer import Subscriber, Endpoint
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
 __all__ = ["BlockingExplorer"]
@@ -60,7 +60,7 @@ class BlockingExplorer(Party):
         if id is not None and id < 0:
             raise ValueError(f"id is a number from 0 on, got {id}")
         self.id, self._model = id, model
-        self._inlet: Inlet | None = None
+        self._subscriber: Subscriber | None = None
         self._files: Files | None = None
         self._reading = threading.Lock()
         self._follower: threading.Thread | None = None
@@ -134,7 +134,7 @@ class BlockingExplorer(Party):
         """
         if self._files is not None:
             return self._gate.hold()
-        return contextlib.nullcontext() if self._inlet is None else self._inlet.scheme.hold()
+        return contextlib.nullcontext() if self._subscriber is None else self._subscriber.scheme.hold()
 
     def give_up(self) -> None:
         """From another thread: let :meth:`sync_weight` return now, with the version there is."""
@@ -148,8 +148,8 @@ class BlockingExplorer(Party):
         with contextlib.ExitStack() as stack:  # all of it, also where a step raises
             if self._files is not None:
                 stack.callback(self._end_reading)
-            if self._inlet is not None:
-                stack.callback(self._inlet.close)
+            if self._subscriber is not None:
+                stack.callback(self._subscriber.close)
             super().close()
 
     # -- insides -----------------------------------------------------------------------------------
@@ -169,30 +169,30 @@ class BlockingExplorer(Party):
         metrics["waited"] = time.perf_counter() - start
         return self._fetch(int(reply["fetch"])) if "fetch" in reply else reply
 
-    def _join(self, ticket: Ticket) -> str | None:
+    def _join(self, endpoint: Endpoint) -> str | None:
         """Connect to where weights come from; None, or why that did not succeed."""
-        if self._inlet is not None:
-            self._inlet.close()
+        if self._subscriber is not None:
+            self._subscriber.close()
         assert self.id is not None
-        inlet = Inlet(ticket, self.id, self._model, self.strategy, self.transfer_timeout)
+        subscriber = Subscriber(endpoint, self.id, self._model, self.strategy, self.transfer_timeout)
         reason: str | None = "the model is another than the trainer's"
         try:
-            reason = inlet.join(self.transfer_timeout)
+            reason = subscriber.join(self.transfer_timeout)
         finally:
             if reason is not None:
-                inlet.close()
-        self._inlet = inlet if reason is None else None
+                subscriber.close()
+        self._subscriber = subscriber if reason is None else None
         return reason
 
     def _look_at_link(self) -> None:
-        if self._inlet is not None and not self._inlet.lives():
-            self._inlet.close()
-            self._inlet = None
+        if self._subscriber is not None and not self._subscriber.lives():
+            self._subscriber.close()
+            self._subscriber = None
 
     def _held(self) -> list[Any] | None:
         if self._files is not None:
             return None if self.version is None else [CHECKPOINT, self.version]
-        return None if self._inlet is None else self._inlet.held
+        return None if self._subscriber is None else self._subscriber.held
 
     def _is_at(self, version: int | None) -> None:
         if version is not None and (self.version is None or version > self.version):

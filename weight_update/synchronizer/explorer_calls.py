@@ -6,11 +6,11 @@ import threading
 from typing import Any
 
 from weight_update.errors import WeightSyncError
-from weight_update.synchronizer.memory import Memory
+from weight_update.synchronizer.memory import WeightCache
 from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncStyle
 from weight_update.synchronizer.sessions import Reply, SessionManager
 from weight_update.synchronizer.state import Explorer
-from weight_update.synchronizer.transfer import Shipment, Ticket, key_of
+from weight_update.synchronizer.transfer import Transfer, Endpoint, key_of
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
 __all__ = ["ExplorerCalls"]
@@ -25,7 +25,7 @@ class ExplorerCalls:
         timeout: seconds a transfer may take.
     """
 
-    def __init__(self, sessions: SessionManager, memory: Memory | None, timeout: float) -> None:
+    def __init__(self, sessions: SessionManager, memory: WeightCache | None, timeout: float) -> None:
         self.sessions, self.plan = sessions, sessions.plan
         self._machine, self._changed, self._memory, self._timeout = (
             sessions.machine,
@@ -34,7 +34,7 @@ class ExplorerCalls:
             timeout,
         )
         self._delivering = threading.Lock()
-        self._shipments: dict[Explorer, tuple[int, Shipment]] = {}
+        self._transfers: dict[Explorer, tuple[int, Transfer]] = {}
 
     def explorer_needs(self, session: str, step: int, held: list[Any] | None) -> Reply:
         """Whether an explorer should synchronize."""
@@ -56,7 +56,7 @@ class ExplorerCalls:
 
         Returns:
             the ``version`` in force and perhaps a ``reason``; or, where the explorer has to act first: a
-            ticket to ``join`` by, or a version to ``fetch``.
+            endpoint to ``join`` by, or a version to ``fetch``.
         """
         machine, deadline = self._machine, deadline_of(timeout)
         with self._changed:
@@ -64,10 +64,10 @@ class ExplorerCalls:
             if again and not self.plan.direct and _ended(explorer):
                 return _answer(explorer)
             if self.plan.direct:
-                self.sessions.wait_for(lambda: self._road() is not None or self._is_over(explorer), deadline)
+                self.sessions.wait_for(lambda: self._endpoint() is not None or self._is_over(explorer), deadline)
                 self.sessions.table.of(session)  # it may have left meanwhile
-                if (road := self._road()) is not None and client.linked != key_of(road):
-                    return {"join": road}
+                if (endpoint := self._endpoint()) is not None and client.linked != key_of(endpoint):
+                    return {"join": endpoint}
             machine.explorer_requires(explorer.id)
             self._changed.notify_all()
         while True:
@@ -76,14 +76,14 @@ class ExplorerCalls:
                 if not _ended(explorer) and not self._may_act(explorer):
                     self._give_up(explorer, timeout)
                 if _ended(explorer):
-                    self._shipments.pop(explorer, None)
+                    self._transfers.pop(explorer, None)
                     return _answer(explorer)
                 if self.plan.method is SyncMethod.CHECKPOINT:
                     version = machine.may_fetch(explorer.id)
                     machine.begin([explorer.id])
                     return {"fetch": version}
-                if (road := self._road()) is not None and client.linked != key_of(road):
-                    return {"join": road}
+                if (endpoint := self._endpoint()) is not None and client.linked != key_of(endpoint):
+                    return {"join": endpoint}
             self._deliver(explorer)
 
     def explorer_fetched(self, session: str, version: int | None, step: int, reason: str) -> Reply:
@@ -108,8 +108,8 @@ class ExplorerCalls:
             self._changed.notify_all()
             return {"version": explorer.version, "reason": reason}
 
-    def _road(self) -> Ticket | None:
-        return self.sessions.trainer_ticket if self._memory is None else self._memory.ticket
+    def _endpoint(self) -> Endpoint | None:
+        return self.sessions.trainer_endpoint if self._memory is None else self._memory.endpoint
 
     def _is_over(self, explorer: Explorer) -> bool:
         trainer = self._machine.trainer
@@ -118,7 +118,7 @@ class ExplorerCalls:
 
     def _may_act(self, explorer: Explorer) -> bool:
         """Whether a waiting explorer has something to do: weights are there for it, or on their way."""
-        return explorer in self._shipments or self._machine.may_fetch(explorer.id) is not None
+        return explorer in self._transfers or self._machine.may_fetch(explorer.id) is not None
 
     def _give_up(self, explorer: Explorer, timeout: float) -> None:
         late = f"no new weights came within {timeout:g} s{self._lag(explorer)}"
@@ -141,11 +141,11 @@ class ExplorerCalls:
     def _deliver(self, explorer: Explorer) -> None:
         """MEMORY: send to all who wait, once; then wait for this explorer alone."""
         with self._delivering:
-            if explorer not in self._shipments:
+            if explorer not in self._transfers:
                 self._send_to_waiting()
-        version, shipment = self._shipments.pop(explorer, (0, None))
-        if shipment is not None:
-            failures = shipment.settle([explorer.id])
+        version, transfer = self._transfers.pop(explorer, (0, None))
+        if transfer is not None:
+            failures = transfer.settle([explorer.id])
             with self._changed:
                 if not _ended(explorer):
                     self.sessions.settle([explorer.id], version, failures)
@@ -154,23 +154,23 @@ class ExplorerCalls:
     def _send_to_waiting(self) -> None:
         memory = self._memory
         assert memory is not None
-        assert memory.ticket is not None
+        assert memory.endpoint is not None
         with self._changed:
-            linked = self.sessions.table.linked(key_of(memory.ticket))
+            linked = self.sessions.table.linked(key_of(memory.endpoint))
             going = [one for one in linked if self._machine.may_fetch(one.id) is not None]
             self._machine.begin([one.id for one in going])
         if not going:
             return
         try:
-            kept, shipment = memory.send([one.id for one in going])
+            kept, transfer = memory.send([one.id for one in going])
         except WeightSyncError as error:
             with self._changed:
                 self.sessions.settle([one.id for one in going], 0, {one.id: str(error) for one in going})
                 self._changed.notify_all()
             return
         with self._changed:
-            self.sessions.sent(memory.ticket, shipment.number, kept.version, kept.step)
-            self._shipments.update(dict.fromkeys(going, (kept.version, shipment)))
+            self.sessions.sent(memory.endpoint, transfer.number, kept.version, kept.step)
+            self._transfers.update(dict.fromkeys(going, (kept.version, transfer)))
             self._changed.notify_all()
 
 

@@ -10,15 +10,15 @@ from typing import Any
 
 from weight_update.errors import LifecycleError, LinkClosedError
 from weight_update.strategy.strategy import WeightStrategy
-from weight_update.synchronizer.transfer import Inlet, Outlet, Shipment, Ticket
+from weight_update.synchronizer.transfer import Subscriber, Publisher, Transfer, Endpoint
 
-__all__ = ["Kept", "Memory"]
+__all__ = ["CachedVersion", "WeightCache"]
 
 _HOLDER = 0
 
 
 @dataclass(frozen=True)
-class Kept:
+class CachedVersion:
     """Weights of one version."""
 
     version: int
@@ -26,7 +26,7 @@ class Kept:
     weights: Any
 
 
-class Memory:
+class WeightCache:
     """Takes weights from the trainer once, keeps them, and hands them to explorers.
 
     The trainer may be gone when an explorer fetches. Only the newest version is kept.
@@ -42,9 +42,9 @@ class Memory:
 
     def __init__(self, address: str | None, strategy: str | WeightStrategy, timeout: float) -> None:
         self._address, self._strategy, self._timeout = address, strategy, timeout
-        self.kept: Kept | None = None
-        self._inlet: Inlet | None = None
-        self._outlet: Outlet | None = None
+        self.kept: CachedVersion | None = None
+        self._subscriber: Subscriber | None = None
+        self._publisher: Publisher | None = None
         self._taking = threading.Lock()
 
     def listen_on(self, address: str) -> None:
@@ -53,26 +53,26 @@ class Memory:
         Raises:
             LifecycleError: explorers of this machine were let in already.
         """
-        if self._outlet is not None and self._address != address:
+        if self._publisher is not None and self._address != address:
             raise LifecycleError("weights are handed out on another interface already; call serve() first")
         self._address = address
 
     @property
-    def ticket(self) -> Ticket | None:
+    def endpoint(self) -> Endpoint | None:
         """Where explorers join; None before the first weights."""
-        return None if self._outlet is None else self._outlet.ticket
+        return None if self._publisher is None else self._publisher.endpoint
 
-    def take_from(self, ticket: Ticket) -> None:
-        """Join the trainer's outlet.
+    def take_from(self, endpoint: Endpoint) -> None:
+        """Join the trainer's publisher.
 
         Raises:
             LinkClosedError: it cannot be reached.
         """
         with self._taking:
-            if self._inlet is not None:
-                self._inlet.close()
-            self._inlet = Inlet(ticket, _HOLDER, None, self._strategy, self._timeout)
-            if (reason := self._inlet.join(self._timeout)) is not None:
+            if self._subscriber is not None:
+                self._subscriber.close()
+            self._subscriber = Subscriber(endpoint, _HOLDER, None, self._strategy, self._timeout)
+            if (reason := self._subscriber.join(self._timeout)) is not None:
                 raise LinkClosedError(f"the synchronizer does not reach the trainer: {reason}")
 
     def keep(self, version: int, step: int) -> None:
@@ -82,33 +82,33 @@ class Memory:
             LinkClosedError: there is no link to the trainer.
         """
         with self._taking:
-            if self._inlet is None:
+            if self._subscriber is None:
                 raise LinkClosedError("the synchronizer has no link to the trainer")
-            self.kept = Kept(version, step, self._inlet.scheme.weights)
-            if self._outlet is None:
-                self._outlet = Outlet(self._newest, self._address, self._strategy, self._timeout)
+            self.kept = CachedVersion(version, step, self._subscriber.scheme.weights)
+            if self._publisher is None:
+                self._publisher = Publisher(self._newest, self._address, self._strategy, self._timeout)
 
-    def send(self, ids: Iterable[int]) -> tuple[Kept, Shipment]:
+    def send(self, ids: Iterable[int]) -> tuple[CachedVersion, Transfer]:
         """Send what is kept to explorers; does not wait for them."""
-        return self._hand_out(lambda outlet, weights: outlet.send(ids, weights))
+        return self._hand_out(lambda publisher, weights: publisher.send(ids, weights))
 
-    def spread(self) -> tuple[Kept, Shipment]:
+    def spread(self) -> tuple[CachedVersion, Transfer]:
         """Send what is kept to all explorers that joined."""
-        return self._hand_out(Outlet.spread)
+        return self._hand_out(Publisher.spread)
 
     def close(self) -> None:
         """End all links and let go of the weights."""
         with contextlib.ExitStack() as stack:  # both, also where one raises
-            for end in (self._inlet, self._outlet):
+            for end in (self._subscriber, self._publisher):
                 if end is not None:
                     stack.callback(end.close)
             self.kept = None
 
-    def _hand_out(self, send: Callable[[Outlet, Any], Shipment]) -> tuple[Kept, Shipment]:
-        kept, outlet = self.kept, self._outlet
-        if kept is None or outlet is None:
+    def _hand_out(self, send: Callable[[Publisher, Any], Transfer]) -> tuple[CachedVersion, Transfer]:
+        kept, publisher = self.kept, self._publisher
+        if kept is None or publisher is None:
             raise LinkClosedError("the synchronizer holds no weights")
-        return kept, send(outlet, kept.weights)
+        return kept, send(publisher, kept.weights)
 
     def _newest(self) -> Any:
         assert self.kept is not None

@@ -16,7 +16,7 @@ from weight_update.synchronizer.channels import Channel
 from weight_update.synchronizer.metrics import Metrics
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan
 from weight_update.synchronizer.sessions import Reply
-from weight_update.synchronizer.transfer import Ticket
+from weight_update.synchronizer.transfer import Endpoint
 
 __all__ = ["Metrics", "Party"]
 
@@ -127,7 +127,7 @@ class Party:
             "step": self.step,
             "synced_at": self._synced_at,
             "version": self.version,
-            "ticket": self._ticket(),
+            "ticket": self._own_endpoint(),
             "leased": True,
         }
 
@@ -139,7 +139,7 @@ class Party:
     def _grace(self) -> float:
         return min(self.timeout, _GRACE_SECONDS)
 
-    def _ticket(self) -> Ticket | None:
+    def _own_endpoint(self) -> Endpoint | None:
         return None
 
     def _beat(self, lease: float) -> None:

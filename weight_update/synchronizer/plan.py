@@ -1,4 +1,4 @@
-"""Who synchronizes when, and by which road: what a user chooses, and nothing that changes."""
+"""Who synchronizes when, and by which endpoint: what a user chooses, and nothing that changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Name(str, enum.Enum):
 
 
 class SyncMethod(_Name):
-    """By which road weights travel from the trainer to the explorers."""
+    """By which endpoint weights travel from the trainer to the explorers."""
 
     NCCL = "nccl"
     """Directly, after both sides have said that they are ready. Between hosts gloo carries them, or NCCL

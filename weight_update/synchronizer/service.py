@@ -9,7 +9,7 @@ from typing import Any
 
 from weight_update.errors import WeightSyncError
 from weight_update.synchronizer.explorer_calls import ExplorerCalls
-from weight_update.synchronizer.memory import Memory
+from weight_update.synchronizer.memory import WeightCache
 from weight_update.synchronizer.plan import SyncPlan
 from weight_update.synchronizer.sessions import Closed, Refused, Reply, SessionManager, VersionFile
 from weight_update.synchronizer.trainer_calls import TrainerCalls
@@ -37,7 +37,7 @@ class Coordinator:
         plan: SyncPlan,
         *,
         version_file: VersionFile | None = None,
-        memory: Memory | None = None,
+        memory: WeightCache | None = None,
         lease: float | None = None,
         timeout: float = 60.0,
         newest: tuple[int, int] | None = None,

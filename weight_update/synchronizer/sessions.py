@@ -18,7 +18,7 @@ from weight_update.synchronizer.addresses import is_loopback
 from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncPlan
 from weight_update.synchronizer.state import TRAINER_STOPPED, Explorer, Trainer
 from weight_update.synchronizer.state_machine import Machine
-from weight_update.synchronizer.transfer import Ticket, key_of
+from weight_update.synchronizer.transfer import Endpoint, key_of
 
 __all__ = [
     "CHECKPOINT",
@@ -33,7 +33,7 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 CHECKPOINT = "checkpoint"
-"""In place of the key of an outlet: the number is a version, read from a file."""
+"""In place of the key of a publisher: the number is a version, read from a file."""
 
 _REMEMBERED = 256
 Reply = dict[str, Any]
@@ -54,7 +54,7 @@ class Session:
     Attributes:
         party: it, in the machine.
         leased: whether it counts as gone when it is not heard of.
-        linked: key of the outlet that it is connected to.
+        linked: key of the publisher that it is connected to.
         seen: when it was last heard of, on the monotonic clock.
     """
 
@@ -131,7 +131,7 @@ class SessionTable:
                 _log.warning("a client was replaced by another that says it is the same")
 
     def linked(self, key: str) -> list[Explorer]:
-        """Explorers that are connected to an outlet."""
+        """Explorers that are connected to a publisher."""
         parties = [client.party for client in self._clients.values() if client.linked == key]
         return [party for party in parties if isinstance(party, Explorer)]
 
@@ -185,7 +185,7 @@ class SessionManager:
         self.plan, self.directory = plan, directory
         self.machine = Machine(plan)
         self.changed = threading.Condition(threading.RLock())
-        self.trainer_ticket: Ticket | None = None
+        self.trainer_endpoint: Endpoint | None = None
         self.address: str | None = None
         self.version_file = version_file
         self.table = SessionTable(self.changed, lease, self.gone)
@@ -206,7 +206,7 @@ class SessionManager:
         step: int = 0,
         synced_at: int | None = None,
         version: int | None = None,
-        ticket: Ticket | None = None,
+        ticket: Endpoint | None = None,
         leased: bool = False,
     ) -> Reply:
         """A client is here, perhaps again.
@@ -218,7 +218,7 @@ class SessionManager:
             step: steps it has done.
             synced_at: the step of its last synchronization.
             version: explorer: in force there; trainer: the newest it knows of.
-            ticket: trainer, NCCL: where explorers join.
+            ticket: trainer, NCCL: the endpoint of its publisher, where explorers join.
             leased: whether it must be heard of, because nothing else tells that it lives.
         """
         with self.changed:
@@ -242,12 +242,12 @@ class SessionManager:
                 "address": self.address,
             }
 
-    def _heard_again(self, session: str, step: int, ticket: Ticket | None) -> None:
+    def _heard_again(self, session: str, step: int, endpoint: Endpoint | None) -> None:
         if isinstance(self.table.of(session).party, Trainer):
-            self._take_ticket(ticket, step)
+            self._take_endpoint(endpoint, step)
 
     def _let_trainer_in(
-        self, step: int, synced_at: int | None, version: int | None, ticket: Ticket | None
+        self, step: int, synced_at: int | None, version: int | None, endpoint: Endpoint | None
     ) -> Trainer:
         machine = self.machine
         self.table.replace(machine.trainer)
@@ -256,13 +256,13 @@ class SessionManager:
             if self.plan.method is SyncMethod.MEMORY:
                 machine.lost_weights()
         trainer = machine.trainer_joined(step, synced_at)
-        self._take_ticket(ticket, step)
+        self._take_endpoint(endpoint, step)
         return trainer
 
-    def _take_ticket(self, ticket: Ticket | None, step: int) -> None:
-        if self.plan.direct and ticket is not None and ticket != self.trainer_ticket:
-            self.learn(ticket, 0, self.next_version(), step)  # what an outlet opens with; who joins has it
-        self.trainer_ticket = ticket
+    def _take_endpoint(self, endpoint: Endpoint | None, step: int) -> None:
+        if self.plan.direct and endpoint is not None and endpoint != self.trainer_endpoint:
+            self.learn(endpoint, 0, self.next_version(), step)  # what a publisher opens with; who joins has it
+        self.trainer_endpoint = endpoint
         self.changed.notify_all()
 
     def _free_id(self) -> int:
@@ -308,7 +308,7 @@ class SessionManager:
                 return
             party, machine, suffix = client.party, self.machine, "" if how is None else f": {how}"
             if isinstance(party, Trainer) and machine.trainer is party:
-                self.trainer_ticket = None
+                self.trainer_endpoint = None
                 machine.trainer_left(TRAINER_STOPPED + suffix)
             elif isinstance(party, Explorer) and machine.explorers.get(party.id) is party:
                 machine.left(party.id, f"the explorer stopped{suffix}")
@@ -329,10 +329,10 @@ class SessionManager:
             LifecycleError: the trainer has already told explorers an address that only this machine reaches.
         """
         with self.changed:
-            ticket = self.trainer_ticket
-            if ticket is not None and is_loopback(ticket["address"]):
+            endpoint = self.trainer_endpoint
+            if endpoint is not None and is_loopback(endpoint["address"]):
                 raise LifecycleError(
-                    f"the trainer already sends on {ticket['address']}, which other machines cannot reach; "
+                    f"the trainer already sends on {endpoint['address']}, which other machines cannot reach; "
                     "call serve() before the trainer is made, or give the trainer address="
                 )
             self.address = address
@@ -367,20 +367,20 @@ class SessionManager:
 
     def _is_untold(self, key: str, number: int) -> bool:
         """NCCL: whether an explorer has an update that the trainer did not live to tell of."""
-        told = [other for outlet, other in self._versions if outlet == key]
+        told = [other for publisher, other in self._versions if publisher == key]
         return self.plan.direct and bool(told) and number > max(told)
 
-    def learn(self, ticket: Ticket, number: int, version: int, step: int) -> None:
-        """The update ``number`` of an outlet is ``version``."""
-        self._versions[key_of(ticket), number] = version, step
+    def learn(self, endpoint: Endpoint, number: int, version: int, step: int) -> None:
+        """The update ``number`` of a publisher is ``version``."""
+        self._versions[key_of(endpoint), number] = version, step
         while len(self._versions) > _REMEMBERED:
             del self._versions[next(iter(self._versions))]
 
-    def sent(self, ticket: Ticket | None, number: int, version: int, step: int) -> None:
+    def sent(self, endpoint: Endpoint | None, number: int, version: int, step: int) -> None:
         """As :meth:`learn`, of a version that somebody holds."""
-        assert ticket is not None
+        assert endpoint is not None
         with self.changed:
-            self.learn(ticket, number, version, step)
+            self.learn(endpoint, number, version, step)
             self.publish(version, step)
 
     def settle(self, ids: Iterable[int], version: int, failures: dict[int, str]) -> None:

@@ -12,7 +12,7 @@ from weight_update.checkpoints.files import Files
 from weight_update.errors import LifecycleError
 from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
 from weight_update.synchronizer.addresses import is_loopback, require_reachable
-from weight_update.synchronizer.memory import Memory
+from weight_update.synchronizer.memory import WeightCache
 from weight_update.synchronizer.plan import SyncMethod, SyncPlan, SyncStyle
 from weight_update.synchronizer.ray_actor import RayHost
 from weight_update.synchronizer.server import Server
@@ -81,7 +81,7 @@ class Synchronizer:
         if self.plan.method is SyncMethod.CHECKPOINT and directory is None:
             raise ValueError("SyncMethod.CHECKPOINT needs directory=, one that trainer and explorers share")
         self._coordinator: Coordinator | None = None
-        self._memory: Memory | None = None
+        self._memory: WeightCache | None = None
         self._servers: list[Server | RayHost] = []
         self._closed = False
         self._making = threading.Lock()
@@ -99,7 +99,7 @@ class Synchronizer:
     def _make_coordinator(self) -> Coordinator:
         strategy, timeout = self._options["strategy"], self._options["transfer_timeout"]
         if self.plan.method is SyncMethod.MEMORY:
-            self._memory = Memory(None, strategy, timeout)
+            self._memory = WeightCache(None, strategy, timeout)
         files = self.plan.method is SyncMethod.CHECKPOINT
         newest = Files(str(self._directory), strategy).newest() if files else None
         if newest is not None:

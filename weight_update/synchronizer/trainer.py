@@ -18,7 +18,7 @@ from weight_update.synchronizer.metrics import Metrics
 from weight_update.synchronizer.party import Party
 from weight_update.synchronizer.plan import RunningStatus, SyncStyle
 from weight_update.synchronizer.sessions import Reply
-from weight_update.synchronizer.transfer import Outlet, Shipment, Ticket
+from weight_update.synchronizer.transfer import Publisher, Transfer, Endpoint
 from weight_update.transports.distributed.relay.pairs import pair_of
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
@@ -63,7 +63,7 @@ class BlockingTrainer(Party):
         if address is not None:
             require_reachable(address)
         self._source, self._given_address, self._backend = source, address, backend
-        self._outlet: Outlet | None = None
+        self._publisher: Publisher | None = None
         self._files: Files | None = None
         pair_of(backend)  # refuses unknown ones
         if not callable(source) or isinstance(source, nn.Module):
@@ -101,9 +101,9 @@ class BlockingTrainer(Party):
         if directory is not None:
             self._files = Files(directory, self.strategy)
         else:
-            self._open_outlet(self.plan.direct, reply["address"])
+            self._open_publisher(self.plan.direct, reply["address"])
 
-    def _open_outlet(self, direct: bool, served: str | None) -> None:
+    def _open_publisher(self, direct: bool, served: str | None) -> None:
         address = self._given_address or self._channel.address
         if not direct and is_loopback(address):
             address = None
@@ -116,12 +116,12 @@ class BlockingTrainer(Party):
                     "backend='nccl' would go over CUDA" if torch.cuda.is_available() else "there is no CUDA"
                 )
                 _log.info("SyncMethod.NCCL: weights go to other hosts by gloo (%s)", cure)
-        self._outlet = Outlet(self._source, address, self.strategy, self.transfer_timeout, self._backend)
+        self._publisher = Publisher(self._source, address, self.strategy, self.transfer_timeout, self._backend)
         if direct:
-            self._ask("hello", **self._hello())  # now with the ticket
+            self._ask("hello", **self._hello())  # now with the endpoint
 
-    def _ticket(self) -> Ticket | None:
-        return None if self._outlet is None else self._outlet.ticket
+    def _own_endpoint(self) -> Endpoint | None:
+        return None if self._publisher is None else self._publisher.endpoint
 
     # -- for users ---------------------------------------------------------------------------------
 
@@ -169,8 +169,8 @@ class BlockingTrainer(Party):
         try:
             super().close()
         finally:
-            if self._outlet is not None:
-                self._outlet.close()
+            if self._publisher is not None:
+                self._publisher.close()
 
     # -- MEMORY, CHECKPOINT ------------------------------------------------------------------------
 
@@ -188,13 +188,13 @@ class BlockingTrainer(Party):
 
     def _upload(self) -> int:
         """MEMORY: send to the synchronizer, which joins (again) if it is not there."""
-        assert self._outlet is not None
-        if _HOLDER not in self._outlet.here():
-            self._ask("take_from", ticket=self._outlet.ticket)
-        shipment = self._outlet.send([_HOLDER])
-        if failures := shipment.settle([_HOLDER]):
+        assert self._publisher is not None
+        if _HOLDER not in self._publisher.here():
+            self._ask("take_from", ticket=self._publisher.endpoint)
+        transfer = self._publisher.send([_HOLDER])
+        if failures := transfer.settle([_HOLDER]):
             raise LinkClosedError(f"the synchronizer did not take the weights: {failures[_HOLDER]}")
-        return shipment.nbytes
+        return transfer.nbytes
 
     # -- NCCL --------------------------------------------------------------------------------------
 
@@ -206,11 +206,11 @@ class BlockingTrainer(Party):
             return {"version": reply["version"], "reason": reply["reason"], "waited": waited}
         ids, version = reply["ids"], reply["version"]
         failures = dict.fromkeys(ids, "the trainer did not send")
-        shipments: list[Shipment] = []
+        transfers: list[Transfer] = []
         outage: Exception | None = None
         try:
-            shipments = self._send(ids)
-            failures = shipments[0].settle(ids) if ids else {}
+            transfers = self._send(ids)
+            failures = transfers[0].settle(ids) if ids else {}
         except _OUTAGES as error:
             outage, failures = error, {id: str(error) for id in ids}
         finally:
@@ -218,28 +218,28 @@ class BlockingTrainer(Party):
                 "met",
                 step=step,
                 version=version,
-                numbers=[one.number for one in shipments],
+                numbers=[one.number for one in transfers],
                 ids=ids,
                 failures=failures,
             )
-        metrics = {"version": version, "bytes": sum(one.nbytes for one in shipments), "waited": waited}
-        sent = set().union(*(one.ids for one in shipments))
+        metrics = {"version": version, "bytes": sum(one.nbytes for one in transfers), "waited": waited}
+        sent = set().union(*(one.ids for one in transfers))
         if (outage is not None or failures) and sent <= set(failures):
             why = "; ".join(f"explorer {id}: {text}" for id, text in failures.items())
             metrics.update(version=self.version, reason=why or str(outage))
         return metrics
 
-    def _send(self, ids: list[int]) -> list[Shipment]:
+    def _send(self, ids: list[int]) -> list[Transfer]:
         """To those who are ready; in FULLY_ASYNC to all others too, who take it when they can."""
-        assert self._outlet is not None
-        shipments = [self._outlet.send(ids)] if ids else []
+        assert self._publisher is not None
+        transfers = [self._publisher.send(ids)] if ids else []
         if self.plan.style is SyncStyle.FULLY_ASYNC:
             try:
-                shipments.append(self._outlet.spread(but=ids))
+                transfers.append(self._publisher.spread(but=ids))
             except _OUTAGES as error:
-                if not shipments:
+                if not transfers:
                     raise
                 _log.warning(
                     "step %d: explorers that did not wait were not sent weights: %s", self.step, error
                 )
-        return shipments
+        return transfers

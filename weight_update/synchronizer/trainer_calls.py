@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 
 from weight_update.errors import WeightSyncError
-from weight_update.synchronizer.memory import Memory
+from weight_update.synchronizer.memory import WeightCache
 from weight_update.synchronizer.plan import RunningStatus, SyncStyle
 from weight_update.synchronizer.sessions import Reply, SessionManager
 from weight_update.synchronizer.state import Trainer
-from weight_update.synchronizer.transfer import Ticket
+from weight_update.synchronizer.transfer import Endpoint
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
 __all__ = ["TrainerCalls"]
@@ -25,7 +25,7 @@ class TrainerCalls:
         memory: MEMORY: where weights are kept.
     """
 
-    def __init__(self, sessions: SessionManager, memory: Memory | None) -> None:
+    def __init__(self, sessions: SessionManager, memory: WeightCache | None) -> None:
         self.sessions, self.plan = sessions, sessions.plan
         self._machine, self._changed, self._memory = sessions.machine, sessions.changed, memory
 
@@ -49,8 +49,8 @@ class TrainerCalls:
             self._changed.notify_all()
             return {"version": self._machine.newest, "reason": reason}
 
-    def take_from(self, session: str, ticket: Ticket) -> Reply:
-        """MEMORY: join the trainer's outlet."""
+    def take_from(self, session: str, ticket: Endpoint) -> Reply:
+        """MEMORY: join the trainer's publisher."""
         with self._changed:
             self.sessions.table.of(session)
         assert self._memory is not None
@@ -63,11 +63,11 @@ class TrainerCalls:
             self._trainer(session, step)
         memory = self._memory
         if memory is not None:
-            first = memory.ticket is None
+            first = memory.endpoint is None
             memory.keep(version, step)
-            if first and memory.ticket is not None:
+            if first and memory.endpoint is not None:
                 with self._changed:
-                    self.sessions.learn(memory.ticket, 0, version, step)
+                    self.sessions.learn(memory.endpoint, 0, version, step)
         with self._changed:
             self.sessions.publish(version, step)
             self._machine.offered(step)
@@ -75,14 +75,14 @@ class TrainerCalls:
             self._spread(memory)
         return {"version": version}
 
-    def _spread(self, memory: Memory) -> None:
+    def _spread(self, memory: WeightCache) -> None:
         """Send the version just published to all who joined; explorers that miss it fetch it."""
         try:
-            kept, shipment = memory.spread()
+            kept, transfer = memory.spread()
         except WeightSyncError as error:
             _log.warning("version %s was not sent in the background: %s", self._machine.newest, error)
         else:
-            self.sessions.sent(memory.ticket, shipment.number, kept.version, kept.step)
+            self.sessions.sent(memory.endpoint, transfer.number, kept.version, kept.step)
 
     def meet(self, session: str, step: int, timeout: float) -> Reply:
         """NCCL: wait for those who are to get weights now; who they are, and the version it will be."""
@@ -120,10 +120,10 @@ class TrainerCalls:
         """
         with self._changed:
             self._trainer(session, step)
-            ticket, machine = self.sessions.trainer_ticket, self._machine
-            assert ticket is not None
+            endpoint, machine = self.sessions.trainer_endpoint, self._machine
+            assert endpoint is not None
             for number in numbers:
-                self.sessions.learn(ticket, number, version, step)
+                self.sessions.learn(endpoint, number, version, step)
             if set(ids) - {int(id) for id in failures}:
                 self.sessions.publish(version, step)
             if self.plan.style is SyncStyle.FULLY_ASYNC:

@@ -25,17 +25,17 @@ from weight_update.schemes import (
 from weight_update.sender.handle import SendHandle
 from weight_update.strategy.strategy import WeightStrategy
 
-__all__ = ["Inlet", "Outlet", "Shipment", "Ticket", "key_of"]
+__all__ = ["Subscriber", "Publisher", "Transfer", "Endpoint", "key_of"]
 
-Ticket = dict[str, Any]
-"""What a receiver needs to find an :class:`Outlet`: plain values."""
+Endpoint = dict[str, Any]
+"""What a receiver needs to find an :class:`Publisher`: plain values."""
 
 _log = logging.getLogger(__name__)
-_WITNESS = (1 << 31) - 1
+_PLACEHOLDER = (1 << 31) - 1
 """Index of the receiver beside the sender; explorers are workers under their own ids."""
 
 
-class Shipment:
+class Transfer:
     """Weights that were sent to explorers.
 
     Args:
@@ -50,7 +50,7 @@ class Shipment:
 
     def __init__(self, handle: SendHandle, gone: frozenset[int] = frozenset()) -> None:
         self._handle, self._gone = handle, gone
-        self.ids = frozenset(handle.workers) - {_WITNESS}
+        self.ids = frozenset(handle.workers) - {_PLACEHOLDER}
         self.number, self.nbytes = handle.version, handle.report.wire_bytes
 
     def settle(self, ids: Iterable[int]) -> dict[int, str]:
@@ -70,10 +70,10 @@ class Shipment:
         return {idx: str(why) for idx, why in self._handle.failures().items()}
 
 
-class Outlet:
+class Publisher:
     """The sending end: explorers join at any time and are sent weights when it is their turn.
 
-    A scheme counts its first workers before any explorer is there. Its only one is a witness: a receiver
+    A scheme counts its first workers before any explorer is there. Its only one is a placeholder: a receiver
     beside the sender that has no model and only looks at the memory that is sent.
 
     Args:
@@ -95,24 +95,24 @@ class Outlet:
         backend: str = "gloo",
     ) -> None:
         token = secrets.token_hex(16)
-        self.ticket: Ticket = {"token": token, "address": address, "port": 0, "shared": address is None}
-        self._scheme = _scheme(self.ticket, strategy, timeout, backend)
+        self.endpoint: Endpoint = {"token": token, "address": address, "port": 0, "shared": address is None}
+        self._scheme = _scheme(self.endpoint, strategy, timeout, backend)
         self._sending = threading.Lock()
-        self._last: Shipment | None = None
-        self._scheme.init_on_sender(params_map={_WITNESS: source})
+        self._last: Transfer | None = None
+        self._scheme.init_on_sender(params_map={_PLACEHOLDER: source})
         if isinstance(self._scheme, DistributedWeightSyncScheme):
-            self.ticket["port"] = self._scheme.port
+            self.endpoint["port"] = self._scheme.port
         else:
-            self.ticket["address"] = self._scheme.address
+            self.endpoint["address"] = self._scheme.address
         with contextlib.ExitStack() as undo:
             undo.callback(self._scheme.shutdown)
-            self._witness = Inlet(self.ticket, _WITNESS, None, strategy, timeout)
-            undo.callback(self._witness.close)
+            self._placeholder = Subscriber(self.endpoint, _PLACEHOLDER, None, strategy, timeout)
+            undo.callback(self._placeholder.close)
             self._open(timeout)
             undo.pop_all()
 
     def _open(self, timeout: float) -> None:
-        joining = threading.Thread(target=self._witness.join, args=(timeout,), name="weight_update-witness")
+        joining = threading.Thread(target=self._placeholder.join, args=(timeout,), name="weight_update-placeholder")
         joining.start()
         try:
             self._scheme.connect(timeout=timeout)
@@ -121,9 +121,9 @@ class Outlet:
 
     def here(self) -> list[int]:
         """Ids of the explorers that joined."""
-        return [idx for idx in self._scheme.worker_versions if idx != _WITNESS]
+        return [idx for idx in self._scheme.worker_versions if idx != _PLACEHOLDER]
 
-    def send(self, ids: Iterable[int], weights: Any = None) -> Shipment:
+    def send(self, ids: Iterable[int], weights: Any = None) -> Transfer:
         """Send weights to explorers; does not wait for them.
 
         Args:
@@ -138,14 +138,14 @@ class Outlet:
             while True:
                 here = wanted & set(self.here())
                 try:
-                    handle = self._scheme.send_async(weights, [_WITNESS, *here])
+                    handle = self._scheme.send_async(weights, [_PLACEHOLDER, *here])
                 except UnknownWorkerError:
                     if here <= set(self.here()):
                         raise
                 else:  # else one of them left just now
-                    return Shipment(handle, wanted - here)
+                    return Transfer(handle, wanted - here)
 
-    def spread(self, weights: Any = None, but: Iterable[int] = ()) -> Shipment:
+    def spread(self, weights: Any = None, but: Iterable[int] = ()) -> Transfer:
         """Send weights to all who joined, ``but`` some, and wait for nobody."""
         if self._last is not None and (bad := self._last.failures()):
             _log.warning("an update in the background was not applied: %s", bad)
@@ -155,16 +155,16 @@ class Outlet:
     def close(self) -> None:
         """End all links."""
         try:
-            self._witness.close()
+            self._placeholder.close()
         finally:
             self._scheme.shutdown()
 
 
-class Inlet:
+class Subscriber:
     """The receiving end at one explorer, or at a synchronizer that holds the newest weights.
 
     Args:
-        ticket: of the outlet.
+        endpoint: of the publisher.
         id: of the explorer.
         model: kept current by what is sent; None keeps the weights only.
         strategy: see :class:`~weight_update.WeightSyncScheme`.
@@ -172,10 +172,10 @@ class Inlet:
     """
 
     def __init__(
-        self, ticket: Ticket, id: int, model: Any, strategy: str | WeightStrategy, timeout: float
+        self, endpoint: Endpoint, id: int, model: Any, strategy: str | WeightStrategy, timeout: float
     ) -> None:
-        self.ticket = ticket
-        self._scheme = _scheme(ticket, strategy, timeout)
+        self.endpoint = endpoint
+        self._scheme = _scheme(endpoint, strategy, timeout)
         self._scheme.init_on_receiver(model=model, worker_idx=id)
 
     def join(self, timeout: float) -> str | None:
@@ -194,7 +194,7 @@ class Inlet:
     def held(self) -> list[Any] | None:
         """Which update is in force, so that the other end understands it; None for none."""
         version = self._scheme.version
-        return None if version is None else [key_of(self.ticket), version]
+        return None if version is None else [key_of(self.endpoint), version]
 
     @property
     def scheme(self) -> WeightSyncScheme:
@@ -214,23 +214,23 @@ class Inlet:
         self._scheme.shutdown()
 
 
-def key_of(ticket: Ticket) -> str:
+def key_of(endpoint: Endpoint) -> str:
     """Tells outlets apart; it is no secret."""
-    return hashlib.sha256(ticket["token"].encode()).hexdigest()[:8]
+    return hashlib.sha256(endpoint["token"].encode()).hexdigest()[:8]
 
 
 def _scheme(
-    ticket: Ticket, strategy: str | WeightStrategy, timeout: float, backend: str = "gloo"
+    endpoint: Endpoint, strategy: str | WeightStrategy, timeout: float, backend: str = "gloo"
 ) -> SharedMemWeightSyncScheme | DistributedWeightSyncScheme:
-    if ticket["shared"]:
+    if endpoint["shared"]:
         return SharedMemWeightSyncScheme(
-            strategy, address=ticket["address"], token=ticket["token"], timeout=timeout
+            strategy, address=endpoint["address"], token=endpoint["token"], timeout=timeout
         )
     return DistributedWeightSyncScheme(
         backend,
         strategy=strategy,
-        address=ticket["address"],
-        port=ticket["port"],
-        token=ticket["token"],
+        address=endpoint["address"],
+        port=endpoint["port"],
+        token=endpoint["token"],
         timeout=timeout,
     )
