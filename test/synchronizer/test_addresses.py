@@ -60,7 +60,7 @@ def test_an_address_that_stands_for_all_is_refused(method: SyncMethod, address: 
             where.serve(address)
         with pytest.raises(ValueError, match="all interfaces"):
             TrainerClient(where, model_at(0), address=address)
-        assert where.coordinator.sessions.status()["trainer"] == "stopped"
+        assert where.service.sessions.status()["trainer"] == "stopped"
 
 
 def servers() -> list[threading.Thread]:
@@ -76,7 +76,7 @@ def test_close_ends_the_servers_also_when_another_step_raises(monkeypatch: pytes
     def fail() -> None:
         raise OSError("no")
 
-    monkeypatch.setattr(where.coordinator.sessions, "close", fail)
+    monkeypatch.setattr(where.service.sessions, "close", fail)
     monkeypatch.setattr(server, "close", lambda close=server.close: (close(), fail()))
     with pytest.raises(OSError, match="no"):
         where.close()
@@ -87,8 +87,8 @@ def test_close_ends_the_servers_also_when_another_step_raises(monkeypatch: pytes
 
 def test_what_is_signed_and_not_json_is_a_format_error(monkeypatch: pytest.MonkeyPatch) -> None:
     left, right = socket.socketpair()
-    host = wire.Wire(Stream(left), bytes(32), server=True)
-    client = wire.Wire(Stream(right), bytes(32), server=False)
+    host = wire.RpcConnection(Stream(left), bytes(32), server=True)
+    client = wire.RpcConnection(Stream(right), bytes(32), server=False)
     with monkeypatch.context() as patch:
         patch.setattr(wire.json, "dumps", lambda *_, **__: "{nothing")
         client.send({})

@@ -11,7 +11,7 @@ from torch import nn
 
 from weight_update import ExplorerClient, RunningStatus, SyncMethod, SyncStyle, TrainerClient
 from weight_update.synchronizer.plan import SyncPlan
-from weight_update.synchronizer.state_machine import Machine
+from weight_update.synchronizer.state_machine import StateMachine
 
 REQUIRE_SYNC, RUNNING = RunningStatus.REQUIRE_SYNC, RunningStatus.RUNNING
 HELD = [SyncMethod.MEMORY, SyncMethod.CHECKPOINT]
@@ -78,7 +78,7 @@ def test_what_is_announced_is_published_and_there_when_it_is_asked_for(
 @pytest.mark.parametrize("style", list(SyncStyle))
 @pytest.mark.parametrize("method", list(SyncMethod))
 def test_a_wish_that_is_taken_back_leaves_nothing(method: SyncMethod, style: SyncStyle) -> None:
-    made = Machine(SyncPlan(method, style))
+    made = StateMachine(SyncPlan(method, style))
     made.trainer_joined()
     made.joined(0)
     made.explorer_at(0, 1)
@@ -94,7 +94,7 @@ def test_a_wish_that_is_taken_back_leaves_nothing(method: SyncMethod, style: Syn
 
 
 def test_directly_the_trainer_does_not_wait_for_a_wish() -> None:
-    made = Machine(SyncPlan(SyncMethod.NCCL, SyncStyle.EXPLORER_DRIVEN))
+    made = StateMachine(SyncPlan(SyncMethod.NCCL, SyncStyle.EXPLORER_DRIVEN))
     made.trainer_joined()
     made.joined(0)
     made.explorer_announces(0)
@@ -104,7 +104,7 @@ def test_directly_the_trainer_does_not_wait_for_a_wish() -> None:
 
 
 def test_directly_a_trainer_that_takes_back_its_wish_is_due_as_before() -> None:
-    made = Machine(SyncPlan(SyncMethod.NCCL, SyncStyle.TRAINER_DRIVEN))
+    made = StateMachine(SyncPlan(SyncMethod.NCCL, SyncStyle.TRAINER_DRIVEN))
     made.trainer_joined()
     made.joined(0)
     made.trainer_announces()

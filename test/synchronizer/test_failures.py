@@ -35,7 +35,7 @@ HELD = [SyncMethod.MEMORY, SyncMethod.CHECKPOINT]
 
 
 def waits(where: Synchronizer, *ids: int) -> bool:
-    explorers = where.coordinator.sessions.status()["explorers"]
+    explorers = where.service.sessions.status()["explorers"]
     return all(explorers.get(str(id)) == "require_sync" for id in ids)
 
 
@@ -306,7 +306,7 @@ def test_backends_that_cannot_be_used_are_refused_and_the_trainer_does_not_stay(
     with synchronizer(SyncMethod.NCCL, SyncStyle.FIXED, tmp_path) as where:
         with pytest.raises(ValueError, match="known: 'gloo', 'nccl'"):
             TrainerClient(where, model_at(0), backend="pigeon")
-        assert where.coordinator.sessions.status()["trainer"] == "stopped"
+        assert where.service.sessions.status()["trainer"] == "stopped"
     with (
         synchronizer(SyncMethod.MEMORY, SyncStyle.FIXED, tmp_path) as where,
         pytest.raises(ValueError, match=r"for SyncMethod\.NCCL"),
@@ -337,8 +337,8 @@ def test_strangers_do_not_disturb(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_call_with_nonsense_is_answered_with_an_error() -> None:
     with Synchronizer(SyncMethod.MEMORY) as where:
-        assert "unknown call" in where.coordinator.call("explode", {})["refused"]
-        assert where.coordinator.call("trainer_needs", {"session": "x", "step": 0}) == {"refused": "unknown"}
+        assert "unknown call" in where.service.call("explode", {})["refused"]
+        assert where.service.call("trainer_needs", {"session": "x", "step": 0}) == {"refused": "unknown"}
 
 
 @pytest.mark.parametrize("bad", [{"source": "no model"}, {"backend": "pigeons"}])
@@ -357,13 +357,13 @@ def test_clients_made_at_the_same_time_meet(method: SyncMethod, tmp_path: Path) 
 
 
 def asked_by(count: int, where: Synchronizer) -> list[Any]:
-    """What threads find that ask for the coordinator at the same time."""
+    """What threads find that ask for the service at the same time."""
     found: list[Any] = []
     start = threading.Barrier(count)
 
     def ask() -> None:
         start.wait(10.0)
-        found.append(where.coordinator)
+        found.append(where.service)
 
     threads = [threading.Thread(target=ask) for _ in range(count)]
     for thread in threads:

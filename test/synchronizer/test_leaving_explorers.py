@@ -21,8 +21,8 @@ from weight_update import (
     TrainerClient,
 )
 from weight_update.synchronizer.sessions import SessionTable
-from weight_update.synchronizer.state import Explorer
-from weight_update.synchronizer.transfer import Subscriber, Publisher
+from weight_update.synchronizer.state import ExplorerState
+from weight_update.synchronizer.transfer import Publisher, Subscriber
 
 REQUIRE_SYNC = RunningStatus.REQUIRE_SYNC
 
@@ -54,7 +54,7 @@ def test_directly_a_version_that_its_only_explorer_did_not_live_to_take_is_not_p
             Waiting(explorer)
             wait_until(trainer.blocking.need_sync)
             thread, said = in_thread(trainer.blocking.sync_weight)
-            wait_until(lambda: where.coordinator.sessions.machine.transfer)
+            wait_until(lambda: where.service.sessions.machine.transfer)
             time.sleep(0.2)
             explorer.close()
         thread.join(20.0)
@@ -68,7 +68,9 @@ def test_one_that_leaves_between_the_look_and_the_sending_fails_alone(
 ) -> None:
     models = [model_at(-1), model_at(-1)]
     publisher = Publisher(model_at(4), None, "tensordict", 20.0)
-    subscribers = [Subscriber(publisher.endpoint, id, model, "tensordict", 20.0) for id, model in enumerate(models)]
+    subscribers = [
+        Subscriber(publisher.endpoint, id, model, "tensordict", 20.0) for id, model in enumerate(models)
+    ]
     for subscriber in subscribers:
         assert subscriber.join(20.0) is None
     look = publisher.here
@@ -163,7 +165,7 @@ def test_one_whose_thread_ended_without_a_word_is_missed_and_may_come_back(tmp_p
 
 def test_a_client_that_is_dropped_is_missed() -> None:
     with Synchronizer(SyncMethod.MEMORY, lease=0.4) as where:
-        sessions = where.coordinator.sessions
+        sessions = where.service.sessions
         client = ExplorerClient(where, model_at(-1))
         del client
         wait_until(lambda: not sessions.status()["explorers"])
@@ -173,7 +175,7 @@ def test_a_process_that_could_hear_nobody_gives_all_a_new_lease() -> None:
     changed, missed = threading.Condition(threading.RLock()), list[float]()
     table = SessionTable(changed, 0.5, lambda session, why: missed.append(time.monotonic()))
     with changed:
-        table.add("one", Explorer(0), leased=True)
+        table.add("one", ExplorerState(0), leased=True)
     time.sleep(0.1)
     with changed:
         time.sleep(1.0)  # as if it had been stopped

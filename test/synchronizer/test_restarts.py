@@ -25,7 +25,7 @@ from weight_update import (
     TransportError,
 )
 from weight_update.synchronizer.plan import SyncPlan
-from weight_update.synchronizer.service import Coordinator
+from weight_update.synchronizer.service import Service
 
 EVERY = list(SyncMethod)
 
@@ -38,10 +38,10 @@ def test_in_fixed_a_trainer_that_is_made_anew_goes_on_at_the_step_of_the_newest_
         return Synchronizer(method, SyncStyle.FIXED, sync_interval=10, directory=tmp_path)
 
     with start() as where, TrainerClient(where, model_at(0), step=20):
-        sessions = where.coordinator.sessions
+        sessions = where.service.sessions
         with sessions.changed:
             sessions.publish(3, 20)
-        where.coordinator.call("status", {})
+        where.service.call("status", {})
     with start() as where:
         with TrainerClient(where, model_at(0)) as trainer:
             assert trainer.step == 20
@@ -79,7 +79,7 @@ def test_directly_an_explorer_that_waits_for_a_trainer_is_told_of_the_end(
     with Synchronizer(SyncMethod.NCCL) as where, ExplorerClient(where, model_at(-1)) as explorer:
         explorer.step = 1
         waiting = Waiting(explorer)
-        changed = where.coordinator.sessions.changed
+        changed = where.service.sessions.changed
         wait_until(lambda: changed._waiters)
         where.close()
         assert "was closed" in waiting.result()["reason"]
@@ -87,7 +87,7 @@ def test_directly_an_explorer_that_waits_for_a_trainer_is_told_of_the_end(
 
 
 def test_directly_a_trainer_that_was_replaced_begins_no_transfer() -> None:
-    where = Coordinator(SyncPlan(SyncMethod.NCCL, SyncStyle.TRAINER_DRIVEN))
+    where = Service(SyncPlan(SyncMethod.NCCL, SyncStyle.TRAINER_DRIVEN))
     ticket = {"token": "t", "address": "127.0.0.1", "port": 0, "shared": False}
     where.call("hello", {"session": "old", "role": "trainer", "ticket": ticket})
     for id in range(2):
@@ -124,9 +124,9 @@ def test_a_client_that_cannot_introduce_itself_says_so(answer: str) -> None:
         Synchronizer(SyncMethod.MEMORY) as where,
         ExplorerClient(where, model_at(-1), timeout=0.5) as explorer,
     ):
-        coordinator = where.coordinator
-        coordinator.gone(explorer.blocking._session)
-        coordinator._calls["hello"] = hello
+        service = where.service
+        service.gone(explorer.blocking._session)
+        service._calls["hello"] = hello
         raised: list[Exception] = []
 
         def ask() -> None:
@@ -190,7 +190,7 @@ def test_a_slow_disk_under_the_version_file_stops_no_other_call(
         assert in_time
     monkeypatch.undo()
     with Synchronizer(SyncMethod.MEMORY, directory=tmp_path) as where:
-        assert where.coordinator.sessions.machine.newest == 0
+        assert where.service.sessions.machine.newest == 0
 
 
 def test_a_fifo_in_place_of_the_version_file_is_ignored(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_fifo_in_place_of_the_version_file_is_ignored(tmp_path: Path) -> None:
 
     def start() -> None:
         with Synchronizer(SyncMethod.MEMORY, directory=tmp_path) as where:
-            made.append(where.coordinator.sessions.machine.newest)
+            made.append(where.service.sessions.machine.newest)
 
     starting = threading.Thread(target=start, daemon=True)
     starting.start()

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from weight_update.checkpoints.io import Remover, open_regular
 
-__all__ = ["LEASE", "Lease", "Leases"]
+__all__ = ["LEASE", "Lease", "LeaseMonitor"]
 
 LEASE = ".lease"
 """Ending of leases."""
@@ -71,7 +71,7 @@ def _renew(path: Path, ended: threading.Event, pause: float) -> None:
             _log.debug("the lease %s was not renewed: %s", path, error)
 
 
-class Leases:
+class LeaseMonitor:
     """The leases in a directory, as one who removes files sees them.
 
     Args:

@@ -24,7 +24,7 @@ from typing import Any
 from weight_update.checkpoints.io import read_regular
 from weight_update.errors import CorruptCheckpointError
 
-__all__ = ["Catalogue", "Manifest", "check_version"]
+__all__ = ["Manifest", "ManifestIndex", "check_version"]
 
 _FORMAT = "weight_update.checkpoint/1"
 _DIGITS = 12
@@ -93,7 +93,7 @@ def check_version(version: int) -> None:
         raise ValueError(f"a version is a number from 0 to 10**{_DIGITS} - 1, not {version}")
 
 
-class Catalogue:
+class ManifestIndex:
     """Manifests of a directory. Remembers which are broken, and does not look at them until they change."""
 
     def __init__(self, directory: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
 import threading
@@ -15,16 +16,28 @@ from typing import Any
 
 import torch
 
-from weight_update.checkpoints.io import PART, naming_free_space, open_regular, write_beside
-from weight_update.checkpoints.lease import Lease
-from weight_update.checkpoints.manifest import Catalogue, Manifest, check_version
-from weight_update.checkpoints.pieces import digest, write
+from weight_update.checkpoints.io import (
+    PART,
+    Remover,
+    digest,
+    naming_free_space,
+    open_regular,
+    write,
+    write_beside,
+)
+from weight_update.checkpoints.lease import Lease, LeaseMonitor
+from weight_update.checkpoints.manifest import Manifest, ManifestIndex, check_version
 from weight_update.checkpoints.safetensors import pack, unpack
-from weight_update.checkpoints.sweeper import Sweeper
 from weight_update.errors import CorruptCheckpointError
+from weight_update.receiver.gate import Gate
+from weight_update.strategy.named_weights import from_items
+from weight_update.strategy.strategy import WeightStrategy
+from weight_update.wire.memory import memory_identity
 from weight_update.wire.schema import dtype_name
 
-__all__ = ["CheckpointStore", "CorruptCheckpointError", "Manifest"]
+__all__ = ["CheckpointStore", "CorruptCheckpointError", "GarbageCollector", "Manifest", "ModelCheckpoints"]
+
+_log = logging.getLogger(__name__)
 
 _FIRST_PAUSE, _LONGEST_PAUSE, _GROWTH = 0.05, 1.0, 1.5
 
@@ -57,8 +70,8 @@ class CheckpointStore:
         self.directory = Path(directory)
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lease_seconds = lease_seconds
-        self._catalogue = Catalogue(self.directory)
-        self._sweeper = Sweeper(self._catalogue, lease_seconds, keep)
+        self._index = ManifestIndex(self.directory)
+        self._garbage = GarbageCollector(self._index, lease_seconds, keep)
 
     def publish(self, version: int, weights: Mapping[str, Any], *, step: int) -> Path:
         """Write a version, and remove old ones. It is on the disk when this returns.
@@ -84,9 +97,9 @@ class CheckpointStore:
             ValueError: the number is below the newest or negative.
         """
         self._check(version)
-        self._sweeper.sweep()  # before: what a dead writer left may be in the way
+        self._garbage.collect()  # before: what a dead writer left may be in the way
         schema, parts = pack(weights)
-        stem = f"{self._catalogue.path(version).stem}-{uuid.uuid4().hex}"
+        stem = f"{self._index.path(version).stem}-{uuid.uuid4().hex}"
         described = {m.name: f"{dtype_name(m.dtype)}{list(m.shape)}" for m in schema.tensors}
         with naming_free_space(self.directory, sum(map(len, parts))):
             lease = Lease(self.directory, stem, self._lease_seconds)
@@ -94,7 +107,7 @@ class CheckpointStore:
                 path = self._write(Manifest(version, step, stem, 0, "", described), parts)
             finally:
                 lease.end()
-        self._sweeper.sweep()
+        self._garbage.collect()
         return path
 
     def _check(self, version: int) -> None:
@@ -107,7 +120,7 @@ class CheckpointStore:
             )
 
     def _write(self, plan: Manifest, parts: list[memoryview]) -> Path:
-        data, manifest = self.directory / plan.file, self._catalogue.path(plan.version)
+        data, manifest = self.directory / plan.file, self._index.path(plan.version)
         try:
             nbytes, sum_of_all = write_beside(
                 data.with_name(data.name + PART), data, lambda fd: write(fd, parts)
@@ -122,7 +135,7 @@ class CheckpointStore:
         return data
 
     def _shows(self, plan: Manifest) -> bool:
-        manifest = self._catalogue.good(plan.version)
+        manifest = self._index.good(plan.version)
         return manifest is not None and manifest.stem == plan.stem
 
     def latest(self) -> Manifest | None:
@@ -135,7 +148,7 @@ class CheckpointStore:
 
     def manifest(self, version: int) -> Manifest | None:
         """That of a version; None if there is no complete one."""
-        return self._catalogue.good(version)
+        return self._index.good(version)
 
     def wait_newer(
         self, version: int, timeout: float, ended: threading.Event | None = None
@@ -161,7 +174,7 @@ class CheckpointStore:
             pause = min(pause * _GROWTH, _LONGEST_PAUSE)
 
     def _newest(self, above: int) -> Manifest | None:
-        found = (self._catalogue.good(v) for v in self._catalogue.versions() if v > above)
+        found = (self._index.good(v) for v in self._index.versions() if v > above)
         return next((manifest for manifest in found if manifest is not None), None)
 
     @contextlib.contextmanager
@@ -182,17 +195,17 @@ class CheckpointStore:
 
     def _read(self, version: int) -> dict[str, Any]:
         try:
-            manifest = self._catalogue.load(version)
+            manifest = self._index.load(version)
             lease = Lease(self.directory, manifest.stem, self._lease_seconds)
             try:
-                current = self._catalogue.load(version) == manifest  # looked at again, now that it is leased
+                current = self._index.load(version) == manifest  # looked at again, now that it is leased
                 if current:
                     return self._map(manifest, lease)
             except BaseException:
                 lease.end()
                 raise
         except CorruptCheckpointError as error:
-            self._catalogue.distrust(version, error)
+            self._index.distrust(version, error)
             raise
         lease.end()
         return self._read(version)
@@ -208,3 +221,150 @@ class CheckpointStore:
         weights = unpack(torch.frombuffer(mapping, dtype=torch.uint8))
         weakref.finalize(mapping, lease.end)  # tensors keep the mapping
         return weights
+
+
+class ModelCheckpoints:
+    """A directory of checkpoints, as trainers write and explorers read it.
+
+    Args:
+        directory: shared by all.
+        strategy: how weights leave and enter a model.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], strategy: WeightStrategy) -> None:
+        self._store, self._strategy = CheckpointStore(directory), strategy
+
+    def newest(self) -> tuple[int, int] | None:
+        """Version and trainer step of the newest complete one."""
+        manifest = self._store.latest()
+        return None if manifest is None else (manifest.version, manifest.step)
+
+    def wait_newer(self, version: int, timeout: float, ended: threading.Event) -> int | None:
+        """Wait for a version above ``version``; None if none came in time, or before it ended.
+
+        Raises:
+            OSError: the directory cannot be read.
+        """
+        manifest = self._store.wait_newer(version, timeout, ended)
+        return None if manifest is None else manifest.version
+
+    def publish(self, version: int, source: Any, step: int) -> int:
+        """Write the weights of ``source``; how many bytes.
+
+        Raises:
+            OSError: the disk is full, or cannot be written; nothing is visible.
+        """
+        chosen = self._strategy.chosen(source) if self._strategy.partial else None
+        named = self._strategy.outgoing(source, chosen)
+        tensors = {name: value.detach() for name, value in named.tensors.items()}
+        self._store.publish(version, {**tensors, **named.extra}, step=step)
+        return sum(value.numel() * value.element_size() for value in tensors.values())
+
+    def apply(
+        self,
+        version: int,
+        have: int | None,
+        model: Any,
+        gate: Gate,
+        timeout: float,
+        ended: threading.Event,
+    ) -> tuple[int, int] | None:
+        """Put ``version`` into a model, between forward passes; or the newest that can be read.
+
+        Args:
+            version: the one that should be there.
+            have: in force; nothing older is read.
+            model: module, TensorDict or dict.
+            gate: of the model.
+            timeout: seconds to wait for a forward pass to end.
+            ended: ends that wait, after :meth:`Gate.look_again`.
+
+        Returns:
+            version and trainer step of what is in force now; None if nothing newer could be read.
+
+        Raises:
+            SchemaMismatchError: the file holds the weights of another model.
+            SyncTimeoutError: a forward pass took too long.
+            LinkClosedError: it ended before the forward pass did.
+        """
+        if have is not None and have >= version:
+            return None
+        newest = self.newest()
+        for candidate in dict.fromkeys([version, -1 if newest is None else newest[0]]):
+            if candidate >= 0 and (have is None or candidate > have):
+                manifest = self._store.manifest(candidate)
+                try:
+                    self._apply(candidate, model, gate, timeout, ended)
+                except (CorruptCheckpointError, FileNotFoundError) as error:
+                    _log.warning("checkpoint %d is not used: %s", candidate, error)
+                    continue
+                return candidate, 0 if manifest is None else manifest.step
+        return None
+
+    def _apply(self, version: int, model: Any, gate: Gate, timeout: float, ended: threading.Event) -> None:
+        with self._store.reading(version) as found:
+            weights = from_items(iter(found.items()))
+            weights.tensors = _tied_as_in(self._strategy.named(model).tensors, weights.tensors)
+            gate.run(lambda: self._strategy.apply_weights(model, weights), timeout, ended.is_set)
+
+
+def _tied_as_in(
+    model: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """``tensors``, where names that are one tensor in ``model`` are one tensor again."""
+    first: dict[Any, torch.Tensor] = {}
+    tied = dict(tensors)
+    for name, value in model.items():
+        key = memory_identity(value)
+        if key is not None and name in tied:
+            tied[name] = first.setdefault(key, tied[name])
+    return tied
+
+
+class GarbageCollector:
+    """Keeps the newest versions in a directory, and those that somebody reads.
+
+    A manifest goes first, then leases are looked at again, then the data goes. A reader makes its lease first
+    and then looks whether the manifest is still there. So one of the two sees the other. Leases lie in the
+    directory of the manifests because NFS reads the names anew after a change that it made itself.
+
+    Args:
+        index: of the directory.
+        lease_seconds: after which a lease that is not renewed counts as dead.
+        keep: how many complete versions stay.
+    """
+
+    def __init__(self, index: ManifestIndex, lease_seconds: float, keep: int) -> None:
+        self._remover = Remover()
+        self._leases = LeaseMonitor(index.directory, lease_seconds, self._remover)
+        self._index, self._keep = index, keep
+
+    def collect(self) -> None:
+        """Remove what nobody needs. What cannot be removed is logged once and tried again the next time."""
+        try:
+            self._hide_old_versions()
+            self._remove_unnamed_files()
+        except OSError as error:
+            _log.warning("old checkpoints stay for now: %s", error)
+
+    def _hide_old_versions(self) -> None:
+        in_use, complete = self._leases.in_use(), 0
+        for version in self._index.versions():
+            manifest = self._index.good(version)
+            if complete >= self._keep and (manifest is None or manifest.stem not in in_use):
+                self._remover.remove(self._index.path(version))
+            complete += manifest is not None
+
+    def _remove_unnamed_files(self) -> None:
+        files = self._index.data_files()
+        in_use = self._leases.in_use()
+        for version, stem, path in files:
+            # In this order: a writer shows its manifest before it ends its lease.
+            if stem not in in_use and not self._is_named(version, stem):
+                self._remover.remove(path)
+
+    def _is_named(self, version: int, stem: str) -> bool:
+        if not self._index.path(version).exists():
+            return False
+        manifest = self._index.good(version)
+        return manifest is None or manifest.stem == stem

@@ -10,17 +10,17 @@ from typing import Any
 
 from torch import nn
 
-from weight_update.checkpoints.files import Files
+from weight_update.checkpoints.store import ModelCheckpoints
 from weight_update.errors import CorruptCheckpointError, TransportError, WeightSyncError
 from weight_update.receiver.gate import Gate
 from weight_update.strategy.strategy import WeightStrategy
-from weight_update.synchronizer.channels import Channel
+from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.metrics import Metrics
-from weight_update.synchronizer.party import Party
 from weight_update.synchronizer.plan import SyncMethod, SyncStyle
+from weight_update.synchronizer.rpc import Channel
 from weight_update.synchronizer.sessions import CHECKPOINT, Reply
 from weight_update.synchronizer.state import TRAINER_STOPPED
-from weight_update.synchronizer.transfer import Subscriber, Endpoint
+from weight_update.synchronizer.transfer import Endpoint, Subscriber
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
 __all__ = ["BlockingExplorer"]
@@ -30,17 +30,17 @@ _LOOK_SECONDS = 1.0
 """How long a background reader of files waits for one, or after one that cannot be read."""
 
 
-class BlockingExplorer(Party):
+class BlockingExplorer(ClientBase):
     """Takes new weights when the plan says so. See :class:`~weight_update.ExplorerClient`.
 
     Args:
         channel: to the synchronizer.
         model: module, TensorDict or dict to keep current.
         id: a number from 0 on, the same after a restart; None takes the first that is free.
-        strategy: see :class:`Party`.
-        timeout: see :class:`Party`.
-        transfer_timeout: see :class:`Party`.
-        step: see :class:`Party`.
+        strategy: see :class:`ClientBase`.
+        timeout: see :class:`ClientBase`.
+        transfer_timeout: see :class:`ClientBase`.
+        step: see :class:`ClientBase`.
     """
 
     role = "explorer"
@@ -61,7 +61,7 @@ class BlockingExplorer(Party):
             raise ValueError(f"id is a number from 0 on, got {id}")
         self.id, self._model = id, model
         self._subscriber: Subscriber | None = None
-        self._files: Files | None = None
+        self._files: ModelCheckpoints | None = None
         self._reading = threading.Lock()
         self._follower: threading.Thread | None = None
         self._useless = -1
@@ -75,7 +75,7 @@ class BlockingExplorer(Party):
                 raise
 
     def _open_files(self, directory: str) -> None:
-        self._files = Files(directory, self.strategy)
+        self._files = ModelCheckpoints(directory, self.strategy)
         self._gate = Gate()
         if isinstance(self._model, nn.Module):
             self._gate.guard(self._model)

@@ -9,8 +9,8 @@ from weight_update.errors import WeightSyncError
 from weight_update.synchronizer.memory import WeightCache
 from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncStyle
 from weight_update.synchronizer.sessions import Reply, SessionManager
-from weight_update.synchronizer.state import Explorer
-from weight_update.synchronizer.transfer import Transfer, Endpoint, key_of
+from weight_update.synchronizer.state import ExplorerState
+from weight_update.synchronizer.transfer import Endpoint, Transfer, key_of
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
 __all__ = ["ExplorerCalls"]
@@ -34,7 +34,7 @@ class ExplorerCalls:
             timeout,
         )
         self._delivering = threading.Lock()
-        self._transfers: dict[Explorer, tuple[int, Transfer]] = {}
+        self._transfers: dict[ExplorerState, tuple[int, Transfer]] = {}
 
     def explorer_needs(self, session: str, step: int, held: list[Any] | None) -> Reply:
         """Whether an explorer should synchronize."""
@@ -64,7 +64,9 @@ class ExplorerCalls:
             if again and not self.plan.direct and _ended(explorer):
                 return _answer(explorer)
             if self.plan.direct:
-                self.sessions.wait_for(lambda: self._endpoint() is not None or self._is_over(explorer), deadline)
+                self.sessions.wait_for(
+                    lambda: self._endpoint() is not None or self._is_over(explorer), deadline
+                )
                 self.sessions.table.of(session)  # it may have left meanwhile
                 if (endpoint := self._endpoint()) is not None and client.linked != key_of(endpoint):
                     return {"join": endpoint}
@@ -89,8 +91,8 @@ class ExplorerCalls:
     def explorer_fetched(self, session: str, version: int | None, step: int, reason: str) -> Reply:
         """CHECKPOINT: an explorer has read a version made at the trainer's ``step``, or could not."""
         with self._changed:
-            explorer = self.sessions.table.of(session).party
-            assert isinstance(explorer, Explorer)
+            explorer = self.sessions.table.of(session).member
+            assert isinstance(explorer, ExplorerState)
             if version is None:
                 self._machine.failed(explorer.id, reason)
             else:
@@ -102,8 +104,8 @@ class ExplorerCalls:
     def explorer_gives_up(self, session: str, reason: str) -> Reply:
         """An explorer does not wait any longer."""
         with self._changed:
-            explorer = self.sessions.table.of(session).party
-            assert isinstance(explorer, Explorer)
+            explorer = self.sessions.table.of(session).member
+            assert isinstance(explorer, ExplorerState)
             self._machine.gave_up(explorer.id, reason)
             self._changed.notify_all()
             return {"version": explorer.version, "reason": reason}
@@ -111,16 +113,16 @@ class ExplorerCalls:
     def _endpoint(self) -> Endpoint | None:
         return self.sessions.trainer_endpoint if self._memory is None else self._memory.endpoint
 
-    def _is_over(self, explorer: Explorer) -> bool:
+    def _is_over(self, explorer: ExplorerState) -> bool:
         trainer = self._machine.trainer
-        parties = (explorer, trainer)
-        return any(party is not None and party.status is RunningStatus.STOPPED for party in parties)
+        members = (explorer, trainer)
+        return any(member is not None and member.status is RunningStatus.STOPPED for member in members)
 
-    def _may_act(self, explorer: Explorer) -> bool:
+    def _may_act(self, explorer: ExplorerState) -> bool:
         """Whether a waiting explorer has something to do: weights are there for it, or on their way."""
         return explorer in self._transfers or self._machine.may_fetch(explorer.id) is not None
 
-    def _give_up(self, explorer: Explorer, timeout: float) -> None:
+    def _give_up(self, explorer: ExplorerState, timeout: float) -> None:
         late = f"no new weights came within {timeout:g} s{self._lag(explorer)}"
         if not self._machine.gave_up(explorer.id, late):
             self.sessions.wait_for(lambda: _ended(explorer), deadline_of(2 * self._timeout))
@@ -128,7 +130,7 @@ class ExplorerCalls:
                 self._machine.failed(explorer.id, "the transfer did not end")
         self._changed.notify_all()
 
-    def _lag(self, explorer: Explorer) -> str:
+    def _lag(self, explorer: ExplorerState) -> str:
         """Return, for FIXED, how far the trainer is from the step that an explorer waits for."""
         trainer = self._machine.trainer
         if self.plan.style is not SyncStyle.FIXED or (
@@ -138,7 +140,7 @@ class ExplorerCalls:
         at = "has not come" if trainer is None else f"is at step {trainer.step}"
         return f": it waits for weights of the trainer's step {explorer.wanted}, and the trainer {at}"
 
-    def _deliver(self, explorer: Explorer) -> None:
+    def _deliver(self, explorer: ExplorerState) -> None:
         """MEMORY: send to all who wait, once; then wait for this explorer alone."""
         with self._delivering:
             if explorer not in self._transfers:
@@ -174,10 +176,10 @@ class ExplorerCalls:
             self._changed.notify_all()
 
 
-def _ended(explorer: Explorer) -> bool:
+def _ended(explorer: ExplorerState) -> bool:
     return explorer.status is not RunningStatus.REQUIRE_SYNC
 
 
-def _answer(explorer: Explorer) -> Reply:
+def _answer(explorer: ExplorerState) -> Reply:
     assert explorer.outcome is not None
     return {"version": explorer.outcome.version, "reason": explorer.outcome.reason}

@@ -10,7 +10,7 @@ from typing import Any
 
 from weight_update.errors import LifecycleError, LinkClosedError
 from weight_update.strategy.strategy import WeightStrategy
-from weight_update.synchronizer.transfer import Subscriber, Publisher, Transfer, Endpoint
+from weight_update.synchronizer.transfer import Endpoint, Publisher, Subscriber, Transfer
 
 __all__ = ["CachedVersion", "WeightCache"]
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from weight_update.errors import LifecycleError, LinkClosedError
-from weight_update.synchronizer.channels import Channel
 from weight_update.synchronizer.plan import SyncPlan
+from weight_update.synchronizer.rpc import Channel
 from weight_update.synchronizer.sessions import Reply
 from weight_update.transports.ray.rendezvous import require_ray
 
@@ -75,14 +75,14 @@ class _Actor:
         self, make: Callable[..., Any], plan: dict[str, Any], directory: str | None, options: dict[str, Any]
     ) -> None:
         self._synchronizer = make(SyncPlan(**plan), directory=directory, **options)
-        self._coordinator = self._synchronizer.coordinator
+        self._service = self._synchronizer.service
         self._synchronizer.reach_by(str(require_ray().util.get_node_ip_address()))
 
     def ready(self) -> bool:
         return True
 
     def call(self, name: str, args: dict[str, Any]) -> Reply:
-        reply: Reply = self._coordinator.call(name, args)
+        reply: Reply = self._service.call(name, args)
         return reply
 
     def close(self) -> None:

@@ -14,12 +14,12 @@ from weight_update.synchronizer.plan import SyncPlan
 from weight_update.synchronizer.sessions import Closed, Refused, Reply, SessionManager, VersionFile
 from weight_update.synchronizer.trainer_calls import TrainerCalls
 
-__all__ = ["Coordinator"]
+__all__ = ["Service"]
 
 _log = logging.getLogger(__name__)
 
 
-class Coordinator:
+class Service:
     """One for a run. Calls may come from any thread; each ends within the time it is given.
 
     Args:

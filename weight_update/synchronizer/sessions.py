@@ -16,8 +16,8 @@ from weight_update.checkpoints.io import read_regular
 from weight_update.errors import LifecycleError
 from weight_update.synchronizer.addresses import is_loopback
 from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncPlan
-from weight_update.synchronizer.state import TRAINER_STOPPED, Explorer, Trainer
-from weight_update.synchronizer.state_machine import Machine
+from weight_update.synchronizer.state import TRAINER_STOPPED, ExplorerState, TrainerState
+from weight_update.synchronizer.state_machine import StateMachine
 from weight_update.synchronizer.transfer import Endpoint, key_of
 
 __all__ = [
@@ -52,13 +52,13 @@ class Session:
     """One that said hello.
 
     Attributes:
-        party: it, in the machine.
+        member: it, in the machine.
         leased: whether it counts as gone when it is not heard of.
         linked: key of the publisher that it is connected to.
         seen: when it was last heard of, on the monotonic clock.
     """
 
-    party: Trainer | Explorer
+    member: TrainerState | ExplorerState
     leased: bool = False
     linked: str | None = None
     seen: float = field(default_factory=time.monotonic)
@@ -85,9 +85,9 @@ class SessionTable:
     def __contains__(self, session: str) -> bool:
         return session in self._clients
 
-    def add(self, session: str, party: Trainer | Explorer, leased: bool) -> None:
+    def add(self, session: str, member: TrainerState | ExplorerState, leased: bool) -> None:
         """A client has come."""
-        self._clients[session] = Session(party, leased=leased and self.lease is not None)
+        self._clients[session] = Session(member, leased=leased and self.lease is not None)
         if self._leased() and not self._watching and self.lease is not None:
             self._watching = True
             args = (self.lease,)
@@ -122,18 +122,18 @@ class SessionTable:
         self._changed.notify_all()
         return self._clients.pop(session, None)
 
-    def replace(self, party: Trainer | Explorer | None) -> None:
-        """Somebody comes who says that he is ``party``: that one is not heard any more."""
+    def replace(self, member: TrainerState | ExplorerState | None) -> None:
+        """Somebody comes who says that he is ``member``: that one is not heard any more."""
         for session, client in list(self._clients.items()):
-            if client.party is party:
+            if client.member is member:
                 del self._clients[session]
                 self._replaced.add(session)
                 _log.warning("a client was replaced by another that says it is the same")
 
-    def linked(self, key: str) -> list[Explorer]:
+    def linked(self, key: str) -> list[ExplorerState]:
         """Explorers that are connected to a publisher."""
-        parties = [client.party for client in self._clients.values() if client.linked == key]
-        return [party for party in parties if isinstance(party, Explorer)]
+        members = [client.member for client in self._clients.values() if client.linked == key]
+        return [member for member in members if isinstance(member, ExplorerState)]
 
     def sessions(self) -> list[str]:
         """Of all who are here."""
@@ -183,7 +183,7 @@ class SessionManager:
         directory: str | None,
     ) -> None:
         self.plan, self.directory = plan, directory
-        self.machine = Machine(plan)
+        self.machine = StateMachine(plan)
         self.changed = threading.Condition(threading.RLock())
         self.trainer_endpoint: Endpoint | None = None
         self.address: str | None = None
@@ -226,8 +226,8 @@ class SessionManager:
             if session in self.table:
                 self._heard_again(session, step, ticket)
             elif role == "trainer":
-                party: Trainer | Explorer = self._let_trainer_in(step, synced_at, version, ticket)
-                self.table.add(session, party, leased)
+                member: TrainerState | ExplorerState = self._let_trainer_in(step, synced_at, version, ticket)
+                self.table.add(session, member, leased)
             else:
                 id = self._free_id() if id is None else id
                 self.table.replace(self.machine.explorers.get(id))
@@ -243,12 +243,12 @@ class SessionManager:
             }
 
     def _heard_again(self, session: str, step: int, endpoint: Endpoint | None) -> None:
-        if isinstance(self.table.of(session).party, Trainer):
+        if isinstance(self.table.of(session).member, TrainerState):
             self._take_endpoint(endpoint, step)
 
     def _let_trainer_in(
         self, step: int, synced_at: int | None, version: int | None, endpoint: Endpoint | None
-    ) -> Trainer:
+    ) -> TrainerState:
         machine = self.machine
         self.table.replace(machine.trainer)
         if version is not None and (machine.newest is None or version > machine.newest):
@@ -261,7 +261,9 @@ class SessionManager:
 
     def _take_endpoint(self, endpoint: Endpoint | None, step: int) -> None:
         if self.plan.direct and endpoint is not None and endpoint != self.trainer_endpoint:
-            self.learn(endpoint, 0, self.next_version(), step)  # what a publisher opens with; who joins has it
+            self.learn(
+                endpoint, 0, self.next_version(), step
+            )  # what a publisher opens with; who joins has it
         self.trainer_endpoint = endpoint
         self.changed.notify_all()
 
@@ -282,21 +284,21 @@ class SessionManager:
     def notify(self, session: str, step: int, status: str) -> Reply:
         """A client says what it is doing; REQUIRE_SYNC announces a wish without waiting."""
         with self.changed:
-            party = self.table.of(session).party
+            member = self.table.of(session).member
             if status == RunningStatus.STOPPED.value:
                 self.gone(session, None)
-            elif isinstance(party, Trainer):
+            elif isinstance(member, TrainerState):
                 self.machine.trainer_at(step)
                 if status == RunningStatus.REQUIRE_SYNC.value and self.plan.direct:
                     self.machine.trainer_announces()
                 else:
                     self.machine.trainer_withdraws()
             else:
-                self.machine.explorer_at(party.id, step)
+                self.machine.explorer_at(member.id, step)
                 if status == RunningStatus.REQUIRE_SYNC.value:
-                    self.machine.explorer_announces(party.id)
+                    self.machine.explorer_announces(member.id)
                 else:
-                    self.machine.explorer_withdraws(party.id)
+                    self.machine.explorer_withdraws(member.id)
             self.changed.notify_all()
         return {}
 
@@ -306,12 +308,12 @@ class SessionManager:
             client = self.table.remove(session)
             if client is None:
                 return
-            party, machine, suffix = client.party, self.machine, "" if how is None else f": {how}"
-            if isinstance(party, Trainer) and machine.trainer is party:
+            member, machine, suffix = client.member, self.machine, "" if how is None else f": {how}"
+            if isinstance(member, TrainerState) and machine.trainer is member:
                 self.trainer_endpoint = None
                 machine.trainer_left(TRAINER_STOPPED + suffix)
-            elif isinstance(party, Explorer) and machine.explorers.get(party.id) is party:
-                machine.left(party.id, f"the explorer stopped{suffix}")
+            elif isinstance(member, ExplorerState) and machine.explorers.get(member.id) is member:
+                machine.left(member.id, f"the explorer stopped{suffix}")
             self.changed.notify_all()
 
     def close(self) -> None:
@@ -339,11 +341,11 @@ class SessionManager:
 
     # -- for those who serve clients ---------------------------------------------------------------
 
-    def note(self, session: str, step: int, held: list[Any] | None) -> tuple[Session, Explorer]:
+    def note(self, session: str, step: int, held: list[Any] | None) -> tuple[Session, ExplorerState]:
         """What an explorer says of itself with each call: its step, and the update in force there."""
         client = self.table.of(session)
-        explorer = client.party
-        assert isinstance(explorer, Explorer)
+        explorer = client.member
+        assert isinstance(explorer, ExplorerState)
         if explorer.step != step:
             self.machine.explorer_at(explorer.id, step)
         client.linked = None if held is None else held[0]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan, SyncStyle
 
-__all__ = ["TRAINER_STOPPED", "Explorer", "Outcome", "State", "Trainer", "resolve"]
+__all__ = ["TRAINER_STOPPED", "ExplorerState", "State", "SyncOutcome", "TrainerState", "resolve"]
 
 TRAINER_STOPPED = "the trainer stopped"
 """The reason where it said goodbye, which is how a run ends; where it died, more is said."""
@@ -15,7 +15,7 @@ RUNNING, REQUIRE_SYNC, STOPPED = RunningStatus.RUNNING, RunningStatus.REQUIRE_SY
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SyncOutcome:
     """How a synchronization ended.
 
     Attributes:
@@ -28,7 +28,7 @@ class Outcome:
 
 
 @dataclass(eq=False)
-class Trainer:
+class TrainerState:
     """What is known of the trainer.
 
     Attributes:
@@ -42,11 +42,11 @@ class Trainer:
     failed_at: int | None = None
     waits: bool = False
     given: int = -1
-    outcome: Outcome | None = None
+    outcome: SyncOutcome | None = None
 
 
 @dataclass(eq=False)
-class Explorer:
+class ExplorerState:
     """What is known of one explorer, from its coming to its end.
 
     Attributes:
@@ -68,7 +68,7 @@ class Explorer:
     asked: int | None = None
     had: int | None = None
     busy: bool = False
-    outcome: Outcome | None = None
+    outcome: SyncOutcome | None = None
 
 
 @dataclass(eq=False)
@@ -88,12 +88,12 @@ class State:
     """
 
     plan: SyncPlan
-    trainer: Trainer | None = None
-    explorers: dict[int, Explorer] = field(default_factory=dict)
+    trainer: TrainerState | None = None
+    explorers: dict[int, ExplorerState] = field(default_factory=dict)
     newest: int | None = None
     newest_step: int = 0
     lost: bool = False
-    transfer: tuple[Explorer, ...] = ()
+    transfer: tuple[ExplorerState, ...] = ()
     _steps: dict[int, int] = field(default_factory=dict)
 
     def trainer_needs_sync(self) -> bool:
@@ -160,7 +160,7 @@ class State:
         explorer = self.explorers[id]
         return self._suitable(explorer) if explorer.waits else None
 
-    def _suitable(self, explorer: Explorer) -> int | None:
+    def _suitable(self, explorer: ExplorerState) -> int | None:
         """Return the version for an explorer that waits or will; None where none suits, and for NCCL."""
         newest = self.newest
         if self.plan.direct or explorer.status is not REQUIRE_SYNC or explorer.busy:
@@ -175,7 +175,7 @@ class State:
             return newest if self._answers(explorer, newest) else None
         return newest
 
-    def _content(self, explorer: Explorer) -> bool:
+    def _content(self, explorer: ExplorerState) -> bool:
         """Whether a waiting explorer has what it waits for."""
         if explorer.version is None:
             return False
@@ -188,13 +188,13 @@ class State:
             return newest and explorer.version != explorer.had
         return newest and self._steps.get(explorer.version, -1) >= explorer.wanted
 
-    def _answers(self, explorer: Explorer, version: int) -> bool:
+    def _answers(self, explorer: ExplorerState, version: int) -> bool:
         """EXPLORER_DRIVEN: whether ``version`` came after it asked, or is what the trainer has still."""
         current = self.trainer is not None and self.trainer.step == self.newest_step
         since = explorer.asked is None or version > explorer.asked
         return since or (current and version == self.newest)
 
-    def _next_wanted(self, explorer: Explorer) -> int:
+    def _next_wanted(self, explorer: ExplorerState) -> int:
         if explorer.waits:
             return explorer.wanted
         if self.explorer_needs_sync(explorer.id):
@@ -208,13 +208,13 @@ class State:
         waiting = [e for e in self.explorers.values() if e.status is REQUIRE_SYNC and not e.busy]
         return any(self._suitable(explorer) is None for explorer in waiting)
 
-    def _behind(self, explorer: Explorer) -> int:
+    def _behind(self, explorer: ExplorerState) -> int:
         newest = -1 if self.newest is None else self.newest
         if self.trainer is not None:
             newest = max(newest, self.trainer.given)
         return newest - (-1 if explorer.version is None else explorer.version)
 
-    def _has_nothing(self, explorer: Explorer) -> bool:
+    def _has_nothing(self, explorer: ExplorerState) -> bool:
         """Whether it has no weights of the trainer though there are some."""
         exist = self.newest is not None or (self.plan.direct and self.trainer is not None)
         return exist and explorer.version is None
@@ -223,12 +223,12 @@ class State:
         return self.trainer is not None and self.trainer.status is STOPPED
 
 
-def resolve(party: Trainer | Explorer, outcome: Outcome) -> None:
-    """End the wait of ``party``, if it waits."""
-    if party.status is not REQUIRE_SYNC:
+def resolve(member: TrainerState | ExplorerState, outcome: SyncOutcome) -> None:
+    """End the wait of ``member``, if it waits."""
+    if member.status is not REQUIRE_SYNC:
         return
-    party.status, party.outcome, party.waits = RUNNING, outcome, False
+    member.status, member.outcome, member.waits = RUNNING, outcome, False
     if outcome.reason is not None:
-        party.failed_at = party.step
-    elif isinstance(party, Explorer):
-        party.synced_at, party.failed_at = party.step, None
+        member.failed_at = member.step
+    elif isinstance(member, ExplorerState):
+        member.synced_at, member.failed_at = member.step, None

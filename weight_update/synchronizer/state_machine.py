@@ -10,24 +10,31 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from weight_update.synchronizer.plan import RunningStatus, SyncStyle
-from weight_update.synchronizer.state import TRAINER_STOPPED, Explorer, Outcome, State, Trainer, resolve
+from weight_update.synchronizer.state import (
+    TRAINER_STOPPED,
+    ExplorerState,
+    State,
+    SyncOutcome,
+    TrainerState,
+    resolve,
+)
 
-__all__ = ["Machine"]
+__all__ = ["StateMachine"]
 
 _STEPS_REMEMBERED = 256
 REQUIRE_SYNC, STOPPED = RunningStatus.REQUIRE_SYNC, RunningStatus.STOPPED
 
 
-class Machine(State):
+class StateMachine(State):
     """The state, and the events that change it."""
 
     # -- events: coming and going ------------------------------------------------------------------
 
-    def trainer_joined(self, step: int = 0, synced_at: int | None = None) -> Trainer:
+    def trainer_joined(self, step: int = 0, synced_at: int | None = None) -> TrainerState:
         """The trainer is here, perhaps again; ``synced_at`` is the step it last synchronized at."""
         if self.trainer is not None:
             self.trainer_left("another trainer came")
-        self.trainer = Trainer(step=step, synced_at=synced_at)
+        self.trainer = TrainerState(step=step, synced_at=synced_at)
         self._settle()
         return self.trainer
 
@@ -35,20 +42,20 @@ class Machine(State):
         """It stopped or died: whoever waits for it is woken."""
         if self.trainer is None:
             return
-        resolve(self.trainer, Outcome(self.newest, reason))
+        resolve(self.trainer, SyncOutcome(self.newest, reason))
         self.trainer.status = STOPPED
         self._end_transfer(reason)
         self._settle(reason)
 
     def joined(
         self, id: int, version: int | None = None, step: int = 0, synced_at: int | None = None
-    ) -> Explorer:
+    ) -> ExplorerState:
         """An explorer is here, perhaps again; one of that id that was here before is gone."""
         self.left(id, "another explorer came with this id")
         known = version is not None and self.newest is not None and version <= self.newest
         if synced_at is None:
             synced_at = step if self.plan.style is SyncStyle.EXPLORER_DRIVEN else -1
-        self.explorers[id] = Explorer(id, version if known else None, step=step, synced_at=synced_at)
+        self.explorers[id] = ExplorerState(id, version if known else None, step=step, synced_at=synced_at)
         self._settle()
         return self.explorers[id]
 
@@ -57,7 +64,7 @@ class Machine(State):
         explorer = self.explorers.pop(id, None)
         if explorer is not None:
             explorer.busy = False
-            resolve(explorer, Outcome(explorer.version, reason))
+            resolve(explorer, SyncOutcome(explorer.version, reason))
             explorer.status = STOPPED
         self._settle()
 
@@ -112,7 +119,7 @@ class Machine(State):
             explorer.status = RunningStatus.RUNNING
             self._settle()
 
-    def _want(self, explorer: Explorer, *, waits: bool) -> None:
+    def _want(self, explorer: ExplorerState, *, waits: bool) -> None:
         if explorer.status is not REQUIRE_SYNC:
             explorer.status, explorer.outcome = REQUIRE_SYNC, None
             explorer.asked, explorer.had = self.newest, explorer.version
@@ -125,7 +132,7 @@ class Machine(State):
         explorer = self.explorers[id]
         if explorer.busy:
             return False
-        resolve(explorer, Outcome(explorer.version, reason))
+        resolve(explorer, SyncOutcome(explorer.version, reason))
         explorer.failed_at = explorer.step
         self._settle()
         return True
@@ -134,7 +141,7 @@ class Machine(State):
         """The trainer does not want to wait longer; False while a transfer is under way."""
         if self.transfer or self.trainer is None:
             return False
-        resolve(self.trainer, Outcome(self.newest, reason))
+        resolve(self.trainer, SyncOutcome(self.newest, reason))
         self.trainer.failed_at = self.trainer.step
         self._settle()
         return True
@@ -179,7 +186,7 @@ class Machine(State):
             newer = explorer.version is None or version > explorer.version
             self.has(id, version)
             if newer:
-                resolve(explorer, Outcome(version))
+                resolve(explorer, SyncOutcome(version))
 
     def failed(self, id: int, reason: str) -> None:
         """What was on its way to an explorer did not arrive."""
@@ -203,7 +210,7 @@ class Machine(State):
         trainer = self.trainer
         if trainer is not None and trainer.status is REQUIRE_SYNC:
             if trainer.synced_at == trainer.step:
-                resolve(trainer, Outcome(self.newest))
+                resolve(trainer, SyncOutcome(self.newest))
             else:
                 self.trainer_gave_up("the transfer reached nobody")
         self._settle()
@@ -221,9 +228,9 @@ class Machine(State):
             if explorer.status is not REQUIRE_SYNC or explorer.busy:
                 continue
             if self._content(explorer):
-                resolve(explorer, Outcome(explorer.version))
+                resolve(explorer, SyncOutcome(explorer.version))
             elif self._trainer_stopped() and self._suitable(explorer) is None:
-                resolve(explorer, Outcome(explorer.version, reason))
+                resolve(explorer, SyncOutcome(explorer.version, reason))
         trainer = self.trainer
         if (
             trainer is not None
@@ -232,10 +239,10 @@ class Machine(State):
             and not self.ready()
             and not self.expected()
         ):
-            resolve(trainer, Outcome(self.newest, "no explorer is running that takes weights now"))
+            resolve(trainer, SyncOutcome(self.newest, "no explorer is running that takes weights now"))
 
     def _end_transfer(self, reason: str) -> None:
         going, self.transfer = self.transfer, ()
         for explorer in going:
             explorer.busy = False
-            resolve(explorer, Outcome(explorer.version, reason))
+            resolve(explorer, SyncOutcome(explorer.version, reason))

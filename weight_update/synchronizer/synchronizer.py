@@ -8,15 +8,15 @@ import os
 import threading
 from typing import Any
 
-from weight_update.checkpoints.files import Files
+from weight_update.checkpoints.store import ModelCheckpoints
 from weight_update.errors import LifecycleError
 from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
 from weight_update.synchronizer.addresses import is_loopback, require_reachable
 from weight_update.synchronizer.memory import WeightCache
 from weight_update.synchronizer.plan import SyncMethod, SyncPlan, SyncStyle
 from weight_update.synchronizer.ray_actor import RayHost
-from weight_update.synchronizer.server import Server
-from weight_update.synchronizer.service import Coordinator
+from weight_update.synchronizer.rpc import Server
+from weight_update.synchronizer.service import Service
 from weight_update.synchronizer.sessions import VersionFile
 
 __all__ = ["Synchronizer"]
@@ -80,35 +80,35 @@ class Synchronizer:
         self._options["strategy"] = resolve_strategy(strategy)
         if self.plan.method is SyncMethod.CHECKPOINT and directory is None:
             raise ValueError("SyncMethod.CHECKPOINT needs directory=, one that trainer and explorers share")
-        self._coordinator: Coordinator | None = None
+        self._service: Service | None = None
         self._memory: WeightCache | None = None
         self._servers: list[Server | RayHost] = []
         self._closed = False
         self._making = threading.Lock()
 
     @property
-    def coordinator(self) -> Coordinator:
+    def service(self) -> Service:
         """Answers calls; made when it is first needed."""
         with self._making:  # clients may be made by several threads at once
             if self._closed:
                 raise LifecycleError("this synchronizer is closed; make a new one")
-            if self._coordinator is None:
-                self._coordinator = self._make_coordinator()
-            return self._coordinator
+            if self._service is None:
+                self._service = self._make_service()
+            return self._service
 
-    def _make_coordinator(self) -> Coordinator:
+    def _make_service(self) -> Service:
         strategy, timeout = self._options["strategy"], self._options["transfer_timeout"]
         if self.plan.method is SyncMethod.MEMORY:
             self._memory = WeightCache(None, strategy, timeout)
         files = self.plan.method is SyncMethod.CHECKPOINT
-        newest = Files(str(self._directory), strategy).newest() if files else None
+        newest = ModelCheckpoints(str(self._directory), strategy).newest() if files else None
         if newest is not None:
             _log.info(
                 "going on after version %d (step %d) that %s holds; a new run wants a new directory",
                 *newest,
                 self._directory,
             )
-        return Coordinator(
+        return Service(
             self.plan,
             version_file=None if self._directory is None else VersionFile(self._directory),
             memory=self._memory,
@@ -138,7 +138,7 @@ class Synchronizer:
             OSError: the address is not of this machine, or the port is taken.
         """
         require_reachable(address)
-        server = Server(self.coordinator, address, port, token)
+        server = Server(self.service, address, port, token)
         try:
             self.reach_by(address)
         except BaseException:
@@ -161,7 +161,7 @@ class Synchronizer:
         Raises:
             ImportError: Ray is not installed.
         """
-        if self._coordinator is not None:
+        if self._service is not None:
             raise LifecycleError("this synchronizer serves this process; make another for an actor")
         host = RayHost.start(type(self), self.plan, self._directory, self._options, name, namespace, options)
         self._servers.append(host)
@@ -169,7 +169,7 @@ class Synchronizer:
 
     def reach_by(self, address: str) -> None:
         """Explorers may be on other machines: hand weights out on the interface of ``address``."""
-        sessions = self.coordinator.sessions
+        sessions = self.service.sessions
         if is_loopback(address):
             return
         if self._memory is not None:
@@ -183,8 +183,8 @@ class Synchronizer:
         with contextlib.ExitStack() as stack:  # all of it, also where a step raises
             for server in self._servers:
                 stack.callback(server.close)
-            if self._coordinator is not None:
-                stack.callback(self._coordinator.close)
+            if self._service is not None:
+                stack.callback(self._service.close)
 
     def __enter__(self) -> Synchronizer:
         """The synchronizer itself; it is closed at the end."""

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from weight_update.checkpoints.files import Files
+from weight_update.checkpoints.store import ModelCheckpoints
 from weight_update.errors import LinkClosedError, SyncFailedError, SyncTimeoutError, TransportError
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.synchronizer.addresses import is_loopback, require_reachable
-from weight_update.synchronizer.channels import Channel
+from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.metrics import Metrics
-from weight_update.synchronizer.party import Party
 from weight_update.synchronizer.plan import RunningStatus, SyncStyle
+from weight_update.synchronizer.rpc import Channel
 from weight_update.synchronizer.sessions import Reply
-from weight_update.synchronizer.transfer import Publisher, Transfer, Endpoint
+from weight_update.synchronizer.transfer import Endpoint, Publisher, Transfer
 from weight_update.transports.distributed.relay.pairs import pair_of
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
@@ -30,7 +30,7 @@ _HOLDER = 0
 _OUTAGES = (TransportError, SyncTimeoutError, SyncFailedError, OSError)
 
 
-class BlockingTrainer(Party):
+class BlockingTrainer(ClientBase):
     """Gives weights away when the plan says so. See :class:`~weight_update.TrainerClient`.
 
     Args:
@@ -39,9 +39,9 @@ class BlockingTrainer(Party):
         address: of the interface on which explorers (NCCL) or the synchronizer (MEMORY) reach this process;
             None: the one that leads to the synchronizer.
         backend: see :class:`~weight_update.TrainerClient`.
-        strategy: see :class:`Party`.
-        timeout: see :class:`Party`.
-        transfer_timeout: see :class:`Party`.
+        strategy: see :class:`ClientBase`.
+        timeout: see :class:`ClientBase`.
+        transfer_timeout: see :class:`ClientBase`.
         step: steps done already; None: in FIXED as many as when the newest version was made, else 0.
     """
 
@@ -64,7 +64,7 @@ class BlockingTrainer(Party):
             require_reachable(address)
         self._source, self._given_address, self._backend = source, address, backend
         self._publisher: Publisher | None = None
-        self._files: Files | None = None
+        self._files: ModelCheckpoints | None = None
         pair_of(backend)  # refuses unknown ones
         if not callable(source) or isinstance(source, nn.Module):
             self.strategy.named(source)  # a client that cannot send takes nobody's place
@@ -99,7 +99,7 @@ class BlockingTrainer(Party):
         if self._backend != "gloo" and not self.plan.direct:
             raise ValueError(f"backend={self._backend!r} is for SyncMethod.NCCL, not for {self.plan.method}")
         if directory is not None:
-            self._files = Files(directory, self.strategy)
+            self._files = ModelCheckpoints(directory, self.strategy)
         else:
             self._open_publisher(self.plan.direct, reply["address"])
 
@@ -116,7 +116,9 @@ class BlockingTrainer(Party):
                     "backend='nccl' would go over CUDA" if torch.cuda.is_available() else "there is no CUDA"
                 )
                 _log.info("SyncMethod.NCCL: weights go to other hosts by gloo (%s)", cure)
-        self._publisher = Publisher(self._source, address, self.strategy, self.transfer_timeout, self._backend)
+        self._publisher = Publisher(
+            self._source, address, self.strategy, self.transfer_timeout, self._backend
+        )
         if direct:
             self._ask("hello", **self._hello())  # now with the endpoint
 

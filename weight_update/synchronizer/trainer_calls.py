@@ -8,7 +8,7 @@ from weight_update.errors import WeightSyncError
 from weight_update.synchronizer.memory import WeightCache
 from weight_update.synchronizer.plan import RunningStatus, SyncStyle
 from weight_update.synchronizer.sessions import Reply, SessionManager
-from weight_update.synchronizer.state import Trainer
+from weight_update.synchronizer.state import TrainerState
 from weight_update.synchronizer.transfer import Endpoint
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
@@ -133,14 +133,14 @@ class TrainerCalls:
             self._changed.notify_all()
             return {"version": machine.newest}
 
-    def _trainer(self, session: str, step: int) -> Trainer:
-        trainer = self.sessions.table.of(session).party
-        assert isinstance(trainer, Trainer)
+    def _trainer(self, session: str, step: int) -> TrainerState:
+        trainer = self.sessions.table.of(session).member
+        assert isinstance(trainer, TrainerState)
         if trainer.step != step:
             self._machine.trainer_at(step)
             self._changed.notify_all()
         return trainer
 
 
-def _ended(trainer: Trainer) -> bool:
+def _ended(trainer: TrainerState) -> bool:
     return trainer.status is not RunningStatus.REQUIRE_SYNC

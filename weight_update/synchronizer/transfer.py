@@ -25,7 +25,7 @@ from weight_update.schemes import (
 from weight_update.sender.handle import SendHandle
 from weight_update.strategy.strategy import WeightStrategy
 
-__all__ = ["Subscriber", "Publisher", "Transfer", "Endpoint", "key_of"]
+__all__ = ["Endpoint", "Publisher", "Subscriber", "Transfer", "key_of"]
 
 Endpoint = dict[str, Any]
 """What a receiver needs to find an :class:`Publisher`: plain values."""
@@ -112,7 +112,9 @@ class Publisher:
             undo.pop_all()
 
     def _open(self, timeout: float) -> None:
-        joining = threading.Thread(target=self._placeholder.join, args=(timeout,), name="weight_update-placeholder")
+        joining = threading.Thread(
+            target=self._placeholder.join, args=(timeout,), name="weight_update-placeholder"
+        )
         joining.start()
         try:
             self._scheme.connect(timeout=timeout)

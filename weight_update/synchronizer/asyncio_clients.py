@@ -10,12 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 from weight_update.strategy.strategy import WeightStrategy
-from weight_update.synchronizer.channels import Channel, LocalChannel, SocketChannel
 from weight_update.synchronizer.explorer import BlockingExplorer
 from weight_update.synchronizer.metrics import Metrics
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan
 from weight_update.synchronizer.ray_actor import RayChannel, RayHost
-from weight_update.synchronizer.server import TOKEN, Server
+from weight_update.synchronizer.rpc import TOKEN, Channel, LocalChannel, Server, SocketChannel
 from weight_update.synchronizer.synchronizer import Synchronizer
 from weight_update.synchronizer.trainer import BlockingTrainer
 
@@ -78,11 +77,11 @@ class _Client(Generic[_P]):
             raise
 
     async def notify(self, status: RunningStatus | str) -> None:
-        """Tell the synchronizer what this side is doing; see :meth:`Party.notify`."""
+        """Tell the synchronizer what this side is doing; see :meth:`ClientBase.notify`."""
         await self._run(lambda: self.blocking.notify(status))
 
     async def status(self) -> dict[str, Any]:
-        """Who does what, with which version; see :meth:`Party.status`."""
+        """Who does what, with which version; see :meth:`ClientBase.status`."""
         return await self._run(self.blocking.status)
 
     async def latest_version(self) -> int | None:
@@ -216,7 +215,7 @@ class ExplorerClient(_Client[BlockingExplorer]):
 
 def _channel_to(where: Where, token: str | None) -> Channel:
     if isinstance(where, Synchronizer):
-        return LocalChannel(where.coordinator)
+        return LocalChannel(where.service)
     if isinstance(where, Server):
         return SocketChannel(where.address, where.token)
     address = where.address if isinstance(where, RayHost) else where

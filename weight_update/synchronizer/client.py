@@ -12,20 +12,20 @@ from typing import Any, ClassVar
 
 from weight_update.errors import LifecycleError, LinkClosedError, TransportError
 from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
-from weight_update.synchronizer.channels import Channel
 from weight_update.synchronizer.metrics import Metrics
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan
+from weight_update.synchronizer.rpc import Channel
 from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.transfer import Endpoint
 
-__all__ = ["Metrics", "Party"]
+__all__ = ["ClientBase", "Metrics"]
 
 _RETRY_SECONDS = 0.1
 _GRACE_SECONDS = 5.0
 """The least that a call may take, unless ``timeout`` is less: it may begin just before the time is over."""
 
 
-class Party:
+class ClientBase:
     """A trainer or an explorer that introduces itself, lives, and asks.
 
     Calls are repeated, after another hello, until the synchronizer is back or the time is over.
@@ -216,10 +216,10 @@ class Party:
         return reply if known else None
 
 
-def _live(party: weakref.ref[Party], closed: threading.Event, lease: float) -> None:
+def _live(member: weakref.ref[ClientBase], closed: threading.Event, lease: float) -> None:
     """Tell the synchronizer that a client lives, as a thread, until it is closed or dropped."""
     while not closed.wait(lease / 4):
-        client = party()
+        client = member()
         if client is None:
             return
         client._beat(lease)

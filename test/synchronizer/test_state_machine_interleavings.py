@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncPlan, SyncStyle
-from weight_update.synchronizer.state import Explorer
-from weight_update.synchronizer.state_machine import Machine
+from weight_update.synchronizer.state import ExplorerState
+from weight_update.synchronizer.state_machine import StateMachine
 
 IDS = st.integers(0, 3)
 LUCK = st.integers(0, 7)
@@ -35,11 +35,11 @@ class Interleavings(RuleBasedStateMachine):
 
     @initialize(plan=plans())
     def begin(self, plan: SyncPlan) -> None:
-        self.machine = Machine(plan)
+        self.machine = StateMachine(plan)
         self.published: set[int] = set()
-        self.seen: dict[Explorer, int] = {}
+        self.seen: dict[ExplorerState, int] = {}
         self.going: dict[int, int] = {}  # MEMORY, CHECKPOINT: what is on its way, by explorer
-        self.waiters: list[Explorer] = []
+        self.waiters: list[ExplorerState] = []
         self.machine.trainer_joined()
         for id in range(4):
             self.machine.joined(id)
@@ -315,8 +315,8 @@ class Interleavings(RuleBasedStateMachine):
         self.machine.trainer_gave_up()
         for explorer in self.machine.explorers.values():
             assert self.machine.gave_up(explorer.id)
-        parties = [self.machine.trainer, *self.machine.explorers.values()]
-        assert all(party is None or party.status is not REQUIRE_SYNC for party in parties)
+        members = [self.machine.trainer, *self.machine.explorers.values()]
+        assert all(member is None or member.status is not REQUIRE_SYNC for member in members)
 
 
 Interleavings.TestCase.settings = settings(

@@ -1,0 +1,355 @@
+"""Signed JSON over a stream socket.
+
+A connection begins with the handshake of :mod:`weight_update.transports.handshake`, which gives it a key.
+Then come messages, each::
+
+    offset  size  field
+    0       4     length N of the body, little endian, at most 1 MiB
+    4       32    HMAC-SHA256 of sender (b"C" or b"S"), number of the message (8 bytes) and body
+    36      N     one JSON object in UTF-8
+
+Nothing is read from a message before its signature holds. Nothing is encrypted: no weights travel here, but
+the tickets that let explorers join the senders of weights do; use a network that you trust.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+from weight_update.errors import (
+    FormatError,
+    JoinRefusedError,
+    LinkClosedError,
+    SyncTimeoutError,
+    TransportError,
+)
+from weight_update.synchronizer.service import Service
+from weight_update.synchronizer.sessions import Reply
+from weight_update.transports.handshake import prove_token
+from weight_update.transports.listener import Listener
+from weight_update.transports.rate_limit import RateLimitedLog
+from weight_update.transports.shared_memory.unix_stream import Stream, deadline_of, seconds_left
+
+__all__ = ["CONTEXT", "TOKEN", "Channel", "LocalChannel", "RpcConnection", "Server", "SocketChannel"]
+
+_log = logging.getLogger(__name__)
+CONTEXT = "synchronizer"
+"""Of handshakes with a synchronizer's server."""
+_FRONT = struct.Struct("<I32s")
+_MAX_BODY = 1 << 20
+_SEND_SECONDS = 30.0
+TOKEN = "WEIGHT_UPDATE_TOKEN"
+_BACKLOG = 128
+
+
+class RpcConnection:
+    """One end of a connection. One thread uses it at a time, but :meth:`close` may come from any.
+
+    Args:
+        stream: connected, and both ends know that they have the same token.
+        key: of this connection.
+        server: whether this is the end that answers.
+    """
+
+    def __init__(self, stream: Stream, key: bytes, *, server: bool) -> None:
+        self._stream, self._key = stream, key
+        self._mine, self._theirs = (b"S", b"C") if server else (b"C", b"S")
+        self._sent = self._received = 0
+
+    def send(self, message: dict[str, Any], timeout: float | None = _SEND_SECONDS) -> None:
+        """Send a JSON object; where that raises, the connection is of no more use.
+
+        Raises:
+            LinkClosedError: the other end is gone.
+            SyncTimeoutError: it did not read in time.
+        """
+        body = json.dumps(message, allow_nan=False).encode()
+        tag = self._sign(self._mine, self._sent, body)
+        self._sent += 1
+        self._stream.send(_FRONT.pack(len(body), tag) + body, deadline_of(timeout))
+
+    def wait_readable(self, timeout: float) -> bool:
+        """Return whether a message begins, or the connection ends, within ``timeout`` seconds."""
+        return self._stream.wait_readable(timeout)
+
+    def receive(self, timeout: float | None) -> dict[str, Any]:
+        """Return the next message; where that raises, the connection is of no more use.
+
+        Args:
+            timeout: seconds for all of the message; None waits for its first byte without a limit.
+
+        Raises:
+            LinkClosedError: the other end is gone.
+            SyncTimeoutError: none came in time, or not all of it.
+            FormatError: it is not signed with our token, or not a JSON object.
+        """
+        deadline = deadline_of(timeout)
+        if not self._stream.wait_readable(timeout):
+            raise SyncTimeoutError(f"the other end said nothing for {timeout:g} s")
+        front = bytearray(_FRONT.size)
+        self._stream.recv_into(memoryview(front), deadline)
+        length, tag = _FRONT.unpack(front)
+        if length > _MAX_BODY:
+            raise FormatError(f"a message of {length} bytes; the other end speaks something else")
+        body = bytearray(length)
+        self._stream.recv_into(memoryview(body), deadline)
+        if not hmac.compare_digest(tag, self._sign(self._theirs, self._received, bytes(body))):
+            raise FormatError("wrong token: a message was not signed with ours")
+        self._received += 1
+        try:
+            message = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"a message is not JSON: {error}") from None
+        if not isinstance(message, dict):
+            raise FormatError("a message is not a JSON object")
+        return message
+
+    @property
+    def local_address(self) -> str:
+        """Of this end."""
+        return str(self._stream.sock.getsockname()[0])
+
+    def close(self) -> None:
+        """End the connection; whoever waits here is woken."""
+        self._stream.close()
+
+    def _sign(self, who: bytes, number: int, body: bytes) -> bytes:
+        return hmac.new(self._key, who + struct.pack("<Q", number) + body, hashlib.sha256).digest()
+
+
+def connect(address: str, port: int, token: str, timeout: float) -> RpcConnection:
+    """Return a connection to a server, made within ``timeout`` seconds.
+
+    Raises:
+        LinkClosedError: nobody listens there.
+        SyncTimeoutError: it was reached and said nothing.
+        JoinRefusedError: it has another token.
+    """
+    deadline = time.monotonic() + timeout
+    try:
+        sock = _dial(address, port, deadline)
+    except OSError as error:
+        raise LinkClosedError(f"no synchronizer at {address}:{port} ({error})") from None
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    stream = Stream(sock)
+    try:
+        return RpcConnection(stream, prove_token(stream, token, CONTEXT, deadline), server=False)
+    except BaseException as error:
+        stream.close()
+        if isinstance(error, JoinRefusedError):
+            raise JoinRefusedError(f"the synchronizer at {address}:{port}: {error}") from None
+        raise
+
+
+def _dial(address: str, port: int, deadline: float) -> socket.socket:
+    """Connect to the first address of a name that answers; all of them share the time."""
+    found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    for tried, (family, kind, protocol, _, where) in enumerate(found):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.settimeout(max(deadline - time.monotonic(), 0.0) / (len(found) - tried))
+            sock.connect(where)
+        except OSError:
+            sock.close()
+            if tried + 1 == len(found):
+                raise
+        else:
+            return sock
+    raise OSError("the name has no address")
+
+
+class Server:
+    """Lets clients of other processes call a service.
+
+    A client may have several connections. When one ends without a goodbye, the client counts as gone.
+
+    Args:
+        service: who answers.
+        address: of the interface to listen on; the default of all callers is loopback.
+        port: 0 takes a free one.
+        token: what clients must show; None takes the environment's ``WEIGHT_UPDATE_TOKEN``, or makes one.
+
+    Attributes:
+        address: as ``host:port``, for clients.
+        token: for clients.
+
+    Raises:
+        OSError: the address is not of this machine, or the port is taken.
+    """
+
+    def __init__(
+        self, service: Service, address: str = "127.0.0.1", port: int = 0, token: str | None = None
+    ) -> None:
+        self.token = token or os.environ.get(TOKEN) or secrets.token_hex(16)
+        self._service, self._closed = service, False
+        self._log = RateLimitedLog(_log)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        sock = socket.create_server((address, port), family=family, backlog=_BACKLOG)
+        self.address = f"{address}:{sock.getsockname()[1]}"
+        self._listener = Listener(sock, self.token, CONTEXT, self._serve, "weight_update-synchronizer", _log)
+        self._listener.start()
+
+    def close(self) -> None:
+        """Stop listening and end all connections; the service lives on."""
+        self._closed = True
+        self._listener.close()
+
+    def _serve(self, stream: Stream, key: bytes, deadline: float) -> None:
+        """Thread of a connection."""
+        stream.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        wire = RpcConnection(stream, key, server=True)
+        session: str | None = None
+        try:
+            request = wire.receive(seconds_left(deadline))
+            while not self._closed:
+                session = _session_of(request)
+                wire.send(self._service.call(*_call_of(request)))
+                if request["call"] == "bye":
+                    session = None
+                request = wire.receive(None)
+        except (FormatError, TimeoutError) as error:
+            self._log.warning("a connection to the synchronizer was ended: %s", error)
+        except TransportError:
+            pass  # it has ended
+        finally:
+            wire.close()
+            if session is not None and not self._closed:
+                self._service.gone(session)
+
+
+def _call_of(request: dict[str, object]) -> tuple[str, dict[str, object]]:
+    name, args = request.get("call"), request.get("args")
+    if not isinstance(name, str) or not isinstance(args, dict):
+        raise FormatError("not a call")
+    return name, args
+
+
+def _session_of(request: dict[str, object]) -> str | None:
+    _, args = _call_of(request)
+    session = args.get("session")
+    return session if isinstance(session, str) else None
+
+
+class Channel(ABC):
+    """Carries calls. Any thread may call at any time."""
+
+    @abstractmethod
+    def call(self, name: str, args: dict[str, Any], timeout: float, longer: float = 0.0) -> Reply:
+        """The answer of the synchronizer.
+
+        Args:
+            name: see :meth:`Service.call`.
+            args: see there.
+            timeout: seconds that the synchronizer may give no sign of life.
+            longer: seconds beyond that for which it may work on the call while it is seen to live.
+
+        Raises:
+            LinkClosedError: it is not there, or did not answer in time; it may have done what was asked.
+            JoinRefusedError: it has another token.
+        """
+
+    restarts: ClassVar[bool] = True
+    """Whether another synchronizer may take the place of one that was closed."""
+
+    @property
+    @abstractmethod
+    def address(self) -> str | None:
+        """Of the interface of this machine that leads to the synchronizer; None: it is in this process."""
+
+    def close(self) -> None:  # noqa: B027 - only connections have something to close
+        """End all connections."""
+
+
+class LocalChannel(Channel):
+    """To a synchronizer in this process."""
+
+    restarts = False
+    address = None
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def call(self, name: str, args: dict[str, Any], timeout: float, longer: float = 0.0) -> Reply:
+        del timeout, longer  # each call has its own
+        return self._service.call(name, args)
+
+
+class SocketChannel(Channel):
+    """To a server. Each call that is under way has a connection of its own; they are used again.
+
+    Args:
+        address: ``host:port``.
+        token: see :class:`~weight_update.synchronizer.rpc.Server`.
+    """
+
+    def __init__(self, address: str, token: str) -> None:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit():
+            raise ValueError(f"a synchronizer's address is host:port, got {address!r}")
+        self._host, self._port, self._token = host.strip("[]"), int(port), token
+        self._lock = threading.Lock()
+        self._idle: list[RpcConnection] = []
+        self._busy: set[RpcConnection] = set()
+        self._address: str | None = None
+
+    @property
+    def address(self) -> str | None:
+        return self._address
+
+    def call(self, name: str, args: dict[str, Any], timeout: float, longer: float = 0.0) -> Reply:
+        deadline = time.monotonic() + timeout
+        wire = self._take(timeout)
+        try:
+            wire.send({"call": name, "args": args}, seconds_left(deadline))
+            reply = self._reply(wire, deadline, timeout, longer)
+        except (LinkClosedError, FormatError, SyncTimeoutError) as error:
+            self.close()  # if one is gone all are
+            raise LinkClosedError(f"the synchronizer at {self._host}:{self._port}: {error}") from None
+        with self._lock:
+            self._busy.discard(wire)
+            self._idle.append(wire)
+        return reply
+
+    def close(self) -> None:
+        with self._lock:
+            wires, self._idle, self._busy = [*self._idle, *self._busy], [], set()
+        for wire in wires:
+            wire.close()
+
+    def _reply(self, wire: RpcConnection, deadline: float, timeout: float, longer: float) -> Reply:
+        """Wait for the answer; while none comes, see whether the synchronizer answers others."""
+        last = deadline + longer
+        while longer and not wire.wait_readable(max(deadline - time.monotonic(), 0.0) / 2):
+            silent = SyncTimeoutError(f"the other end said nothing for {timeout:g} s")
+            if time.monotonic() >= last:
+                raise silent
+            try:
+                self.call("status", {}, max(deadline - time.monotonic(), 0.0))
+            except TransportError:
+                raise silent from None
+            deadline = min(time.monotonic() + timeout, last)
+        return wire.receive(seconds_left(deadline))
+
+    def _take(self, timeout: float) -> RpcConnection:
+        with self._lock:
+            wire = self._idle.pop() if self._idle else None
+        if wire is None:
+            try:
+                wire = connect(self._host, self._port, self._token, timeout)
+            except SyncTimeoutError as error:
+                raise LinkClosedError(str(error)) from None
+            self._address = wire.local_address
+        with self._lock:
+            self._busy.add(wire)
+        return wire
