@@ -9,7 +9,7 @@ import pytest
 from sync_parts import model_at
 
 from weight_update import ExplorerClient, FormatError, LifecycleError, Synchronizer, SyncMethod, TrainerClient
-from weight_update.synchronizer import wire
+from weight_update.synchronizer import rpc
 from weight_update.transports.shared_memory.unix_stream import Stream
 
 
@@ -32,7 +32,7 @@ def test_directly_a_trainer_beside_the_synchronizer_is_found_where_that_is_serve
             TrainerClient(where, model_at(3)) as trainer,
             ExplorerClient(server, model, timeout=0.1) as explorer,
         ):
-            publisher = trainer.blocking._publisher
+            publisher = trainer.blocking._method.publisher
             assert publisher is not None
             assert publisher.endpoint["address"] == own_address
             explorer.step = 1
@@ -60,7 +60,7 @@ def test_an_address_that_stands_for_all_is_refused(method: SyncMethod, address: 
             where.serve(address)
         with pytest.raises(ValueError, match="all interfaces"):
             TrainerClient(where, model_at(0), address=address)
-        assert where.service.sessions.status()["trainer"] == "stopped"
+        assert where.service.status()["trainer"] == "stopped"
 
 
 def servers() -> list[threading.Thread]:
@@ -76,7 +76,7 @@ def test_close_ends_the_servers_also_when_another_step_raises(monkeypatch: pytes
     def fail() -> None:
         raise OSError("no")
 
-    monkeypatch.setattr(where.service.sessions, "close", fail)
+    monkeypatch.setattr(where.service, "end_sessions", fail)
     monkeypatch.setattr(server, "close", lambda close=server.close: (close(), fail()))
     with pytest.raises(OSError, match="no"):
         where.close()
@@ -87,10 +87,10 @@ def test_close_ends_the_servers_also_when_another_step_raises(monkeypatch: pytes
 
 def test_what_is_signed_and_not_json_is_a_format_error(monkeypatch: pytest.MonkeyPatch) -> None:
     left, right = socket.socketpair()
-    host = wire.RpcConnection(Stream(left), bytes(32), server=True)
-    client = wire.RpcConnection(Stream(right), bytes(32), server=False)
+    host = rpc.RpcConnection(Stream(left), bytes(32), server=True)
+    client = rpc.RpcConnection(Stream(right), bytes(32), server=False)
     with monkeypatch.context() as patch:
-        patch.setattr(wire.json, "dumps", lambda *_, **__: "{nothing")
+        patch.setattr(rpc.json, "dumps", lambda *_, **__: "{nothing")
         client.send({})
     with pytest.raises(FormatError, match="not JSON"):
         host.receive(10.0)

@@ -66,7 +66,7 @@ def test_close_takes_no_longer_than_a_look(tmp_path: Path) -> None:
 
 def test_closed_inside_hold_an_update_that_waits_is_dropped(tmp_path: Path) -> None:
     with background(tmp_path) as (trainer, source, explorer, model):
-        gate = explorer.blocking._gate
+        gate = explorer.blocking._method._gate
         with explorer.hold():
             publish(trainer, source)
             wait_until(lambda: gate._jobs)
@@ -83,13 +83,13 @@ def test_closed_while_another_thread_synchronizes_the_model_stays(tmp_path: Path
 
         def fetch() -> None:
             try:
-                client._fetch(1)
+                client._method.fetch(client, 1)
             except LifecycleError as error:
                 failures.append(error)
 
         with explorer.hold():
             publish(trainer, source)
-            wait_until(lambda: client._gate._jobs)
+            wait_until(lambda: client._method._gate._jobs)
             fetching = threading.Thread(target=fetch)
             fetching.start()
             explorer.close()
@@ -102,7 +102,7 @@ def test_a_directory_that_is_away_for_a_while_is_warned_about_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def warnings() -> list[logging.LogRecord]:
-        return [one for one in caplog.records if one.name.endswith("synchronizer.explorer")]
+        return [one for one in caplog.records if one.name.endswith("synchronizer.checkpoint")]
 
     here, away = tmp_path / "here", tmp_path / "away"
     with background(here) as (trainer, source, _, model), caplog.at_level(logging.WARNING):

@@ -35,7 +35,7 @@ HELD = [SyncMethod.MEMORY, SyncMethod.CHECKPOINT]
 
 
 def waits(where: Synchronizer, *ids: int) -> bool:
-    explorers = where.service.sessions.status()["explorers"]
+    explorers = where.service.status()["explorers"]
     return all(explorers.get(str(id)) == "require_sync" for id in ids)
 
 
@@ -105,12 +105,12 @@ def test_directly_a_version_that_reached_nobody_is_not_published(tmp_path: Path)
         explorer.step = 1
         waiting = Waiting(explorer)
         wait_until(lambda: waits(where, 0))
-        subscriber = explorer.blocking._subscriber
+        subscriber = explorer.blocking._method.subscriber
         assert subscriber is not None
         subscriber.close()  # its link is cut, and it does not know
-        publisher = trainer.blocking._publisher
+        publisher = trainer.blocking._method.publisher
         assert publisher is not None
-        wait_until(lambda: not publisher.here())
+        wait_until(lambda: not publisher.joined())
         said = trainer.blocking.sync_weight()
         assert "explorer 0" in said["reason"]
         assert "not connected" in waiting.result()["reason"]
@@ -124,19 +124,19 @@ def test_directly_a_version_that_reached_nobody_is_not_published(tmp_path: Path)
 
 
 def test_directly_what_a_trainer_gave_before_it_died_gets_a_version_of_its_own(tmp_path: Path) -> None:
-    model = model_at(-1)
+    source, model = model_at(0), model_at(-1)
     with (
         synchronizer(SyncMethod.NCCL, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
-        TrainerClient(where, model_at(0)) as client,
+        TrainerClient(where, source) as client,
         ExplorerClient(where, model) as explorer,
     ):
         explorer.step = 1
         waiting = Waiting(explorer)
         wait_until(lambda: waits(where, 0))
         trainer = client.blocking
-        ids = trainer._ask("meet", step=3, timeout=20.0)["ids"]
-        set_to(trainer._source, 3)
-        (transfer,) = trainer._send(ids)
+        ids = trainer.ask("meet", step=3, timeout=20.0)["ids"]
+        set_to(source, 3)
+        (transfer,) = trainer._method.send(trainer, ids)
         assert not transfer.settle(ids)
         client.close()  # it has not told what it sent
         said = waiting.result()
@@ -306,7 +306,7 @@ def test_backends_that_cannot_be_used_are_refused_and_the_trainer_does_not_stay(
     with synchronizer(SyncMethod.NCCL, SyncStyle.FIXED, tmp_path) as where:
         with pytest.raises(ValueError, match="known: 'gloo', 'nccl'"):
             TrainerClient(where, model_at(0), backend="pigeon")
-        assert where.service.sessions.status()["trainer"] == "stopped"
+        assert where.service.status()["trainer"] == "stopped"
     with (
         synchronizer(SyncMethod.MEMORY, SyncStyle.FIXED, tmp_path) as where,
         pytest.raises(ValueError, match=r"for SyncMethod\.NCCL"),

@@ -54,7 +54,7 @@ def test_directly_a_version_that_its_only_explorer_did_not_live_to_take_is_not_p
             Waiting(explorer)
             wait_until(trainer.blocking.need_sync)
             thread, said = in_thread(trainer.blocking.sync_weight)
-            wait_until(lambda: where.service.sessions.machine.transfer)
+            wait_until(lambda: where.service.machine.transfer)
             time.sleep(0.2)
             explorer.close()
         thread.join(20.0)
@@ -73,16 +73,16 @@ def test_one_that_leaves_between_the_look_and_the_sending_fails_alone(
     ]
     for subscriber in subscribers:
         assert subscriber.join(20.0) is None
-    look = publisher.here
+    look = publisher.joined
 
     def look_and_lose_one() -> list[int]:
-        monkeypatch.setattr(publisher, "here", look)
+        monkeypatch.setattr(publisher, "joined", look)
         found = look()
         subscribers[1].close()
         wait_until(lambda: 1 not in look())
         return found
 
-    monkeypatch.setattr(publisher, "here", look_and_lose_one)
+    monkeypatch.setattr(publisher, "joined", look_and_lose_one)
     try:
         failures = publisher.send([0, 1]).settle([0, 1])
     finally:
@@ -99,10 +99,9 @@ def test_what_the_background_did_not_get_was_published_all_the_same(tmp_path: Pa
         TrainerClient(where, source) as trainer,
     ):
         trainer.blocking.sync_weight()
-        memory = where._memory
-        assert memory is not None
-        assert memory._publisher is not None
-        memory._publisher.close()  # nothing can be spread any more
+        publisher = where.service.cache._publisher
+        assert publisher is not None
+        publisher.close()  # nothing can be spread any more
         trainer.step = 1
         said = trainer.blocking.sync_weight()
         assert "reason" not in said
@@ -128,11 +127,11 @@ def test_directly_what_is_on_its_way_to_others_is_no_failure(tmp_path: Path) -> 
                 trainer.blocking.sync_weight()
             again = Waiting(cut)
             wait_until(lambda: status()["explorers"][0] is REQUIRE_SYNC)
-            subscriber, publisher = cut.blocking._subscriber, trainer.blocking._publisher
+            subscriber, publisher = cut.blocking._method.subscriber, trainer.blocking._method.publisher
             assert subscriber is not None
             assert publisher is not None
             subscriber.close()
-            wait_until(lambda: 0 not in publisher.here())
+            wait_until(lambda: 0 not in publisher.joined())
             trainer.step = 4
             set_to(source, 4)
             said = trainer.blocking.sync_weight()
@@ -165,10 +164,10 @@ def test_one_whose_thread_ended_without_a_word_is_missed_and_may_come_back(tmp_p
 
 def test_a_client_that_is_dropped_is_missed() -> None:
     with Synchronizer(SyncMethod.MEMORY, lease=0.4) as where:
-        sessions = where.service.sessions
+        service = where.service
         client = ExplorerClient(where, model_at(-1))
         del client
-        wait_until(lambda: not sessions.status()["explorers"])
+        wait_until(lambda: not service.status()["explorers"])
 
 
 def test_a_process_that_could_hear_nobody_gives_all_a_new_lease() -> None:

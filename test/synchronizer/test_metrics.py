@@ -25,7 +25,7 @@ def test_metrics_are_numbers_in_a_namespace_of_their_own(method: SyncMethod, tmp
         explorer.step, trainer.step = 4, 4
         set_to(source, 4)
         waiting = Waiting(explorer)
-        wait_until(lambda: where.service.sessions.status()["explorers"] == {"0": "require_sync"})
+        wait_until(lambda: where.service.status()["explorers"] == {"0": "require_sync"})
         said = [trainer.blocking.sync_weight(), waiting.result()]
         for metrics in said:
             logged: dict[str, float] = {"loss": 0.5}

@@ -24,8 +24,9 @@ from weight_update import (
     TrainerClient,
     TransportError,
 )
+from weight_update.synchronizer import CheckpointStore
+from weight_update.synchronizer.direct import DirectService
 from weight_update.synchronizer.plan import SyncPlan
-from weight_update.synchronizer.service import Service
 
 EVERY = list(SyncMethod)
 
@@ -38,10 +39,12 @@ def test_in_fixed_a_trainer_that_is_made_anew_goes_on_at_the_step_of_the_newest_
         return Synchronizer(method, SyncStyle.FIXED, sync_interval=10, directory=tmp_path)
 
     with start() as where, TrainerClient(where, model_at(0), step=20):
-        sessions = where.service.sessions
-        with sessions.changed:
-            sessions.publish(3, 20)
-        where.service.call("status", {})
+        if method is SyncMethod.CHECKPOINT:
+            CheckpointStore(tmp_path).publish(3, model_at(0).state_dict(), step=20)
+        service = where.service
+        with service.changed:
+            service.publish(3, 20)
+        service.call("status", {})
     with start() as where:
         with TrainerClient(where, model_at(0)) as trainer:
             assert trainer.step == 20
@@ -79,7 +82,7 @@ def test_directly_an_explorer_that_waits_for_a_trainer_is_told_of_the_end(
     with Synchronizer(SyncMethod.NCCL) as where, ExplorerClient(where, model_at(-1)) as explorer:
         explorer.step = 1
         waiting = Waiting(explorer)
-        changed = where.service.sessions.changed
+        changed = where.service.changed
         wait_until(lambda: changed._waiters)
         where.close()
         assert "was closed" in waiting.result()["reason"]
@@ -87,12 +90,12 @@ def test_directly_an_explorer_that_waits_for_a_trainer_is_told_of_the_end(
 
 
 def test_directly_a_trainer_that_was_replaced_begins_no_transfer() -> None:
-    where = Service(SyncPlan(SyncMethod.NCCL, SyncStyle.TRAINER_DRIVEN))
+    where = DirectService(SyncPlan(SyncMethod.NCCL, SyncStyle.TRAINER_DRIVEN))
     ticket = {"token": "t", "address": "127.0.0.1", "port": 0, "shared": False}
     where.call("hello", {"session": "old", "role": "trainer", "ticket": ticket})
     for id in range(2):
         where.call("hello", {"session": str(id), "role": "explorer"})
-    machine, changed = where.sessions.machine, where.sessions.changed
+    machine, changed = where.machine, where.changed
     with changed:
         machine.explorer_requires(0)
     said: list[dict[str, Any]] = []
@@ -138,7 +141,7 @@ def test_a_client_that_cannot_introduce_itself_says_so(answer: str) -> None:
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
         asking.join(5.0)
-        explorer.blocking._closed.set()
+        explorer.blocking.closed.set()
         assert raised
         assert ("no room" if answer == "fails" else "forgets") in str(raised[0])
         assert len(calls) < 20
@@ -190,7 +193,7 @@ def test_a_slow_disk_under_the_version_file_stops_no_other_call(
         assert in_time
     monkeypatch.undo()
     with Synchronizer(SyncMethod.MEMORY, directory=tmp_path) as where:
-        assert where.service.sessions.machine.newest == 0
+        assert where.service.machine.newest == 0
 
 
 def test_a_fifo_in_place_of_the_version_file_is_ignored(tmp_path: Path) -> None:
@@ -199,7 +202,7 @@ def test_a_fifo_in_place_of_the_version_file_is_ignored(tmp_path: Path) -> None:
 
     def start() -> None:
         with Synchronizer(SyncMethod.MEMORY, directory=tmp_path) as where:
-            made.append(where.service.sessions.machine.newest)
+            made.append(where.service.machine.newest)
 
     starting = threading.Thread(target=start, daemon=True)
     starting.start()

@@ -1,4 +1,7 @@
-"""Files that are there whole or not at all, also after a crash or a power cut."""
+"""Files that are there completely or not at all, also after a crash or a power cut.
+
+Large files are written and digested in one pass, by several threads.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ __all__ = [
 ]
 
 PART = ".part"
-"""Ending of files that are being written."""
+"""Suffix of files that are being written."""
 
 DIGEST = "sha256/4MiB"
 """Name of the digest: SHA-256 of the SHA-256 of each 4 MiB. Processors have instructions for it."""
@@ -41,13 +44,13 @@ _log = logging.getLogger(__name__)
 
 
 class Remover:
-    """Removal of files, one by one: what cannot be removed is logged once, and does not stop the others."""
+    """A remover of files that goes on after errors. It logs a file that cannot be removed once."""
 
     def __init__(self) -> None:
         self._failed: set[str] = set()
 
     def remove(self, path: Path) -> bool:
-        """Remove a file; return whether it is gone."""
+        """Remove a file and return whether it is gone."""
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
@@ -60,13 +63,10 @@ class Remover:
 
 
 def open_regular(path: Path) -> int:
-    """Open a file for reading, and never wait: a FIFO of that name is an error.
-
-    Returns:
-        the file descriptor.
+    """Open a file for reading and return its descriptor. Never wait: a FIFO of that name is an error.
 
     Raises:
-        OSError: it cannot be opened, or is not a regular file.
+        OSError: the file cannot be opened, or is not a regular file.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -76,7 +76,7 @@ def open_regular(path: Path) -> int:
 
 
 def read_regular(path: Path) -> bytes:
-    """Return the contents of a file; see :func:`open_regular`."""
+    """Return the contents of a regular file; see :func:`open_regular`."""
     with open(open_regular(path), "rb") as file:
         return file.read()
 
@@ -85,14 +85,17 @@ def write_beside(part: Path, path: Path, write: Callable[[int], _T]) -> _T:
     """Write to ``part``, wait until the disk has it, and rename it to ``path`` in the same directory.
 
     Args:
-        part: removed again if anything fails.
-        path: replaced if it exists.
-        write: gets the file descriptor.
+        part: path of the file while it is being written; removed again if anything fails.
+        path: final path; an existing file is replaced.
+        write: function that writes to a file descriptor.
+
+    Returns:
+        the result of ``write``.
 
     Raises:
-        OSError: it could not be written.
+        OSError: the file could not be written.
     """
-    mode = stat.S_IMODE(path.parent.stat().st_mode) & 0o666  # for nobody who may not read the directory
+    mode = stat.S_IMODE(path.parent.stat().st_mode) & 0o666  # readable for those who may read the directory
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
         try:
@@ -118,10 +121,14 @@ def _sync_directory(directory: Path) -> None:
 
 @contextlib.contextmanager
 def naming_free_space(directory: Path, needed: int) -> Iterator[None]:
-    """Say how much is free and needed (in bytes) where the disk, or a quota, is full.
+    """Translate errors of a full disk or quota, inside the block, into one that says how much is needed.
+
+    Args:
+        directory: directory on that disk.
+        needed: number of bytes.
 
     Raises:
-        NotEnoughSpaceError: instead of the operating system's error.
+        NotEnoughSpaceError: the disk or a quota is full.
     """
     try:
         yield
@@ -140,14 +147,14 @@ def naming_free_space(directory: Path, needed: int) -> Iterator[None]:
 
 
 def write(fd: int, parts: Sequence[memoryview]) -> tuple[int, str]:
-    """Write ``parts``, one after the other, to the begin of a file.
+    """Write ``parts``, one after the other, to the beginning of a file.
 
     Args:
         fd: file descriptor, open for writing.
-        parts: each 1-D bytes.
+        parts: contents, each part 1-D bytes.
 
     Returns:
-        number of bytes and their digest.
+        the number of bytes and their digest.
 
     Raises:
         OSError: as ``os.pwrite``.
@@ -164,10 +171,10 @@ def write(fd: int, parts: Sequence[memoryview]) -> tuple[int, str]:
 
 
 def digest(fd: int, nbytes: int) -> str:
-    """The digest of the first ``nbytes`` bytes of a file.
+    """Return the digest of the first ``nbytes`` bytes of a file.
 
     Raises:
-        OSError: it cannot be read. A mapping would end the process instead.
+        OSError: the file cannot be read. A mapping would end the process instead.
     """
 
     def get(place: int) -> bytes:
@@ -191,7 +198,7 @@ def _write_all(fd: int, data: memoryview, place: int) -> None:
 
 
 def _cut(parts: Sequence[memoryview]) -> Iterator[tuple[int, list[memoryview]]]:
-    """Pieces of 4 MiB, only the last one shorter: where each begins in the file, and what it is made of."""
+    """Yield pieces of 4 MiB, the last one shorter: the offset in the file, and views of the bytes."""
     place, views, room = 0, list[memoryview](), _PIECE
     for part in parts:
         while len(part):

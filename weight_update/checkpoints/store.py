@@ -1,4 +1,4 @@
-"""CHECKPOINT: versions of weights as files in a directory that trainer and explorers share."""
+"""Versions of weights as files in a directory that a trainer and its explorers share."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ _FIRST_PAUSE, _LONGEST_PAUSE, _GROWTH = 0.05, 1.0, 1.5
 
 
 class CheckpointStore:
-    """Numbered versions of named weights in a directory; one writes, any number read.
+    """Numbered versions of named weights in a directory, for one writer and any number of readers.
 
-    Files are in the safetensors format. A version is there when its manifest is, which is written last;
-    whatever is killed when, only complete versions can be seen. Versions are removed when ``keep`` newer ones
-    are complete and nobody reads them; readers and the writer may be on different machines. All of them write
-    to the directory (readers: leases). On NFS a new version is seen as late as the client's attribute cache
-    has it (mount option ``acdirmax``, 60 s unless set).
+    Files are in the safetensors format. A version exists when its manifest does, which is written last, so
+    only complete versions are seen, whichever process is killed at whatever moment. A version is removed when
+    ``keep`` newer ones are complete and no process reads it. Readers and the writer may be on different
+    machines. All of them write to the directory (readers: leases). On NFS a new version is seen as late as
+    the client's attribute cache allows (mount option ``acdirmax``, 60 s unless set).
 
     Args:
-        directory: made if it is not there, for this user alone; in one that is there, checkpoints are open
-            to those who may read it. Files in it that are not ours are left alone.
-        keep: how many complete versions stay, at least 1.
-        lease_seconds: how long a reader or writer may give no sign of life before it counts as dead; the same
-            on all sides, and longer than anything stops a process for.
+        directory: path of the directory. If it does not exist, it is made for this user alone; in one that
+            exists, checkpoints are open to those who may read it. Other files in it are left alone.
+        keep: number of complete versions that stay, at least 1.
+        lease_seconds: seconds that a reader or writer may give no sign of life before it counts as dead; the
+            same on all sides, and longer than a process is ever stopped.
 
     Attributes:
-        directory: as given.
+        directory: path of the directory.
     """
 
     def __init__(
@@ -74,30 +74,30 @@ class CheckpointStore:
         self._garbage = GarbageCollector(self._index, lease_seconds, keep)
 
     def publish(self, version: int, weights: Mapping[str, Any], *, step: int) -> Path:
-        """Write a version, and remove old ones. It is on the disk when this returns.
+        """Write a version, and remove old ones. The version is on the disk when this returns.
 
         Args:
-            version: not below the newest; a version that is there already is replaced, as a trainer that
+            version: number that is not below the newest. An existing version is replaced, as a trainer that
                 starts again may have to do.
-            weights: as a state dict: tensors by name, of any device and dtype, and extra state of modules
-                under names that end in ``_extra_state``. They are not to change meanwhile. Tensors on a
-                device are copied to memory first.
-            step: of the trainer.
+            weights: tensors by name, of any device and dtype, and extra state of modules under names that end
+                in ``_extra_state``, as in a state dict. They must not change meanwhile. Tensors on a device
+                are copied to memory first.
+            step: trainer step at which the weights were made.
 
         Returns:
-            The file with the tensors.
+            the path of the data file.
 
         Raises:
-            NotEnoughSpaceError: the disk is full. As after every error, the version is not there, its bytes
+            NotEnoughSpaceError: the disk is full. As after every error, the version does not exist, its bytes
                 are free again and older versions stay.
-            OSError: it could not be written.
+            OSError: the files could not be written.
             UnsupportedSourceError: a tensor is sparse, quantized or of an unknown dtype; or extra state is of
                 other types than None, bool, int, float, str, bytes, list, tuple, dict with string keys, and
                 tensors.
-            ValueError: the number is below the newest or negative.
+            ValueError: the number is negative, or below the newest.
         """
         self._check(version)
-        self._garbage.collect()  # before: what a dead writer left may be in the way
+        self._garbage.collect()  # first: files that a dead writer left may be in the way
         schema, parts = pack(weights)
         stem = f"{self._index.path(version).stem}-{uuid.uuid4().hex}"
         described = {m.name: f"{dtype_name(m.dtype)}{list(m.shape)}" for m in schema.tensors}
@@ -139,28 +139,35 @@ class CheckpointStore:
         return manifest is not None and manifest.stem == plan.stem
 
     def latest(self) -> Manifest | None:
-        """The newest complete version; None where there is none.
+        """Return the manifest of the newest complete version; None if there is none.
 
-        Broken ones are skipped: each is warned about once, and not looked at again until its files change.
-        Wrong bits in the data are found by :meth:`reading`, and remembered.
+        Broken versions are skipped: each is warned about once, and not looked at again until its files
+        change. Wrong bits in the data are found by :meth:`reading`, and remembered.
         """
         return self._newest(above=-1)
 
+    def last_number(self) -> int:
+        """Return the highest number that has a manifest, broken or not; -1 if there is none."""
+        return max(self._index.versions(), default=-1)
+
     def manifest(self, version: int) -> Manifest | None:
-        """That of a version; None if there is no complete one."""
+        """Return the manifest of a version; None if there is no complete version of this number."""
         return self._index.good(version)
 
     def wait_newer(
         self, version: int, timeout: float, ended: threading.Event | None = None
     ) -> Manifest | None:
-        """Wait for a version above ``version``: the newest complete one, or None if none came in time.
+        """Wait for a version above ``version``.
 
-        Looks at the names in the directory every 50 ms at first, every second in the end.
+        This looks at the names in the directory every 50 ms at first, and every second in the end.
 
         Args:
-            version: a number, -1 for any version.
+            version: a number; -1 for any version.
             timeout: seconds.
-            ended: when it is set, the wait ends as if the time were over; None: only time ends it.
+            ended: event that ends the wait as if the time were over; None for no such event.
+
+        Returns:
+            the manifest of the newest complete version, or None if none came in time.
 
         Raises:
             OSError: the directory cannot be read.
@@ -179,16 +186,17 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def reading(self, version: int) -> Iterator[dict[str, Any]]:
-        """What was published as a version: tensors on the CPU and extra state, by name.
+        """Yield the weights of a version: tensors on the CPU and extra state, by name.
 
-        Names that were one tensor are one tensor again. The tensors are the file, mapped: the processes of a
-        machine share its memory. They may be kept and written to, which changes neither the file nor what
-        others see. The version is not removed inside the ``with`` block, nor while one of them is kept.
+        Names that were one tensor are one tensor again. The tensors are the mapped file: the processes of a
+        machine share its memory. They may be kept and written to, which changes neither the file nor the
+        tensors of other readers. The version is not removed inside the ``with`` block, nor while one of its
+        tensors is kept.
 
         Raises:
             FileNotFoundError: there is no such version (any more).
             CorruptCheckpointError: the file or its manifest is broken; :meth:`latest` will skip it.
-            OSError: the file cannot be read, or the directory not be written.
+            OSError: the file cannot be read, or the directory cannot be written.
         """
         weights = self._read(version)
         yield weights
@@ -198,7 +206,7 @@ class CheckpointStore:
             manifest = self._index.load(version)
             lease = Lease(self.directory, manifest.stem, self._lease_seconds)
             try:
-                current = self._index.load(version) == manifest  # looked at again, now that it is leased
+                current = self._index.load(version) == manifest  # read again, now that it is leased
                 if current:
                     return self._map(manifest, lease)
             except BaseException:
@@ -224,23 +232,27 @@ class CheckpointStore:
 
 
 class ModelCheckpoints:
-    """A directory of checkpoints, as trainers write and explorers read it.
+    """A directory of checkpoints for the weights of a model.
 
     Args:
-        directory: shared by all.
-        strategy: how weights leave and enter a model.
+        directory: directory that all share.
+        strategy: how weights leave and enter the model.
     """
 
     def __init__(self, directory: str | os.PathLike[str], strategy: WeightStrategy) -> None:
         self._store, self._strategy = CheckpointStore(directory), strategy
 
     def newest(self) -> tuple[int, int] | None:
-        """Version and trainer step of the newest complete one."""
+        """Return version and trainer step of the newest complete version; None if there is none."""
         manifest = self._store.latest()
         return None if manifest is None else (manifest.version, manifest.step)
 
+    def last_number(self) -> int:
+        """Return the highest number that a version has, complete or not; -1 if there is none."""
+        return self._store.last_number()
+
     def wait_newer(self, version: int, timeout: float, ended: threading.Event) -> int | None:
-        """Wait for a version above ``version``; None if none came in time, or before it ended.
+        """Wait for a version above ``version`` and return its number; None if none came before the end.
 
         Raises:
             OSError: the directory cannot be read.
@@ -249,10 +261,10 @@ class ModelCheckpoints:
         return None if manifest is None else manifest.version
 
     def publish(self, version: int, source: Any, step: int) -> int:
-        """Write the weights of ``source``; how many bytes.
+        """Write the weights of ``source`` as a version, and return their number of bytes.
 
         Raises:
-            OSError: the disk is full, or cannot be written; nothing is visible.
+            OSError: the disk is full, or cannot be written; the version does not exist.
         """
         chosen = self._strategy.chosen(source) if self._strategy.partial else None
         named = self._strategy.outgoing(source, chosen)
@@ -269,23 +281,23 @@ class ModelCheckpoints:
         timeout: float,
         ended: threading.Event,
     ) -> tuple[int, int] | None:
-        """Put ``version`` into a model, between forward passes; or the newest that can be read.
+        """Put a version into a model between forward passes, or else the newest one that can be read.
 
         Args:
-            version: the one that should be there.
-            have: in force; nothing older is read.
+            version: number of the version.
+            have: version in force; older ones are not read. None if there is none.
             model: module, TensorDict or dict.
-            gate: of the model.
+            gate: gate of the model.
             timeout: seconds to wait for a forward pass to end.
-            ended: ends that wait, after :meth:`Gate.look_again`.
+            ended: event that ends that wait, after :meth:`Gate.look_again`.
 
         Returns:
-            version and trainer step of what is in force now; None if nothing newer could be read.
+            version and trainer step of the weights in force now; None if no newer version could be read.
 
         Raises:
             SchemaMismatchError: the file holds the weights of another model.
             SyncTimeoutError: a forward pass took too long.
-            LinkClosedError: it ended before the forward pass did.
+            LinkClosedError: ``ended`` was set before the forward pass ended.
         """
         if have is not None and have >= version:
             return None
@@ -311,7 +323,7 @@ class ModelCheckpoints:
 def _tied_as_in(
     model: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """``tensors``, where names that are one tensor in ``model`` are one tensor again."""
+    """Return ``tensors``, in which names that are one tensor in ``model`` are one tensor again."""
     first: dict[Any, torch.Tensor] = {}
     tied = dict(tensors)
     for name, value in model.items():
@@ -322,16 +334,17 @@ def _tied_as_in(
 
 
 class GarbageCollector:
-    """Keeps the newest versions in a directory, and those that somebody reads.
+    """Removal of old versions that no process reads, and of files that dead writers left.
 
-    A manifest goes first, then leases are looked at again, then the data goes. A reader makes its lease first
-    and then looks whether the manifest is still there. So one of the two sees the other. Leases lie in the
-    directory of the manifests because NFS reads the names anew after a change that it made itself.
+    The manifest is removed first, then leases are looked at again, then the data file is removed. A reader
+    makes its lease first and then checks that the manifest is still there. So one of the two sees the other.
+    Leases lie in the directory of the manifests because an NFS client reads the names anew after a change
+    that it made itself.
 
     Args:
-        index: of the directory.
-        lease_seconds: after which a lease that is not renewed counts as dead.
-        keep: how many complete versions stay.
+        index: manifests of the directory.
+        lease_seconds: seconds after which a lease that is not renewed counts as dead.
+        keep: number of complete versions that stay.
     """
 
     def __init__(self, index: ManifestIndex, lease_seconds: float, keep: int) -> None:
@@ -340,7 +353,7 @@ class GarbageCollector:
         self._index, self._keep = index, keep
 
     def collect(self) -> None:
-        """Remove what nobody needs. What cannot be removed is logged once and tried again the next time."""
+        """Remove all files that are not needed. Log a file that cannot be removed once, and try it again."""
         try:
             self._hide_old_versions()
             self._remove_unnamed_files()
@@ -359,7 +372,7 @@ class GarbageCollector:
         files = self._index.data_files()
         in_use = self._leases.in_use()
         for version, stem, path in files:
-            # In this order: a writer shows its manifest before it ends its lease.
+            # In this order: a writer publishes its manifest before it ends its lease.
             if stem not in in_use and not self._is_named(version, stem):
                 self._remover.remove(path)
 

@@ -1,4 +1,4 @@
-"""When trainer and explorers synchronize, and by which endpoint."""
+"""Decide when a trainer and its explorers synchronize, and by which method."""
 
 from weight_update.checkpoints.manifest import Manifest
 from weight_update.checkpoints.store import CheckpointStore

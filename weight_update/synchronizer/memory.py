@@ -1,25 +1,69 @@
-"""MEMORY: the synchronizer's copy of the newest weights."""
+"""SyncMethod.MEMORY: the synchronizer holds the newest weights, and explorers fetch them there."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from weight_update.errors import LifecycleError, LinkClosedError
+from weight_update.errors import LifecycleError, LinkClosedError, WeightSyncError
 from weight_update.strategy.strategy import WeightStrategy
-from weight_update.synchronizer.transfer import Endpoint, Publisher, Subscriber, Transfer
+from weight_update.synchronizer.addresses import is_loopback
+from weight_update.synchronizer.client import ClientBase
+from weight_update.synchronizer.methods import StoringTrainer
+from weight_update.synchronizer.plan import SyncPlan, SyncStyle
+from weight_update.synchronizer.service import Service, has_ended, outcome_of
+from weight_update.synchronizer.sessions import Reply, VersionFile
+from weight_update.synchronizer.state import ExplorerState
+from weight_update.synchronizer.transfer import Endpoint, Publisher, Subscriber, Transfer, key_of
+from weight_update.transports.shared_memory.unix_stream import deadline_of
 
-__all__ = ["CachedVersion", "WeightCache"]
+__all__ = ["CachedVersion", "MemoryService", "MemoryTrainer", "WeightCache"]
 
-_HOLDER = 0
+_log = logging.getLogger(__name__)
+_SYNCHRONIZER = 0
+"""The synchronizer's id among the subscribers of the trainer."""
+
+
+class MemoryTrainer(StoringTrainer):
+    """The trainer's part: a publisher that the synchronizer subscribes to.
+
+    Args:
+        client: the trainer's client.
+        source: module, TensorDict, dict or callable that weights are read from.
+        address: address of the interface on which the synchronizer reaches this process; None for the one
+            that leads to it.
+    """
+
+    def __init__(self, client: ClientBase, source: Any, address: str | None) -> None:
+        found = address or client.channel.address
+        there = None if is_loopback(found) else found
+        self.publisher = Publisher(source, there, client.strategy, client.transfer_timeout)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return self.publisher.endpoint
+
+    def store(self, client: ClientBase, version: int, step: int) -> int:
+        """Send to the synchronizer, which joins (again) if it is not connected."""
+        del version, step
+        if _SYNCHRONIZER not in self.publisher.joined():
+            client.ask("take_from", ticket=self.endpoint)
+        transfer = self.publisher.send([_SYNCHRONIZER])
+        if failures := transfer.settle([_SYNCHRONIZER]):
+            raise LinkClosedError(f"the synchronizer did not take the weights: {failures[_SYNCHRONIZER]}")
+        return transfer.nbytes
+
+    def close(self) -> None:
+        self.publisher.close()
 
 
 @dataclass(frozen=True)
 class CachedVersion:
-    """Weights of one version."""
+    """The weights of one version, and the trainer step at which they were made."""
 
     version: int
     step: int
@@ -27,28 +71,29 @@ class CachedVersion:
 
 
 class WeightCache:
-    """Takes weights from the trainer once, keeps them, and hands them to explorers.
+    """The synchronizer's copy of the newest weights.
 
-    The trainer may be gone when an explorer fetches. Only the newest version is kept.
+    It takes weights from the trainer once, and sends them to explorers, which may come when the trainer is
+    gone.
 
     Args:
-        address: of the interface that explorers reach; None for processes of this machine only.
         strategy: see :class:`~weight_update.WeightSyncScheme`.
-        timeout: seconds a transfer may take.
+        timeout: seconds that a transfer may take.
 
     Attributes:
-        kept: None before the first weights.
+        newest: the newest version; None before the first weights.
     """
 
-    def __init__(self, address: str | None, strategy: str | WeightStrategy, timeout: float) -> None:
-        self._address, self._strategy, self._timeout = address, strategy, timeout
-        self.kept: CachedVersion | None = None
+    def __init__(self, strategy: str | WeightStrategy, timeout: float) -> None:
+        self._strategy, self._timeout = strategy, timeout
+        self.newest: CachedVersion | None = None
+        self._address: str | None = None
         self._subscriber: Subscriber | None = None
         self._publisher: Publisher | None = None
         self._taking = threading.Lock()
 
     def listen_on(self, address: str) -> None:
-        """Before the first weights: explorers come from other machines, too.
+        """Let explorers of other machines in, too; call it before the first weights come.
 
         Raises:
             LifecycleError: explorers of this machine were let in already.
@@ -59,10 +104,10 @@ class WeightCache:
 
     @property
     def endpoint(self) -> Endpoint | None:
-        """Where explorers join; None before the first weights."""
+        """Endpoint that explorers join; None before the first weights."""
         return None if self._publisher is None else self._publisher.endpoint
 
-    def take_from(self, endpoint: Endpoint) -> None:
+    def subscribe(self, endpoint: Endpoint) -> None:
         """Join the trainer's publisher.
 
         Raises:
@@ -71,12 +116,15 @@ class WeightCache:
         with self._taking:
             if self._subscriber is not None:
                 self._subscriber.close()
-            self._subscriber = Subscriber(endpoint, _HOLDER, None, self._strategy, self._timeout)
+            self._subscriber = Subscriber(endpoint, _SYNCHRONIZER, None, self._strategy, self._timeout)
             if (reason := self._subscriber.join(self._timeout)) is not None:
                 raise LinkClosedError(f"the synchronizer does not reach the trainer: {reason}")
 
-    def keep(self, version: int, step: int) -> None:
-        """Copy what the trainer has just sent. With the first weights explorers may join.
+    def keep(self, version: int, step: int) -> bool:
+        """Keep a copy of the weights that the trainer has just sent.
+
+        Returns:
+            whether these are the first weights: explorers may join from now on.
 
         Raises:
             LinkClosedError: there is no link to the trainer.
@@ -84,32 +132,167 @@ class WeightCache:
         with self._taking:
             if self._subscriber is None:
                 raise LinkClosedError("the synchronizer has no link to the trainer")
-            self.kept = CachedVersion(version, step, self._subscriber.scheme.weights)
-            if self._publisher is None:
-                self._publisher = Publisher(self._newest, self._address, self._strategy, self._timeout)
+            self.newest = CachedVersion(version, step, self._subscriber.scheme.weights)
+            first = self._publisher is None
+            if first:
+                self._publisher = Publisher(self._weights, self._address, self._strategy, self._timeout)
+            return first
 
     def send(self, ids: Iterable[int]) -> tuple[CachedVersion, Transfer]:
-        """Send what is kept to explorers; does not wait for them."""
-        return self._hand_out(lambda publisher, weights: publisher.send(ids, weights))
+        """Send the newest version to explorers, without waiting for them.
+
+        Raises:
+            WeightSyncError: there are no weights, or they cannot be sent.
+        """
+        return self._send(lambda publisher, weights: publisher.send(ids, weights))
 
     def spread(self) -> tuple[CachedVersion, Transfer]:
-        """Send what is kept to all explorers that joined."""
-        return self._hand_out(Publisher.spread)
+        """Send the newest version to all explorers that joined, without waiting for them."""
+        return self._send(Publisher.spread)
 
     def close(self) -> None:
-        """End all links and let go of the weights."""
+        """Close all links and release the weights."""
         with contextlib.ExitStack() as stack:  # both, also where one raises
             for end in (self._subscriber, self._publisher):
                 if end is not None:
                     stack.callback(end.close)
-            self.kept = None
+            self.newest = None
 
-    def _hand_out(self, send: Callable[[Publisher, Any], Transfer]) -> tuple[CachedVersion, Transfer]:
-        kept, publisher = self.kept, self._publisher
-        if kept is None or publisher is None:
+    def _send(self, send: Callable[[Publisher, Any], Transfer]) -> tuple[CachedVersion, Transfer]:
+        newest, publisher = self.newest, self._publisher
+        if newest is None or publisher is None:
             raise LinkClosedError("the synchronizer holds no weights")
-        return kept, send(publisher, kept.weights)
+        return newest, send(publisher, newest.weights)
 
-    def _newest(self) -> Any:
-        assert self.kept is not None
-        return self.kept.weights
+    def _weights(self) -> Any:
+        assert self.newest is not None
+        return self.newest.weights
+
+
+class MemoryService(Service):
+    """The synchronizer's part: a cache of the newest weights, for explorers that wait and those that come.
+
+    Args:
+        plan: see :class:`Service`.
+        strategy: see :class:`~weight_update.WeightSyncScheme`.
+        version_file: see :class:`Service`.
+        lease: see :class:`Service`.
+        timeout: see :class:`Service`.
+
+    Attributes:
+        cache: the newest weights.
+    """
+
+    calls = (*Service.calls, "take_from", "trainer_published")
+
+    def __init__(
+        self,
+        plan: SyncPlan,
+        strategy: str | WeightStrategy,
+        *,
+        version_file: VersionFile | None = None,
+        lease: float | None = None,
+        timeout: float = 60.0,
+    ) -> None:
+        super().__init__(plan, version_file=version_file, lease=lease, timeout=timeout)
+        self.cache = WeightCache(strategy, timeout)
+        self._delivering = threading.Lock()
+        self._transfers: dict[ExplorerState, tuple[int, Transfer]] = {}
+
+    def reach_by(self, address: str) -> None:
+        self.cache.listen_on(address)
+        super().reach_by(address)
+
+    def _release(self) -> None:
+        self.cache.close()
+
+    def take_from(self, session: str, ticket: Endpoint) -> Reply:
+        """Subscribe to the trainer's publisher."""
+        with self.changed:
+            self.table.of(session)
+        self.cache.subscribe(ticket)
+        return {}
+
+    def trainer_published(self, session: str, step: int, version: int) -> Reply:
+        """Keep the weights that the trainer has sent, as a version."""
+        with self.changed:
+            self._trainer(session, step)
+        first = self.cache.keep(version, step)
+        with self.changed:
+            if first and self.cache.endpoint is not None:
+                self._record(self.cache.endpoint, 0, version, step)
+            self.publish(version, step)
+            self.machine.offered(step)
+        if self.plan.style is SyncStyle.FULLY_ASYNC:
+            self._spread()
+        return {"version": version}
+
+    def _spread(self) -> None:
+        """Send the version just published to all who joined; explorers that miss it fetch it."""
+        try:
+            sent, transfer = self.cache.spread()
+        except WeightSyncError as error:
+            _log.warning("version %s was not sent in the background: %s", self.machine.newest, error)
+        else:
+            with self.changed:
+                self._record_sent(sent, transfer)
+
+    def _record_sent(self, sent: CachedVersion, transfer: Transfer) -> None:
+        assert self.cache.endpoint is not None
+        self._record(self.cache.endpoint, transfer.number, sent.version, sent.step)
+        self.publish(sent.version, sent.step)
+
+    def explorer_syncs(
+        self, session: str, step: int, held: list[Any] | None, timeout: float, again: bool = False
+    ) -> Reply:
+        deadline = deadline_of(timeout)
+        with self.changed:
+            found, explorer = self._explorer(session, step, held)
+            if again and has_ended(explorer):
+                return outcome_of(explorer)
+            self._begin_wait(explorer)
+        while True:
+            with self.changed:
+                if not self._await_turn(explorer, deadline, timeout, lambda: self._may_take(explorer)):
+                    self._transfers.pop(explorer, None)
+                    return outcome_of(explorer)
+                endpoint = self.cache.endpoint
+                if endpoint is not None and found.linked != key_of(endpoint):
+                    return {"join": endpoint}
+            self._deliver(explorer)
+
+    def _may_take(self, explorer: ExplorerState) -> bool:
+        """Return whether weights are there for a waiting explorer, or on their way to it."""
+        return explorer in self._transfers or self.machine.may_fetch(explorer.id) is not None
+
+    def _deliver(self, explorer: ExplorerState) -> None:
+        """Send to all explorers that wait, once; then wait for this explorer alone."""
+        with self._delivering:
+            if explorer not in self._transfers:
+                self._send_to_waiting()
+        version, transfer = self._transfers.pop(explorer, (0, None))
+        if transfer is not None:
+            failures = transfer.settle([explorer.id])
+            with self.changed:
+                if not has_ended(explorer):
+                    self._end_transfer([explorer.id], version, failures)
+
+    def _send_to_waiting(self) -> None:
+        assert self.cache.endpoint is not None
+        with self.changed:
+            linked = self.table.linked(key_of(self.cache.endpoint))
+            going = [one for one in linked if self.machine.may_fetch(one.id) is not None]
+            self.machine.begin([one.id for one in going])
+        ids = [one.id for one in going]
+        if not ids:
+            return
+        try:
+            sent, transfer = self.cache.send(ids)
+        except WeightSyncError as error:
+            with self.changed:
+                self._end_transfer(ids, 0, dict.fromkeys(ids, str(error)))
+            return
+        with self.changed:
+            self._record_sent(sent, transfer)
+            self._transfers.update(dict.fromkeys(going, (sent.version, transfer)))
+            self.changed.notify_all()

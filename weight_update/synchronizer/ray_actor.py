@@ -1,4 +1,4 @@
-"""A synchronizer that is a Ray actor."""
+"""A synchronizer in a Ray actor."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _CLOSE_SECONDS = 10.0
 
 
 class RayHost:
-    """An actor that serves clients of any machine of the cluster.
+    """A handle of an actor that serves clients of any machine of the cluster.
 
     Attributes:
-        address: for clients.
+        address: ``"ray:<name>"`` or ``"ray:<namespace>/<name>"``, for clients.
     """
 
     def __init__(self, actor: Any, address: str) -> None:
@@ -40,16 +40,16 @@ class RayHost:
         namespace: str | None,
         actor_options: dict[str, Any],
     ) -> RayHost:
-        """Start the actor; see :meth:`Synchronizer.as_ray_actor`.
+        """Start the actor.
 
         Args:
-            make: the class of the synchronizer.
-            plan: its plan.
-            directory: its directory.
-            options: its other arguments.
-            name: of the actor.
-            namespace: of Ray; None takes that of this process.
-            actor_options: of the actor.
+            make: class of the synchronizer.
+            plan: plan of the synchronizer.
+            directory: directory of the synchronizer.
+            options: other arguments of the synchronizer.
+            name: name of the actor.
+            namespace: Ray namespace of the actor; None takes that of this process.
+            actor_options: Ray options of the actor.
         """
         ray = require_ray()
         settings = {"num_cpus": 0, **actor_options, "max_concurrency": _THREADS, "name": name}
@@ -90,10 +90,10 @@ class _Actor:
 
 
 class RayChannel(Channel):
-    """To a synchronizer in an actor.
+    """A channel to a synchronizer in an actor.
 
     Args:
-        address: ``ray:<name>`` or ``ray:<namespace>/<name>``.
+        address: address of the actor, ``ray:<name>`` or ``ray:<namespace>/<name>``.
     """
 
     def __init__(self, address: str) -> None:

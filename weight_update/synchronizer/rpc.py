@@ -1,15 +1,15 @@
-"""Signed JSON over a stream socket.
+"""Calls to a synchronizer in this process, or over sockets as signed JSON.
 
 A connection begins with the handshake of :mod:`weight_update.transports.handshake`, which gives it a key.
-Then come messages, each::
+Messages follow::
 
     offset  size  field
     0       4     length N of the body, little endian, at most 1 MiB
     4       32    HMAC-SHA256 of sender (b"C" or b"S"), number of the message (8 bytes) and body
     36      N     one JSON object in UTF-8
 
-Nothing is read from a message before its signature holds. Nothing is encrypted: no weights travel here, but
-the tickets that let explorers join the senders of weights do; use a network that you trust.
+Nothing is read from a message before its signature is checked. Nothing is encrypted: no weights travel here,
+but the endpoints do, with which explorers join the publishers of weights. Use a network that you trust.
 """
 
 from __future__ import annotations
@@ -45,20 +45,21 @@ __all__ = ["CONTEXT", "TOKEN", "Channel", "LocalChannel", "RpcConnection", "Serv
 
 _log = logging.getLogger(__name__)
 CONTEXT = "synchronizer"
-"""Of handshakes with a synchronizer's server."""
+"""Context of handshakes with a synchronizer's server."""
 _FRONT = struct.Struct("<I32s")
 _MAX_BODY = 1 << 20
 _SEND_SECONDS = 30.0
 TOKEN = "WEIGHT_UPDATE_TOKEN"
+"""Environment variable with the token of the server."""
 _BACKLOG = 128
 
 
 class RpcConnection:
-    """One end of a connection. One thread uses it at a time, but :meth:`close` may come from any.
+    """One end of a connection. One thread uses it at a time, but any thread may call :meth:`close`.
 
     Args:
-        stream: connected, and both ends know that they have the same token.
-        key: of this connection.
+        stream: connected stream whose two ends have proved that they have the same token.
+        key: key of this connection, for signatures.
         server: whether this is the end that answers.
     """
 
@@ -68,11 +69,11 @@ class RpcConnection:
         self._sent = self._received = 0
 
     def send(self, message: dict[str, Any], timeout: float | None = _SEND_SECONDS) -> None:
-        """Send a JSON object; where that raises, the connection is of no more use.
+        """Send a JSON object. After an error the connection is of no more use.
 
         Raises:
             LinkClosedError: the other end is gone.
-            SyncTimeoutError: it did not read in time.
+            SyncTimeoutError: the other end did not read in time.
         """
         body = json.dumps(message, allow_nan=False).encode()
         tag = self._sign(self._mine, self._sent, body)
@@ -84,15 +85,15 @@ class RpcConnection:
         return self._stream.wait_readable(timeout)
 
     def receive(self, timeout: float | None) -> dict[str, Any]:
-        """Return the next message; where that raises, the connection is of no more use.
+        """Return the next message. After an error the connection is of no more use.
 
         Args:
             timeout: seconds for all of the message; None waits for its first byte without a limit.
 
         Raises:
             LinkClosedError: the other end is gone.
-            SyncTimeoutError: none came in time, or not all of it.
-            FormatError: it is not signed with our token, or not a JSON object.
+            SyncTimeoutError: no message came in time, or not all of it.
+            FormatError: the message is not signed with our token, or not a JSON object.
         """
         deadline = deadline_of(timeout)
         if not self._stream.wait_readable(timeout):
@@ -117,24 +118,24 @@ class RpcConnection:
 
     @property
     def local_address(self) -> str:
-        """Of this end."""
+        """Address of this end."""
         return str(self._stream.sock.getsockname()[0])
 
     def close(self) -> None:
-        """End the connection; whoever waits here is woken."""
+        """Close the connection, and wake the thread that waits here."""
         self._stream.close()
 
-    def _sign(self, who: bytes, number: int, body: bytes) -> bytes:
-        return hmac.new(self._key, who + struct.pack("<Q", number) + body, hashlib.sha256).digest()
+    def _sign(self, sender: bytes, number: int, body: bytes) -> bytes:
+        return hmac.new(self._key, sender + struct.pack("<Q", number) + body, hashlib.sha256).digest()
 
 
 def connect(address: str, port: int, token: str, timeout: float) -> RpcConnection:
-    """Return a connection to a server, made within ``timeout`` seconds.
+    """Connect to a server within ``timeout`` seconds.
 
     Raises:
-        LinkClosedError: nobody listens there.
-        SyncTimeoutError: it was reached and said nothing.
-        JoinRefusedError: it has another token.
+        LinkClosedError: no server listens there.
+        SyncTimeoutError: the server was reached and said nothing.
+        JoinRefusedError: the server has another token.
     """
     deadline = time.monotonic() + timeout
     try:
@@ -170,19 +171,20 @@ def _dial(address: str, port: int, deadline: float) -> socket.socket:
 
 
 class Server:
-    """Lets clients of other processes call a service.
+    """A listener by which clients of other processes call a service, with a thread for each connection.
 
     A client may have several connections. When one ends without a goodbye, the client counts as gone.
 
     Args:
-        service: who answers.
-        address: of the interface to listen on; the default of all callers is loopback.
-        port: 0 takes a free one.
-        token: what clients must show; None takes the environment's ``WEIGHT_UPDATE_TOKEN``, or makes one.
+        service: the service that answers.
+        address: address of the interface to listen on; the default of all callers is loopback.
+        port: port to listen on; 0 takes a free one.
+        token: secret that clients must show; None takes the environment's ``WEIGHT_UPDATE_TOKEN``, or makes
+            one.
 
     Attributes:
-        address: as ``host:port``, for clients.
-        token: for clients.
+        address: ``host:port``, for clients.
+        token: the secret, for clients.
 
     Raises:
         OSError: the address is not of this machine, or the port is taken.
@@ -201,29 +203,29 @@ class Server:
         self._listener.start()
 
     def close(self) -> None:
-        """Stop listening and end all connections; the service lives on."""
+        """Stop listening and close all connections; the service lives on."""
         self._closed = True
         self._listener.close()
 
     def _serve(self, stream: Stream, key: bytes, deadline: float) -> None:
-        """Thread of a connection."""
+        """Answer the calls of a connection, as a thread, until it ends."""
         stream.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        wire = RpcConnection(stream, key, server=True)
+        connection = RpcConnection(stream, key, server=True)
         session: str | None = None
         try:
-            request = wire.receive(seconds_left(deadline))
+            request = connection.receive(seconds_left(deadline))
             while not self._closed:
                 session = _session_of(request)
-                wire.send(self._service.call(*_call_of(request)))
+                connection.send(self._service.call(*_call_of(request)))
                 if request["call"] == "bye":
                     session = None
-                request = wire.receive(None)
+                request = connection.receive(None)
         except (FormatError, TimeoutError) as error:
             self._log.warning("a connection to the synchronizer was ended: %s", error)
         except TransportError:
             pass  # it has ended
         finally:
-            wire.close()
+            connection.close()
             if session is not None and not self._closed:
                 self._service.gone(session)
 
@@ -242,20 +244,21 @@ def _session_of(request: dict[str, object]) -> str | None:
 
 
 class Channel(ABC):
-    """Carries calls. Any thread may call at any time."""
+    """A way to call a synchronizer. Any thread may call at any time."""
 
     @abstractmethod
     def call(self, name: str, args: dict[str, Any], timeout: float, longer: float = 0.0) -> Reply:
-        """The answer of the synchronizer.
+        """Call the synchronizer and return its answer.
 
         Args:
-            name: see :meth:`Service.call`.
-            args: see there.
+            name: name of the call; see :meth:`Service.call`.
+            args: its arguments.
             timeout: seconds that the synchronizer may give no sign of life.
             longer: seconds beyond that for which it may work on the call while it is seen to live.
 
         Raises:
-            LinkClosedError: it is not there, or did not answer in time; it may have done what was asked.
+            LinkClosedError: the synchronizer is not there, or did not answer in time; it may have done what
+                was asked.
             JoinRefusedError: it has another token.
         """
 
@@ -265,14 +268,14 @@ class Channel(ABC):
     @property
     @abstractmethod
     def address(self) -> str | None:
-        """Of the interface of this machine that leads to the synchronizer; None: it is in this process."""
+        """Address of the interface that leads to the synchronizer; None if that is in this process."""
 
     def close(self) -> None:  # noqa: B027 - only connections have something to close
-        """End all connections."""
+        """Close all connections."""
 
 
 class LocalChannel(Channel):
-    """To a synchronizer in this process."""
+    """A channel to a synchronizer in this process."""
 
     restarts = False
     address = None
@@ -281,16 +284,16 @@ class LocalChannel(Channel):
         self._service = service
 
     def call(self, name: str, args: dict[str, Any], timeout: float, longer: float = 0.0) -> Reply:
-        del timeout, longer  # each call has its own
+        del timeout, longer  # a call that waits has a timeout of its own
         return self._service.call(name, args)
 
 
 class SocketChannel(Channel):
-    """To a server. Each call that is under way has a connection of its own; they are used again.
+    """A channel to a server. Each call has a connection of its own, which later calls use again.
 
     Args:
-        address: ``host:port``.
-        token: see :class:`~weight_update.synchronizer.rpc.Server`.
+        address: address of the server, ``host:port``.
+        token: token of the server.
     """
 
     def __init__(self, address: str, token: str) -> None:
@@ -309,28 +312,28 @@ class SocketChannel(Channel):
 
     def call(self, name: str, args: dict[str, Any], timeout: float, longer: float = 0.0) -> Reply:
         deadline = time.monotonic() + timeout
-        wire = self._take(timeout)
+        connection = self._take(timeout)
         try:
-            wire.send({"call": name, "args": args}, seconds_left(deadline))
-            reply = self._reply(wire, deadline, timeout, longer)
+            connection.send({"call": name, "args": args}, seconds_left(deadline))
+            reply = self._reply(connection, deadline, timeout, longer)
         except (LinkClosedError, FormatError, SyncTimeoutError) as error:
-            self.close()  # if one is gone all are
+            self.close()  # if one connection is gone, all are
             raise LinkClosedError(f"the synchronizer at {self._host}:{self._port}: {error}") from None
         with self._lock:
-            self._busy.discard(wire)
-            self._idle.append(wire)
+            self._busy.discard(connection)
+            self._idle.append(connection)
         return reply
 
     def close(self) -> None:
         with self._lock:
-            wires, self._idle, self._busy = [*self._idle, *self._busy], [], set()
-        for wire in wires:
-            wire.close()
+            connections, self._idle, self._busy = [*self._idle, *self._busy], [], set()
+        for connection in connections:
+            connection.close()
 
-    def _reply(self, wire: RpcConnection, deadline: float, timeout: float, longer: float) -> Reply:
-        """Wait for the answer; while none comes, see whether the synchronizer answers others."""
+    def _reply(self, connection: RpcConnection, deadline: float, timeout: float, longer: float) -> Reply:
+        """Wait for the answer. While none comes, check that the synchronizer answers other calls."""
         last = deadline + longer
-        while longer and not wire.wait_readable(max(deadline - time.monotonic(), 0.0) / 2):
+        while longer and not connection.wait_readable(max(deadline - time.monotonic(), 0.0) / 2):
             silent = SyncTimeoutError(f"the other end said nothing for {timeout:g} s")
             if time.monotonic() >= last:
                 raise silent
@@ -339,17 +342,17 @@ class SocketChannel(Channel):
             except TransportError:
                 raise silent from None
             deadline = min(time.monotonic() + timeout, last)
-        return wire.receive(seconds_left(deadline))
+        return connection.receive(seconds_left(deadline))
 
     def _take(self, timeout: float) -> RpcConnection:
         with self._lock:
-            wire = self._idle.pop() if self._idle else None
-        if wire is None:
+            connection = self._idle.pop() if self._idle else None
+        if connection is None:
             try:
-                wire = connect(self._host, self._port, self._token, timeout)
+                connection = connect(self._host, self._port, self._token, timeout)
             except SyncTimeoutError as error:
                 raise LinkClosedError(str(error)) from None
-            self._address = wire.local_address
+            self._address = connection.local_address
         with self._lock:
-            self._busy.add(wire)
-        return wire
+            self._busy.add(connection)
+        return connection

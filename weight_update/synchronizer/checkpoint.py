@@ -1,0 +1,237 @@
+"""SyncMethod.CHECKPOINT: the trainer writes files, and explorers read them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from typing import Any
+
+from torch import nn
+
+from weight_update.checkpoints.store import ModelCheckpoints
+from weight_update.errors import CorruptCheckpointError, WeightSyncError
+from weight_update.receiver.gate import Gate
+from weight_update.strategy.strategy import WeightStrategy
+from weight_update.synchronizer.client import ClientBase
+from weight_update.synchronizer.methods import ExplorerMethod, StoringTrainer
+from weight_update.synchronizer.plan import SyncPlan, SyncStyle
+from weight_update.synchronizer.service import Service, outcome_of
+from weight_update.synchronizer.sessions import Reply
+from weight_update.synchronizer.state import ExplorerState
+from weight_update.transports.shared_memory.unix_stream import deadline_of
+
+__all__ = ["CheckpointExplorer", "CheckpointService", "CheckpointTrainer"]
+
+_log = logging.getLogger(__name__)
+_SOURCE = "checkpoint"
+"""In place of the key of a publisher: the number of the update is then a version, read from a file."""
+_LOOK_SECONDS = 1.0
+"""Seconds that a background reader waits for a new file, and after one that cannot be read."""
+
+
+class CheckpointTrainer(StoringTrainer):
+    """The trainer's part: it writes a file for each version.
+
+    Args:
+        strategy: how weights leave the source.
+        source: module, TensorDict, dict or callable that weights are read from.
+        directory: directory that all share.
+    """
+
+    def __init__(self, strategy: WeightStrategy, source: Any, directory: str) -> None:
+        self._source, self._files = source, ModelCheckpoints(directory, strategy)
+
+    def store(self, client: ClientBase, version: int, step: int) -> int:
+        del client
+        return self._files.publish(version, self._source, step)
+
+
+class CheckpointExplorer(ExplorerMethod):
+    """The explorer's part: it reads files, in FULLY_ASYNC in a thread of its own.
+
+    Args:
+        client: the explorer's client.
+        model: module, TensorDict or dict to keep current.
+        directory: directory that all share.
+    """
+
+    def __init__(self, client: ClientBase, model: Any, directory: str) -> None:
+        self._model = model
+        self._files = ModelCheckpoints(directory, client.strategy)
+        self._reading = threading.Lock()
+        self._reader: threading.Thread | None = None
+        self._unfit = -1
+        self._step = 0
+        self._gate = Gate()
+        if isinstance(model, nn.Module):
+            self._gate.guard(model)
+        if client.plan.style is SyncStyle.FULLY_ASYNC:
+            self._reader = threading.Thread(
+                target=self._read_all, args=(client,), name="weight_update-files", daemon=True
+            )
+            self._reader.start()
+
+    def held(self, client: ClientBase) -> list[Any] | None:
+        return None if client.version is None else [_SOURCE, client.version]
+
+    def sync(self, client: ClientBase, step: int, metrics: dict[str, Any]) -> Reply:
+        start = time.perf_counter()
+        args = {"step": step, "held": self.held(client), "again": False}
+        reply = client.ask("explorer_syncs", deadline_of(client.timeout), wait=True, **args)
+        metrics["waited"] = time.perf_counter() - start
+        return self.fetch(client, int(reply["fetch"])) if "fetch" in reply else reply
+
+    def fetch(self, client: ClientBase, version: int) -> Reply:
+        """Read a version, tell the synchronizer how that ended, and return its reply."""
+        found, reason = None, "it could not be read"
+        try:
+            found, reason = self._read(client, version)
+        finally:
+            told = {"version": None, "step": 0} if found is None else {"version": found[0], "step": found[1]}
+            reply = client.ask("explorer_fetched", **told, reason=reason)
+        return reply
+
+    def hold(self) -> contextlib.AbstractContextManager[None]:
+        return self._gate.hold()
+
+    def close(self, client: ClientBase) -> None:
+        """Wait until nothing is put into the model any more, and the thread has ended."""
+        timeout = client.transfer_timeout
+        self._gate.look_again()
+        if self._reading.acquire(timeout=timeout):
+            self._reading.release()
+        if self._reader is not None:
+            self._reader.join(timeout)
+            if self._reader.is_alive():
+                _log.warning("explorer %s was closed, but still reads a file", client.id)
+
+    def _read(self, client: ClientBase, version: int) -> tuple[tuple[int, int] | None, str]:
+        """Read a version, or the newest that can be read.
+
+        Returns:
+            version and trainer step of what is in force now, or None if nothing was read; and the reason.
+        """
+        with self._reading:
+            if client.closed.is_set():
+                return None, "this explorer is closed"
+            if client.version is not None and client.version >= version:  # the background was faster
+                return (client.version, self._step), ""
+            try:
+                found = self._files.apply(
+                    version, client.version, self._model, self._gate, client.transfer_timeout, client.closed
+                )
+            except (OSError, CorruptCheckpointError) as error:
+                return None, str(error)
+            if found is None:
+                return None, f"version {version} cannot be read, and there is no other that is newer"
+            client.advance_to(found[0])
+            self._step = found[1]
+            return found, ""
+
+    def _read_all(self, client: ClientBase) -> None:
+        """Read new versions as they come, as a thread."""
+        warned = False
+        while not client.closed.is_set():
+            reason = self._read_next(client)
+            if reason is not None and not client.closed.is_set():
+                if not warned:
+                    _log.warning("explorer %s keeps version %s: %s", client.id, client.version, reason)
+                client.closed.wait(_LOOK_SECONDS)  # what is broken now is still broken at once
+            warned = reason is not None
+
+    def _read_next(self, client: ClientBase) -> str | None:
+        """Wait a while for a newer version and read it; return None, or the reason for which that failed."""
+        have = -1 if client.version is None else client.version
+        try:
+            newest = self._files.wait_newer(max(have, self._unfit), _LOOK_SECONDS, client.closed)
+        except OSError as error:  # a directory that is away for a while
+            return str(error)
+        if newest is None:
+            return None
+        try:
+            found, reason = self._read(client, newest)
+        except WeightSyncError as error:  # not for this model; sync_weight() will raise it
+            self._unfit = newest
+            return str(error)
+        return reason if found is None else None
+
+
+class CheckpointService(Service):
+    """The synchronizer's part: it tells explorers which version to read.
+
+    The manifests in the directory tell which version is the newest, so no version file is kept.
+
+    Args:
+        plan: see :class:`Service`.
+        strategy: see :class:`~weight_update.WeightSyncScheme`.
+        directory: directory that all share.
+        lease: see :class:`Service`.
+        timeout: see :class:`Service`.
+    """
+
+    calls = (*Service.calls, "trainer_published", "explorer_fetched")
+
+    def __init__(
+        self,
+        plan: SyncPlan,
+        strategy: WeightStrategy,
+        directory: str,
+        *,
+        lease: float | None = None,
+        timeout: float = 60.0,
+    ) -> None:
+        super().__init__(plan, lease=lease, timeout=timeout)
+        self.directory = directory
+        files = ModelCheckpoints(directory, strategy)
+        self._reserved = files.last_number()
+        if (newest := files.newest()) is not None:
+            _log.info(
+                "going on after version %d (step %d) that %s holds; a new run wants a new directory",
+                *newest,
+                directory,
+            )
+            self.machine.restored(*newest)
+
+    def _version_of(self, key: str, number: int) -> tuple[int, int] | None:
+        newest = self.machine.newest
+        return None if newest is None or number > newest else (number, self.machine.newest_step)
+
+    def trainer_published(self, session: str, step: int, version: int) -> Reply:
+        """Note that the file of a version is complete."""
+        with self.changed:
+            self._trainer(session, step)
+            self.publish(version, step)
+            self.machine.offered(step)
+        return {"version": version}
+
+    def explorer_syncs(
+        self, session: str, step: int, held: list[Any] | None, timeout: float, again: bool = False
+    ) -> Reply:
+        del again
+        deadline = deadline_of(timeout)
+        with self.changed:
+            _, explorer = self._explorer(session, step, held)
+            self._begin_wait(explorer)
+            ready = self._await_turn(
+                explorer, deadline, timeout, lambda: self.machine.may_fetch(explorer.id) is not None
+            )
+            if not ready:
+                return outcome_of(explorer)
+            version = self.machine.may_fetch(explorer.id)
+            self.machine.begin([explorer.id])
+            return {"fetch": version}
+
+    def explorer_fetched(self, session: str, version: int | None, step: int, reason: str) -> Reply:
+        """Note that an explorer has read a version made at the trainer's ``step``, or could not."""
+        with self.changed:
+            explorer = self.table.of(session).member
+            assert isinstance(explorer, ExplorerState)
+            if version is None:
+                self.machine.failed(explorer.id, reason)
+            else:
+                self.publish(version, step)
+                self.machine.delivered(explorer.id, version)
+            self.changed.notify_all()
+            return outcome_of(explorer)
