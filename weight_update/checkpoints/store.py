@@ -29,13 +29,9 @@ from weight_update.checkpoints.lease import Lease, LeaseMonitor
 from weight_update.checkpoints.manifest import Manifest, ManifestIndex, check_version
 from weight_update.checkpoints.safetensors import pack, unpack
 from weight_update.errors import CorruptCheckpointError
-from weight_update.receiver.gate import Gate
-from weight_update.strategy.named_weights import from_items
-from weight_update.strategy.strategy import WeightStrategy
-from weight_update.wire.memory import memory_identity
 from weight_update.wire.schema import dtype_name
 
-__all__ = ["CheckpointStore", "CorruptCheckpointError", "GarbageCollector", "Manifest", "ModelCheckpoints"]
+__all__ = ["CheckpointStore", "CorruptCheckpointError", "GarbageCollector", "Manifest"]
 
 _log = logging.getLogger(__name__)
 
@@ -229,108 +225,6 @@ class CheckpointStore:
         weights = unpack(torch.frombuffer(mapping, dtype=torch.uint8))
         weakref.finalize(mapping, lease.end)  # tensors keep the mapping
         return weights
-
-
-class ModelCheckpoints:
-    """A directory of checkpoints for the weights of a model.
-
-    Args:
-        directory: directory that all share.
-        strategy: how weights leave and enter the model.
-    """
-
-    def __init__(self, directory: str | os.PathLike[str], strategy: WeightStrategy) -> None:
-        self._store, self._strategy = CheckpointStore(directory), strategy
-
-    def newest(self) -> tuple[int, int] | None:
-        """Return version and trainer step of the newest complete version; None if there is none."""
-        manifest = self._store.latest()
-        return None if manifest is None else (manifest.version, manifest.step)
-
-    def last_number(self) -> int:
-        """Return the highest number that a version has, complete or not; -1 if there is none."""
-        return self._store.last_number()
-
-    def wait_newer(self, version: int, timeout: float, ended: threading.Event) -> int | None:
-        """Wait for a version above ``version`` and return its number; None if none came before the end.
-
-        Raises:
-            OSError: the directory cannot be read.
-        """
-        manifest = self._store.wait_newer(version, timeout, ended)
-        return None if manifest is None else manifest.version
-
-    def publish(self, version: int, source: Any, step: int) -> int:
-        """Write the weights of ``source`` as a version, and return their number of bytes.
-
-        Raises:
-            OSError: the disk is full, or cannot be written; the version does not exist.
-        """
-        chosen = self._strategy.chosen(source) if self._strategy.partial else None
-        named = self._strategy.outgoing(source, chosen)
-        tensors = {name: value.detach() for name, value in named.tensors.items()}
-        self._store.publish(version, {**tensors, **named.extra}, step=step)
-        return sum(value.numel() * value.element_size() for value in tensors.values())
-
-    def apply(
-        self,
-        version: int,
-        have: int | None,
-        model: Any,
-        gate: Gate,
-        timeout: float,
-        ended: threading.Event,
-    ) -> tuple[int, int] | None:
-        """Put a version into a model between forward passes, or else the newest one that can be read.
-
-        Args:
-            version: number of the version.
-            have: version in force; older ones are not read. None if there is none.
-            model: module, TensorDict or dict.
-            gate: gate of the model.
-            timeout: seconds to wait for a forward pass to end.
-            ended: event that ends that wait, after :meth:`Gate.look_again`.
-
-        Returns:
-            version and trainer step of the weights in force now; None if no newer version could be read.
-
-        Raises:
-            SchemaMismatchError: the file holds the weights of another model.
-            SyncTimeoutError: a forward pass took too long.
-            LinkClosedError: ``ended`` was set before the forward pass ended.
-        """
-        if have is not None and have >= version:
-            return None
-        newest = self.newest()
-        for candidate in dict.fromkeys([version, -1 if newest is None else newest[0]]):
-            if candidate >= 0 and (have is None or candidate > have):
-                manifest = self._store.manifest(candidate)
-                try:
-                    self._apply(candidate, model, gate, timeout, ended)
-                except (CorruptCheckpointError, FileNotFoundError) as error:
-                    _log.warning("checkpoint %d is not used: %s", candidate, error)
-                    continue
-                return candidate, 0 if manifest is None else manifest.step
-        return None
-
-    def _apply(self, version: int, model: Any, gate: Gate, timeout: float, ended: threading.Event) -> None:
-        with self._store.reading(version) as found:
-            weights = from_items(iter(found.items()))
-            weights.tensors = _tied_as_in(self._strategy.named(model).tensors, weights.tensors)
-            gate.run(lambda: self._strategy.apply_weights(model, weights), timeout, ended.is_set)
-
-
-def _tied_as_in(
-    model: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Return ``tensors``, in which names that are one tensor in ``model`` are one tensor again."""
-    first: dict[Any, torch.Tensor] = {}
-    tied = dict(tensors)
-    for name, value in model.items():
-        key = memory_identity(value)
-        if key is not None and name in tied:
-            tied[name] = first.setdefault(key, tied[name])
-    return tied
 
 
 class GarbageCollector:

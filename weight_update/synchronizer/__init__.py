@@ -1,4 +1,4 @@
-"""Decide when a trainer and its explorers synchronize, and by which method."""
+"""Synchronization of a trainer and its explorers: when it happens, and by which method."""
 
 from weight_update.checkpoints.manifest import Manifest
 from weight_update.checkpoints.store import CheckpointStore

@@ -6,14 +6,16 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
-from weight_update.checkpoints.store import ModelCheckpoints
+from weight_update.checkpoints.store import CheckpointStore
 from weight_update.errors import CorruptCheckpointError, WeightSyncError
 from weight_update.receiver.gate import Gate
-from weight_update.strategy.strategy import WeightStrategy
+from weight_update.strategy.named_weights import from_items
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.methods import ExplorerMethod, StoringTrainer
 from weight_update.synchronizer.plan import SyncPlan, SyncStyle
@@ -21,6 +23,7 @@ from weight_update.synchronizer.service import Service, outcome_of
 from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.state import ExplorerState
 from weight_update.transports.shared_memory.unix_stream import deadline_of
+from weight_update.wire.memory import memory_identity
 
 __all__ = ["CheckpointExplorer", "CheckpointService", "CheckpointTrainer"]
 
@@ -35,17 +38,20 @@ class CheckpointTrainer(StoringTrainer):
     """The trainer's part: it writes a file for each version.
 
     Args:
-        strategy: how weights leave the source.
         source: module, TensorDict, dict or callable that weights are read from.
         directory: directory that all share.
     """
 
-    def __init__(self, strategy: WeightStrategy, source: Any, directory: str) -> None:
-        self._source, self._files = source, ModelCheckpoints(directory, strategy)
+    def __init__(self, source: Any, directory: str) -> None:
+        self._source, self._store = source, CheckpointStore(directory)
 
     def store(self, client: ClientBase, version: int, step: int) -> int:
-        del client
-        return self._files.publish(version, self._source, step)
+        strategy = client.strategy
+        chosen = strategy.chosen(self._source) if strategy.partial else None
+        named = strategy.outgoing(self._source, chosen)
+        tensors = {name: value.detach() for name, value in named.tensors.items()}
+        self._store.publish(version, {**tensors, **named.extra}, step=step)
+        return sum(value.numel() * value.element_size() for value in tensors.values())
 
 
 class CheckpointExplorer(ExplorerMethod):
@@ -58,8 +64,8 @@ class CheckpointExplorer(ExplorerMethod):
     """
 
     def __init__(self, client: ClientBase, model: Any, directory: str) -> None:
-        self._model = model
-        self._files = ModelCheckpoints(directory, client.strategy)
+        self._model, self._strategy, self._store = model, client.strategy, CheckpointStore(directory)
+        self._id, self._timeout = client.id, client.transfer_timeout
         self._reading = threading.Lock()
         self._reader: threading.Thread | None = None
         self._unfit = -1
@@ -73,12 +79,12 @@ class CheckpointExplorer(ExplorerMethod):
             )
             self._reader.start()
 
-    def held(self, client: ClientBase) -> list[Any] | None:
-        return None if client.version is None else [_SOURCE, client.version]
+    def held(self, version: int | None) -> list[Any] | None:
+        return None if version is None else [_SOURCE, version]
 
     def sync(self, client: ClientBase, step: int, metrics: dict[str, Any]) -> Reply:
         start = time.perf_counter()
-        args = {"step": step, "held": self.held(client), "again": False}
+        args = {"step": step, "held": self.held(client.version), "again": False}
         reply = client.ask("explorer_syncs", deadline_of(client.timeout), wait=True, **args)
         metrics["waited"] = time.perf_counter() - start
         return self.fetch(client, int(reply["fetch"])) if "fetch" in reply else reply
@@ -96,22 +102,26 @@ class CheckpointExplorer(ExplorerMethod):
     def hold(self) -> contextlib.AbstractContextManager[None]:
         return self._gate.hold()
 
-    def close(self, client: ClientBase) -> None:
+    def close(self) -> None:
         """Wait until nothing is put into the model any more, and the thread has ended."""
-        timeout = client.transfer_timeout
         self._gate.look_again()
-        if self._reading.acquire(timeout=timeout):
+        if self._reading.acquire(timeout=self._timeout):
             self._reading.release()
         if self._reader is not None:
-            self._reader.join(timeout)
+            self._reader.join(self._timeout)
             if self._reader.is_alive():
-                _log.warning("explorer %s was closed, but still reads a file", client.id)
+                _log.warning("explorer %s was closed, but still reads a file", self._id)
 
     def _read(self, client: ClientBase, version: int) -> tuple[tuple[int, int] | None, str]:
-        """Read a version, or the newest that can be read.
+        """Read a version, or else the newest that can be read, and put it into the model.
 
         Returns:
             version and trainer step of what is in force now, or None if nothing was read; and the reason.
+
+        Raises:
+            SchemaMismatchError: the file holds the weights of another model.
+            SyncTimeoutError: a forward pass took too long.
+            LinkClosedError: the client was closed before the forward pass ended.
         """
         with self._reading:
             if client.closed.is_set():
@@ -119,16 +129,30 @@ class CheckpointExplorer(ExplorerMethod):
             if client.version is not None and client.version >= version:  # the background was faster
                 return (client.version, self._step), ""
             try:
-                found = self._files.apply(
-                    version, client.version, self._model, self._gate, client.transfer_timeout, client.closed
-                )
+                newest = self._store.latest()
+                for candidate in dict.fromkeys([version, -1 if newest is None else newest.version]):
+                    if candidate > (-1 if client.version is None else client.version):
+                        manifest = self._store.manifest(candidate)
+                        if self._apply(candidate, client.closed):
+                            client.advance_to(candidate)
+                            self._step = 0 if manifest is None else manifest.step
+                            return (candidate, self._step), ""
             except (OSError, CorruptCheckpointError) as error:
                 return None, str(error)
-            if found is None:
-                return None, f"version {version} cannot be read, and there is no other that is newer"
-            client.advance_to(found[0])
-            self._step = found[1]
-            return found, ""
+            return None, f"version {version} cannot be read, and there is no other that is newer"
+
+    def _apply(self, version: int, closed: threading.Event) -> bool:
+        """Put a version into the model between forward passes; return whether it could be read."""
+        try:
+            with self._store.reading(version) as found:
+                weights = from_items(iter(found.items()))
+                weights.tensors = _tied_as_in(self._strategy.named(self._model).tensors, weights.tensors)
+                put = self._strategy.apply_weights
+                self._gate.run(lambda: put(self._model, weights), self._timeout, closed.is_set)
+        except (CorruptCheckpointError, FileNotFoundError) as error:
+            _log.warning("checkpoint %d is not used: %s", version, error)
+            return False
+        return True
 
     def _read_all(self, client: ClientBase) -> None:
         """Read new versions as they come, as a thread."""
@@ -145,15 +169,15 @@ class CheckpointExplorer(ExplorerMethod):
         """Wait a while for a newer version and read it; return None, or the reason for which that failed."""
         have = -1 if client.version is None else client.version
         try:
-            newest = self._files.wait_newer(max(have, self._unfit), _LOOK_SECONDS, client.closed)
+            newest = self._store.wait_newer(max(have, self._unfit), _LOOK_SECONDS, client.closed)
         except OSError as error:  # a directory that is away for a while
             return str(error)
         if newest is None:
             return None
         try:
-            found, reason = self._read(client, newest)
+            found, reason = self._read(client, newest.version)
         except WeightSyncError as error:  # not for this model; sync_weight() will raise it
-            self._unfit = newest
+            self._unfit = newest.version
             return str(error)
         return reason if found is None else None
 
@@ -165,34 +189,25 @@ class CheckpointService(Service):
 
     Args:
         plan: see :class:`Service`.
-        strategy: see :class:`~weight_update.WeightSyncScheme`.
         directory: directory that all share.
-        lease: see :class:`Service`.
-        timeout: see :class:`Service`.
+        options: other arguments of :class:`Service`.
     """
 
     calls = (*Service.calls, "trainer_published", "explorer_fetched")
 
-    def __init__(
-        self,
-        plan: SyncPlan,
-        strategy: WeightStrategy,
-        directory: str,
-        *,
-        lease: float | None = None,
-        timeout: float = 60.0,
-    ) -> None:
-        super().__init__(plan, lease=lease, timeout=timeout)
+    def __init__(self, plan: SyncPlan, directory: str, **options: Any) -> None:
+        super().__init__(plan, **options)
         self.directory = directory
-        files = ModelCheckpoints(directory, strategy)
-        self._reserved = files.last_number()
-        if (newest := files.newest()) is not None:
+        store = CheckpointStore(directory)
+        self._reserved = store.last_number()
+        if (newest := store.latest()) is not None:
             _log.info(
                 "going on after version %d (step %d) that %s holds; a new run wants a new directory",
-                *newest,
+                newest.version,
+                newest.step,
                 directory,
             )
-            self.machine.restored(*newest)
+            self.machine.restored(newest.version, newest.step)
 
     def _version_of(self, key: str, number: int) -> tuple[int, int] | None:
         newest = self.machine.newest
@@ -235,3 +250,16 @@ class CheckpointService(Service):
                 self.machine.delivered(explorer.id, version)
             self.changed.notify_all()
             return outcome_of(explorer)
+
+
+def _tied_as_in(
+    model: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return ``tensors``, in which names that are one tensor in ``model`` are one tensor again."""
+    first: dict[Any, torch.Tensor] = {}
+    tied = dict(tensors)
+    for name, value in model.items():
+        key = memory_identity(value)
+        if key is not None and name in tied:
+            tied[name] = first.setdefault(key, tied[name])
+    return tied

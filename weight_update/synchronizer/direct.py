@@ -45,11 +45,7 @@ class DirectTrainer(TrainerMethod):
             cure = "backend='nccl' would go over CUDA" if torch.cuda.is_available() else "there is no CUDA"
             _log.info("SyncMethod.NCCL: weights go to other hosts by gloo (%s)", cure)
         timeout = client.transfer_timeout
-        self.publisher = Publisher(source, found or "127.0.0.1", client.strategy, timeout, backend)
-
-    @property
-    def endpoint(self) -> Endpoint:
-        return self.publisher.endpoint
+        self.publisher: Publisher = Publisher(source, found or "127.0.0.1", client.strategy, timeout, backend)
 
     def give(self, client: ClientBase, step: int) -> dict[str, Any]:
         start = time.perf_counter()
@@ -89,9 +85,6 @@ class DirectTrainer(TrainerMethod):
                     "step %d: explorers that did not wait were not sent weights: %s", client.step, error
                 )
         return transfers
-
-    def close(self) -> None:
-        self.publisher.close()
 
 
 class DirectService(Service):

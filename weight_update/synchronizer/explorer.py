@@ -72,7 +72,7 @@ class BlockingExplorer(ClientBase):
             LinkClosedError: the synchronizer was not there for ``timeout`` seconds.
         """
         assert self._method is not None
-        reply = self.ask("explorer_needs", step=self.step, held=self._method.held(self))
+        reply = self.ask("explorer_needs", step=self.step, held=self._method.held(self.version))
         self.advance_to(reply["version"])
         return bool(reply["need"])
 
@@ -132,7 +132,7 @@ class BlockingExplorer(ClientBase):
             super().close()
         finally:
             if self._method is not None:
-                self._method.close(self)
+                self._method.close()
 
     def _nbytes(self) -> int:
         tensors = self.strategy.named(self._model).tensors.values()

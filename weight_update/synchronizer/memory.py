@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.methods import StoringTrainer
 from weight_update.synchronizer.plan import SyncPlan, SyncStyle
 from weight_update.synchronizer.service import Service, has_ended, outcome_of
-from weight_update.synchronizer.sessions import Reply, VersionFile
+from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.state import ExplorerState
 from weight_update.synchronizer.transfer import Endpoint, Publisher, Subscriber, Transfer, key_of
 from weight_update.transports.shared_memory.unix_stream import deadline_of
@@ -41,24 +41,17 @@ class MemoryTrainer(StoringTrainer):
     def __init__(self, client: ClientBase, source: Any, address: str | None) -> None:
         found = address or client.channel.address
         there = None if is_loopback(found) else found
-        self.publisher = Publisher(source, there, client.strategy, client.transfer_timeout)
-
-    @property
-    def endpoint(self) -> Endpoint:
-        return self.publisher.endpoint
+        self.publisher: Publisher = Publisher(source, there, client.strategy, client.transfer_timeout)
 
     def store(self, client: ClientBase, version: int, step: int) -> int:
         """Send to the synchronizer, which joins (again) if it is not connected."""
         del version, step
         if _SYNCHRONIZER not in self.publisher.joined():
-            client.ask("take_from", ticket=self.endpoint)
+            client.ask("take_from", ticket=self.publisher.endpoint)
         transfer = self.publisher.send([_SYNCHRONIZER])
         if failures := transfer.settle([_SYNCHRONIZER]):
             raise LinkClosedError(f"the synchronizer did not take the weights: {failures[_SYNCHRONIZER]}")
         return transfer.nbytes
-
-    def close(self) -> None:
-        self.publisher.close()
 
 
 @dataclass(frozen=True)
@@ -138,17 +131,20 @@ class WeightCache:
                 self._publisher = Publisher(self._weights, self._address, self._strategy, self._timeout)
             return first
 
-    def send(self, ids: Iterable[int]) -> tuple[CachedVersion, Transfer]:
+    def send(self, ids: Iterable[int] | None = None) -> tuple[CachedVersion, Transfer]:
         """Send the newest version to explorers, without waiting for them.
+
+        Args:
+            ids: ids of the explorers; None for all that joined.
 
         Raises:
             WeightSyncError: there are no weights, or they cannot be sent.
         """
-        return self._send(lambda publisher, weights: publisher.send(ids, weights))
-
-    def spread(self) -> tuple[CachedVersion, Transfer]:
-        """Send the newest version to all explorers that joined, without waiting for them."""
-        return self._send(Publisher.spread)
+        newest, publisher = self.newest, self._publisher
+        if newest is None or publisher is None:
+            raise LinkClosedError("the synchronizer holds no weights")
+        weights = newest.weights
+        return newest, publisher.spread(weights) if ids is None else publisher.send(ids, weights)
 
     def close(self) -> None:
         """Close all links and release the weights."""
@@ -157,12 +153,6 @@ class WeightCache:
                 if end is not None:
                     stack.callback(end.close)
             self.newest = None
-
-    def _send(self, send: Callable[[Publisher, Any], Transfer]) -> tuple[CachedVersion, Transfer]:
-        newest, publisher = self.newest, self._publisher
-        if newest is None or publisher is None:
-            raise LinkClosedError("the synchronizer holds no weights")
-        return newest, send(publisher, newest.weights)
 
     def _weights(self) -> Any:
         assert self.newest is not None
@@ -175,9 +165,7 @@ class MemoryService(Service):
     Args:
         plan: see :class:`Service`.
         strategy: see :class:`~weight_update.WeightSyncScheme`.
-        version_file: see :class:`Service`.
-        lease: see :class:`Service`.
-        timeout: see :class:`Service`.
+        options: other arguments of :class:`Service`.
 
     Attributes:
         cache: the newest weights.
@@ -185,17 +173,9 @@ class MemoryService(Service):
 
     calls = (*Service.calls, "take_from", "trainer_published")
 
-    def __init__(
-        self,
-        plan: SyncPlan,
-        strategy: str | WeightStrategy,
-        *,
-        version_file: VersionFile | None = None,
-        lease: float | None = None,
-        timeout: float = 60.0,
-    ) -> None:
-        super().__init__(plan, version_file=version_file, lease=lease, timeout=timeout)
-        self.cache = WeightCache(strategy, timeout)
+    def __init__(self, plan: SyncPlan, strategy: str | WeightStrategy, **options: Any) -> None:
+        super().__init__(plan, **options)
+        self.cache = WeightCache(strategy, self._timeout)
         self._delivering = threading.Lock()
         self._transfers: dict[ExplorerState, tuple[int, Transfer]] = {}
 
@@ -230,7 +210,7 @@ class MemoryService(Service):
     def _spread(self) -> None:
         """Send the version just published to all who joined; explorers that miss it fetch it."""
         try:
-            sent, transfer = self.cache.spread()
+            sent, transfer = self.cache.send()
         except WeightSyncError as error:
             _log.warning("version %s was not sent in the background: %s", self.machine.newest, error)
         else:

@@ -14,7 +14,7 @@ from typing import Any
 from weight_update.errors import SyncFailedError, SyncTimeoutError, TransportError, WeightSyncError
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.sessions import Reply
-from weight_update.synchronizer.transfer import Endpoint, Subscriber
+from weight_update.synchronizer.transfer import Endpoint, Publisher, Subscriber
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
 __all__ = ["OUTAGES", "ExplorerMethod", "StoringTrainer", "SubscribingExplorer", "TrainerMethod"]
@@ -24,12 +24,13 @@ OUTAGES = (TransportError, SyncTimeoutError, SyncFailedError, OSError)
 
 
 class TrainerMethod(ABC):
-    """How a trainer gives its weights away."""
+    """The part of a trainer's client that gives weights away.
 
-    @property
-    def endpoint(self) -> Endpoint | None:
-        """Endpoint of the trainer's publisher; None if it has none."""
-        return None
+    Attributes:
+        publisher: the trainer's publisher; None for a method without one.
+    """
+
+    publisher: Publisher | None = None
 
     @abstractmethod
     def give(self, client: ClientBase, step: int) -> dict[str, Any]:
@@ -44,8 +45,10 @@ class TrainerMethod(ABC):
             :meth:`BlockingTrainer.sync_weight`.
         """
 
-    def close(self) -> None:  # noqa: B027 - files have nothing to close
-        """Release what the method holds, after the client was closed."""
+    def close(self) -> None:
+        """Close the publisher, after the client was closed."""
+        if self.publisher is not None:
+            self.publisher.close()
 
 
 class StoringTrainer(TrainerMethod):
@@ -67,11 +70,15 @@ class StoringTrainer(TrainerMethod):
 
 
 class ExplorerMethod(ABC):
-    """How an explorer takes weights."""
+    """The part of an explorer's client that takes weights."""
 
     @abstractmethod
-    def held(self, client: ClientBase) -> list[Any] | None:
-        """Return source and number of the update in force, for the synchronizer; None for none."""
+    def held(self, version: int | None) -> list[Any] | None:
+        """Return source and number of the update in force, for the synchronizer; None for none.
+
+        Args:
+            version: version in force, as far as the client knows.
+        """
 
     @abstractmethod
     def sync(self, client: ClientBase, step: int, metrics: dict[str, Any]) -> Reply:
@@ -97,7 +104,7 @@ class ExplorerMethod(ABC):
         """Close a link whose other end is gone, after a synchronization without new weights."""
 
     @abstractmethod
-    def close(self, client: ClientBase) -> None:
+    def close(self) -> None:
         """Release what the method holds, after the client was closed."""
 
 
@@ -112,15 +119,15 @@ class SubscribingExplorer(ExplorerMethod):
         self._model = model
         self.subscriber: Subscriber | None = None
 
-    def held(self, client: ClientBase) -> list[Any] | None:
-        del client
+    def held(self, version: int | None) -> list[Any] | None:
+        del version
         return None if self.subscriber is None else self.subscriber.held
 
     def sync(self, client: ClientBase, step: int, metrics: dict[str, Any]) -> Reply:
         start = time.perf_counter()
         deadline, again = deadline_of(client.timeout), False
         while True:
-            args = {"step": step, "held": self.held(client), "again": again}
+            args = {"step": step, "held": self.held(client.version), "again": again}
             reply = client.ask("explorer_syncs", deadline, wait=True, **args)
             if "join" not in reply:
                 metrics["waited"] = time.perf_counter() - start
@@ -157,7 +164,6 @@ class SubscribingExplorer(ExplorerMethod):
             self.subscriber.close()
             self.subscriber = None
 
-    def close(self, client: ClientBase) -> None:
-        del client
+    def close(self) -> None:
         if self.subscriber is not None:
             self.subscriber.close()

@@ -17,7 +17,7 @@ class _Name(str, enum.Enum):
 
 
 class SyncMethod(_Name):
-    """How weights travel from the trainer to the explorers."""
+    """A way for weights to travel from the trainer to the explorers."""
 
     NCCL = "nccl"
     """Directly, when both sides are ready. Between hosts gloo carries them, or NCCL where the trainer says
@@ -31,7 +31,7 @@ class SyncMethod(_Name):
 
 
 class SyncStyle(_Name):
-    """When an explorer takes new weights."""
+    """A rule that says when an explorer takes new weights."""
 
     FIXED = "fixed"
     """Every ``sync_interval`` steps, with the explorer ``sync_offset`` steps ahead of the trainer."""

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from weight_update.errors import LifecycleError, LinkClosedError
-from weight_update.synchronizer.plan import SyncPlan
 from weight_update.synchronizer.rpc import Channel
 from weight_update.synchronizer.sessions import Reply
 from weight_update.transports.ray.rendezvous import require_ray
@@ -31,31 +30,21 @@ class RayHost:
 
     @classmethod
     def start(
-        cls,
-        make: Callable[..., Any],
-        plan: SyncPlan,
-        directory: str | None,
-        options: dict[str, Any],
-        name: str,
-        namespace: str | None,
-        actor_options: dict[str, Any],
+        cls, make: Callable[[], Any], name: str, namespace: str | None, options: dict[str, Any]
     ) -> RayHost:
         """Start the actor.
 
         Args:
-            make: class of the synchronizer.
-            plan: plan of the synchronizer.
-            directory: directory of the synchronizer.
-            options: other arguments of the synchronizer.
+            make: function that makes the synchronizer, there.
             name: name of the actor.
             namespace: Ray namespace of the actor; None takes that of this process.
-            actor_options: Ray options of the actor.
+            options: Ray options of the actor.
         """
         ray = require_ray()
-        settings = {"num_cpus": 0, **actor_options, "max_concurrency": _THREADS, "name": name}
+        settings = {"num_cpus": 0, **options, "max_concurrency": _THREADS, "name": name}
         if namespace is not None:
             settings["namespace"] = namespace
-        actor = ray.remote(_Actor).options(**settings).remote(make, plan.to_json(), directory, options)
+        actor = ray.remote(_Actor).options(**settings).remote(make)
         ray.get(actor.ready.remote())
         return cls(actor, f"ray:{name}" if namespace is None else f"ray:{namespace}/{name}")
 
@@ -71,10 +60,8 @@ class RayHost:
 
 
 class _Actor:
-    def __init__(
-        self, make: Callable[..., Any], plan: dict[str, Any], directory: str | None, options: dict[str, Any]
-    ) -> None:
-        self._synchronizer = make(SyncPlan(**plan), directory=directory, **options)
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._synchronizer = make()
         self._service = self._synchronizer.service
         self._synchronizer.reach_by(str(require_ray().util.get_node_ip_address()))
 

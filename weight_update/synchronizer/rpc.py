@@ -1,4 +1,4 @@
-"""Calls to a synchronizer in this process, or over sockets as signed JSON.
+"""Calls to a synchronizer: in this process, or over sockets as signed JSON.
 
 A connection begins with the handshake of :mod:`weight_update.transports.handshake`, which gives it a key.
 Messages follow::

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 from typing import Any
@@ -23,7 +24,7 @@ __all__ = ["Synchronizer"]
 
 
 class Synchronizer:
-    """Decides when a trainer and its explorers synchronize, and brings the weights across. One for a run.
+    """The one object of a run that decides when a trainer and its explorers synchronize.
 
     Threads of this process make their clients with it: ``TrainerClient(synchronizer, model)``,
     ``ExplorerClient(synchronizer, model)``. :meth:`serve` lets other processes in. With Ray it may live in an
@@ -97,7 +98,7 @@ class Synchronizer:
         plan, directory, strategy = self.plan, self._directory, self._options["strategy"]
         options = {"lease": self._options["lease"], "timeout": self._options["transfer_timeout"]}
         if plan.method is SyncMethod.CHECKPOINT:
-            return CheckpointService(plan, strategy, str(directory), **options)
+            return CheckpointService(plan, str(directory), **options)
         file = None if directory is None else VersionFile(directory)
         if plan.method is SyncMethod.MEMORY:
             return MemoryService(plan, strategy, version_file=file, **options)
@@ -148,7 +149,8 @@ class Synchronizer:
         """
         if self._service is not None:
             raise LifecycleError("this synchronizer serves this process; make another for an actor")
-        host = RayHost.start(type(self), self.plan, self._directory, self._options, name, namespace, options)
+        make = functools.partial(type(self), self.plan, directory=self._directory, **self._options)
+        host = RayHost.start(make, name, namespace, options)
         self._servers.append(host)
         return host
 

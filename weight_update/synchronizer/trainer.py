@@ -100,10 +100,11 @@ class BlockingTrainer(ClientBase):
             raise ValueError(f"backend={backend!r} is for SyncMethod.NCCL, not for {method}")
         if method is SyncMethod.MEMORY:
             return MemoryTrainer(self, source, address)
-        return CheckpointTrainer(self.strategy, source, reply["directory"])
+        return CheckpointTrainer(source, reply["directory"])
 
     def _endpoint(self) -> Endpoint | None:
-        return None if self._method is None else self._method.endpoint
+        publisher = None if self._method is None else self._method.publisher
+        return None if publisher is None else publisher.endpoint
 
     # -- for users ---------------------------------------------------------------------------------
 
