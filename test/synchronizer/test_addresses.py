@@ -1,4 +1,4 @@
-"""Which addresses clients are told, and what is left when serving does not succeed."""
+"""The addresses that clients are told, and the state after serving has failed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weight_update.transports.shared_memory.unix_stream import Stream
 
 @pytest.fixture
 def own_address() -> str:
-    """An address of this machine that is not loopback."""
+    """Return an address of this machine that is not loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             sock.connect(("198.51.100.1", 9))  # sends nothing
@@ -85,7 +85,7 @@ def test_close_ends_the_servers_also_when_another_step_raises(monkeypatch: pytes
     assert len(servers()) == before
 
 
-def test_what_is_signed_and_not_json_is_a_format_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signed_message_that_is_not_json_is_a_format_error(monkeypatch: pytest.MonkeyPatch) -> None:
     left, right = socket.socketpair()
     host = rpc.RpcConnection(Stream(left), bytes(32), server=True)
     client = rpc.RpcConnection(Stream(right), bytes(32), server=False)

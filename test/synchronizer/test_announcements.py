@@ -1,4 +1,4 @@
-"""notify(): a wish is announced and taken back, and hands no weights over by itself."""
+"""Announcements by notify(): they can be taken back, and hand no weights over."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def give(trainer: TrainerClient, source: nn.Module, step: int, *explorers: Explo
 
 
 @pytest.mark.parametrize("method", [SyncMethod.NCCL, SyncMethod.MEMORY])
-def test_who_announces_is_handed_weights_in_sync_weight_only(method: SyncMethod, tmp_path: Path) -> None:
+def test_an_announcement_hands_no_weights_over_before_sync_weight(method: SyncMethod, tmp_path: Path) -> None:
     source, models = model_at(0), [model_at(-1), model_at(-1)]
     with (
         synchronizer(method, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
@@ -57,7 +57,7 @@ def test_who_announces_is_handed_weights_in_sync_weight_only(method: SyncMethod,
 
 
 @pytest.mark.parametrize("method", HELD)
-def test_what_is_announced_is_published_and_there_when_it_is_asked_for(
+def test_announced_weights_are_published_before_the_explorer_asks_for_them(
     method: SyncMethod, tmp_path: Path
 ) -> None:
     source, model = model_at(0), model_at(-1)

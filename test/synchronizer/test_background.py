@@ -1,4 +1,4 @@
-"""FULLY_ASYNC: what comes in the background, how far behind it may be, and how it ends."""
+"""FULLY_ASYNC: updates in the background, how far behind they may be, and how they end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ASYNC = SyncStyle.FULLY_ASYNC
 
 @contextmanager
 def background(directory: Path) -> Iterator[tuple[TrainerClient, nn.Module, ExplorerClient, nn.Module]]:
-    """Trainer and explorer with files; version 0 is in force in both."""
+    """Yield a trainer and an explorer with files; version 0 is in force in both."""
     source, model = model_at(0), model_at(-1)
     with (
         Synchronizer(SyncMethod.CHECKPOINT, ASYNC, directory=directory, max_staleness=50) as where,

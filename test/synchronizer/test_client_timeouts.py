@@ -34,7 +34,7 @@ SOON = 8 * TIMEOUT  # other programs run on this machine, too
 
 
 def timed(call: Callable[[], Any], took: dict[str, float], name: str) -> threading.Thread:
-    """Do a call in a thread of its own, and note how long it took; that it fails is expected."""
+    """Run a call, which is expected to fail, in a thread of its own, and note how long it took."""
 
     def run() -> None:
         began = time.monotonic()
@@ -130,7 +130,7 @@ def test_a_host_that_lives_may_take_longer_than_the_timeout() -> None:
 
 @contextmanager
 def server_that(answers: Callable[[Stream, RpcConnection, bytes], None]) -> Iterator[SocketChannel]:
-    """Listen, and do ``answers`` with each connection and the bytes of its reply; give a client's channel."""
+    """Yield the channel to a server that runs ``answers`` on each connection, with the bytes of the reply."""
     sock = socket.create_server(("127.0.0.1", 0))
     address = "{}:{}".format(*sock.getsockname())
 

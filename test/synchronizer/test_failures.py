@@ -1,4 +1,4 @@
-"""What goes wrong, and what must then be so."""
+"""Failures of trainers, explorers, disks and networks, and the state after them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_timeout_leaves_nothing_half_done_and_the_next_step_tries_again(
         else:
             assert (said["version"], step_of(model)) == (None, -1)
         set_to(source, 6)
-        assert not trainer.blocking.need_sync(), "nobody waits any more"
+        assert not trainer.blocking.need_sync(), "no explorer waits any more"
         assert not explorer.blocking.need_sync()
         explorer.step = 2
         assert explorer.blocking.need_sync()
@@ -96,7 +96,7 @@ def test_the_trainer_stopping_wakes_all_with_the_unchanged_version(
             client.close()
 
 
-def test_directly_a_version_that_reached_nobody_is_not_published(tmp_path: Path) -> None:
+def test_directly_a_version_that_reached_no_explorer_is_not_published(tmp_path: Path) -> None:
     with (
         synchronizer(SyncMethod.NCCL, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
         TrainerClient(where, model_at(0)) as trainer,
@@ -123,7 +123,7 @@ def test_directly_a_version_that_reached_nobody_is_not_published(tmp_path: Path)
         assert again.result()["version"] == newest == trainer.blocking.latest_version()
 
 
-def test_directly_what_a_trainer_gave_before_it_died_gets_a_version_of_its_own(tmp_path: Path) -> None:
+def test_directly_weights_sent_before_the_trainer_died_get_a_version_of_their_own(tmp_path: Path) -> None:
     source, model = model_at(0), model_at(-1)
     with (
         synchronizer(SyncMethod.NCCL, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
@@ -293,7 +293,7 @@ def test_wall_clocks_that_jump_change_nothing(tmp_path: Path, monkeypatch: pytes
         assert len(thread.seen.syncs) == 4
 
 
-def test_who_has_another_token_is_refused_at_once() -> None:
+def test_a_client_with_another_token_is_refused_at_once() -> None:
     with Synchronizer(SyncMethod.MEMORY) as where:
         server = where.serve()
         start = time.monotonic()
@@ -342,7 +342,7 @@ def test_a_call_with_nonsense_is_answered_with_an_error() -> None:
 
 
 @pytest.mark.parametrize("bad", [{"source": "no model"}, {"backend": "pigeons"}])
-def test_a_trainer_that_cannot_send_takes_nobodys_place(bad: dict[str, Any]) -> None:
+def test_a_trainer_that_cannot_send_takes_no_place(bad: dict[str, Any]) -> None:
     with Synchronizer(SyncMethod.MEMORY) as where, TrainerClient(where, model_at(0)) as trainer:
         with pytest.raises((ValueError, UnsupportedSourceError)):
             TrainerClient(where, bad.get("source", model_at(1)), backend=bad.get("backend", "gloo"))
@@ -357,7 +357,7 @@ def test_clients_made_at_the_same_time_meet(method: SyncMethod, tmp_path: Path) 
 
 
 def asked_by(count: int, where: Synchronizer) -> list[Any]:
-    """What threads find that ask for the service at the same time."""
+    """Return the services that threads get which ask for one at the same time."""
     found: list[Any] = []
     start = threading.Barrier(count)
 
@@ -386,7 +386,7 @@ def test_a_second_trainer_takes_the_place_of_the_first() -> None:
 
 
 @pytest.mark.parametrize("role", ["trainer", "explorer"])
-def test_who_says_that_it_stopped_stays_so_until_it_asks_again(role: str) -> None:
+def test_a_client_that_said_stopped_stays_so_until_it_asks_again(role: str) -> None:
     with (
         Synchronizer(SyncMethod.MEMORY, lease=1.0) as where,
         TrainerClient(where.serve(), model_at(0)) as trainer,

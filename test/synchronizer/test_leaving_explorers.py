@@ -1,4 +1,4 @@
-"""Explorers that leave at a bad moment, or without a word."""
+"""Explorers that leave at a bad moment, or without a goodbye."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_one_that_leaves_between_the_look_and_the_sending_fails_alone(
     assert "not connected" in failures[1]
 
 
-def test_what_the_background_did_not_get_was_published_all_the_same(tmp_path: Path) -> None:
+def test_a_version_is_published_even_if_the_background_did_not_get_it(tmp_path: Path) -> None:
     source = model_at(0)
     with (
         synchronizer(SyncMethod.MEMORY, SyncStyle.FULLY_ASYNC, tmp_path) as where,
@@ -108,7 +108,7 @@ def test_what_the_background_did_not_get_was_published_all_the_same(tmp_path: Pa
         assert said["version"] == trainer.blocking.latest_version() == 1
 
 
-def test_directly_what_is_on_its_way_to_others_is_no_failure(tmp_path: Path) -> None:
+def test_directly_an_update_on_its_way_to_others_is_no_failure(tmp_path: Path) -> None:
     source, models = model_at(0), [model_at(-1), model_at(-1)]
     with (
         synchronizer(SyncMethod.NCCL, SyncStyle.FULLY_ASYNC, tmp_path) as where,
@@ -140,7 +140,7 @@ def test_directly_what_is_on_its_way_to_others_is_no_failure(tmp_path: Path) -> 
         wait_until(lambda: step_of(models[1]) == 4)
 
 
-def test_one_whose_thread_ended_without_a_word_is_missed_and_may_come_back(tmp_path: Path) -> None:
+def test_a_client_whose_thread_ended_without_close_is_missed_and_may_come_back(tmp_path: Path) -> None:
     with (
         synchronizer(SyncMethod.NCCL, SyncStyle.TRAINER_DRIVEN, tmp_path, lease=0.4) as where,
         TrainerClient(where, model_at(0)) as trainer,
@@ -170,7 +170,7 @@ def test_a_client_that_is_dropped_is_missed() -> None:
         wait_until(lambda: not service.status()["explorers"])
 
 
-def test_a_process_that_could_hear_nobody_gives_all_a_new_lease() -> None:
+def test_a_process_that_was_stopped_renews_all_leases() -> None:
     changed, missed = threading.Condition(threading.RLock()), list[float]()
     table = SessionTable(changed, 0.5, lambda session, why: missed.append(time.monotonic()))
     with changed:

@@ -1,4 +1,4 @@
-"""What clients say: metrics for a logger, and states that equal the strings of the manual."""
+"""Metrics for a logger, and states that equal the strings of the manual."""
 
 from __future__ import annotations
 

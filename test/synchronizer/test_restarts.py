@@ -196,6 +196,19 @@ def test_a_slow_disk_under_the_version_file_stops_no_other_call(
         assert where.service.machine.newest == 0
 
 
+def test_with_checkpoints_the_manifests_tell_where_to_go_on(tmp_path: Path) -> None:
+    for version in (3, 4):
+        CheckpointStore(tmp_path).publish(version, model_at(version).state_dict(), step=10 * version)
+    (tmp_path / "000000000004.json").write_text("broken")
+    with (
+        Synchronizer(SyncMethod.CHECKPOINT, directory=tmp_path) as where,
+        TrainerClient(where, model_at(5)) as trainer,
+    ):
+        assert (trainer.version, trainer.step) == (3, 30)
+        assert trainer.blocking.sync_weight()["version"] == 5, "an explorer may have version 4"
+    assert not (tmp_path / "synchronizer.json").exists()
+
+
 def test_a_fifo_in_place_of_the_version_file_is_ignored(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "synchronizer.json")
     made: list[int | None] = []

@@ -1,4 +1,4 @@
-"""The rules, one by one."""
+"""The rules of the state machine, one by one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def machine(method: SyncMethod, style: SyncStyle, explorers: int = 1, **numbers:
 
 
 def explorer_steps(made: StateMachine, until: int) -> list[int]:
-    """The steps at which explorer 0 synchronizes, if every synchronization succeeds."""
+    """Return the steps at which explorer 0 synchronizes, if every synchronization succeeds."""
     found = []
     for step in range(until + 1):
         made.explorer_at(0, step)
@@ -182,7 +182,7 @@ def test_fully_async_directly_counts_from_what_was_given_away() -> None:
         made.trainer_at(version)
         made.offered(version, version)
         assert made.explorer_needs_sync(0) is needed
-    assert made.newest == 0, "nobody is known to have more"
+    assert made.newest == 0, "no explorer is known to have more"
     made.explorer_requires(0)
     assert made.ready() == (0,)
     made.published(1, 1)
@@ -232,7 +232,7 @@ def test_fixed_directly_does_not_wait_for_who_has_passed_but_serves_who_comes_la
 
 
 @pytest.mark.parametrize("style", [SyncStyle.FIXED, SyncStyle.EXPLORER_DRIVEN, SyncStyle.TRAINER_DRIVEN])
-def test_directly_with_nobody_there_the_trainer_goes_on_at_once(style: SyncStyle) -> None:
+def test_directly_without_explorers_the_trainer_goes_on_at_once(style: SyncStyle) -> None:
     made = machine(SyncMethod.NCCL, style, explorers=0)
     made.trainer_at(1)
     made.trainer_requires()
@@ -276,7 +276,7 @@ def test_a_transfer_under_way_is_not_given_up_and_ends_when_the_trainer_dies() -
     made.left(1)
     made.trainer_left("it died")
     assert made.explorers[0].outcome == SyncOutcome(None, "it died")
-    assert made.newest is None, "nobody has it: it was not published"
+    assert made.newest is None, "no explorer has it: it was not published"
 
 
 def test_a_transfer_that_reaches_one_of_two_is_published() -> None:
@@ -295,7 +295,7 @@ def test_a_transfer_that_reaches_one_of_two_is_published() -> None:
     assert made.explorers[1].outcome == SyncOutcome(None, "it is stuck")
 
 
-def test_what_was_sent_to_the_one_before_is_not_taken_for_the_new_one() -> None:
+def test_weights_sent_to_a_replaced_explorer_do_not_count_for_the_new_one() -> None:
     made = machine(SyncMethod.MEMORY, SyncStyle.TRAINER_DRIVEN)
     made.published(3, 3)
     made.explorer_requires(0)
@@ -355,7 +355,7 @@ def test_fixed_synchronizes_once_at_a_step(method: SyncMethod) -> None:
     assert made.explorer_needs_sync(0)
 
 
-def test_fixed_directly_nobody_is_expected_before_the_first_synchronization() -> None:
+def test_fixed_directly_no_explorer_is_expected_before_the_first_synchronization() -> None:
     made = machine(SyncMethod.NCCL, SyncStyle.FIXED, sync_interval=10)
     assert made.expected() == ()
     ahead = SyncPlan(SyncMethod.NCCL, SyncStyle.FIXED, 10, 5)
@@ -369,7 +369,7 @@ def test_fixed_directly_waits_for_who_is_about_to_ask() -> None:
     assert made.expected() == (0,)
 
 
-def test_who_waits_for_the_newest_is_not_content_with_what_is_newer_than_before() -> None:
+def test_an_explorer_that_waits_for_the_newest_does_not_settle_for_a_newer_one() -> None:
     made = machine(SyncMethod.MEMORY, SyncStyle.TRAINER_DRIVEN)
     made.published(0, 0)
     made.has(0, 0)
@@ -400,7 +400,7 @@ def test_after_the_trainer_stopped_explorers_take_what_is_left_of_it(method: Syn
     made.trainer_left()
     if made.plan.direct:
         assert made.explorers[0].outcome == SyncOutcome(None, "the trainer stopped")
-        assert not made.explorer_needs_sync(1), "nobody has them"
+        assert not made.explorer_needs_sync(1), "no one has them"
     else:
         assert made.may_fetch(0) == 0, "older than it wanted, but better than none"
         assert made.explorer_needs_sync(1)
