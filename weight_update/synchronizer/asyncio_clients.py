@@ -23,6 +23,7 @@ __all__ = ["ExplorerClient", "TrainerClient"]
 Where = Synchronizer | Server | RayHost | str
 _P = TypeVar("_P", BlockingTrainer, BlockingExplorer)
 _T = TypeVar("_T")
+_C = TypeVar("_C", bound="_AsyncClient[Any]")
 
 
 class _AsyncClient(Generic[_P]):
@@ -111,6 +112,9 @@ class _AsyncClient(Generic[_P]):
             return call()
         return await running
 
+    def __enter__(self: _C) -> _C:
+        return self
+
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
@@ -167,10 +171,6 @@ class TrainerClient(_AsyncClient[BlockingTrainer]):
         options |= {"address": address, "backend": backend, "strategy": strategy}
         super().__init__(BlockingTrainer(channel, model, **options))
 
-    def __enter__(self) -> TrainerClient:
-        """Return the client itself; it is closed at the end of the block."""
-        return self
-
 
 class ExplorerClient(_AsyncClient[BlockingExplorer]):
     """An explorer's side of a :class:`Synchronizer`.
@@ -219,10 +219,6 @@ class ExplorerClient(_AsyncClient[BlockingExplorer]):
         """Id of this explorer."""
         assert self.blocking.id is not None
         return self.blocking.id
-
-    def __enter__(self) -> ExplorerClient:
-        """Return the client itself; it is closed at the end of the block."""
-        return self
 
 
 def _channel_to(where: Where, token: str | None) -> Channel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 __all__ = ["RunningStatus", "SyncMethod", "SyncPlan", "SyncStyle"]
@@ -102,13 +102,7 @@ class SyncPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain values; ``SyncPlan(**values)`` is the inverse."""
-        return {
-            "method": self.method.value,
-            "style": self.style.value,
-            "sync_interval": self.sync_interval,
-            "sync_offset": self.sync_offset,
-            "max_staleness": self.max_staleness,
-        }
+        return {**asdict(self), "method": self.method.value, "style": self.style.value}
 
     def trainer_due(self, step: int) -> bool:
         """Return whether the trainer gives weights away at ``step`` by its own rhythm."""

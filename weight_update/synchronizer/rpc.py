@@ -215,9 +215,12 @@ class Server:
         try:
             request = connection.receive(seconds_left(deadline))
             while not self._closed:
-                session = _session_of(request)
-                connection.send(self._service.call(*_call_of(request)))
-                if request["call"] == "bye":
+                name, args = request.get("call"), request.get("args")
+                if not isinstance(name, str) or not isinstance(args, dict):
+                    raise FormatError("not a call")
+                session = args["session"] if isinstance(args.get("session"), str) else None
+                connection.send(self._service.call(name, args))
+                if name == "bye":
                     session = None
                 request = connection.receive(None)
         except (FormatError, TimeoutError) as error:
@@ -228,19 +231,6 @@ class Server:
             connection.close()
             if session is not None and not self._closed:
                 self._service.gone(session)
-
-
-def _call_of(request: dict[str, object]) -> tuple[str, dict[str, object]]:
-    name, args = request.get("call"), request.get("args")
-    if not isinstance(name, str) or not isinstance(args, dict):
-        raise FormatError("not a call")
-    return name, args
-
-
-def _session_of(request: dict[str, object]) -> str | None:
-    _, args = _call_of(request)
-    session = args.get("session")
-    return session if isinstance(session, str) else None
 
 
 class Channel(ABC):

@@ -171,9 +171,7 @@ class Synchronizer:
                 stack.callback(self._service.close)
 
     def __enter__(self) -> Synchronizer:
-        """Return the synchronizer itself; it is closed at the end of the block."""
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Close the synchronizer."""
         self.close()

@@ -17,11 +17,7 @@ from weight_update.errors import (
     UnknownWorkerError,
     WeightSyncError,
 )
-from weight_update.schemes import (
-    DistributedWeightSyncScheme,
-    SharedMemWeightSyncScheme,
-    WeightSyncScheme,
-)
+from weight_update.schemes import DistributedWeightSyncScheme, SharedMemWeightSyncScheme
 from weight_update.sender.handle import SendHandle
 from weight_update.strategy.strategy import WeightStrategy
 
@@ -180,14 +176,18 @@ class Subscriber:
         model: model to keep current; None keeps the weights only.
         strategy: see :class:`~weight_update.WeightSyncScheme`.
         timeout: seconds that an update waits for the model's forward pass to end.
+
+    Attributes:
+        endpoint: endpoint of the publisher.
+        scheme: the scheme underneath.
     """
 
     def __init__(
         self, endpoint: Endpoint, id: int, model: Any, strategy: str | WeightStrategy, timeout: float
     ) -> None:
         self.endpoint = endpoint
-        self._scheme = _scheme(endpoint, strategy, timeout)
-        self._scheme.init_on_receiver(model=model, worker_idx=id)
+        self.scheme = _scheme(endpoint, strategy, timeout)
+        self.scheme.init_on_receiver(model=model, worker_idx=id)
 
     def join(self, timeout: float) -> str | None:
         """Connect to the publisher; return None, or the reason for which that failed.
@@ -196,7 +196,7 @@ class Subscriber:
             SchemaMismatchError: the model has other weights than the sender.
         """
         try:
-            self._scheme.connect(timeout=timeout)
+            self.scheme.connect(timeout=timeout)
         except (TransportError, SyncTimeoutError) as error:
             return str(error)
         return None
@@ -204,25 +204,20 @@ class Subscriber:
     @property
     def held(self) -> list[Any] | None:
         """Key of the publisher and number of the update in force; None for none."""
-        version = self._scheme.version
+        version = self.scheme.version
         return None if version is None else [key_of(self.endpoint), version]
-
-    @property
-    def scheme(self) -> WeightSyncScheme:
-        """The scheme underneath."""
-        return self._scheme
 
     def lives(self) -> bool:
         """Return whether the publisher is still there."""
         try:
-            self._scheme.receive(0)
+            self.scheme.receive(0)
         except WeightSyncError:
             return False
         return True
 
     def close(self) -> None:
         """Leave; the model keeps its weights."""
-        self._scheme.shutdown()
+        self.scheme.shutdown()
 
 
 def key_of(endpoint: Endpoint) -> str:
