@@ -95,7 +95,7 @@ def write_beside(part: Path, path: Path, write: Callable[[int], _T]) -> _T:
     Raises:
         OSError: the file could not be written.
     """
-    mode = stat.S_IMODE(path.parent.stat().st_mode) & 0o666  # readable for those who may read the directory
+    mode = stat.S_IMODE(path.parent.stat().st_mode) & 0o666  # only for users who may read the directory
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
         try:

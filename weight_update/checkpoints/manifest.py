@@ -90,7 +90,7 @@ def _checksum(fields: Any) -> str:
 def check_version(version: int) -> None:
     """Raise ValueError where ``version`` cannot be part of a file name."""
     if not 0 <= version < 10**_DIGITS:
-        raise ValueError(f"a version is a number from 0 to 10**{_DIGITS} - 1, not {version}")
+        raise ValueError(f"a version must be a number from 0 to 10**{_DIGITS} - 1, not {version}")
 
 
 class ManifestIndex:

@@ -152,7 +152,7 @@ def _unpack(flat: torch.Tensor) -> dict[str, Any]:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name stands twice")
+        raise ValueError("a name occurs twice")
     return found
 
 
@@ -160,7 +160,7 @@ def _check_no_holes(places: list[list[int]], nbytes: int) -> None:
     end = 0
     for first, last in sorted(places):
         if first != end or last < first:
-            raise ValueError(f"a tensor at {first}..{last} where {end} is the next byte")
+            raise ValueError(f"a tensor occupies {first}..{last}, but the next byte is {end}")
         end = last
     if end != nbytes:
         raise ValueError(f"tensors of {end} bytes in {nbytes} bytes of data")

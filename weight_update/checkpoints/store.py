@@ -62,7 +62,9 @@ class CheckpointStore:
         self, directory: str | os.PathLike[str], keep: int = 2, *, lease_seconds: float = 60.0
     ) -> None:
         if keep < 1 or lease_seconds <= 0:
-            raise ValueError(f"keep is at least 1 and lease_seconds above 0, not {keep} and {lease_seconds}")
+            raise ValueError(
+                f"keep must be at least 1, lease_seconds above 0; got {keep} and {lease_seconds}"
+            )
         self.directory = Path(directory)
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lease_seconds = lease_seconds

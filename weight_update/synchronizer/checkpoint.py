@@ -126,7 +126,7 @@ class CheckpointExplorer(ExplorerMethod):
         with self._reading:
             if client.closed.is_set():
                 return None, "this explorer is closed"
-            if client.version is not None and client.version >= version:  # the background was faster
+            if client.version is not None and client.version >= version:  # the background reader was faster
                 return (client.version, self._step), ""
             try:
                 newest = self._store.latest()
@@ -162,7 +162,7 @@ class CheckpointExplorer(ExplorerMethod):
             if reason is not None and not client.closed.is_set():
                 if not warned:
                     _log.warning("explorer %s keeps version %s: %s", client.id, client.version, reason)
-                client.closed.wait(_LOOK_SECONDS)  # what is broken now is still broken at once
+                client.closed.wait(_LOOK_SECONDS)  # a file that is broken now stays so for a moment
             warned = reason is not None
 
     def _read_next(self, client: ClientBase) -> str | None:
@@ -176,7 +176,7 @@ class CheckpointExplorer(ExplorerMethod):
             return None
         try:
             found, reason = self._read(client, newest.version)
-        except WeightSyncError as error:  # not for this model; sync_weight() will raise it
+        except WeightSyncError as error:  # the model does not fit; sync_weight() will raise it
             self._unfit = newest.version
             return str(error)
         return reason if found is None else None

@@ -21,7 +21,7 @@ __all__ = ["ClientBase"]
 
 _RETRY_SECONDS = 0.1
 _GRACE_SECONDS = 5.0
-"""Least time of a call, unless ``timeout`` is less: a call may begin just before the time is over."""
+"""Least seconds for a call, unless ``timeout`` is less: a call may begin just before the time is over."""
 
 
 class ClientBase:
@@ -56,7 +56,7 @@ class ClientBase:
     ) -> None:
         for name, seconds in (("timeout", timeout), ("transfer_timeout", transfer_timeout)):
             if not seconds > 0:
-                raise ValueError(f"{name} is a positive number of seconds, got {seconds!r}")
+                raise ValueError(f"{name} must be a positive number of seconds, got {seconds!r}")
         self.strategy = resolve_strategy(strategy)
         self.timeout, self.transfer_timeout = float(timeout), float(transfer_timeout)
         self.step = step
@@ -179,7 +179,7 @@ class ClientBase:
         """Tell the synchronizer that this client lives, unless the thread that used it last has ended."""
         if self._stopped or not self._caller.is_alive():
             return
-        with contextlib.suppress(TransportError):  # the next call says so
+        with contextlib.suppress(TransportError):  # the next call raises it
             reply = self.channel.call("beat", {"session": self._session}, lease)
             if reply.get("refused") == "unknown" and not self._stopped:
                 self._say_hello(lease)
@@ -203,7 +203,7 @@ class ClientBase:
                 if reply is not None:
                     return reply
                 if time.monotonic() >= limit:
-                    raise LinkClosedError("the synchronizer forgets this client at once")
+                    raise LinkClosedError("the synchronizer forgets this client after each hello")
             self.closed.wait(_RETRY_SECONDS)
 
     def _call(self, name: str, args: dict[str, Any], left: float) -> Reply | None:

@@ -168,7 +168,7 @@ class DirectService(Service):
         with self.changed:
             found, explorer = self._explorer(session, step, held)
             self.wait_for(lambda: self.trainer_endpoint is not None or self._is_over(explorer), deadline)
-            self.table.of(session)  # it may have left meanwhile
+            self.table.of(session)  # raises if the client left meanwhile
             endpoint = self.trainer_endpoint
             if endpoint is not None and found.linked != key_of(endpoint):
                 return {"join": endpoint}

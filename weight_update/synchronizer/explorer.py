@@ -50,7 +50,7 @@ class BlockingExplorer(ClientBase):
     ) -> None:
         super().__init__(channel, strategy, timeout, transfer_timeout, step)
         if id is not None and id < 0:
-            raise ValueError(f"id is a number from 0 on, got {id}")
+            raise ValueError(f"id must be 0 or greater, got {id}")
         self.id, self._model = id, model
         self._method: ExplorerMethod | None = None
         reply = self._introduce()

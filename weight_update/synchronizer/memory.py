@@ -92,7 +92,10 @@ class WeightCache:
             LifecycleError: explorers of this machine were let in already.
         """
         if self._publisher is not None and self._address != address:
-            raise LifecycleError("weights are handed out on another interface already; call serve() first")
+            raise LifecycleError(
+                "the synchronizer already hands weights out on another interface; call serve() before the "
+                "trainer publishes"
+            )
         self._address = address
 
     @property

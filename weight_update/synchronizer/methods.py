@@ -64,7 +64,7 @@ class StoringTrainer(TrainerMethod):
             nbytes = self.store(client, version, step)
             client.ask("trainer_published", step=step, version=version)
         except OUTAGES as error:
-            soon = deadline_of(client.grace)  # the synchronizer may be what is out
+            soon = deadline_of(client.grace)  # the synchronizer itself may be gone
             return dict(client.ask("trainer_failed", soon, step=step, reason=str(error)))
         return {"version": version, "bytes": nbytes}
 
@@ -134,7 +134,7 @@ class SubscribingExplorer(ExplorerMethod):
                 return reply
             try:
                 reason = self._join(client, reply["join"])
-            except WeightSyncError as error:  # another model than the trainer's
+            except WeightSyncError as error:  # the model is not the trainer's
                 client.ask("explorer_gives_up", reason=str(error))
                 raise
             if reason is not None:
@@ -147,7 +147,7 @@ class SubscribingExplorer(ExplorerMethod):
             self.subscriber.close()
         assert client.id is not None
         made = Subscriber(endpoint, client.id, self._model, client.strategy, client.transfer_timeout)
-        reason: str | None = "the model is another than the trainer's"
+        reason: str | None = "the model is not the trainer's"
         try:
             reason = made.join(client.transfer_timeout)
         finally:

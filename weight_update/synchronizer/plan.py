@@ -89,7 +89,7 @@ class SyncPlan:
         for name, least in (("sync_interval", 1), ("sync_offset", 0), ("max_staleness", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} is a whole number of at least {least}, got {value!r}")
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
         if self.sync_offset and self.style is not SyncStyle.FIXED:
             raise ValueError(f"sync_offset is for SyncStyle.FIXED, not for {self.style}")
         if self.max_staleness != 1 and self.style is not SyncStyle.FULLY_ASYNC:

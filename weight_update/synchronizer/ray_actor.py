@@ -14,7 +14,7 @@ from weight_update.transports.ray.rendezvous import require_ray
 
 __all__ = ["RayChannel", "RayHost"]
 
-_THREADS = 1000  # each client that waits has one
+_THREADS = 1000  # each client that waits occupies a thread
 _CLOSE_SECONDS = 10.0
 
 
@@ -54,7 +54,7 @@ class RayHost:
             ray = require_ray()
         except LifecycleError:
             return  # Ray has ended, and the actor with it
-        with contextlib.suppress(ray.exceptions.RayError):  # it may be gone
+        with contextlib.suppress(ray.exceptions.RayError):  # the actor may be gone
             ray.get(self._actor.close.remote(), timeout=_CLOSE_SECONDS)
         ray.kill(self._actor)
 
@@ -100,7 +100,7 @@ class RayChannel(Channel):
                 self._actor = self._ray.get_actor(self._name, namespace=self._namespace)
             coming = self._actor.call.remote(name, args)
             while not self._ray.wait([coming], timeout=timeout / 2)[0] and time.monotonic() < last:
-                self._ray.get(self._actor.ready.remote(), timeout=timeout / 2)  # it lives
+                self._ray.get(self._actor.ready.remote(), timeout=timeout / 2)  # raises if the actor died
             reply: Reply = self._ray.get(coming, timeout=0)
         except (
             self._ray.exceptions.RayActorError,

@@ -102,7 +102,7 @@ class RpcConnection:
         self._stream.recv_into(memoryview(front), deadline)
         length, tag = _FRONT.unpack(front)
         if length > _MAX_BODY:
-            raise FormatError(f"a message of {length} bytes; the other end speaks something else")
+            raise FormatError(f"a message of {length} bytes; the other end speaks another protocol")
         body = bytearray(length)
         self._stream.recv_into(memoryview(body), deadline)
         if not hmac.compare_digest(tag, self._sign(self._theirs, self._received, bytes(body))):
@@ -217,7 +217,7 @@ class Server:
             while not self._closed:
                 name, args = request.get("call"), request.get("args")
                 if not isinstance(name, str) or not isinstance(args, dict):
-                    raise FormatError("not a call")
+                    raise FormatError("the message is not a call")
                 session = args["session"] if isinstance(args.get("session"), str) else None
                 connection.send(self._service.call(name, args))
                 if name == "bye":
@@ -226,7 +226,7 @@ class Server:
         except (FormatError, TimeoutError) as error:
             self._log.warning("a connection to the synchronizer was ended: %s", error)
         except TransportError:
-            pass  # it has ended
+            pass  # the client closed it
         finally:
             connection.close()
             if session is not None and not self._closed:

@@ -124,7 +124,7 @@ class SessionTable:
             if session.member is member:
                 del self._sessions[name]
                 self._replaced.add(name)
-                _log.warning("a client was replaced by another one that says it is the same")
+                _log.warning("a client was replaced by another client with the same role and id")
 
     def linked(self, key: str) -> list[ExplorerState]:
         """Return the explorers that are connected to a publisher."""
@@ -236,7 +236,7 @@ class SessionManager:
     def _admit_trainer(self, step: int, synced_at: int | None, version: int | None) -> TrainerState:
         newest = self.machine.newest
         if version is not None and (newest is None or version > newest):
-            self.publish(version, step)  # this service began after the trainer did, and remembered less
+            self.publish(version, step)  # this service was started after the trainer, without its versions
             self.machine.restored(version, step)
         return self.machine.trainer_joined(step, synced_at)
 

@@ -9,7 +9,7 @@ from weight_update.synchronizer.plan import RunningStatus, SyncPlan, SyncStyle
 __all__ = ["TRAINER_STOPPED", "ExplorerState", "State", "SyncOutcome", "TrainerState", "resolve"]
 
 TRAINER_STOPPED = "the trainer stopped"
-"""Reason where the trainer said goodbye, which is how a run ends; where it died, the reason says more."""
+"""Reason when the trainer said goodbye, as at the end of a run; if it died, the reason says more."""
 
 RUNNING, REQUIRE_SYNC, STOPPED = RunningStatus.RUNNING, RunningStatus.REQUIRE_SYNC, RunningStatus.STOPPED
 

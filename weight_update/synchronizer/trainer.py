@@ -61,7 +61,7 @@ class BlockingTrainer(ClientBase):
         if address is not None:
             require_reachable(address)
         self._method: TrainerMethod | None = None
-        pair_of(backend)  # refuses unknown ones
+        pair_of(backend)  # raises if it is unknown
         if not callable(source) or isinstance(source, nn.Module):
             self.strategy.named(source)  # a client that cannot send takes no other one's place
         reply = self._introduce()

@@ -149,13 +149,13 @@ class Publisher:
                 except UnknownWorkerError:
                     if here <= set(self.joined()):
                         raise
-                else:  # else one of them left just now
+                else:  # otherwise one of them left just now
                     return Transfer(handle, wanted - here)
 
     def spread(self, weights: Any = None, but: Iterable[int] = ()) -> Transfer:
         """Send weights to all connected explorers except ``but``, without waiting for them."""
         if self._last is not None and (bad := self._last.failures()):
-            _log.warning("an update in the background was not applied: %s", bad)
+            _log.warning("explorers did not apply an update in the background: %s", bad)
         self._last = self.send(set(self.joined()) - set(but), weights)
         return self._last
 
