@@ -207,7 +207,7 @@ class CheckpointService(Service):
                 newest.step,
                 directory,
             )
-            self.machine.restored(newest.version, newest.step)
+            self._restore(newest.version, newest.step)
 
     def _version_of(self, key: str, number: int) -> tuple[int, int] | None:
         newest = self.machine.newest

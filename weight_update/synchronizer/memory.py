@@ -186,6 +186,10 @@ class MemoryService(Service):
         self.cache.listen_on(address)
         super().reach_by(address)
 
+    def _restore(self, version: int, step: int) -> None:
+        super()._restore(version, step)
+        self.machine.lost_weights()  # they were in the memory of the earlier service
+
     def _release(self) -> None:
         self.cache.close()
 

@@ -185,7 +185,7 @@ class SessionManager:
         self.address: str | None = None
         self._version_file = version_file
         if version_file is not None and (newest := version_file.read()) is not None:
-            self.machine.restored(*newest)
+            self._restore(*newest)
 
     def hello(
         self,
@@ -233,11 +233,15 @@ class SessionManager:
                 "address": self.address,
             }
 
+    def _restore(self, version: int, step: int) -> None:
+        """Take over a version that was published before this service was started."""
+        self.machine.published(version, step)
+
     def _admit_trainer(self, step: int, synced_at: int | None, version: int | None) -> TrainerState:
         newest = self.machine.newest
         if version is not None and (newest is None or version > newest):
             self.publish(version, step)  # this service was started after the trainer, without its versions
-            self.machine.restored(version, step)
+            self._restore(version, step)
         return self.machine.trainer_joined(step, synced_at)
 
     def _take_endpoint(self, endpoint: Endpoint | None, step: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncStyle
+from weight_update.synchronizer.plan import RunningStatus, SyncStyle
 from weight_update.synchronizer.state import (
     TRAINER_STOPPED,
     ExplorerState,
@@ -221,15 +221,6 @@ class StateMachine(State):
             else:
                 self.trainer_gave_up("the transfer reached nobody")
         self._settle()
-
-    def restored(self, version: int, step: int) -> None:
-        """Take over a version that was published before this state machine was made.
-
-        By MEMORY its weights are gone.
-        """
-        self.published(version, step)
-        if self.plan.method is SyncMethod.MEMORY:
-            self.lost_weights()
 
     def lost_weights(self) -> None:
         """Note that the weights of the newest version are gone; its number stays."""
