@@ -4,9 +4,9 @@
     python examples/trainer_explorer.py                          # every style, and a picture of each
     python examples/trainer_explorer.py --style fixed --method checkpoint --steps 40
 
-Explorers play and put what they saw into a queue; the trainer takes it out and learns (REINFORCE). A
-``Synchronizer`` in the main process says when they exchange weights. The time lines show who computed, with
-which version, and who waited for whom: compare them between the styles.
+Explorers play and put their experience into a queue; the trainer takes it out and learns (REINFORCE). A
+``Synchronizer`` in the main process says when they exchange weights. The time lines show when each process
+computed, with which version, and when it waited: compare them between the styles.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PASSES = 30
 
 @dataclass
 class Span:
-    """What somebody did from ``begin`` to ``end`` (seconds), and with which version of the weights."""
+    """An activity of a process from ``begin`` to ``end`` (seconds), and the version of its weights."""
 
     who: str
     what: str
@@ -54,8 +54,8 @@ class Span:
 
 
 @dataclass
-class Diary:
-    """Notes spans down; sent to the main process when its owner ends."""
+class Recorder:
+    """The spans of a process, which are sent to the main process when it ends."""
 
     who: str
     start: float
@@ -63,21 +63,23 @@ class Diary:
 
     @contextmanager
     def doing(self, what: str, version: int | None = None) -> Iterator[None]:
-        """One span."""
+        """Record the time inside the block as a span."""
         begin = time.monotonic() - self.start
         yield
         self.spans.append(Span(self.who, what, begin, time.monotonic() - self.start, version))
 
 
 def make_policy() -> nn.Module:
-    """Logits of the two actions."""
+    """Return a policy that gives the logits of the two actions."""
     return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
 
 
 def play(env: Any, policy: nn.Module, pace: float) -> tuple[Any, ...]:
-    """One episode: observations (n, 4) float32, actions (n,) int64, rewards to go (n,) float32.
+    """Play one episode.
 
-    As arrays: tensors would go through a queue as shared memory, which is much ado for so little.
+    Returns:
+        arrays of observations (n, 4) float32, actions (n,) int64, and rewards to go (n,) float32. Tensors
+        would go through a queue as shared memory, which costs more for so little data.
     """
     observation, _ = env.reset()
     seen, actions, over = [], [], False
@@ -94,44 +96,44 @@ def play(env: Any, policy: nn.Module, pace: float) -> tuple[Any, ...]:
 
 @dataclass
 class Shared:
-    """What all processes of a run have: queues, whether it is over, and when it began."""
+    """Objects that all processes of a run share: queues, an event for its end, and the time of its start."""
 
     experience: Any
-    diaries: Any
+    records: Any
     over: Any
     start: float
 
 
 def explore(where: tuple[str, str], idx: int, shared: Shared) -> None:
-    """Body of an explorer: play, hand over, synchronize."""
+    """Run an explorer: play, hand the episodes over, synchronize."""
     torch.set_num_threads(1)
     torch.manual_seed(idx)
     env, policy = gymnasium.make("CartPole-v1"), make_policy()
-    diary = Diary(f"explorer {idx}", shared.start)
+    recorder = Recorder(f"explorer {idx}", shared.start)
     with ExplorerClient(where[0], policy, id=idx, token=where[1]) as client:
         me = client.blocking
         with suppress(TransportError):  # the synchronizer may end first
             while not shared.over.is_set():
-                with diary.doing("computes", me.version), client.hold():
-                    episodes = [play(env, policy, PACE[diary.who]) for _ in range(EPISODES)]
-                while not shared.over.is_set() and not handed_over(episodes, shared, diary):
-                    synchronize(me, diary)  # by SyncMethod.NCCL the trainer may be waiting for this side
+                with recorder.doing("computes", me.version), client.hold():
+                    episodes = [play(env, policy, PACE[recorder.who]) for _ in range(EPISODES)]
+                while not shared.over.is_set() and not handed_over(episodes, shared, recorder):
+                    synchronize(me, recorder)  # with SyncMethod.NCCL the trainer may be waiting for this side
                 me.step += 1
-                synchronize(me, diary)
-    shared.diaries.put(diary.spans)
-    shared.experience.cancel_join_thread()  # nobody reads what is left in there
+                synchronize(me, recorder)
+    shared.records.put(recorder.spans)
+    shared.experience.cancel_join_thread()  # the rest is not read any more
 
 
-def handed_over(episodes: Any, shared: Shared, diary: Diary) -> bool:
-    """Give to the trainer; whether there was room."""
-    with diary.doing("waits for room"), suppress(queue.Full):
+def handed_over(episodes: Any, shared: Shared, recorder: Recorder) -> bool:
+    """Put episodes into the queue of the trainer; return whether there was room."""
+    with recorder.doing("waits for room"), suppress(queue.Full):
         shared.experience.put(episodes, timeout=0.1)
         return True
     return False
 
 
 def learn(policy: nn.Module, optimizer: torch.optim.Optimizer, episodes: Sequence[Any]) -> float:
-    """One step of REINFORCE; gives the mean length of an episode."""
+    """Take one step of REINFORCE, and return the mean length of an episode."""
     seen, actions, to_go = (
         torch.cat([torch.as_tensor(part) for part in parts]) for parts in zip(*episodes, strict=True)
     )
@@ -141,64 +143,66 @@ def learn(policy: nn.Module, optimizer: torch.optim.Optimizer, episodes: Sequenc
     (-(log_probs * gain).mean()).backward()
     optimizer.step()
     for _ in range(PASSES):
-        policy(seen).sum().backward()  # stands for what a larger model would cost
+        policy(seen).sum().backward()  # stands for the cost of a larger model
     return len(seen) / len(episodes)
 
 
 def train(where: tuple[str, str], steps: int, shared: Shared) -> None:
-    """Body of the trainer: take experience, learn, synchronize, also while there is none."""
+    """Run the trainer: take experience, learn, and synchronize, also while there is no experience."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    policy, diary = make_policy(), Diary("trainer", shared.start)
+    policy, recorder = make_policy(), Recorder("trainer", shared.start)
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
     lengths: list[float] = []
     with TrainerClient(where[0], policy, token=where[1], timeout=5.0) as client:
         me = client.blocking
-        synchronize(me, diary)
+        synchronize(me, recorder)
         episodes: list[Any] = []
         while me.step < steps:
-            with diary.doing("waits for experience"), suppress(queue.Empty):
+            with recorder.doing("waits for experience"), suppress(queue.Empty):
                 episodes += shared.experience.get(timeout=0.02)
-            if len(episodes) == EXPLORERS * EPISODES:  # a step of each explorer: so both sides count alike
-                with diary.doing("computes", me.version):
+            if (
+                len(episodes) == EXPLORERS * EPISODES
+            ):  # one step of each explorer, so that both sides count alike
+                with recorder.doing("computes", me.version):
                     lengths.append(learn(policy, optimizer, episodes))
                 me.step, episodes = me.step + 1, []
-            synchronize(me, diary)
+            synchronize(me, recorder)
         shared.over.set()
-    shared.diaries.put(diary.spans)
-    shared.diaries.put(sum(lengths[-10:]) / len(lengths[-10:]))
+    shared.records.put(recorder.spans)
+    shared.records.put(sum(lengths[-10:]) / len(lengths[-10:]))
 
 
-def synchronize(me: Any, diary: Diary) -> None:
-    """As the plan says."""
+def synchronize(me: Any, recorder: Recorder) -> None:
+    """Synchronize if the plan says so."""
     if me.need_sync():
-        with diary.doing("synchronizes"):
+        with recorder.doing("synchronizes"):
             me.sync_weight()
 
 
 def run(name: str, method: SyncMethod, steps: int, directory: str) -> tuple[list[Span], float]:
-    """One run; what everybody did, and the mean length of the last episodes."""
+    """Run a plan; return the spans of all processes, and the mean length of the last episodes."""
     style = SyncStyle(name.partition(",")[0])
     ctx = mp.get_context("spawn")
     shared = Shared(ctx.Queue(maxsize=ROOM), ctx.Queue(), ctx.Event(), time.monotonic())
     with Synchronizer(method, style, directory=directory, **PLANS[name]) as synchronizer:
         server = synchronizer.serve()
         where = server.address, server.token
-        people = [
+        processes = [
             ctx.Process(target=explore, args=(where, idx, shared), daemon=True) for idx in range(EXPLORERS)
         ]
-        people.append(ctx.Process(target=train, args=(where, steps, shared), daemon=True))
-        for one in people:
+        processes.append(ctx.Process(target=train, args=(where, steps, shared), daemon=True))
+        for one in processes:
             one.start()
-        told = [shared.diaries.get(timeout=120.0) for _ in range(len(people) + 1)]
-        for one in people:
+        told = [shared.records.get(timeout=120.0) for _ in range(len(processes) + 1)]
+        for one in processes:
             one.join(10.0)
     spans = [span for part in told if isinstance(part, list) for span in part]
     return spans, next(part for part in told if isinstance(part, float))
 
 
 def line(spans: Sequence[Span], who: str, begin: float, end: float, width: int = 78) -> str:
-    """A row of characters: the last digit of the version while computing, ``~`` while synchronizing."""
+    """Return a row: the last digit of the version while computing, ``~`` while synchronizing."""
     row = [" "] * width
     for span in spans:
         if span.who == who and span.what in ("computes", "synchronizes"):
@@ -210,7 +214,7 @@ def line(spans: Sequence[Span], who: str, begin: float, end: float, width: int =
 
 
 def tell(name: str, spans: list[Span], length: float) -> None:
-    """Print the middle of the time line, and what the time was used for."""
+    """Print the middle of the time line, and the shares of the time."""
     begin = max(min(span.begin for span in spans if span.who == who) for who in {s.who for s in spans})
     end = max(span.end for span in spans)
     middle = (begin + end) / 2
@@ -227,7 +231,7 @@ def tell(name: str, spans: list[Span], length: float) -> None:
 
 
 def draw(runs: dict[str, list[Span]], file: Path) -> None:
-    """A picture: one panel for each style, one row for each process, one colour for each version."""
+    """Draw one panel for each style, one row for each process, one colour for each version."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -254,7 +258,7 @@ def draw(runs: dict[str, list[Span]], file: Path) -> None:
 
 
 def main() -> None:
-    """Read the options, run the styles, show them."""
+    """Read the options, run the styles, and show the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--style", choices=[*PLANS, "all"], default="all")
     parser.add_argument("--method", choices=[method.value for method in SyncMethod], default="memory")

@@ -16,7 +16,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def weights(version: int, rows: int = 8) -> Tensors:
-    """Small weights that tell which version they are."""
+    """Return small weights that hold their version."""
     return {
         "a.weight": torch.full((rows, 3), float(version)),
         "a.bias": torch.arange(rows, dtype=torch.bfloat16) + version,
@@ -47,7 +47,7 @@ def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def in_child(work: Callable[[], None]) -> int:
-    """Run ``work`` in a forked process; its exit status, negative for the signal that killed it."""
+    """Run ``work`` in a forked process; return its exit status, negative for the signal that killed it."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -59,7 +59,7 @@ def in_child(work: Callable[[], None]) -> int:
 
 
 class Deadline:
-    """Kills this process right before one of the calls that change a directory."""
+    """A trap that kills this process right before one of the calls that change a directory."""
 
     CALLS = ("open", "pwrite", "fsync", "replace", "close", "unlink", "utime")
 

@@ -1,4 +1,4 @@
-"""Trainers and explorers for tests: each weight of a model is the trainer step it was made at."""
+"""Trainers and explorers for tests. Each weight of a model is the trainer step at which it was made."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def set_to(model: nn.Module, step: float) -> None:
 
 
 def step_of(model: nn.Module) -> float:
-    """The trainer step of the weights, which are whole."""
+    """Return the trainer step of the weights, which are of one version."""
     found = {value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()}
     assert len(found) == 1, f"weights of several steps: {found}"
     return found.pop()
@@ -81,7 +81,7 @@ class Sync:
 
 @dataclass
 class Explored:
-    """What an explorer went through."""
+    """The observations of an explorer."""
 
     syncs: list[Sync] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Explored:
 
 
 class ExplorerThread(threading.Thread):
-    """Explores in a thread: step, and synchronize when it is needed.
+    """A thread that explores: it counts a step, and synchronizes when it is needed.
 
     With ``until_served`` it goes on until it has weights, if it was through before the trainer began.
     """
@@ -131,7 +131,7 @@ class ExplorerThread(threading.Thread):
 def train(
     where: Any, while_true: Callable[[], bool], pause: float = 0.002, **options: Any
 ) -> list[dict[str, Any]]:
-    """Train until explorers are done; what each ``sync_weight`` said, with its ``step``."""
+    """Train until explorers are done; return the metrics of each ``sync_weight``, with its ``step``."""
     model, said = model_at(0), []
     with TrainerClient(where, model, **{"timeout": PATIENCE, **options}) as client:
         trainer = client.blocking

@@ -1,4 +1,4 @@
-"""What runs in processes of its own."""
+"""Programs that run in processes of their own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weight_update import ExplorerClient, Synchronizer, SyncMethod
 
 
 def explore(address: str, token: str, id: int, steps: int, told: Connection, options: dict[str, Any]) -> None:
-    """Explore; tell step, version and weights after each."""
+    """Explore, and report step, version and weights after each step."""
     model = model_at(-1)
     with ExplorerClient(address, model, id=id, token=token, **options) as client:
         explorer = client.blocking
@@ -27,7 +27,7 @@ def explore(address: str, token: str, id: int, steps: int, told: Connection, opt
 
 
 def serve(told: Connection) -> None:
-    """Be a synchronizer until the process is ended."""
+    """Serve a synchronizer until the process is ended."""
     with Synchronizer(SyncMethod.MEMORY) as where:
         server = where.serve()
         told.send((server.address, server.token))

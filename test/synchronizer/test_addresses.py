@@ -1,4 +1,4 @@
-"""Which addresses clients are told, and what is left when serving does not succeed."""
+"""The addresses that clients are told, and the state after serving has failed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 from sync_parts import model_at
 
 from weight_update import ExplorerClient, FormatError, LifecycleError, Synchronizer, SyncMethod, TrainerClient
-from weight_update.synchronizer import wire
+from weight_update.synchronizer import rpc
 from weight_update.transports.shared_memory.unix_stream import SocketStream
 
 
 @pytest.fixture
 def own_address() -> str:
-    """An address of this machine that is not loopback."""
+    """Return an address of this machine that is not loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             sock.connect(("198.51.100.1", 9))  # sends nothing
@@ -32,9 +32,9 @@ def test_directly_a_trainer_beside_the_synchronizer_is_found_where_that_is_serve
             TrainerClient(where, model_at(3)) as trainer,
             ExplorerClient(server, model, timeout=0.1) as explorer,
         ):
-            outlet = trainer.blocking._outlet
-            assert outlet is not None
-            assert outlet.ticket["address"] == own_address
+            publisher = trainer.blocking._method.publisher
+            assert publisher is not None
+            assert publisher.endpoint["address"] == own_address
             explorer.step = 1
             assert explorer.blocking.sync_weight()["version"] == 0, "it joined there"
 
@@ -60,7 +60,7 @@ def test_an_address_that_stands_for_all_is_refused(method: SyncMethod, address: 
             where.serve(address)
         with pytest.raises(ValueError, match="all interfaces"):
             TrainerClient(where, model_at(0), address=address)
-        assert where.coordinator.desk.status()["trainer"] == "stopped"
+        assert where.service.status()["trainer"] == "stopped"
 
 
 def servers() -> list[threading.Thread]:
@@ -76,7 +76,7 @@ def test_close_ends_the_servers_also_when_another_step_raises(monkeypatch: pytes
     def fail() -> None:
         raise OSError("no")
 
-    monkeypatch.setattr(where.coordinator.desk, "close", fail)
+    monkeypatch.setattr(where.service, "end_sessions", fail)
     monkeypatch.setattr(server, "close", lambda close=server.close: (close(), fail()))
     with pytest.raises(OSError, match="no"):
         where.close()
@@ -85,12 +85,12 @@ def test_close_ends_the_servers_also_when_another_step_raises(monkeypatch: pytes
     assert len(servers()) == before
 
 
-def test_what_is_signed_and_not_json_is_a_format_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signed_message_that_is_not_json_is_a_format_error(monkeypatch: pytest.MonkeyPatch) -> None:
     left, right = socket.socketpair()
-    host = wire.Wire(SocketStream(left), bytes(32), server=True)
-    client = wire.Wire(SocketStream(right), bytes(32), server=False)
+    host = rpc.RpcConnection(SocketStream(left), bytes(32), server=True)
+    client = rpc.RpcConnection(SocketStream(right), bytes(32), server=False)
     with monkeypatch.context() as patch:
-        patch.setattr(wire.json, "dumps", lambda *_, **__: "{nothing")
+        patch.setattr(rpc.json, "dumps", lambda *_, **__: "{nothing")
         client.send({})
     with pytest.raises(FormatError, match="not JSON"):
         host.receive(10.0)

@@ -1,4 +1,4 @@
-"""notify(): a wish is announced and taken back, and hands no weights over by itself."""
+"""Announcements by notify(): they can be taken back, and hand no weights over."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from weight_update import ExplorerClient, RunningStatus, SyncMethod, SyncStyle, TrainerClient
 from weight_update.synchronizer.plan import SyncPlan
-from weight_update.synchronizer.state_machine import Machine
+from weight_update.synchronizer.state_machine import StateMachine
 
 REQUIRE_SYNC, RUNNING = RunningStatus.REQUIRE_SYNC, RunningStatus.RUNNING
 HELD = [SyncMethod.MEMORY, SyncMethod.CHECKPOINT]
@@ -34,7 +34,7 @@ def give(trainer: TrainerClient, source: nn.Module, step: int, *explorers: Explo
 
 
 @pytest.mark.parametrize("method", [SyncMethod.NCCL, SyncMethod.MEMORY])
-def test_who_announces_is_handed_weights_in_sync_weight_only(method: SyncMethod, tmp_path: Path) -> None:
+def test_an_announcement_hands_no_weights_over_before_sync_weight(method: SyncMethod, tmp_path: Path) -> None:
     source, models = model_at(0), [model_at(-1), model_at(-1)]
     with (
         synchronizer(method, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
@@ -57,7 +57,7 @@ def test_who_announces_is_handed_weights_in_sync_weight_only(method: SyncMethod,
 
 
 @pytest.mark.parametrize("method", HELD)
-def test_what_is_announced_is_published_and_there_when_it_is_asked_for(
+def test_announced_weights_are_published_before_the_explorer_asks_for_them(
     method: SyncMethod, tmp_path: Path
 ) -> None:
     source, model = model_at(0), model_at(-1)
@@ -78,7 +78,7 @@ def test_what_is_announced_is_published_and_there_when_it_is_asked_for(
 @pytest.mark.parametrize("style", list(SyncStyle))
 @pytest.mark.parametrize("method", list(SyncMethod))
 def test_a_wish_that_is_taken_back_leaves_nothing(method: SyncMethod, style: SyncStyle) -> None:
-    made = Machine(SyncPlan(method, style))
+    made = StateMachine(SyncPlan(method, style))
     made.trainer_joined()
     made.joined(0)
     made.explorer_at(0, 1)
@@ -94,7 +94,7 @@ def test_a_wish_that_is_taken_back_leaves_nothing(method: SyncMethod, style: Syn
 
 
 def test_directly_the_trainer_does_not_wait_for_a_wish() -> None:
-    made = Machine(SyncPlan(SyncMethod.NCCL, SyncStyle.EXPLORER_DRIVEN))
+    made = StateMachine(SyncPlan(SyncMethod.NCCL, SyncStyle.EXPLORER_DRIVEN))
     made.trainer_joined()
     made.joined(0)
     made.explorer_announces(0)
@@ -104,7 +104,7 @@ def test_directly_the_trainer_does_not_wait_for_a_wish() -> None:
 
 
 def test_directly_a_trainer_that_takes_back_its_wish_is_due_as_before() -> None:
-    made = Machine(SyncPlan(SyncMethod.NCCL, SyncStyle.TRAINER_DRIVEN))
+    made = StateMachine(SyncPlan(SyncMethod.NCCL, SyncStyle.TRAINER_DRIVEN))
     made.trainer_joined()
     made.joined(0)
     made.trainer_announces()

@@ -1,4 +1,4 @@
-"""FULLY_ASYNC: what comes in the background, how far behind it may be, and how it ends."""
+"""FULLY_ASYNC: updates in the background, how far behind they may be, and how they end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ASYNC = SyncStyle.FULLY_ASYNC
 
 @contextmanager
 def background(directory: Path) -> Iterator[tuple[TrainerClient, nn.Module, ExplorerClient, nn.Module]]:
-    """Trainer and explorer with files; version 0 is in force in both."""
+    """Yield a trainer and an explorer with files; version 0 is in force in both."""
     source, model = model_at(0), model_at(-1)
     with (
         Synchronizer(SyncMethod.CHECKPOINT, ASYNC, directory=directory, max_staleness=50) as where,
@@ -66,7 +66,7 @@ def test_close_takes_no_longer_than_a_look(tmp_path: Path) -> None:
 
 def test_closed_inside_hold_an_update_that_waits_is_dropped(tmp_path: Path) -> None:
     with background(tmp_path) as (trainer, source, explorer, model):
-        gate = explorer.blocking._gate
+        gate = explorer.blocking._method._gate
         with explorer.hold():
             publish(trainer, source)
             wait_until(lambda: gate._updates)
@@ -83,13 +83,13 @@ def test_closed_while_another_thread_synchronizes_the_model_stays(tmp_path: Path
 
         def fetch() -> None:
             try:
-                client._fetch(1)
+                client._method.fetch(client, 1)
             except LifecycleError as error:
                 failures.append(error)
 
         with explorer.hold():
             publish(trainer, source)
-            wait_until(lambda: client._gate._updates)
+            wait_until(lambda: client._method._gate._updates)
             fetching = threading.Thread(target=fetch)
             fetching.start()
             explorer.close()
@@ -102,7 +102,7 @@ def test_a_directory_that_is_away_for_a_while_is_warned_about_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def warnings() -> list[logging.LogRecord]:
-        return [one for one in caplog.records if one.name.endswith("synchronizer.explorer")]
+        return [one for one in caplog.records if one.name.endswith("synchronizer.checkpoint")]
 
     here, away = tmp_path / "here", tmp_path / "away"
     with background(here) as (trainer, source, _, model), caplog.at_level(logging.WARNING):

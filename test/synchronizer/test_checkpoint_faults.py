@@ -27,14 +27,14 @@ SHORT = 0.2
 
 @pytest.fixture
 def quick_path() -> Iterator[Path]:
-    """A directory in memory where there is one: nothing waits for a disk."""
+    """Return a directory in memory, if there is one, so that nothing waits for a disk."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as directory:
         yield Path(directory)
 
 
 def check_versions(directory: Path, allowed: set[int]) -> int:
-    """The newest version that can be read has the right bits; its number."""
+    """Check the bits of the newest version that can be read, and return its number."""
     store = CheckpointStore(directory)
     while True:
         newest = store.latest()
@@ -175,7 +175,7 @@ def test_a_manifest_that_points_elsewhere(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_mount(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs of 1 MiB."""
+    """Yield a tmpfs of 1 MiB."""
     where = tmp_path / "small"
     where.mkdir()
     mounted = subprocess.run(
@@ -213,7 +213,7 @@ def test_a_full_disk(small_mount: Path) -> None:
 
 
 def test_a_disk_that_fills_up_exactly(small_mount: Path) -> None:
-    """Wherever the space ends, within the data or within the manifest, there is all or nothing."""
+    """A version exists completely or not at all, wherever in the data or manifest the space ends."""
     store = CheckpointStore(small_mount, keep=1)
     store.publish(0, weights(0), step=0)
     failures = 0
@@ -233,7 +233,7 @@ def test_a_disk_that_fills_up_exactly(small_mount: Path) -> None:
     assert 1 <= failures < 12
 
 
-def test_what_cannot_be_removed_stays_for_the_next_time(
+def test_a_file_that_cannot_be_removed_stays_for_the_next_time(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = CheckpointStore(tmp_path, keep=1)

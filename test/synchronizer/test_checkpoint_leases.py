@@ -1,4 +1,4 @@
-"""Who reads a checkpoint keeps it, and only as long as he lives."""
+"""Leases: a reader keeps its checkpoint, but only as long as it lives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weight_update.synchronizer import CheckpointStore
 SHORT = 0.6  # seconds after which a lease counts as dead in these tests
 
 
-def test_a_version_stays_while_somebody_reads_it(tmp_path: Path) -> None:
+def test_a_version_stays_while_it_is_read(tmp_path: Path) -> None:
     writer, reader = CheckpointStore(tmp_path, keep=1, lease_seconds=SHORT), CheckpointStore(tmp_path)
     writer.publish(0, weights(0), step=0)
     with reader.reading(0) as tensors:
@@ -132,7 +132,7 @@ def test_a_stopped_reader_loses_only_its_lease(tmp_path: Path, caplog: pytest.Lo
 
 
 def _read_all(directory: Path, last: int, pipe: Connection) -> None:
-    """Read whatever is newest until the last version is there; nothing may ever look broken."""
+    """Read the newest version until the last one is there; no version may ever look broken."""
     logging.getLogger("weight_update").addHandler(_Refusing())
     store, seen, reads = CheckpointStore(directory), -1, 0
     while seen < last:

@@ -109,7 +109,7 @@ def test_numbers_only_grow(tmp_path: Path) -> None:
 
 
 def test_the_newest_may_be_written_again(tmp_path: Path) -> None:
-    """As a trainer does that was killed before it could tell anybody."""
+    """A trainer that was killed before it could report a version writes it again."""
     store = CheckpointStore(tmp_path)
     store.publish(5, weights(5), step=5)
     with store.reading(5) as before:
@@ -236,7 +236,7 @@ def test_a_store_is_of_use_to_several_threads(tmp_path: Path) -> None:
 def test_files_are_open_to_those_who_may_read_the_directory(
     tmp_path: Path, directory: int | None, file: int
 ) -> None:
-    """A directory that is made is its user's alone; one that exists is left as it is."""
+    """A new directory is its user's alone; an existing one is left as it is."""
     where = tmp_path / "checkpoints"
     if directory is not None:
         where.mkdir()

@@ -25,8 +25,7 @@ from weight_update import (
     SyncTimeoutError,
     TrainerClient,
 )
-from weight_update.synchronizer.channels import SocketChannel
-from weight_update.synchronizer.wire import CONTEXT, Wire
+from weight_update.synchronizer.rpc import CONTEXT, RpcConnection, SocketChannel
 from weight_update.transports.listener import Listener
 from weight_update.transports.shared_memory.unix_stream import SocketStream, seconds_left
 
@@ -35,7 +34,7 @@ SOON = 8 * TIMEOUT  # other programs run on this machine, too
 
 
 def timed(call: Callable[[], Any], took: dict[str, float], name: str) -> threading.Thread:
-    """Do a call in a thread of its own, and note how long it took; that it fails is expected."""
+    """Run a call, which is expected to fail, in a thread of its own, and note how long it took."""
 
     def run() -> None:
         began = time.monotonic()
@@ -117,26 +116,26 @@ def test_a_host_that_lives_may_take_longer_than_the_timeout() -> None:
     with Synchronizer(SyncMethod.MEMORY) as where:
         server = where.serve()
         with ExplorerClient(server, model_at(-1), timeout=1.0) as client:
-            slow = where.coordinator._calls["explorer_needs"]
+            slow = where.service._calls["explorer_needs"]
 
             def slowly(**args: Any) -> Any:
                 time.sleep(2.2)
                 return slow(**args)
 
-            where.coordinator._calls["explorer_needs"] = slowly
+            where.service._calls["explorer_needs"] = slowly
             began = time.monotonic()
             assert not client.blocking.need_sync()
             assert time.monotonic() - began >= 2.2
 
 
 @contextmanager
-def server_that(answers: Callable[[SocketStream, Wire, bytes], None]) -> Iterator[SocketChannel]:
-    """Listen, and do ``answers`` with each connection and the bytes of its reply; give a client's channel."""
+def server_that(answers: Callable[[SocketStream, RpcConnection, bytes], None]) -> Iterator[SocketChannel]:
+    """Yield the channel to a server that runs ``answers`` on each connection, with the bytes of the reply."""
     sock = socket.create_server(("127.0.0.1", 0))
     address = "{}:{}".format(*sock.getsockname())
 
     def serve(stream: SocketStream, key: bytes, deadline: float) -> None:
-        wire = Wire(stream, key, server=True)
+        wire = RpcConnection(stream, key, server=True)
         wire.receive(seconds_left(deadline))
         answers(stream, wire, reply_of(key))
         stream.wait_readable(10.0)  # the client ends the connection
@@ -152,7 +151,7 @@ def reply_of(key: bytes) -> bytes:
     """Return the first reply of a server, as it travels."""
     left, right = socket.socketpair()
     with left, right:
-        Wire(SocketStream(left), key, server=True).send({"done": True})
+        RpcConnection(SocketStream(left), key, server=True).send({"done": True})
         return right.recv(1000)
 
 
@@ -168,7 +167,7 @@ def test_a_host_that_stops_in_the_middle_of_a_reply_is_given_up_in_time(sent: in
 
 
 def test_a_reply_that_comes_in_two_parts_is_whole() -> None:
-    def in_two(stream: SocketStream, wire: Wire, reply: bytes) -> None:
+    def in_two(stream: SocketStream, wire: RpcConnection, reply: bytes) -> None:
         stream.send(reply[:20], None)
         time.sleep(1.2)  # longer than the first look of a client that has 2 s, and may wait longer
         stream.send(reply[20:], None)
@@ -180,7 +179,7 @@ def test_a_reply_that_comes_in_two_parts_is_whole() -> None:
 def test_a_host_that_does_not_read_is_given_up_in_time() -> None:
     left, right = socket.socketpair()
     with left, right:
-        wire = Wire(SocketStream(left), bytes(32), server=False)
+        wire = RpcConnection(SocketStream(left), bytes(32), server=False)
         began = time.monotonic()
         with pytest.raises(SyncTimeoutError):
             wire.send({"text": " " * (1 << 20)}, 0.1)

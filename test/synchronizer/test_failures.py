@@ -1,4 +1,4 @@
-"""What goes wrong, and what must then be so."""
+"""Failures of trainers, explorers, disks and networks, and the state after them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HELD = [SyncMethod.MEMORY, SyncMethod.CHECKPOINT]
 
 
 def waits(where: Synchronizer, *ids: int) -> bool:
-    explorers = where.coordinator.desk.status()["explorers"]
+    explorers = where.service.status()["explorers"]
     return all(explorers.get(str(id)) == "require_sync" for id in ids)
 
 
@@ -57,7 +57,7 @@ def test_a_timeout_leaves_nothing_half_done_and_the_next_step_tries_again(
         else:
             assert (said["version"], step_of(model)) == (None, -1)
         set_to(source, 6)
-        assert not trainer.blocking.need_sync(), "nobody waits any more"
+        assert not trainer.blocking.need_sync(), "no explorer waits any more"
         assert not explorer.blocking.need_sync()
         explorer.step = 2
         assert explorer.blocking.need_sync()
@@ -96,7 +96,7 @@ def test_the_trainer_stopping_wakes_all_with_the_unchanged_version(
             client.close()
 
 
-def test_directly_a_version_that_reached_nobody_is_not_published(tmp_path: Path) -> None:
+def test_directly_a_version_that_reached_no_explorer_is_not_published(tmp_path: Path) -> None:
     with (
         synchronizer(SyncMethod.NCCL, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
         TrainerClient(where, model_at(0)) as trainer,
@@ -105,12 +105,12 @@ def test_directly_a_version_that_reached_nobody_is_not_published(tmp_path: Path)
         explorer.step = 1
         waiting = Waiting(explorer)
         wait_until(lambda: waits(where, 0))
-        inlet = explorer.blocking._inlet
-        assert inlet is not None
-        inlet.close()  # its link is cut, and it does not know
-        outlet = trainer.blocking._outlet
-        assert outlet is not None
-        wait_until(lambda: not outlet.here())
+        subscriber = explorer.blocking._method.subscriber
+        assert subscriber is not None
+        subscriber.close()  # its link is cut, and it does not know
+        publisher = trainer.blocking._method.publisher
+        assert publisher is not None
+        wait_until(lambda: not publisher.joined())
         said = trainer.blocking.sync_weight()
         assert "explorer 0" in said["reason"]
         assert "not connected" in waiting.result()["reason"]
@@ -123,21 +123,21 @@ def test_directly_a_version_that_reached_nobody_is_not_published(tmp_path: Path)
         assert again.result()["version"] == newest == trainer.blocking.latest_version()
 
 
-def test_directly_what_a_trainer_gave_before_it_died_gets_a_version_of_its_own(tmp_path: Path) -> None:
-    model = model_at(-1)
+def test_directly_weights_sent_before_the_trainer_died_get_a_version_of_their_own(tmp_path: Path) -> None:
+    source, model = model_at(0), model_at(-1)
     with (
         synchronizer(SyncMethod.NCCL, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
-        TrainerClient(where, model_at(0)) as client,
+        TrainerClient(where, source) as client,
         ExplorerClient(where, model) as explorer,
     ):
         explorer.step = 1
         waiting = Waiting(explorer)
         wait_until(lambda: waits(where, 0))
         trainer = client.blocking
-        ids = trainer._ask("meet", step=3, timeout=20.0)["ids"]
-        set_to(trainer._source, 3)
-        (shipment,) = trainer._send(ids)
-        assert not shipment.settle(ids)
+        ids = trainer.ask("meet", step=3, timeout=20.0)["ids"]
+        set_to(source, 3)
+        (transfer,) = trainer._method.send(trainer, ids)
+        assert not transfer.settle(ids)
         client.close()  # it has not told what it sent
         said = waiting.result()
         assert (said["version"], "the trainer stopped" in said["reason"]) == (0, True)
@@ -255,7 +255,7 @@ def test_the_synchronizer_restarts_from_the_last_published_version(
     first.close()
     del first, server
     second, _ = start(port)
-    assert trainer.blocking.latest_version() == before, "from the journal, by a client that found it again"
+    assert trainer.blocking.latest_version() == before, "from the disk, by a client that found it again"
     set_to(source, 2)
     explorer.step, trainer.step = 2, 1
     said = sync_once()
@@ -293,7 +293,7 @@ def test_wall_clocks_that_jump_change_nothing(tmp_path: Path, monkeypatch: pytes
         assert len(thread.seen.syncs) == 4
 
 
-def test_who_has_another_token_is_refused_at_once() -> None:
+def test_a_client_with_another_token_is_refused_at_once() -> None:
     with Synchronizer(SyncMethod.MEMORY) as where:
         server = where.serve()
         start = time.monotonic()
@@ -306,7 +306,7 @@ def test_backends_that_cannot_be_used_are_refused_and_the_trainer_does_not_stay(
     with synchronizer(SyncMethod.NCCL, SyncStyle.FIXED, tmp_path) as where:
         with pytest.raises(ValueError, match="known: 'gloo', 'nccl'"):
             TrainerClient(where, model_at(0), backend="pigeon")
-        assert where.coordinator.desk.status()["trainer"] == "stopped"
+        assert where.service.status()["trainer"] == "stopped"
     with (
         synchronizer(SyncMethod.MEMORY, SyncStyle.FIXED, tmp_path) as where,
         pytest.raises(ValueError, match=r"for SyncMethod\.NCCL"),
@@ -337,12 +337,12 @@ def test_strangers_do_not_disturb(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_call_with_nonsense_is_answered_with_an_error() -> None:
     with Synchronizer(SyncMethod.MEMORY) as where:
-        assert "unknown call" in where.coordinator.call("explode", {})["refused"]
-        assert where.coordinator.call("trainer_needs", {"session": "x", "step": 0}) == {"refused": "unknown"}
+        assert "unknown call" in where.service.call("explode", {})["refused"]
+        assert where.service.call("trainer_needs", {"session": "x", "step": 0}) == {"refused": "unknown"}
 
 
 @pytest.mark.parametrize("bad", [{"source": "no model"}, {"backend": "pigeons"}])
-def test_a_trainer_that_cannot_send_takes_nobodys_place(bad: dict[str, Any]) -> None:
+def test_a_trainer_that_cannot_send_takes_no_place(bad: dict[str, Any]) -> None:
     with Synchronizer(SyncMethod.MEMORY) as where, TrainerClient(where, model_at(0)) as trainer:
         with pytest.raises((ValueError, UnsupportedSourceError)):
             TrainerClient(where, bad.get("source", model_at(1)), backend=bad.get("backend", "gloo"))
@@ -357,13 +357,13 @@ def test_clients_made_at_the_same_time_meet(method: SyncMethod, tmp_path: Path) 
 
 
 def asked_by(count: int, where: Synchronizer) -> list[Any]:
-    """What threads find that ask for the coordinator at the same time."""
+    """Return the services that threads get which ask for one at the same time."""
     found: list[Any] = []
     start = threading.Barrier(count)
 
     def ask() -> None:
         start.wait(10.0)
-        found.append(where.coordinator)
+        found.append(where.service)
 
     threads = [threading.Thread(target=ask) for _ in range(count)]
     for thread in threads:
@@ -386,7 +386,7 @@ def test_a_second_trainer_takes_the_place_of_the_first() -> None:
 
 
 @pytest.mark.parametrize("role", ["trainer", "explorer"])
-def test_who_says_that_it_stopped_stays_so_until_it_asks_again(role: str) -> None:
+def test_a_client_that_said_stopped_stays_so_until_it_asks_again(role: str) -> None:
     with (
         Synchronizer(SyncMethod.MEMORY, lease=1.0) as where,
         TrainerClient(where.serve(), model_at(0)) as trainer,

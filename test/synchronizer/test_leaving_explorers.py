@@ -1,4 +1,4 @@
-"""Explorers that leave at a bad moment, or without a word."""
+"""Explorers that leave at a bad moment, or without a goodbye."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from weight_update import (
     SyncStyle,
     TrainerClient,
 )
-from weight_update.synchronizer.register import Register
-from weight_update.synchronizer.state import Explorer
-from weight_update.synchronizer.transfer import Inlet, Outlet
+from weight_update.synchronizer.sessions import SessionTable
+from weight_update.synchronizer.state import ExplorerState
+from weight_update.synchronizer.transfer import Publisher, Subscriber
 
 REQUIRE_SYNC = RunningStatus.REQUIRE_SYNC
 
@@ -54,7 +54,7 @@ def test_directly_a_version_that_its_only_explorer_did_not_live_to_take_is_not_p
             Waiting(explorer)
             wait_until(trainer.blocking.need_sync)
             thread, said = in_thread(trainer.blocking.sync_weight)
-            wait_until(lambda: where.coordinator.desk.machine.transfer)
+            wait_until(lambda: where.service.machine.transfer)
             time.sleep(0.2)
             explorer.close()
         thread.join(20.0)
@@ -67,47 +67,48 @@ def test_one_that_leaves_between_the_look_and_the_sending_fails_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     models = [model_at(-1), model_at(-1)]
-    outlet = Outlet(model_at(4), None, "tensordict", 20.0)
-    inlets = [Inlet(outlet.ticket, id, model, "tensordict", 20.0) for id, model in enumerate(models)]
-    for inlet in inlets:
-        assert inlet.join(20.0) is None
-    look = outlet.here
+    publisher = Publisher(model_at(4), None, "tensordict", 20.0)
+    subscribers = [
+        Subscriber(publisher.endpoint, id, model, "tensordict", 20.0) for id, model in enumerate(models)
+    ]
+    for subscriber in subscribers:
+        assert subscriber.join(20.0) is None
+    look = publisher.joined
 
     def look_and_lose_one() -> list[int]:
-        monkeypatch.setattr(outlet, "here", look)
+        monkeypatch.setattr(publisher, "joined", look)
         found = look()
-        inlets[1].close()
+        subscribers[1].close()
         wait_until(lambda: 1 not in look())
         return found
 
-    monkeypatch.setattr(outlet, "here", look_and_lose_one)
+    monkeypatch.setattr(publisher, "joined", look_and_lose_one)
     try:
-        failures = outlet.send([0, 1]).settle([0, 1])
+        failures = publisher.send([0, 1]).settle([0, 1])
     finally:
-        inlets[0].close()
-        outlet.close()
+        subscribers[0].close()
+        publisher.close()
     assert list(failures) == [1]
     assert "not connected" in failures[1]
 
 
-def test_what_the_background_did_not_get_was_published_all_the_same(tmp_path: Path) -> None:
+def test_a_version_is_published_even_if_the_background_did_not_get_it(tmp_path: Path) -> None:
     source = model_at(0)
     with (
         synchronizer(SyncMethod.MEMORY, SyncStyle.FULLY_ASYNC, tmp_path) as where,
         TrainerClient(where, source) as trainer,
     ):
         trainer.blocking.sync_weight()
-        memory = where._memory
-        assert memory is not None
-        assert memory._outlet is not None
-        memory._outlet.close()  # nothing can be spread any more
+        publisher = where.service.cache._publisher
+        assert publisher is not None
+        publisher.close()  # nothing can be spread any more
         trainer.step = 1
         said = trainer.blocking.sync_weight()
         assert "reason" not in said
         assert said["version"] == trainer.blocking.latest_version() == 1
 
 
-def test_directly_what_is_on_its_way_to_others_is_no_failure(tmp_path: Path) -> None:
+def test_directly_an_update_on_its_way_to_others_is_no_failure(tmp_path: Path) -> None:
     source, models = model_at(0), [model_at(-1), model_at(-1)]
     with (
         synchronizer(SyncMethod.NCCL, SyncStyle.FULLY_ASYNC, tmp_path) as where,
@@ -126,11 +127,11 @@ def test_directly_what_is_on_its_way_to_others_is_no_failure(tmp_path: Path) -> 
                 trainer.blocking.sync_weight()
             again = Waiting(cut)
             wait_until(lambda: status()["explorers"][0] is REQUIRE_SYNC)
-            inlet, outlet = cut.blocking._inlet, trainer.blocking._outlet
-            assert inlet is not None
-            assert outlet is not None
-            inlet.close()
-            wait_until(lambda: 0 not in outlet.here())
+            subscriber, publisher = cut.blocking._method.subscriber, trainer.blocking._method.publisher
+            assert subscriber is not None
+            assert publisher is not None
+            subscriber.close()
+            wait_until(lambda: 0 not in publisher.joined())
             trainer.step = 4
             set_to(source, 4)
             said = trainer.blocking.sync_weight()
@@ -139,7 +140,7 @@ def test_directly_what_is_on_its_way_to_others_is_no_failure(tmp_path: Path) -> 
         wait_until(lambda: step_of(models[1]) == 4)
 
 
-def test_one_whose_thread_ended_without_a_word_is_missed_and_may_come_back(tmp_path: Path) -> None:
+def test_a_client_whose_thread_ended_without_close_is_missed_and_may_come_back(tmp_path: Path) -> None:
     with (
         synchronizer(SyncMethod.NCCL, SyncStyle.TRAINER_DRIVEN, tmp_path, lease=0.4) as where,
         TrainerClient(where, model_at(0)) as trainer,
@@ -163,35 +164,35 @@ def test_one_whose_thread_ended_without_a_word_is_missed_and_may_come_back(tmp_p
 
 def test_a_client_that_is_dropped_is_missed() -> None:
     with Synchronizer(SyncMethod.MEMORY, lease=0.4) as where:
-        desk = where.coordinator.desk
+        service = where.service
         client = ExplorerClient(where, model_at(-1))
         del client
-        wait_until(lambda: not desk.status()["explorers"])
+        wait_until(lambda: not service.status()["explorers"])
 
 
-def test_a_process_that_could_hear_nobody_gives_all_a_new_lease() -> None:
-    moved, missed = threading.Condition(threading.RLock()), list[float]()
-    register = Register(moved, 0.5, lambda session, why: missed.append(time.monotonic()))
-    with moved:
-        register.add("one", Explorer(0), leased=True)
+def test_a_process_that_was_stopped_renews_all_leases() -> None:
+    changed, missed = threading.Condition(threading.RLock()), list[float]()
+    table = SessionTable(changed, 0.5, lambda session, why: missed.append(time.monotonic()))
+    with changed:
+        table.add("one", ExplorerState(0), leased=True)
     time.sleep(0.1)
-    with moved:
+    with changed:
         time.sleep(1.0)  # as if it had been stopped
         going_on = time.monotonic()
     wait_until(lambda: missed)
-    with moved:
-        register.closed = True
-        moved.notify_all()
+    with changed:
+        table.closed = True
+        changed.notify_all()
     assert missed[0] - going_on > 0.4
 
 
 def test_an_explorer_is_named_by_its_own_id() -> None:
     """The error of an explorer whose model does not fit names that explorer, not a worker beside it."""
-    outlet = Outlet(nn.Linear(2, 2), None, "state_dict", 10.0)
-    inlet = Inlet(outlet.ticket, 0, nn.Linear(3, 3), "state_dict", 10.0)
+    publisher = Publisher(nn.Linear(2, 2), None, "state_dict", 10.0)
+    subscriber = Subscriber(publisher.endpoint, 0, nn.Linear(3, 3), "state_dict", 10.0)
     try:
         with pytest.raises(SchemaMismatchError, match="worker 0 does not have the same weights"):
-            inlet.join(10.0)
+            subscriber.join(10.0)
     finally:
-        inlet.close()
-        outlet.close()
+        subscriber.close()
+        publisher.close()

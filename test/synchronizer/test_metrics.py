@@ -1,4 +1,4 @@
-"""What clients say: metrics for a logger, and states that equal the strings of the manual."""
+"""Metrics for a logger, and states that equal the strings of the manual."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_metrics_are_numbers_in_a_namespace_of_their_own(method: SyncMethod, tmp
         explorer.step, trainer.step = 4, 4
         set_to(source, 4)
         waiting = Waiting(explorer)
-        wait_until(lambda: where.coordinator.desk.status()["explorers"] == {"0": "require_sync"})
+        wait_until(lambda: where.service.status()["explorers"] == {"0": "require_sync"})
         said = [trainer.blocking.sync_weight(), waiting.result()]
         for metrics in said:
             logged: dict[str, float] = {"loss": 0.5}

@@ -23,7 +23,7 @@ COMING = 100.0
 
 
 class ExplorerProcess:
-    """An explorer, and what it tells."""
+    """An explorer in a process, and its reports."""
 
     def __init__(self, server: Any, id: int, steps: int, **options: Any) -> None:
         self._told, theirs = FORKSERVER.Pipe(duplex=False)
@@ -38,7 +38,7 @@ class ExplorerProcess:
         self.told.append(self._told.recv())
 
     def drain(self) -> bool:
-        """Read what it told; whether it is done."""
+        """Read a report; return whether the explorer is done."""
         connection: Connection = self._told
         while connection.poll(0):
             try:

@@ -1,4 +1,4 @@
-"""A synchronizer that is a Ray actor; test_ray.py, which has a Ray already, has a short test of one."""
+"""A synchronizer in a Ray actor. A short test is in test_ray.py, which has started Ray already."""
 
 from __future__ import annotations
 

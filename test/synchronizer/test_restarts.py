@@ -24,8 +24,9 @@ from weight_update import (
     TrainerClient,
     TransportError,
 )
+from weight_update.synchronizer import CheckpointStore
+from weight_update.synchronizer.direct import DirectService
 from weight_update.synchronizer.plan import SyncPlan
-from weight_update.synchronizer.service import Coordinator
 
 EVERY = list(SyncMethod)
 
@@ -38,10 +39,12 @@ def test_in_fixed_a_trainer_that_is_made_anew_goes_on_at_the_step_of_the_newest_
         return Synchronizer(method, SyncStyle.FIXED, sync_interval=10, directory=tmp_path)
 
     with start() as where, TrainerClient(where, model_at(0), step=20):
-        desk = where.coordinator.desk
-        with desk.moved:
-            desk.publish(3, 20)
-        where.coordinator.call("status", {})
+        if method is SyncMethod.CHECKPOINT:
+            CheckpointStore(tmp_path).publish(3, model_at(0).state_dict(), step=20)
+        service = where.service
+        with service.changed:
+            service.publish(3, 20)
+        service.call("status", {})
     with start() as where:
         with TrainerClient(where, model_at(0)) as trainer:
             assert trainer.step == 20
@@ -79,28 +82,28 @@ def test_directly_an_explorer_that_waits_for_a_trainer_is_told_of_the_end(
     with Synchronizer(SyncMethod.NCCL) as where, ExplorerClient(where, model_at(-1)) as explorer:
         explorer.step = 1
         waiting = Waiting(explorer)
-        moved = where.coordinator.desk.moved
-        wait_until(lambda: moved._waiters)
+        changed = where.service.changed
+        wait_until(lambda: changed._waiters)
         where.close()
         assert "was closed" in waiting.result()["reason"]
     assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
 
 
 def test_directly_a_trainer_that_was_replaced_begins_no_transfer() -> None:
-    where = Coordinator(SyncPlan(SyncMethod.NCCL, SyncStyle.TRAINER_DRIVEN))
+    where = DirectService(SyncPlan(SyncMethod.NCCL, SyncStyle.TRAINER_DRIVEN))
     ticket = {"token": "t", "address": "127.0.0.1", "port": 0, "shared": False}
     where.call("hello", {"session": "old", "role": "trainer", "ticket": ticket})
     for id in range(2):
         where.call("hello", {"session": str(id), "role": "explorer"})
-    machine, moved = where.desk.machine, where.desk.moved
-    with moved:
+    machine, changed = where.machine, where.changed
+    with changed:
         machine.explorer_requires(0)
     said: list[dict[str, Any]] = []
     args = {"session": "old", "step": 0, "timeout": 20.0}
     meeting = threading.Thread(target=lambda: said.append(where.call("meet", args)), daemon=True)
     meeting.start()
     wait_until(lambda: machine.trainer is not None and machine.trainer.status is RunningStatus.REQUIRE_SYNC)
-    with moved:  # the new one is faster than the thread of the old one
+    with changed:  # the new one is faster than the thread of the old one
         where.call("hello", {"session": "new", "role": "trainer", "ticket": ticket})
         machine.explorer_requires(0)
         machine.trainer_requires()
@@ -124,9 +127,9 @@ def test_a_client_that_cannot_introduce_itself_says_so(answer: str) -> None:
         Synchronizer(SyncMethod.MEMORY) as where,
         ExplorerClient(where, model_at(-1), timeout=0.5) as explorer,
     ):
-        coordinator = where.coordinator
-        coordinator.gone(explorer.blocking._session)
-        coordinator._calls["hello"] = hello
+        service = where.service
+        service.gone(explorer.blocking._session)
+        service._calls["hello"] = hello
         raised: list[Exception] = []
 
         def ask() -> None:
@@ -138,7 +141,7 @@ def test_a_client_that_cannot_introduce_itself_says_so(answer: str) -> None:
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
         asking.join(5.0)
-        explorer.blocking._closed.set()
+        explorer.blocking.closed.set()
         assert raised
         assert ("no room" if answer == "fails" else "forgets") in str(raised[0])
         assert len(calls) < 20
@@ -161,7 +164,7 @@ def test_a_call_that_is_cancelled_after_close_is_cancelled() -> None:
         asyncio.run(cancel(where))
 
 
-def test_a_slow_disk_under_the_journal_stops_no_other_call(
+def test_a_slow_disk_under_the_version_file_stops_no_other_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stuck, go_on = threading.Event(), threading.Event()
@@ -190,16 +193,29 @@ def test_a_slow_disk_under_the_journal_stops_no_other_call(
         assert in_time
     monkeypatch.undo()
     with Synchronizer(SyncMethod.MEMORY, directory=tmp_path) as where:
-        assert where.coordinator.desk.machine.newest == 0
+        assert where.service.machine.newest == 0
 
 
-def test_a_fifo_in_place_of_the_journal_is_ignored(tmp_path: Path) -> None:
+def test_with_checkpoints_the_manifests_tell_where_to_go_on(tmp_path: Path) -> None:
+    for version in (3, 4):
+        CheckpointStore(tmp_path).publish(version, model_at(version).state_dict(), step=10 * version)
+    (tmp_path / "000000000004.json").write_text("broken")
+    with (
+        Synchronizer(SyncMethod.CHECKPOINT, directory=tmp_path) as where,
+        TrainerClient(where, model_at(5)) as trainer,
+    ):
+        assert (trainer.version, trainer.step) == (3, 30)
+        assert trainer.blocking.sync_weight()["version"] == 5, "an explorer may have version 4"
+    assert not (tmp_path / "synchronizer.json").exists()
+
+
+def test_a_fifo_in_place_of_the_version_file_is_ignored(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "synchronizer.json")
     made: list[int | None] = []
 
     def start() -> None:
         with Synchronizer(SyncMethod.MEMORY, directory=tmp_path) as where:
-            made.append(where.coordinator.desk.machine.newest)
+            made.append(where.service.machine.newest)
 
     starting = threading.Thread(target=start, daemon=True)
     starting.start()

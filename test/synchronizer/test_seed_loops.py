@@ -28,7 +28,7 @@ class Monitor:
 
 
 class Trainer(TrainerClient):
-    """The loop, and stand-ins."""
+    """The loop of the seed, with stand-ins for the rest."""
 
     def __init__(self, where: Any, samples: asyncio.Queue[int], total_steps: int) -> None:
         self.model = model_at(0)
@@ -92,7 +92,7 @@ class Trainer(TrainerClient):
 
 
 class Explorer(ExplorerClient):
-    """The loop, and stand-ins."""
+    """The loop of the seed, with stand-ins for the rest."""
 
     def __init__(self, where: Any, samples: asyncio.Queue[int], steps: int) -> None:
         self.model = model_at(-1)

@@ -1,1 +1,1 @@
-"""Versions of weights in a directory, written so that a crash leaves whole versions only."""
+"""Versions of weights in a directory. A crash leaves complete versions only."""

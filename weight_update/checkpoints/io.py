@@ -1,35 +1,56 @@
-"""Files that are there whole or not at all, also after a crash or a power cut."""
+"""Files that are there completely or not at all, also after a crash or a power cut.
+
+Large files are written and digested in one pass, by several threads.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from weight_update.encodings.patch.threads import in_threads, threads_for
 from weight_update.errors import NotEnoughSpaceError
 
-__all__ = ["PART", "Remover", "naming_free_space", "open_regular", "read_regular", "write_beside"]
+__all__ = [
+    "DIGEST",
+    "PART",
+    "Remover",
+    "digest",
+    "naming_free_space",
+    "open_regular",
+    "read_regular",
+    "write",
+    "write_beside",
+]
 
 PART = ".part"
-"""Ending of files that are being written."""
+"""Suffix of files that are being written."""
+
+DIGEST = "sha256/4MiB"
+"""Name of the digest: SHA-256 of the SHA-256 of each 4 MiB. Processors have instructions for it."""
+
+_PIECE = 4 << 20
+_MOST_THREADS = 8  # more do not make a disk faster
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
 class Remover:
-    """Removal of files, one by one: what cannot be removed is logged once, and does not stop the others."""
+    """A remover of files that goes on after errors. It logs a file that cannot be removed once."""
 
     def __init__(self) -> None:
         self._failed: set[str] = set()
 
     def remove(self, path: Path) -> bool:
-        """Remove a file; return whether it is gone."""
+        """Remove a file and return whether it is gone."""
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
@@ -42,13 +63,10 @@ class Remover:
 
 
 def open_regular(path: Path) -> int:
-    """Open a file for reading, and never wait: a FIFO of that name is an error.
-
-    Returns:
-        the file descriptor.
+    """Open a file for reading and return its descriptor. Never wait: a FIFO of that name is an error.
 
     Raises:
-        OSError: it cannot be opened, or is not a regular file.
+        OSError: the file cannot be opened, or is not a regular file.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -58,7 +76,7 @@ def open_regular(path: Path) -> int:
 
 
 def read_regular(path: Path) -> bytes:
-    """Return the contents of a file; see :func:`open_regular`."""
+    """Return the contents of a regular file; see :func:`open_regular`."""
     with open(open_regular(path), "rb") as file:
         return file.read()
 
@@ -67,14 +85,17 @@ def write_beside(part: Path, path: Path, write: Callable[[int], _T]) -> _T:
     """Write to ``part``, wait until the disk has it, and rename it to ``path`` in the same directory.
 
     Args:
-        part: removed again if anything fails.
-        path: replaced if it exists.
-        write: gets the file descriptor.
+        part: path of the file while it is being written; removed again if anything fails.
+        path: final path; an existing file is replaced.
+        write: function that writes to a file descriptor.
+
+    Returns:
+        the result of ``write``.
 
     Raises:
-        OSError: it could not be written.
+        OSError: the file could not be written.
     """
-    mode = stat.S_IMODE(path.parent.stat().st_mode) & 0o666  # for nobody who may not read the directory
+    mode = stat.S_IMODE(path.parent.stat().st_mode) & 0o666  # only for users who may read the directory
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
         try:
@@ -100,10 +121,14 @@ def _sync_directory(directory: Path) -> None:
 
 @contextlib.contextmanager
 def naming_free_space(directory: Path, needed: int) -> Iterator[None]:
-    """Say how much is free and needed (in bytes) where the disk, or a quota, is full.
+    """Translate errors of a full disk or quota, inside the block, into one that says how much is needed.
+
+    Args:
+        directory: directory on that disk.
+        needed: number of bytes.
 
     Raises:
-        NotEnoughSpaceError: instead of the operating system's error.
+        NotEnoughSpaceError: the disk or a quota is full.
     """
     try:
         yield
@@ -119,3 +144,68 @@ def naming_free_space(directory: Path, needed: int) -> Iterator[None]:
             "free some space, keep fewer versions, or use another directory"
         )
         raise NotEnoughSpaceError(error.errno, message, str(directory)) from None
+
+
+def write(fd: int, parts: Sequence[memoryview]) -> tuple[int, str]:
+    """Write ``parts``, one after the other, to the beginning of a file.
+
+    Args:
+        fd: file descriptor, open for writing.
+        parts: contents, each part 1-D bytes.
+
+    Returns:
+        the number of bytes and their digest.
+
+    Raises:
+        OSError: as ``os.pwrite``.
+    """
+    nbytes = sum(len(part) for part in parts)
+
+    def put(piece: tuple[int, list[memoryview]]) -> bytes:
+        place, views = piece
+        data = views[0] if len(views) == 1 else memoryview(b"".join(views))
+        _write_all(fd, data, place)
+        return hashlib.sha256(data).digest()
+
+    return nbytes, _joined(in_threads(put, list(_cut(parts)), _threads(nbytes)))
+
+
+def digest(fd: int, nbytes: int) -> str:
+    """Return the digest of the first ``nbytes`` bytes of a file.
+
+    Raises:
+        OSError: the file cannot be read. A mapping would end the process instead.
+    """
+
+    def get(place: int) -> bytes:
+        return hashlib.sha256(os.pread(fd, min(_PIECE, nbytes - place), place)).digest()
+
+    return _joined(in_threads(get, range(0, nbytes, _PIECE), _threads(nbytes)))
+
+
+def _threads(nbytes: int) -> int:
+    return min(threads_for(nbytes), _MOST_THREADS)
+
+
+def _joined(digests: Sequence[bytes]) -> str:
+    return f"{DIGEST}:{hashlib.sha256(b''.join(digests)).hexdigest()}"
+
+
+def _write_all(fd: int, data: memoryview, place: int) -> None:
+    while len(data):
+        done = os.pwrite(fd, data, place)
+        data, place = data[done:], place + done
+
+
+def _cut(parts: Sequence[memoryview]) -> Iterator[tuple[int, list[memoryview]]]:
+    """Yield pieces of 4 MiB, the last one shorter: the offset in the file, and views of the bytes."""
+    place, views, room = 0, list[memoryview](), _PIECE
+    for part in parts:
+        while len(part):
+            views.append(part[:room])
+            part, room = part[room:], room - len(views[-1])
+            if not room:
+                yield place, views
+                place, views, room = place + _PIECE, [], _PIECE
+    if views:
+        yield place, views

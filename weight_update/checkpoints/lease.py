@@ -1,8 +1,9 @@
-"""Who uses which file, among all processes and machines that share a directory.
+"""Leases: signs that a file is in use, for all processes and machines that share a directory.
 
-Whoever reads or writes a file puts a lease beside it: an empty file whose time of change a thread renews. Who
-wants to remove the file watches that time: while it changes, the lease is alive. Times are only compared with
-themselves, and periods measured on the watcher's own monotonic clock, so clocks may differ and jump.
+A reader or writer of a file puts a lease beside it: an empty file whose modification time a thread renews. A
+process that wants to remove the file watches that time. While it changes, the lease is alive. Times are only
+compared with themselves, and periods are measured on the watcher's own monotonic clock, so clocks may differ
+and jump.
 
 File locks would do on one machine. Across machines several file systems keep them local without saying so,
 and there a version would vanish under its readers.
@@ -20,25 +21,25 @@ from pathlib import Path
 
 from weight_update.checkpoints.io import Remover, open_regular
 
-__all__ = ["LEASE", "Lease", "Leases"]
+__all__ = ["LEASE", "Lease", "LeaseMonitor"]
 
 LEASE = ".lease"
-"""Ending of leases."""
+"""Suffix of leases."""
 
-_RENEWALS = 6  # in the time after which a lease counts as dead
+_RENEWALS = 6  # within the time after which a lease counts as dead
 _log = logging.getLogger(__name__)
 
 
 class Lease:
-    """One use of a file, from construction to :meth:`end`; a process that dies lets it lapse.
+    """One use of a file, from construction to :meth:`end`. It lapses when the process dies.
 
     Args:
-        directory: where the file is.
-        stem: name of the file, without endings.
-        silence: seconds without renewal after which others take it for dead.
+        directory: directory of the file.
+        stem: name of the file, without suffixes.
+        silence: seconds without renewal after which others take the lease for dead.
 
     Raises:
-        OSError: the directory cannot be written.
+        OSError: the directory is not writable.
     """
 
     def __init__(self, directory: Path, stem: str, silence: float) -> None:
@@ -50,34 +51,34 @@ class Lease:
         ).start()
 
     def end(self) -> None:
-        """The file is no longer used here. May be called again; does nothing in a forked process."""
+        """End the use of the file. It may be called again, and does nothing in a forked process."""
         if os.getpid() == self._pid and not self._ended.is_set():
             self._ended.set()
             try:
                 self._path.unlink(missing_ok=True)
-            except OSError as error:  # it lapses by itself
+            except OSError as error:  # the lease lapses by itself
                 _log.warning("the lease %s could not be removed: %s", self._path, error)
 
 
 def _renew(path: Path, ended: threading.Event, pause: float) -> None:
     while not ended.wait(pause):
         try:
-            os.utime(path)  # the file server's time where there is one
+            os.utime(path)  # the time of the file server, if there is one
         except FileNotFoundError:
             if not ended.is_set():
-                _log.warning("the lease %s was taken for dead; what it held may be removed", path)
+                _log.warning("the lease %s was taken for dead; its file may be removed", path)
             return
         except OSError as error:  # a server that is away for a moment
             _log.debug("the lease %s was not renewed: %s", path, error)
 
 
-class Leases:
-    """The leases in a directory, as one who removes files sees them.
+class LeaseMonitor:
+    """A monitor of the leases in a directory, for a process that removes files.
 
     Args:
-        directory: where they are.
+        directory: directory of the leases.
         silence: seconds during which a lease may stay the same before it counts as dead.
-        remover: removes dead leases.
+        remover: remover of dead leases.
     """
 
     def __init__(self, directory: Path, silence: float, remover: Remover) -> None:
@@ -85,7 +86,7 @@ class Leases:
         self._seen: dict[str, tuple[int, float]] = {}
 
     def in_use(self) -> set[str]:
-        """Stems of the files that somebody uses. Dead leases are removed."""
+        """Return the stems of the files that are in use, and remove dead leases."""
         now = time.monotonic()
         alive, lapsed = dict[str, tuple[int, float]](), dict[str, tuple[int, float]]()
         for name in os.listdir(self._directory):
@@ -118,11 +119,11 @@ class Leases:
 
 
 def _renewed_unread(path: Path) -> int | None:
-    """Return the time of change of a file that cannot be opened, such as another user's lease.
+    """Return the modification time of a file that cannot be opened, such as another user's lease.
 
     Returns:
-        None for what is no regular file, and so no lease; -1 where nothing can be learnt, so that the lease
-        lapses if that stays so.
+        None for a file that is not regular, and so no lease; -1 if the time cannot be found out, so that the
+        lease lapses if that stays so.
     """
     try:
         found = path.stat()

@@ -1,11 +1,11 @@
-"""What there is in a directory of checkpoints.
+"""Manifests: descriptions of the versions in a directory of checkpoints.
 
 ::
 
     000000000012-<32 hex digits>.safetensors       the tensors of version 12
-    000000000012.json                              its manifest: written last, version 12 exists with it
-    000000000012-<32 hex digits>.<more>.lease      somebody reads or writes it
-    *.part                                         being written
+    000000000012.json                              its manifest; written last, it makes version 12 exist
+    000000000012-<32 hex digits>.<more>.lease      a sign that version 12 is being read or written
+    *.part                                         a file that is being written
 
 All other files are left alone.
 """
@@ -24,7 +24,7 @@ from typing import Any
 from weight_update.checkpoints.io import read_regular
 from weight_update.errors import CorruptCheckpointError
 
-__all__ = ["Catalogue", "Manifest", "check_version"]
+__all__ = ["Manifest", "ManifestIndex", "check_version"]
 
 _FORMAT = "weight_update.checkpoint/1"
 _DIGITS = 12
@@ -39,11 +39,11 @@ class Manifest:
     """The description of one complete version.
 
     Attributes:
-        version: its number.
-        step: the trainer step that it was made at.
+        version: number of the version.
+        step: trainer step at which it was made.
         stem: name of its data file without ``.safetensors``.
-        nbytes: size of that file.
-        digest: of that file.
+        nbytes: size of the data file in bytes.
+        digest: digest of the data file.
         tensors: dtype and shape by name, e.g. ``"float32[2, 3]"``.
     """
 
@@ -60,16 +60,16 @@ class Manifest:
         return f"{self.stem}.safetensors"
 
     def encode(self) -> bytes:
-        """The manifest as JSON, with a checksum of its own."""
+        """Return the manifest as JSON, with a checksum of its own."""
         fields = asdict(self)
         return json.dumps({"format": _FORMAT, "sha256": _checksum(fields), "manifest": fields}).encode()
 
     @classmethod
     def decode(cls, raw: bytes) -> Manifest:
-        """Read what :meth:`encode` wrote.
+        """Return the manifest that :meth:`encode` wrote.
 
         Raises:
-            CorruptCheckpointError: it is something else.
+            CorruptCheckpointError: ``raw`` is something else.
         """
         try:
             found = json.loads(raw)
@@ -90,36 +90,36 @@ def _checksum(fields: Any) -> str:
 def check_version(version: int) -> None:
     """Raise ValueError where ``version`` cannot be part of a file name."""
     if not 0 <= version < 10**_DIGITS:
-        raise ValueError(f"a version is a number from 0 to 10**{_DIGITS} - 1, not {version}")
+        raise ValueError(f"a version must be a number from 0 to 10**{_DIGITS} - 1, not {version}")
 
 
-class Catalogue:
-    """Manifests of a directory. Remembers which are broken, and does not look at them until they change."""
+class ManifestIndex:
+    """The manifests of a directory. Broken ones are remembered, and skipped until their files change."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._broken: dict[int, object] = {}
 
     def path(self, version: int) -> Path:
-        """Of the manifest."""
+        """Return the path of a manifest."""
         return self.directory / f"{version:0{_DIGITS}}.json"
 
     def versions(self) -> list[int]:
-        """All numbers that have a manifest, broken or not; the newest first."""
+        """Return all numbers that have a manifest, broken or not, in descending order."""
         matches = (_MANIFEST.fullmatch(path.name) for path in self.directory.iterdir())
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
     def data_files(self) -> list[tuple[int, str, Path]]:
-        """Version, stem and path of all files with tensors, and of all files that are being written."""
+        """Return version, stem and path of all data files, and of all files that are being written."""
         pairs = [(_DATA.fullmatch(path.name), path) for path in self.directory.iterdir()]
         return [(int(match[2]), match[1], path) for match, path in pairs if match]
 
     def load(self, version: int) -> Manifest:
-        """Read a manifest, and look at the size of the data.
+        """Read a manifest and check the size of the data file.
 
         Raises:
             FileNotFoundError: there is no such version.
-            CorruptCheckpointError: the manifest is broken, or does not fit the data.
+            CorruptCheckpointError: the manifest is broken, or does not fit the data file.
         """
         path = self.path(version)
         raw = read_regular(path)
@@ -139,7 +139,7 @@ class Catalogue:
         return manifest
 
     def good(self, version: int) -> Manifest | None:
-        """The manifest of a version, or None where it is missing or known to be broken; warns once."""
+        """Return the manifest of a version; None if it is missing or broken, which is warned about once."""
         if version in self._broken and self._broken[version] == self._marks(version):
             return None
         try:
@@ -151,7 +151,7 @@ class Catalogue:
             return None
 
     def distrust(self, version: int, why: Exception) -> None:
-        """Version is broken until its files change."""
+        """Take a version for broken until its files change."""
         _log.warning("checkpoint %d in %s is skipped: %s", version, self.directory, why)
         self._broken[version] = self._marks(version)
 

@@ -1,18 +1,20 @@
 """Named tensors as one file in the safetensors format.
 
-Written from the description in the README of https://github.com/huggingface/safetensors; its library reads
-our files and we read its files. Nothing is pickled::
+The code follows the description in the README of https://github.com/huggingface/safetensors. That library
+reads our files, and this module reads its files. Nothing is pickled::
 
     offset  size  field
     0       8     N, length of the header
     8       N     JSON {name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ...}, spaces
     8 + N         data, each tensor row by row; offsets count from here; no holes
 
-All integers are little endian. What the format lacks stands in its ``"__metadata__"``, as JSON:
-``"weight_update.tied"`` maps the other names of a tensor to the name that has its data,
-``"weight_update.dtypes"`` gives the dtypes that the format does not know (complex32, complex128), which are
-written as bytes, with a last dimension for those of one element, and ``"weight_update.extra"`` has the extra
-state of modules by name, as :mod:`weight_update.wire.extra_state` writes it.
+All integers are little endian. The ``"__metadata__"`` of the format holds, as JSON, what the format lacks:
+
+- ``"weight_update.tied"`` maps the other names of a tensor to the name that has its data.
+- ``"weight_update.dtypes"`` gives the dtypes that the format does not know (complex32, complex128). Such
+  tensors are written as bytes, with one more dimension for the bytes of an element.
+- ``"weight_update.extra"`` has the extra state of modules by name, as :mod:`weight_update.wire.extra_state`
+  writes it.
 """
 
 from __future__ import annotations
@@ -57,11 +59,11 @@ _DTYPES = {code: DTYPES[name] for name, code in _CODES.items() if name in DTYPES
 _METADATA = "__metadata__"
 _TIED, _OTHERS, _EXTRA = "weight_update.tied", "weight_update.dtypes", "weight_update.extra"
 _ALIGNMENT = 64
-_MAX_HEADER_BYTES = 100_000_000  # as the library of the format has it
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 
 def pack(weights: Mapping[str, Any]) -> tuple[WeightSchema, list[memoryview]]:
-    """What to write for ``weights``: a description of the tensors, and the contents of the file in order.
+    """Return a description of the tensors, and the contents of the file in order.
 
     Contiguous CPU tensors are not copied, all others are.
 
@@ -70,14 +72,14 @@ def pack(weights: Mapping[str, Any]) -> tuple[WeightSchema, list[memoryview]]:
 
     Raises:
         UnsupportedSourceError: a tensor is sparse, quantized or of an unknown dtype; or extra state holds
-            what cannot be written, or too much of it.
-        ValueError: a tensor has the name that the format keeps for itself.
+            values that cannot be written, or too many of them.
+        ValueError: a tensor has the name that the format reserves.
     """
     if _METADATA in weights:
         raise ValueError(f"no tensor can be called {_METADATA!r} in a safetensors file")
     named = from_items(iter(weights.items()))
     tensors, schema = named.tensors, WeightSchema.of(named.tensors)
-    # The widest first: without holes, each then begins at a multiple of its element size.
+    # The widest dtypes first: without holes, each tensor then begins at a multiple of its element size.
     stored = sorted((schema.tensors[i] for i in schema.distinct), key=lambda meta: -meta.dtype.itemsize)
     header = _header(schema, stored, {name: encode_extra(value) for name, value in named.extra.items()})
     return schema, [memoryview(header), *(_bytes_of(tensors[meta.name]) for meta in stored)]
@@ -116,13 +118,15 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def unpack(flat: torch.Tensor) -> dict[str, Any]:
-    """The tensors in a file, views of ``flat`` where the alignment allows it, and extra state, by name.
+    """Return the tensors and the extra state of a file, by name.
+
+    Tensors are views of ``flat`` where the alignment allows it.
 
     Args:
-        flat: the file, 1-D uint8 on the CPU, beginning at a multiple of 64 bytes in memory.
+        flat: contents of the file, 1-D uint8 on the CPU, at a multiple of 64 bytes in memory.
 
     Raises:
-        CorruptCheckpointError: it is not a file of this format.
+        CorruptCheckpointError: the contents are not of this format.
     """
     try:
         return _unpack(flat)
@@ -148,7 +152,7 @@ def _unpack(flat: torch.Tensor) -> dict[str, Any]:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name stands twice")
+        raise ValueError("a name occurs twice")
     return found
 
 
@@ -156,7 +160,7 @@ def _check_no_holes(places: list[list[int]], nbytes: int) -> None:
     end = 0
     for first, last in sorted(places):
         if first != end or last < first:
-            raise ValueError(f"a tensor at {first}..{last} where {end} is the next byte")
+            raise ValueError(f"a tensor occupies {first}..{last}, but the next byte is {end}")
         end = last
     if end != nbytes:
         raise ValueError(f"tensors of {end} bytes in {nbytes} bytes of data")
@@ -169,6 +173,6 @@ def _tensor(data: torch.Tensor, row: Mapping[str, Any], other: str | None) -> to
     if math.prod(shape) * dtype.itemsize != last - first or any(size < 0 for size in shape):
         raise ValueError(f"{last - first} bytes for {dtype} of shape {shape}")
     piece = data[first:last]
-    if piece.data_ptr() % dtype.itemsize:  # written by somebody who did not sort them
+    if piece.data_ptr() % dtype.itemsize:  # another program did not sort them
         piece = piece.clone()
     return piece.view(dtype).view(shape)

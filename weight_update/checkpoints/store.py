@@ -1,8 +1,9 @@
-"""CHECKPOINT: versions of weights as files in a directory that trainer and explorers share."""
+"""Versions of weights as files in a directory that a trainer and its explorers share."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
 import threading
@@ -15,78 +16,88 @@ from typing import Any
 
 import torch
 
-from weight_update.checkpoints.io import PART, naming_free_space, open_regular, write_beside
-from weight_update.checkpoints.lease import Lease
-from weight_update.checkpoints.manifest import Catalogue, Manifest, check_version
-from weight_update.checkpoints.pieces import digest, write
+from weight_update.checkpoints.io import (
+    PART,
+    Remover,
+    digest,
+    naming_free_space,
+    open_regular,
+    write,
+    write_beside,
+)
+from weight_update.checkpoints.lease import Lease, LeaseMonitor
+from weight_update.checkpoints.manifest import Manifest, ManifestIndex, check_version
 from weight_update.checkpoints.safetensors import pack, unpack
-from weight_update.checkpoints.sweeper import Sweeper
 from weight_update.errors import CorruptCheckpointError
 from weight_update.wire.schema import dtype_name
 
-__all__ = ["CheckpointStore", "CorruptCheckpointError", "Manifest"]
+__all__ = ["CheckpointStore", "CorruptCheckpointError", "GarbageCollector", "Manifest"]
+
+_log = logging.getLogger(__name__)
 
 _FIRST_PAUSE, _LONGEST_PAUSE, _GROWTH = 0.05, 1.0, 1.5
 
 
 class CheckpointStore:
-    """Numbered versions of named weights in a directory; one writes, any number read.
+    """Numbered versions of named weights in a directory, for one writer and any number of readers.
 
-    Files are in the safetensors format. A version is there when its manifest is, which is written last;
-    whatever is killed when, only complete versions can be seen. Versions are removed when ``keep`` newer ones
-    are complete and nobody reads them; readers and the writer may be on different machines. All of them write
-    to the directory (readers: leases). On NFS a new version is seen as late as the client's attribute cache
-    has it (mount option ``acdirmax``, 60 s unless set).
+    Files are in the safetensors format. A version exists when its manifest does, which is written last, so
+    only complete versions are seen, whichever process is killed at whatever moment. A version is removed when
+    ``keep`` newer ones are complete and no process reads it. Readers and the writer may be on different
+    machines. All of them write to the directory (readers: leases). On NFS a new version is seen as late as
+    the client's attribute cache allows (mount option ``acdirmax``, 60 s unless set).
 
     Args:
-        directory: made if it is not there, for this user alone; in one that is there, checkpoints are open
-            to those who may read it. Files in it that are not ours are left alone.
-        keep: how many complete versions stay, at least 1.
-        lease_seconds: how long a reader or writer may give no sign of life before it counts as dead; the same
-            on all sides, and longer than anything stops a process for.
+        directory: path of the directory. If it does not exist, it is made for this user alone; in one that
+            exists, checkpoints are open to those who may read it. Other files in it are left alone.
+        keep: number of complete versions that stay, at least 1.
+        lease_seconds: seconds that a reader or writer may give no sign of life before it counts as dead; the
+            same on all sides, and longer than a process is ever stopped.
 
     Attributes:
-        directory: as given.
+        directory: path of the directory.
     """
 
     def __init__(
         self, directory: str | os.PathLike[str], keep: int = 2, *, lease_seconds: float = 60.0
     ) -> None:
         if keep < 1 or lease_seconds <= 0:
-            raise ValueError(f"keep is at least 1 and lease_seconds above 0, not {keep} and {lease_seconds}")
+            raise ValueError(
+                f"keep must be at least 1, lease_seconds above 0; got {keep} and {lease_seconds}"
+            )
         self.directory = Path(directory)
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lease_seconds = lease_seconds
-        self._catalogue = Catalogue(self.directory)
-        self._sweeper = Sweeper(self._catalogue, lease_seconds, keep)
+        self._index = ManifestIndex(self.directory)
+        self._garbage = GarbageCollector(self._index, lease_seconds, keep)
 
     def publish(self, version: int, weights: Mapping[str, Any], *, step: int) -> Path:
-        """Write a version, and remove old ones. It is on the disk when this returns.
+        """Write a version, and remove old ones. The version is on the disk when this returns.
 
         Args:
-            version: not below the newest; a version that is there already is replaced, as a trainer that
+            version: number that is not below the newest. An existing version is replaced, as a trainer that
                 starts again may have to do.
-            weights: as a state dict: tensors by name, of any device and dtype, and extra state of modules
-                under names that end in ``_extra_state``. They are not to change meanwhile. Tensors on a
-                device are copied to memory first.
-            step: of the trainer.
+            weights: tensors by name, of any device and dtype, and extra state of modules under names that end
+                in ``_extra_state``, as in a state dict. They must not change meanwhile. Tensors on a device
+                are copied to memory first.
+            step: trainer step at which the weights were made.
 
         Returns:
-            The file with the tensors.
+            the path of the data file.
 
         Raises:
-            NotEnoughSpaceError: the disk is full. As after every error, the version is not there, its bytes
+            NotEnoughSpaceError: the disk is full. As after every error, the version does not exist, its bytes
                 are free again and older versions stay.
-            OSError: it could not be written.
+            OSError: the files could not be written.
             UnsupportedSourceError: a tensor is sparse, quantized or of an unknown dtype; or extra state is of
                 other types than None, bool, int, float, str, bytes, list, tuple, dict with string keys, and
                 tensors.
-            ValueError: the number is below the newest or negative.
+            ValueError: the number is negative, or below the newest.
         """
         self._check(version)
-        self._sweeper.sweep()  # before: what a dead writer left may be in the way
+        self._garbage.collect()  # first: files that a dead writer left may be in the way
         schema, parts = pack(weights)
-        stem = f"{self._catalogue.path(version).stem}-{uuid.uuid4().hex}"
+        stem = f"{self._index.path(version).stem}-{uuid.uuid4().hex}"
         described = {m.name: f"{dtype_name(m.dtype)}{list(m.shape)}" for m in schema.tensors}
         with naming_free_space(self.directory, sum(map(len, parts))):
             lease = Lease(self.directory, stem, self._lease_seconds)
@@ -94,7 +105,7 @@ class CheckpointStore:
                 path = self._write(Manifest(version, step, stem, 0, "", described), parts)
             finally:
                 lease.end()
-        self._sweeper.sweep()
+        self._garbage.collect()
         return path
 
     def _check(self, version: int) -> None:
@@ -107,7 +118,7 @@ class CheckpointStore:
             )
 
     def _write(self, plan: Manifest, parts: list[memoryview]) -> Path:
-        data, manifest = self.directory / plan.file, self._catalogue.path(plan.version)
+        data, manifest = self.directory / plan.file, self._index.path(plan.version)
         try:
             nbytes, sum_of_all = write_beside(
                 data.with_name(data.name + PART), data, lambda fd: write(fd, parts)
@@ -122,32 +133,39 @@ class CheckpointStore:
         return data
 
     def _shows(self, plan: Manifest) -> bool:
-        manifest = self._catalogue.good(plan.version)
+        manifest = self._index.good(plan.version)
         return manifest is not None and manifest.stem == plan.stem
 
     def latest(self) -> Manifest | None:
-        """The newest complete version; None where there is none.
+        """Return the manifest of the newest complete version; None if there is none.
 
-        Broken ones are skipped: each is warned about once, and not looked at again until its files change.
-        Wrong bits in the data are found by :meth:`reading`, and remembered.
+        Broken versions are skipped: each is warned about once, and not looked at again until its files
+        change. Wrong bits in the data are found by :meth:`reading`, and remembered.
         """
         return self._newest(above=-1)
 
+    def last_number(self) -> int:
+        """Return the highest number that has a manifest, broken or not; -1 if there is none."""
+        return max(self._index.versions(), default=-1)
+
     def manifest(self, version: int) -> Manifest | None:
-        """That of a version; None if there is no complete one."""
-        return self._catalogue.good(version)
+        """Return the manifest of a version; None if there is no complete version of this number."""
+        return self._index.good(version)
 
     def wait_newer(
         self, version: int, timeout: float, ended: threading.Event | None = None
     ) -> Manifest | None:
-        """Wait for a version above ``version``: the newest complete one, or None if none came in time.
+        """Wait for a version above ``version``.
 
-        Looks at the names in the directory every 50 ms at first, every second in the end.
+        This looks at the names in the directory every 50 ms at first, and every second in the end.
 
         Args:
-            version: a number, -1 for any version.
+            version: a number; -1 for any version.
             timeout: seconds.
-            ended: when it is set, the wait ends as if the time were over; None: only time ends it.
+            ended: event that ends the wait as if the time were over; None for no such event.
+
+        Returns:
+            the manifest of the newest complete version, or None if none came in time.
 
         Raises:
             OSError: the directory cannot be read.
@@ -161,38 +179,39 @@ class CheckpointStore:
             pause = min(pause * _GROWTH, _LONGEST_PAUSE)
 
     def _newest(self, above: int) -> Manifest | None:
-        found = (self._catalogue.good(v) for v in self._catalogue.versions() if v > above)
+        found = (self._index.good(v) for v in self._index.versions() if v > above)
         return next((manifest for manifest in found if manifest is not None), None)
 
     @contextlib.contextmanager
     def reading(self, version: int) -> Iterator[dict[str, Any]]:
-        """What was published as a version: tensors on the CPU and extra state, by name.
+        """Yield the weights of a version: tensors on the CPU and extra state, by name.
 
-        Names that were one tensor are one tensor again. The tensors are the file, mapped: the processes of a
-        machine share its memory. They may be kept and written to, which changes neither the file nor what
-        others see. The version is not removed inside the ``with`` block, nor while one of them is kept.
+        Names that were one tensor are one tensor again. The tensors are the mapped file: the processes of a
+        machine share its memory. They may be kept and written to, which changes neither the file nor the
+        tensors of other readers. The version is not removed inside the ``with`` block, nor while one of its
+        tensors is kept.
 
         Raises:
             FileNotFoundError: there is no such version (any more).
             CorruptCheckpointError: the file or its manifest is broken; :meth:`latest` will skip it.
-            OSError: the file cannot be read, or the directory not be written.
+            OSError: the file cannot be read, or the directory cannot be written.
         """
         weights = self._read(version)
         yield weights
 
     def _read(self, version: int) -> dict[str, Any]:
         try:
-            manifest = self._catalogue.load(version)
+            manifest = self._index.load(version)
             lease = Lease(self.directory, manifest.stem, self._lease_seconds)
             try:
-                current = self._catalogue.load(version) == manifest  # looked at again, now that it is leased
+                current = self._index.load(version) == manifest  # read again, now that it is leased
                 if current:
                     return self._map(manifest, lease)
             except BaseException:
                 lease.end()
                 raise
         except CorruptCheckpointError as error:
-            self._catalogue.distrust(version, error)
+            self._index.distrust(version, error)
             raise
         lease.end()
         return self._read(version)
@@ -208,3 +227,53 @@ class CheckpointStore:
         weights = unpack(torch.frombuffer(mapping, dtype=torch.uint8))
         weakref.finalize(mapping, lease.end)  # tensors keep the mapping
         return weights
+
+
+class GarbageCollector:
+    """Removal of old versions that no process reads, and of files that dead writers left.
+
+    The manifest is removed first, then leases are looked at again, then the data file is removed. A reader
+    makes its lease first and then checks that the manifest is still there. So one of the two sees the other.
+    Leases lie in the directory of the manifests because an NFS client reads the names anew after a change
+    that it made itself.
+
+    Args:
+        index: manifests of the directory.
+        lease_seconds: seconds after which a lease that is not renewed counts as dead.
+        keep: number of complete versions that stay.
+    """
+
+    def __init__(self, index: ManifestIndex, lease_seconds: float, keep: int) -> None:
+        self._remover = Remover()
+        self._leases = LeaseMonitor(index.directory, lease_seconds, self._remover)
+        self._index, self._keep = index, keep
+
+    def collect(self) -> None:
+        """Remove all files that are not needed. Log a file that cannot be removed once, and try it again."""
+        try:
+            self._hide_old_versions()
+            self._remove_unnamed_files()
+        except OSError as error:
+            _log.warning("old checkpoints stay for now: %s", error)
+
+    def _hide_old_versions(self) -> None:
+        in_use, complete = self._leases.in_use(), 0
+        for version in self._index.versions():
+            manifest = self._index.good(version)
+            if complete >= self._keep and (manifest is None or manifest.stem not in in_use):
+                self._remover.remove(self._index.path(version))
+            complete += manifest is not None
+
+    def _remove_unnamed_files(self) -> None:
+        files = self._index.data_files()
+        in_use = self._leases.in_use()
+        for version, stem, path in files:
+            # In this order: a writer publishes its manifest before it ends its lease.
+            if stem not in in_use and not self._is_named(version, stem):
+                self._remover.remove(path)
+
+    def _is_named(self, version: int, stem: str) -> bool:
+        if not self._index.path(version).exists():
+            return False
+        manifest = self._index.good(version)
+        return manifest is None or manifest.stem == stem

@@ -1,14 +1,14 @@
-"""When trainer and explorers synchronize, and by which road."""
+"""Synchronization of a trainer and its explorers: when it happens, and by which method."""
 
 from weight_update.checkpoints.manifest import Manifest
 from weight_update.checkpoints.store import CheckpointStore
-from weight_update.synchronizer.clients import ExplorerClient, TrainerClient
+from weight_update.synchronizer.asyncio_clients import ExplorerClient, TrainerClient
 from weight_update.synchronizer.explorer import BlockingExplorer
 from weight_update.synchronizer.metrics import Metrics
 from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncPlan, SyncStyle
 from weight_update.synchronizer.ray_actor import RayHost
-from weight_update.synchronizer.server import Server
-from weight_update.synchronizer.state_machine import Machine
+from weight_update.synchronizer.rpc import Server
+from weight_update.synchronizer.state_machine import StateMachine
 from weight_update.synchronizer.synchronizer import Synchronizer
 from weight_update.synchronizer.trainer import BlockingTrainer
 
@@ -17,12 +17,12 @@ __all__ = [
     "BlockingTrainer",
     "CheckpointStore",
     "ExplorerClient",
-    "Machine",
     "Manifest",
     "Metrics",
     "RayHost",
     "RunningStatus",
     "Server",
+    "StateMachine",
     "SyncMethod",
     "SyncPlan",
     "SyncStyle",

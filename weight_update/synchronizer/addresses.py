@@ -1,4 +1,4 @@
-"""Addresses that clients of a synchronizer are told."""
+"""Checks of the addresses that clients of a synchronizer are told."""
 
 from __future__ import annotations
 

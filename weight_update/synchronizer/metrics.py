@@ -1,4 +1,4 @@
-"""The account of one ``sync_weight()``."""
+"""The metrics of one ``sync_weight()``."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ _PREFIX = "sync/"
 
 
 class Metrics(dict[str, Any]):
-    """The account of one ``sync_weight()``, ready for a logger.
+    """The metrics of one ``sync_weight()``, ready for a logger.
 
     Its items are numbers whose names begin with ``sync/``, so that ``metrics.update(...)`` and a logger get
     names that collide with no others: ``sync/version`` (absent before the first), ``sync/step``,
     ``sync/seconds``, ``sync/bytes``, ``sync/waited`` and ``sync/failed`` (1 if there is a reason, else 0).
 
-    ``metrics["version"]``, ``"reason" in metrics`` and ``metrics.get("reason")`` work as well. The reason is
-    a text, and no item. Copies such as ``dict(metrics)``, ``{**metrics}`` and ``metrics.copy()`` have
-    the items only: they lose the short names and the reason.
+    The short names work as well: ``metrics["version"]``, ``"reason" in metrics``, ``metrics.get("reason")``.
+    The reason is a text, and no item. Copies such as ``dict(metrics)``, ``{**metrics}`` and
+    ``metrics.copy()`` have the items only: they lose the short names and the reason.
 
     Args:
-        fields: by short name.
+        fields: values by short name.
     """
 
     def __init__(self, fields: Mapping[str, Any]) -> None:

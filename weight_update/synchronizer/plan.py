@@ -1,40 +1,40 @@
-"""Who synchronizes when, and by which road: what a user chooses, and nothing that changes."""
+"""The plan of a synchronizer: the choices of a user, which do not change during a run."""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 __all__ = ["RunningStatus", "SyncMethod", "SyncPlan", "SyncStyle"]
 
 
 class _Name(str, enum.Enum):
-    """A member that equals its value and prints as it (``enum.StrEnum``, which Python 3.10 lacks)."""
+    """An enum whose members equal their values and print as them (``enum.StrEnum`` of Python 3.11)."""
 
     def __str__(self) -> str:
         return str(self.value)
 
 
 class SyncMethod(_Name):
-    """By which road weights travel from the trainer to the explorers."""
+    """A way for weights to travel from the trainer to the explorers."""
 
     NCCL = "nccl"
-    """Directly, after both sides have said that they are ready. Between hosts gloo carries them, or NCCL
-    where the trainer says ``backend="nccl"``."""
+    """Directly, when both sides are ready. Between hosts gloo carries them, or NCCL where the trainer says
+    ``backend="nccl"``."""
 
     MEMORY = "memory"
-    """The synchronizer holds the newest weights; explorers fetch them there. The trainer never waits."""
+    """The synchronizer holds the newest weights, and explorers fetch them there. The trainer never waits."""
 
     CHECKPOINT = "checkpoint"
-    """The trainer writes files, explorers read them. The trainer never waits."""
+    """The trainer writes files, and explorers read them. The trainer never waits."""
 
 
 class SyncStyle(_Name):
-    """When an explorer takes new weights."""
+    """A rule that says when an explorer takes new weights."""
 
     FIXED = "fixed"
-    """Every ``sync_interval`` steps, the explorer ``sync_offset`` steps ahead of the trainer."""
+    """Every ``sync_interval`` steps, with the explorer ``sync_offset`` steps ahead of the trainer."""
 
     EXPLORER_DRIVEN = "explorer_driven"
     """``sync_interval`` steps of an explorer after its last synchronization: it asks, the trainer answers."""
@@ -43,34 +43,35 @@ class SyncStyle(_Name):
     """Every ``sync_interval`` steps of the trainer: it offers, explorers answer."""
 
     FULLY_ASYNC = "fully_async"
-    """The trainer publishes every ``sync_interval`` steps; explorers take it in the background, and wait only
-    if they are more than ``max_staleness`` versions behind."""
+    """The trainer publishes every ``sync_interval`` steps. Explorers take versions in the background, and
+    wait only if they are more than ``max_staleness`` versions behind."""
 
 
 class RunningStatus(_Name):
-    """What a trainer or an explorer is doing."""
+    """The present activity of a trainer or an explorer."""
 
     STOPPED = "stopped"
-    """It has ended, or did not come yet."""
+    """It has ended, or has not come yet."""
 
     RUNNING = "running"
     """It trains or explores."""
 
     REQUIRE_SYNC = "require_sync"
-    """It waits for new weights, or for those who are to get them."""
+    """It waits: an explorer for new weights, a trainer for explorers."""
 
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """Method and style with their numbers. It checks itself.
+    """A method and a style with their numbers. It checks itself.
 
     Attributes:
         method: a :class:`SyncMethod` or its value, such as ``"memory"``.
         style: a :class:`SyncStyle` or its value, such as ``"fixed"``.
-        sync_interval: steps between synchronizations; of the explorer in EXPLORER_DRIVEN, else of the trainer
-        sync_offset: FIXED: how many steps the explorer runs before its first synchronization.
-        max_staleness: FULLY_ASYNC: how many published versions an explorer may be behind without waiting;
-            NCCL: how many that were sent off, even if nobody is known to have them yet.
+        sync_interval: number of steps between synchronizations: of the explorer in EXPLORER_DRIVEN, else of
+            the trainer.
+        sync_offset: FIXED: number of steps that the explorer runs before its first synchronization.
+        max_staleness: FULLY_ASYNC: number of published versions that an explorer may be behind without
+            waiting. By NCCL a version counts when it was sent off, even if no explorer is known to have it.
 
     Raises:
         ValueError: an unknown method or style, a number out of range, or one that this style does not use.
@@ -88,7 +89,7 @@ class SyncPlan:
         for name, least in (("sync_interval", 1), ("sync_offset", 0), ("max_staleness", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} is a whole number of at least {least}, got {value!r}")
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
         if self.sync_offset and self.style is not SyncStyle.FIXED:
             raise ValueError(f"sync_offset is for SyncStyle.FIXED, not for {self.style}")
         if self.max_staleness != 1 and self.style is not SyncStyle.FULLY_ASYNC:
@@ -100,33 +101,27 @@ class SyncPlan:
         return self.method is SyncMethod.NCCL
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values; ``SyncPlan(**values)`` is the inverse."""
-        return {
-            "method": self.method.value,
-            "style": self.style.value,
-            "sync_interval": self.sync_interval,
-            "sync_offset": self.sync_offset,
-            "max_staleness": self.max_staleness,
-        }
+        """Return the fields as plain values; ``SyncPlan(**values)`` is the inverse."""
+        return {**asdict(self), "method": self.method.value, "style": self.style.value}
 
     def trainer_due(self, step: int) -> bool:
-        """Whether the trainer gives weights away at ``step`` by its own rhythm."""
+        """Return whether the trainer gives weights away at ``step`` by its own rhythm."""
         if self.style is SyncStyle.EXPLORER_DRIVEN or step % self.sync_interval:
             return False
         return not (self.direct and self.style is SyncStyle.FIXED and step + self.sync_offset == 0)
 
     def explorer_due(self, step: int) -> bool:
-        """FIXED: whether an explorer synchronizes at ``step``."""
+        """Return, for FIXED, whether an explorer synchronizes at ``step``."""
         return step >= max(self.sync_offset, 1) and (step - self.sync_offset) % self.sync_interval == 0
 
     def wanted(self, step: int) -> int:
-        """FIXED: the trainer step whose weights, or newer ones, an explorer wants at ``step``; else 0."""
+        """Return the oldest trainer step whose weights an explorer takes at its ``step`` (FIXED; else 0)."""
         if self.style is not SyncStyle.FIXED:
             return 0
         return max(0, (step - self.sync_offset) // self.sync_interval) * self.sync_interval
 
     def next_wanted(self, step: int) -> int:
-        """FIXED: the same for its first synchronization after ``step``."""
+        """Return the same for the explorer's first synchronization after ``step``."""
         return self.wanted(step) + self.sync_interval if step >= self.sync_offset else 0
 
 

@@ -1,4 +1,4 @@
-"""A synchronizer that is a Ray actor."""
+"""A synchronizer in a Ray actor."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from collections.abc import Callable
 from typing import Any
 
 from weight_update.errors import LifecycleError, LinkClosedError
-from weight_update.synchronizer.channels import Channel
-from weight_update.synchronizer.desk import Reply
-from weight_update.synchronizer.plan import SyncPlan
+from weight_update.synchronizer.rpc import Channel
+from weight_update.synchronizer.sessions import Reply
 from weight_update.transports.ray.rendezvous import require_ray
 
 __all__ = ["RayChannel", "RayHost"]
 
-_THREADS = 1000  # each client that waits has one
+_THREADS = 1000  # each client that waits occupies a thread
 _CLOSE_SECONDS = 10.0
 
 
 class RayHost:
-    """An actor that serves clients of any machine of the cluster.
+    """A handle of an actor that serves clients of any machine of the cluster.
 
     Attributes:
-        address: for clients.
+        address: ``"ray:<name>"`` or ``"ray:<namespace>/<name>"``, for clients.
     """
 
     def __init__(self, actor: Any, address: str) -> None:
@@ -31,31 +30,21 @@ class RayHost:
 
     @classmethod
     def start(
-        cls,
-        make: Callable[..., Any],
-        plan: SyncPlan,
-        directory: str | None,
-        options: dict[str, Any],
-        name: str,
-        namespace: str | None,
-        actor_options: dict[str, Any],
+        cls, make: Callable[[], Any], name: str, namespace: str | None, options: dict[str, Any]
     ) -> RayHost:
-        """Start the actor; see :meth:`Synchronizer.as_ray_actor`.
+        """Start the actor.
 
         Args:
-            make: the class of the synchronizer.
-            plan: its plan.
-            directory: its directory.
-            options: its other arguments.
-            name: of the actor.
-            namespace: of Ray; None takes that of this process.
-            actor_options: of the actor.
+            make: function that makes the synchronizer, there.
+            name: name of the actor.
+            namespace: Ray namespace of the actor; None takes that of this process.
+            options: Ray options of the actor.
         """
         ray = require_ray()
-        settings = {"num_cpus": 0, **actor_options, "max_concurrency": _THREADS, "name": name}
+        settings = {"num_cpus": 0, **options, "max_concurrency": _THREADS, "name": name}
         if namespace is not None:
             settings["namespace"] = namespace
-        actor = ray.remote(_Actor).options(**settings).remote(make, plan.to_json(), directory, options)
+        actor = ray.remote(_Actor).options(**settings).remote(make)
         ray.get(actor.ready.remote())
         return cls(actor, f"ray:{name}" if namespace is None else f"ray:{namespace}/{name}")
 
@@ -65,24 +54,22 @@ class RayHost:
             ray = require_ray()
         except LifecycleError:
             return  # Ray has ended, and the actor with it
-        with contextlib.suppress(ray.exceptions.RayError):  # it may be gone
+        with contextlib.suppress(ray.exceptions.RayError):  # the actor may be gone
             ray.get(self._actor.close.remote(), timeout=_CLOSE_SECONDS)
         ray.kill(self._actor)
 
 
 class _Actor:
-    def __init__(
-        self, make: Callable[..., Any], plan: dict[str, Any], directory: str | None, options: dict[str, Any]
-    ) -> None:
-        self._synchronizer = make(SyncPlan(**plan), directory=directory, **options)
-        self._coordinator = self._synchronizer.coordinator
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._synchronizer = make()
+        self._service = self._synchronizer.service
         self._synchronizer.reach_by(str(require_ray().util.get_node_ip_address()))
 
     def ready(self) -> bool:
         return True
 
     def call(self, name: str, args: dict[str, Any]) -> Reply:
-        reply: Reply = self._coordinator.call(name, args)
+        reply: Reply = self._service.call(name, args)
         return reply
 
     def close(self) -> None:
@@ -90,10 +77,10 @@ class _Actor:
 
 
 class RayChannel(Channel):
-    """To a synchronizer in an actor.
+    """A channel to a synchronizer in an actor.
 
     Args:
-        address: ``ray:<name>`` or ``ray:<namespace>/<name>``.
+        address: address of the actor, ``ray:<name>`` or ``ray:<namespace>/<name>``.
     """
 
     def __init__(self, address: str) -> None:
@@ -113,7 +100,7 @@ class RayChannel(Channel):
                 self._actor = self._ray.get_actor(self._name, namespace=self._namespace)
             coming = self._actor.call.remote(name, args)
             while not self._ray.wait([coming], timeout=timeout / 2)[0] and time.monotonic() < last:
-                self._ray.get(self._actor.ready.remote(), timeout=timeout / 2)  # it lives
+                self._ray.get(self._actor.ready.remote(), timeout=timeout / 2)  # raises if the actor died
             reply: Reply = self._ray.get(coming, timeout=0)
         except (
             self._ray.exceptions.RayActorError,

@@ -1,89 +1,85 @@
-"""A synchronizer as those who run it see it: calls of plain values, some of which wait."""
+"""The calls that clients make to a synchronizer: plain values in and out, some of which wait."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
 
 from weight_update.errors import WeightSyncError
-from weight_update.synchronizer.desk import Desk, Reply
-from weight_update.synchronizer.explorer_calls import ExplorerCalls
-from weight_update.synchronizer.journal import Journal
-from weight_update.synchronizer.memory import Memory
-from weight_update.synchronizer.plan import SyncPlan
-from weight_update.synchronizer.register import Closed, Refused
-from weight_update.synchronizer.trainer_calls import TrainerCalls
+from weight_update.synchronizer.plan import RunningStatus, SyncPlan, SyncStyle
+from weight_update.synchronizer.sessions import Closed, Refused, Reply, Session, SessionManager, VersionFile
+from weight_update.synchronizer.state import ExplorerState, TrainerState
+from weight_update.synchronizer.transfer import Endpoint, key_of
+from weight_update.transports.shared_memory.unix_stream import deadline_of
 
-__all__ = ["Coordinator"]
+__all__ = ["Service", "has_ended", "outcome_of"]
 
 _log = logging.getLogger(__name__)
+_UPDATES_REMEMBERED = 256
 
 
-class Coordinator:
-    """One for a run. Calls may come from any thread; each ends within the time it is given.
+class Service(SessionManager, ABC):
+    """The synchronizer as clients see it. A subclass adds the calls of one method.
+
+    Calls may come from any thread, and each ends within the time it is given. ``step`` is the number of steps
+    that the client has done. ``held`` is the update in force in an explorer: the key of the publisher and the
+    number that its scheme gave the update.
 
     Args:
         plan: the rules.
-        journal: where the newest version is remembered.
-        memory: MEMORY: where weights are kept.
-        lease: seconds after which a client that is not heard of counts as gone; None: for ever.
-        timeout: seconds a transfer may take.
-        newest: version and step that are published already, if any.
-        directory: CHECKPOINT: where the files are.
+        version_file: keeps the number of the newest version; None to remember nothing.
+        lease: seconds after which a client that is not heard of counts as gone; None for never.
+        timeout: seconds that a transfer may take.
     """
+
+    calls: ClassVar[tuple[str, ...]] = (
+        "hello",
+        "bye",
+        "beat",
+        "notify",
+        "status",
+        "trainer_needs",
+        "trainer_version",
+        "trainer_failed",
+        "explorer_needs",
+        "explorer_syncs",
+        "explorer_gives_up",
+    )
+    """Methods that clients may call, by name."""
 
     def __init__(
         self,
         plan: SyncPlan,
         *,
-        journal: Journal | None = None,
-        memory: Memory | None = None,
+        version_file: VersionFile | None = None,
         lease: float | None = None,
         timeout: float = 60.0,
-        newest: tuple[int, int] | None = None,
-        directory: str | None = None,
     ) -> None:
-        self.plan = plan
-        self.desk = desk = Desk(plan, journal, lease, newest, directory)
-        self._memory = memory
-        trainer, explorer = TrainerCalls(desk, memory), ExplorerCalls(desk, memory, timeout)
-        self._calls: dict[str, Callable[..., Reply]] = {
-            "hello": desk.hello,
-            "bye": desk.bye,
-            "beat": desk.beat,
-            "notify": desk.notify,
-            "status": desk.status,
-            "trainer_needs": trainer.trainer_needs,
-            "trainer_version": trainer.trainer_version,
-            "trainer_failed": trainer.trainer_failed,
-            "trainer_published": trainer.trainer_published,
-            "take_from": trainer.take_from,
-            "meet": trainer.meet,
-            "met": trainer.met,
-            "explorer_needs": explorer.explorer_needs,
-            "explorer_syncs": explorer.explorer_syncs,
-            "explorer_fetched": explorer.explorer_fetched,
-            "explorer_gives_up": explorer.explorer_gives_up,
-        }
+        super().__init__(plan, lease, version_file)
+        self._timeout = timeout
+        self._reserved = -1
+        self._versions: dict[tuple[str, int], tuple[int, int]] = {}
+        self._calls: dict[str, Callable[..., Reply]] = {name: getattr(self, name) for name in self.calls}
 
     def call(self, name: str, args: dict[str, Any]) -> Reply:
-        """Do what a client asks for.
+        """Run a call of a client.
 
         Args:
-            name: of a method of :class:`Desk`, :class:`TrainerCalls` or :class:`ExplorerCalls`.
-            args: its arguments.
+            name: one of :attr:`calls`.
+            args: arguments of that method.
 
         Returns:
-            its answer; ``{"refused": why}`` if the call makes no sense, ``{"error": text}`` if it failed,
+            the answer; ``{"refused": why}`` if the call makes no sense, ``{"error": text}`` if it failed,
             ``{"closed": text}`` if the synchronizer was closed.
         """
         try:
             if name not in self._calls:
                 raise Refused(f"unknown call {name!r:.40}")
             reply = self._calls[name](**args)
-            self._remember()
+            self.save_version()
             return reply
         except Closed as error:
             return {"closed": str(error)}
@@ -95,19 +91,176 @@ class Coordinator:
             _log.exception("a call failed: %s", name)
             return {"error": f"{type(error).__name__}: {error}"}
 
-    def gone(self, session: str) -> None:
-        """The connection to a client ended without a word."""
-        self.desk.gone(session)
-
     def close(self) -> None:
-        """Wake everybody and let go of the weights."""
+        """Wake all that wait, and release the weights."""
         with contextlib.ExitStack() as stack:  # all of it, also where a step raises
-            if self._memory is not None:
-                stack.callback(self._memory.close)
-            stack.callback(self._remember)
-            stack.callback(self.desk.close)
+            stack.callback(self._release)
+            stack.callback(self.save_version)
+            stack.callback(self.end_sessions)
 
-    def _remember(self) -> None:
-        """Write the newest version to the journal; other calls go on meanwhile."""
-        if self.desk.journal is not None:
-            self.desk.journal.flush()
+    def _release(self) -> None:
+        """Release the weights that the synchronizer holds."""
+
+    # -- calls of the trainer ----------------------------------------------------------------------
+
+    def trainer_needs(self, session: str, step: int) -> Reply:
+        """Return whether the trainer should synchronize."""
+        with self.changed:
+            self._trainer(session, step)
+            return {"need": self.machine.trainer_needs_sync()}
+
+    def trainer_version(self, session: str, step: int) -> Reply:
+        """Return the number that the next version will have."""
+        with self.changed:
+            self._trainer(session, step)
+            return {"version": self._next_version()}
+
+    def trainer_failed(self, session: str, step: int, reason: str) -> Reply:
+        """Note that the trainer could not publish."""
+        with self.changed:
+            self._trainer(session, step)
+            self.machine.trainer_gave_up(reason)
+            self.changed.notify_all()
+            return {"version": self.machine.newest, "reason": reason}
+
+    def _trainer(self, session: str, step: int) -> TrainerState:
+        """Return the trainer that calls, and note its step."""
+        trainer = self.table.of(session).member
+        assert isinstance(trainer, TrainerState)
+        if trainer.step != step:
+            self.machine.trainer_at(step)
+            self.changed.notify_all()
+        return trainer
+
+    # -- calls of explorers ------------------------------------------------------------------------
+
+    def explorer_needs(self, session: str, step: int, held: list[Any] | None) -> Reply:
+        """Return whether an explorer should synchronize, and the version in force there."""
+        with self.changed:
+            _, explorer = self._explorer(session, step, held)
+            return {"need": self.machine.explorer_needs_sync(explorer.id), "version": explorer.version}
+
+    @abstractmethod
+    def explorer_syncs(
+        self, session: str, step: int, held: list[Any] | None, timeout: float, again: bool = False
+    ) -> Reply:
+        """Wait for new weights, up to ``timeout`` seconds.
+
+        Args:
+            session: name of the explorer's session.
+            step: its step.
+            held: the update in force there.
+            timeout: seconds.
+            again: whether it was told to join a publisher, and has done so.
+
+        Returns:
+            the ``version`` in force and perhaps a ``reason``; or, where the explorer has to act first, the
+            endpoint of a publisher to ``join``, or a version to ``fetch``.
+        """
+
+    def explorer_gives_up(self, session: str, reason: str) -> Reply:
+        """Note that an explorer does not wait any longer."""
+        with self.changed:
+            explorer = self.table.of(session).member
+            assert isinstance(explorer, ExplorerState)
+            self.machine.gave_up(explorer.id, reason)
+            self.changed.notify_all()
+            return {"version": explorer.version, "reason": reason}
+
+    # -- for subclasses, with the lock held --------------------------------------------------------
+
+    def _explorer(self, session: str, step: int, held: list[Any] | None) -> tuple[Session, ExplorerState]:
+        """Return the session and state of the explorer that calls; note its step and its update."""
+        found = self.table.of(session)
+        explorer = found.member
+        assert isinstance(explorer, ExplorerState)
+        if explorer.step != step:
+            self.machine.explorer_at(explorer.id, step)
+        found.linked = None if held is None else held[0]
+        known = None if held is None else self._version_of(*held)
+        if known is not None:
+            self.publish(*known)
+            self.machine.has(explorer.id, known[0])
+        self.changed.notify_all()
+        return found, explorer
+
+    def _version_of(self, key: str, number: int) -> tuple[int, int] | None:
+        """Return version and trainer step of an update that an explorer has; None if it is unknown."""
+        return self._versions.get((key, number))
+
+    def _next_version(self) -> int:
+        """Return a number above all numbers given so far."""
+        return 1 + max(-1 if self.machine.newest is None else self.machine.newest, self._reserved)
+
+    def _record(self, endpoint: Endpoint, number: int, version: int, step: int) -> None:
+        """Note that the update ``number`` of a publisher is ``version``."""
+        self._versions[key_of(endpoint), number] = version, step
+        self._reserved = max(self._reserved, version)
+        while len(self._versions) > _UPDATES_REMEMBERED:
+            del self._versions[next(iter(self._versions))]
+
+    def _begin_wait(self, explorer: ExplorerState) -> None:
+        """Note that an explorer waits for new weights."""
+        self.machine.explorer_requires(explorer.id)
+        self.changed.notify_all()
+
+    def _await_turn(
+        self,
+        explorer: ExplorerState,
+        deadline: float | None,
+        timeout: float,
+        ready: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Wait until there is something to do for an explorer, or its wait is over.
+
+        Args:
+            explorer: a waiting explorer.
+            deadline: moment at which it gives up.
+            timeout: seconds that it had, for the reason.
+            ready: tells whether there is something to do.
+
+        Returns:
+            whether there is something to do; else the outcome of the explorer says how its wait ended.
+        """
+        self.wait_for(lambda: has_ended(explorer) or ready(), deadline)
+        if not has_ended(explorer) and not ready():
+            self._give_up(explorer, timeout)
+        return not has_ended(explorer)
+
+    def _give_up(self, explorer: ExplorerState, timeout: float) -> None:
+        late = f"no new weights came within {timeout:g} s{self._lag(explorer)}"
+        if not self.machine.gave_up(explorer.id, late):
+            self.wait_for(lambda: has_ended(explorer), deadline_of(2 * self._timeout))
+            if not has_ended(explorer):
+                self.machine.failed(explorer.id, "the transfer did not end")
+        self.changed.notify_all()
+
+    def _lag(self, explorer: ExplorerState) -> str:
+        """Return, for FIXED, how far the trainer is from the step that an explorer waits for."""
+        trainer = self.machine.trainer
+        if self.plan.style is not SyncStyle.FIXED or (
+            trainer is not None and trainer.step >= explorer.wanted
+        ):
+            return ""
+        at = "has not come" if trainer is None else f"is at step {trainer.step}"
+        return f": it waits for weights of the trainer's step {explorer.wanted}, and the trainer {at}"
+
+    def _end_transfer(self, ids: Iterable[int], version: int, failures: dict[int, str]) -> None:
+        """Note that what was on its way to explorers has arrived, or failed."""
+        for id in ids:
+            if id in failures:
+                self.machine.failed(id, failures[id])
+            else:
+                self.machine.delivered(id, version)
+        self.changed.notify_all()
+
+
+def has_ended(member: TrainerState | ExplorerState) -> bool:
+    """Return whether a trainer or an explorer waits no longer."""
+    return member.status is not RunningStatus.REQUIRE_SYNC
+
+
+def outcome_of(explorer: ExplorerState) -> Reply:
+    """Return how the wait of an explorer ended."""
+    assert explorer.outcome is not None
+    return {"version": explorer.outcome.version, "reason": explorer.outcome.reason}

@@ -1,4 +1,4 @@
-"""What is known of the trainer and the explorers, and what follows from it."""
+"""The state of the trainer and the explorers, and the questions that it answers."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from dataclasses import dataclass, field
 
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan, SyncStyle
 
-__all__ = ["TRAINER_STOPPED", "Explorer", "Outcome", "State", "Trainer", "resolve"]
+__all__ = ["TRAINER_STOPPED", "ExplorerState", "State", "SyncOutcome", "TrainerState", "resolve"]
 
 TRAINER_STOPPED = "the trainer stopped"
-"""The reason where it said goodbye, which is how a run ends; where it died, more is said."""
+"""Reason when the trainer said goodbye, as at the end of a run; if it died, the reason says more."""
 
 RUNNING, REQUIRE_SYNC, STOPPED = RunningStatus.RUNNING, RunningStatus.REQUIRE_SYNC, RunningStatus.STOPPED
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a synchronization ended.
+class SyncOutcome:
+    """The end of a synchronization.
 
     Attributes:
-        version: in force now; None before the first.
-        reason: why it is the one that was in force before; None if the synchronization did what it should.
+        version: version in force now; None before the first.
+        reason: cause for which the version is the one before; None if the synchronization succeeded.
     """
 
     version: int | None
@@ -28,12 +28,17 @@ class Outcome:
 
 
 @dataclass(eq=False)
-class Trainer:
-    """What is known of the trainer.
+class TrainerState:
+    """The state of the trainer.
 
     Attributes:
-        waits: NCCL: whether it is inside ``sync_weight``; if not, REQUIRE_SYNC only announces it.
-        given: NCCL, FULLY_ASYNC: the newest version it sent off, whether or not somebody is known to have it.
+        status: its status.
+        step: number of steps done.
+        synced_at: step of its last synchronization; None before.
+        failed_at: step at which it last failed to synchronize; None if it succeeded since.
+        waits: NCCL: whether it is inside ``sync_weight``; if not, REQUIRE_SYNC only announces that.
+        given: NCCL, FULLY_ASYNC: newest version that it sent off, even if no explorer is known to have it.
+        outcome: end of its last wait; None while it waits.
     """
 
     status: RunningStatus = RUNNING
@@ -42,19 +47,26 @@ class Trainer:
     failed_at: int | None = None
     waits: bool = False
     given: int = -1
-    outcome: Outcome | None = None
+    outcome: SyncOutcome | None = None
 
 
 @dataclass(eq=False)
-class Explorer:
-    """What is known of one explorer, from its coming to its end.
+class ExplorerState:
+    """The state of an explorer, from its coming to its end.
 
     Attributes:
-        wanted: FIXED, while it waits: the trainer step whose weights it needs.
-        waits: whether it is inside ``sync_weight``; if not, REQUIRE_SYNC only announces that it will be.
-        asked: while it waits: the newest version when it began to.
-        had: while it waits: what it had when it began to.
-        busy: whether weights are on their way to it: it cannot give up now.
+        id: its id.
+        version: version in force; None before the first.
+        status: its status.
+        step: number of steps done.
+        synced_at: step of its last synchronization.
+        failed_at: step at which it last failed to synchronize; None if it succeeded since.
+        waits: whether it is inside ``sync_weight``; if not, REQUIRE_SYNC only announces that.
+        wanted: FIXED, while it waits: trainer step whose weights it needs.
+        asked: while it waits: newest version when it began to wait.
+        had: while it waits: version in force when it began to wait.
+        busy: whether weights are on their way to it, so that it cannot give up.
+        outcome: end of its last wait; None while it waits.
     """
 
     id: int
@@ -68,36 +80,34 @@ class Explorer:
     asked: int | None = None
     had: int | None = None
     busy: bool = False
-    outcome: Outcome | None = None
+    outcome: SyncOutcome | None = None
 
 
 @dataclass(eq=False)
 class State:
-    """One trainer and any number of explorers.
-
-    Args:
-        plan: the rules.
+    """The state of one trainer and any number of explorers.
 
     Attributes:
-        trainer: None before it came.
-        explorers: those that are here, by id.
-        newest: the newest published version; None before the first.
-        newest_step: the trainer step it was made at.
-        lost: whether nobody holds the newest version any more; the trainer is asked for another.
-        transfer: NCCL: who takes part in the transfer under way.
+        plan: the rules.
+        trainer: the trainer; None before it came.
+        explorers: explorers that are here, by id.
+        newest: newest published version; None before the first.
+        newest_step: trainer step at which it was made.
+        lost: whether the weights of the newest version are gone; the trainer is asked for new ones.
+        transfer: NCCL: explorers that take part in the transfer under way.
     """
 
     plan: SyncPlan
-    trainer: Trainer | None = None
-    explorers: dict[int, Explorer] = field(default_factory=dict)
+    trainer: TrainerState | None = None
+    explorers: dict[int, ExplorerState] = field(default_factory=dict)
     newest: int | None = None
     newest_step: int = 0
     lost: bool = False
-    transfer: tuple[Explorer, ...] = ()
+    transfer: tuple[ExplorerState, ...] = ()
     _steps: dict[int, int] = field(default_factory=dict)
 
     def trainer_needs_sync(self) -> bool:
-        """Whether the trainer should call ``sync_weight`` now."""
+        """Return whether the trainer should call ``sync_weight`` now."""
         trainer, plan = self.trainer, self.plan
         if trainer is None or trainer.status is STOPPED:
             return False
@@ -110,7 +120,7 @@ class State:
         return plan.trainer_due(trainer.step) and trainer.step != trainer.synced_at
 
     def explorer_needs_sync(self, id: int) -> bool:
-        """Whether an explorer should call ``sync_weight`` now."""
+        """Return whether an explorer should call ``sync_weight`` now."""
         explorer, plan = self.explorers[id], self.plan
         if explorer.status is REQUIRE_SYNC:
             return True
@@ -129,17 +139,17 @@ class State:
         return self._behind(explorer) > 0
 
     def ready(self) -> tuple[int, ...]:
-        """NCCL: explorers that wait for what the trainer has now."""
+        """Return the explorers that wait for the weights that the trainer has now (NCCL)."""
         if not self.plan.direct or self.trainer is None or self.transfer:
             return ()
         step = self.trainer.step
         return tuple(e.id for e in self.explorers.values() if e.waits and e.wanted <= step)
 
     def may_transfer(self, late: bool = False) -> tuple[int, ...]:
-        """NCCL: who is to get weights now; empty: wait.
+        """Return the explorers that are to get weights now (NCCL); none if the trainer is to wait.
 
         Args:
-            late: do not wait for those who are not ready; the trainer has waited long enough.
+            late: whether the trainer has waited long enough, and goes on without those that are not ready.
         """
         ready = self.ready()
         if self.trainer is None or self.trainer.status is not REQUIRE_SYNC:
@@ -147,20 +157,20 @@ class State:
         return ready if late or set(self.expected()) <= set(ready) else ()
 
     def expected(self) -> tuple[int, ...]:
-        """NCCL: explorers that the trainer waits for."""
+        """Return the explorers that the trainer waits for (NCCL)."""
         if self.trainer is None or self.plan.style in (SyncStyle.EXPLORER_DRIVEN, SyncStyle.FULLY_ASYNC):
             return ()
-        everybody = self.explorers.values()
+        explorers = self.explorers.values()
         if self.plan.style is SyncStyle.TRAINER_DRIVEN:
-            return tuple(explorer.id for explorer in everybody)
-        return tuple(e.id for e in everybody if self._next_wanted(e) <= self.trainer.step)
+            return tuple(explorer.id for explorer in explorers)
+        return tuple(e.id for e in explorers if self._next_wanted(e) <= self.trainer.step)
 
     def may_fetch(self, id: int) -> int | None:
-        """MEMORY, CHECKPOINT: the version that a waiting explorer should fetch now; None: wait."""
+        """Return the version for a waiting explorer to fetch (MEMORY, CHECKPOINT); None to wait."""
         explorer = self.explorers[id]
         return self._suitable(explorer) if explorer.waits else None
 
-    def _suitable(self, explorer: Explorer) -> int | None:
+    def _suitable(self, explorer: ExplorerState) -> int | None:
         """Return the version for an explorer that waits or will; None where none suits, and for NCCL."""
         newest = self.newest
         if self.plan.direct or explorer.status is not REQUIRE_SYNC or explorer.busy:
@@ -175,8 +185,8 @@ class State:
             return newest if self._answers(explorer, newest) else None
         return newest
 
-    def _content(self, explorer: Explorer) -> bool:
-        """Whether a waiting explorer has what it waits for."""
+    def _is_satisfied(self, explorer: ExplorerState) -> bool:
+        """Return whether a waiting explorer has what it waits for."""
         if explorer.version is None:
             return False
         if self.plan.style is SyncStyle.FULLY_ASYNC:
@@ -188,13 +198,13 @@ class State:
             return newest and explorer.version != explorer.had
         return newest and self._steps.get(explorer.version, -1) >= explorer.wanted
 
-    def _answers(self, explorer: Explorer, version: int) -> bool:
-        """EXPLORER_DRIVEN: whether ``version`` came after it asked, or is what the trainer has still."""
+    def _answers(self, explorer: ExplorerState, version: int) -> bool:
+        """Return whether ``version`` came after an explorer asked, or is what the trainer still has."""
         current = self.trainer is not None and self.trainer.step == self.newest_step
         since = explorer.asked is None or version > explorer.asked
         return since or (current and version == self.newest)
 
-    def _next_wanted(self, explorer: Explorer) -> int:
+    def _next_wanted(self, explorer: ExplorerState) -> int:
         if explorer.waits:
             return explorer.wanted
         if self.explorer_needs_sync(explorer.id):
@@ -208,14 +218,14 @@ class State:
         waiting = [e for e in self.explorers.values() if e.status is REQUIRE_SYNC and not e.busy]
         return any(self._suitable(explorer) is None for explorer in waiting)
 
-    def _behind(self, explorer: Explorer) -> int:
+    def _behind(self, explorer: ExplorerState) -> int:
         newest = -1 if self.newest is None else self.newest
         if self.trainer is not None:
             newest = max(newest, self.trainer.given)
         return newest - (-1 if explorer.version is None else explorer.version)
 
-    def _has_nothing(self, explorer: Explorer) -> bool:
-        """Whether it has no weights of the trainer though there are some."""
+    def _has_nothing(self, explorer: ExplorerState) -> bool:
+        """Return whether an explorer has no weights of the trainer though there are some."""
         exist = self.newest is not None or (self.plan.direct and self.trainer is not None)
         return exist and explorer.version is None
 
@@ -223,12 +233,12 @@ class State:
         return self.trainer is not None and self.trainer.status is STOPPED
 
 
-def resolve(party: Trainer | Explorer, outcome: Outcome) -> None:
-    """End the wait of ``party``, if it waits."""
-    if party.status is not REQUIRE_SYNC:
+def resolve(member: TrainerState | ExplorerState, outcome: SyncOutcome) -> None:
+    """End the wait of ``member``, if it waits."""
+    if member.status is not REQUIRE_SYNC:
         return
-    party.status, party.outcome, party.waits = RUNNING, outcome, False
+    member.status, member.outcome, member.waits = RUNNING, outcome, False
     if outcome.reason is not None:
-        party.failed_at = party.step
-    elif isinstance(party, Explorer):
-        party.synced_at, party.failed_at = party.step, None
+        member.failed_at = member.step
+    elif isinstance(member, ExplorerState):
+        member.synced_at, member.failed_at = member.step, None

@@ -1,8 +1,9 @@
-"""The rules of synchronization, and nothing else: no transport, thread, clock or weight is known here.
+"""The rules of synchronization alone, without transports, threads, clocks or weights.
 
-Whoever runs the machine tells it what happened (events), then asks what may happen (questions). Who waits is
-REQUIRE_SYNC; a wait has ended when ``outcome`` is set. Time does not pass here: who runs the machine lets a
-waiter give up.
+The service tells the state machine what happened (events), then asks what may happen (the questions of
+:class:`~weight_update.synchronizer.state.State`). A trainer or an explorer that waits has the status
+REQUIRE_SYNC; its wait has ended when ``outcome`` is set. Time does not pass here: the service lets a waiting
+side give up.
 """
 
 from __future__ import annotations
@@ -10,84 +11,91 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from weight_update.synchronizer.plan import RunningStatus, SyncStyle
-from weight_update.synchronizer.state import TRAINER_STOPPED, Explorer, Outcome, State, Trainer, resolve
+from weight_update.synchronizer.state import (
+    TRAINER_STOPPED,
+    ExplorerState,
+    State,
+    SyncOutcome,
+    TrainerState,
+    resolve,
+)
 
-__all__ = ["Machine"]
+__all__ = ["StateMachine"]
 
 _STEPS_REMEMBERED = 256
 REQUIRE_SYNC, STOPPED = RunningStatus.REQUIRE_SYNC, RunningStatus.STOPPED
 
 
-class Machine(State):
-    """The state, and the events that change it."""
+class StateMachine(State):
+    """The state of a trainer and its explorers, and the events that change it."""
 
     # -- events: coming and going ------------------------------------------------------------------
 
-    def trainer_joined(self, step: int = 0, synced_at: int | None = None) -> Trainer:
-        """The trainer is here, perhaps again; ``synced_at`` is the step it last synchronized at."""
+    def trainer_joined(self, step: int = 0, synced_at: int | None = None) -> TrainerState:
+        """Add the trainer, perhaps again; ``synced_at`` is the step at which it last synchronized."""
         if self.trainer is not None:
             self.trainer_left("another trainer came")
-        self.trainer = Trainer(step=step, synced_at=synced_at)
+        self.trainer = TrainerState(step=step, synced_at=synced_at)
         self._settle()
         return self.trainer
 
     def trainer_left(self, reason: str = TRAINER_STOPPED) -> None:
-        """It stopped or died: whoever waits for it is woken."""
+        """Note that the trainer stopped or died, and wake all that wait for it."""
         if self.trainer is None:
             return
-        resolve(self.trainer, Outcome(self.newest, reason))
+        resolve(self.trainer, SyncOutcome(self.newest, reason))
         self.trainer.status = STOPPED
         self._end_transfer(reason)
         self._settle(reason)
 
     def joined(
         self, id: int, version: int | None = None, step: int = 0, synced_at: int | None = None
-    ) -> Explorer:
-        """An explorer is here, perhaps again; one of that id that was here before is gone."""
+    ) -> ExplorerState:
+        """Add an explorer, perhaps again. It replaces an earlier one with this id."""
         self.left(id, "another explorer came with this id")
         known = version is not None and self.newest is not None and version <= self.newest
         if synced_at is None:
             synced_at = step if self.plan.style is SyncStyle.EXPLORER_DRIVEN else -1
-        self.explorers[id] = Explorer(id, version if known else None, step=step, synced_at=synced_at)
+        self.explorers[id] = ExplorerState(id, version if known else None, step=step, synced_at=synced_at)
         self._settle()
         return self.explorers[id]
 
     def left(self, id: int, reason: str = "the explorer left") -> None:
-        """An explorer stopped or died; nobody waits for it any more."""
+        """Remove an explorer that stopped or died."""
         explorer = self.explorers.pop(id, None)
         if explorer is not None:
             explorer.busy = False
-            resolve(explorer, Outcome(explorer.version, reason))
+            resolve(explorer, SyncOutcome(explorer.version, reason))
             explorer.status = STOPPED
         self._settle()
 
     # -- events: steps and wishes ------------------------------------------------------------------
 
     def trainer_at(self, step: int) -> None:
-        """The trainer has done so many steps."""
+        """Note how many steps the trainer has done."""
         if self.trainer is not None:
             self.trainer.step = step
         self._settle()
 
     def explorer_at(self, id: int, step: int) -> None:
-        """An explorer has done so many steps."""
+        """Note how many steps an explorer has done."""
         self.explorers[id].step = step
         self._settle()
 
     def trainer_requires(self) -> None:
-        """NCCL: the trainer waits for those who are to get weights."""
+        """Let the trainer wait for explorers (NCCL)."""
         self.trainer_announces()
         if self.trainer is not None:
             self.trainer.waits = self.trainer.status is REQUIRE_SYNC
         self._settle()
 
     def trainer_announces(self) -> None:
-        """Record that the trainer will wait for explorers (NCCL)."""
+        """Note that the trainer will wait for explorers (NCCL)."""
         if self.trainer is not None and self.trainer.status is not STOPPED:
             self.trainer.status, self.trainer.outcome = REQUIRE_SYNC, None
 
     def trainer_withdraws(self) -> None:
-        """Take back what the trainer announced, or end its wait."""
+        """Take back the trainer's announcement, or end its wait."""
         if self.trainer is None:
             return
         if self.trainer.waits:
@@ -96,15 +104,15 @@ class Machine(State):
             self.trainer.status = RunningStatus.RUNNING
 
     def explorer_requires(self, id: int) -> None:
-        """An explorer waits for new weights."""
+        """Let an explorer wait for new weights."""
         self._want(self.explorers[id], waits=True)
 
     def explorer_announces(self, id: int) -> None:
-        """Record that an explorer will wait for new weights; until it does, it is handed none."""
+        """Note that an explorer will wait for new weights; until it does, it is handed none."""
         self._want(self.explorers[id], waits=False)
 
     def explorer_withdraws(self, id: int) -> None:
-        """Take back what an explorer announced, or end its wait."""
+        """Take back an explorer's announcement, or end its wait."""
         explorer = self.explorers[id]
         if explorer.waits:
             self.gave_up(id, "it went on")
@@ -112,7 +120,7 @@ class Machine(State):
             explorer.status = RunningStatus.RUNNING
             self._settle()
 
-    def _want(self, explorer: Explorer, *, waits: bool) -> None:
+    def _want(self, explorer: ExplorerState, *, waits: bool) -> None:
         if explorer.status is not REQUIRE_SYNC:
             explorer.status, explorer.outcome = REQUIRE_SYNC, None
             explorer.asked, explorer.had = self.newest, explorer.version
@@ -121,20 +129,20 @@ class Machine(State):
         self._settle()
 
     def gave_up(self, id: int, reason: str = "no new weights came in time") -> bool:
-        """An explorer does not want to wait longer; False while weights are on their way to it."""
+        """End the wait of an explorer; return False while weights are on their way to it."""
         explorer = self.explorers[id]
         if explorer.busy:
             return False
-        resolve(explorer, Outcome(explorer.version, reason))
+        resolve(explorer, SyncOutcome(explorer.version, reason))
         explorer.failed_at = explorer.step
         self._settle()
         return True
 
     def trainer_gave_up(self, reason: str = "no explorer was ready in time") -> bool:
-        """The trainer does not want to wait longer; False while a transfer is under way."""
+        """End the wait of the trainer; return False while a transfer is under way."""
         if self.transfer or self.trainer is None:
             return False
-        resolve(self.trainer, Outcome(self.newest, reason))
+        resolve(self.trainer, SyncOutcome(self.newest, reason))
         self.trainer.failed_at = self.trainer.step
         self._settle()
         return True
@@ -142,7 +150,7 @@ class Machine(State):
     # -- events: weights ---------------------------------------------------------------------------
 
     def begin(self, ids: Iterable[int]) -> None:
-        """Weights are on their way to explorers that were ready."""
+        """Note that weights are on their way to explorers that were ready."""
         going = tuple(self.explorers[id] for id in ids)
         assert all(explorer.waits and not explorer.busy for explorer in going)
         if self.plan.direct:
@@ -152,7 +160,7 @@ class Machine(State):
             explorer.busy = True
 
     def published(self, version: int, step: int) -> None:
-        """Somebody holds ``version``, made at the trainer's ``step``; older news than we have are ignored."""
+        """Note that ``version``, made at the trainer's ``step``, is held somewhere; ignore older ones."""
         if self.newest is None or version > self.newest:
             self.newest, self.newest_step, self.lost = version, step, False
             self._steps[version] = step
@@ -161,9 +169,12 @@ class Machine(State):
         self.offered(step)
 
     def offered(self, step: int, version: int | None = None) -> None:
-        """The trainer gave away what it had at ``step``; who takes it shows later.
+        """Note that the trainer gave its weights away at ``step``; which explorers take them shows later.
 
-        ``version``: NCCL, FULLY_ASYNC: what it will be; explorers that do not have it are behind from now on.
+        Args:
+            step: step of the trainer.
+            version: NCCL, FULLY_ASYNC: the version that they will be. Explorers without it are behind from
+                now on.
         """
         if self.trainer is not None and version is not None:
             self.trainer.given = max(self.trainer.given, version)
@@ -172,24 +183,27 @@ class Machine(State):
         self._settle()
 
     def delivered(self, id: int, version: int) -> None:
-        """What was on its way to an explorer is in force there; one that came since then is not meant."""
+        """Note that weights that were on their way to an explorer are in force there.
+
+        An explorer that took the place of this one since then is not meant.
+        """
         explorer = self.explorers.get(id)
         if explorer is not None and explorer.busy:
             explorer.busy = False
             newer = explorer.version is None or version > explorer.version
             self.has(id, version)
             if newer:
-                resolve(explorer, Outcome(version))
+                resolve(explorer, SyncOutcome(version))
 
     def failed(self, id: int, reason: str) -> None:
-        """What was on its way to an explorer did not arrive."""
+        """Note that weights that were on their way to an explorer did not arrive."""
         explorer = self.explorers.get(id)
         if explorer is not None and explorer.busy:
             explorer.busy = False
             self.gave_up(id, reason)
 
     def has(self, id: int, version: int) -> None:
-        """An explorer has a published version in force, however it came."""
+        """Note that a published version is in force in an explorer, however it came there."""
         assert self.newest is not None, "nothing was published"
         assert version <= self.newest, f"version {version} was not published"
         explorer = self.explorers[id]
@@ -198,32 +212,32 @@ class Machine(State):
         self._settle()
 
     def transferred(self) -> None:
-        """NCCL: the transfer is over; who was not reached until now is not any more."""
+        """End the transfer (NCCL); explorers that it has not reached by now failed."""
         self._end_transfer("the transfer did not reach it")
         trainer = self.trainer
         if trainer is not None and trainer.status is REQUIRE_SYNC:
             if trainer.synced_at == trainer.step:
-                resolve(trainer, Outcome(self.newest))
+                resolve(trainer, SyncOutcome(self.newest))
             else:
                 self.trainer_gave_up("the transfer reached nobody")
         self._settle()
 
     def lost_weights(self) -> None:
-        """Nobody holds the newest version any more: its number stays, its weights must come anew."""
+        """Note that the weights of the newest version are gone; its number stays."""
         self.lost = self.newest is not None
         self._settle()
 
     # -- insides -----------------------------------------------------------------------------------
 
     def _settle(self, reason: str = TRAINER_STOPPED) -> None:
-        """Wake everybody who need not, or cannot, wait any longer."""
+        """Wake all that need not, or cannot, wait any longer."""
         for explorer in self.explorers.values():
             if explorer.status is not REQUIRE_SYNC or explorer.busy:
                 continue
-            if self._content(explorer):
-                resolve(explorer, Outcome(explorer.version))
+            if self._is_satisfied(explorer):
+                resolve(explorer, SyncOutcome(explorer.version))
             elif self._trainer_stopped() and self._suitable(explorer) is None:
-                resolve(explorer, Outcome(explorer.version, reason))
+                resolve(explorer, SyncOutcome(explorer.version, reason))
         trainer = self.trainer
         if (
             trainer is not None
@@ -232,10 +246,10 @@ class Machine(State):
             and not self.ready()
             and not self.expected()
         ):
-            resolve(trainer, Outcome(self.newest, "no explorer is running that takes weights now"))
+            resolve(trainer, SyncOutcome(self.newest, "no explorer is running that takes weights now"))
 
     def _end_transfer(self, reason: str) -> None:
         going, self.transfer = self.transfer, ()
         for explorer in going:
             explorer.busy = False
-            resolve(explorer, Outcome(explorer.version, reason))
+            resolve(explorer, SyncOutcome(explorer.version, reason))

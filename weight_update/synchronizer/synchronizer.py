@@ -1,39 +1,38 @@
-"""The Synchronizer as users make it."""
+"""The Synchronizer that users create."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
+import functools
 import os
 import threading
 from typing import Any
 
-from weight_update.checkpoints.files import Files
 from weight_update.errors import LifecycleError
 from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
 from weight_update.synchronizer.addresses import is_loopback, require_reachable
-from weight_update.synchronizer.journal import Journal
-from weight_update.synchronizer.memory import Memory
+from weight_update.synchronizer.checkpoint import CheckpointService
+from weight_update.synchronizer.direct import DirectService
+from weight_update.synchronizer.memory import MemoryService
 from weight_update.synchronizer.plan import SyncMethod, SyncPlan, SyncStyle
 from weight_update.synchronizer.ray_actor import RayHost
-from weight_update.synchronizer.server import Server
-from weight_update.synchronizer.service import Coordinator
+from weight_update.synchronizer.rpc import Server
+from weight_update.synchronizer.service import Service
+from weight_update.synchronizer.sessions import VersionFile
 
 __all__ = ["Synchronizer"]
 
-_log = logging.getLogger(__name__)
-
 
 class Synchronizer:
-    """Says when a trainer and its explorers synchronize, and brings the weights across.
+    """The one object of a run that decides when a trainer and its explorers synchronize.
 
-    One for a run. Threads of this process make their clients with it:
-    ``TrainerClient(synchronizer, model)``, ``ExplorerClient(synchronizer, model)``. Other processes are let
-    in by :meth:`serve`; with Ray it may live in an actor, see :meth:`as_ray_actor`.
+    Threads of this process make their clients with it: ``TrainerClient(synchronizer, model)``,
+    ``ExplorerClient(synchronizer, model)``. :meth:`serve` lets other processes in. With Ray it may live in an
+    actor, see :meth:`as_ray_actor`.
 
     With a ``directory`` a synchronizer that is started again goes on after the last published version, and
-    the clients find it by themselves if it has the same address and token. Weights that it held (MEMORY) are
-    gone then: it asks the trainer for new ones, which is right also if the trainer has moved on.
+    clients find it by themselves if it has the same address and token. Weights that it held (MEMORY) are gone
+    then: it asks the trainer for new ones, which is right also if the trainer has gone on.
 
     Args:
         plan: a :class:`SyncPlan`; or a :class:`SyncMethod` (or its name), and the other fields of the plan.
@@ -41,14 +40,15 @@ class Synchronizer:
         sync_interval: see :class:`SyncPlan`.
         sync_offset: see :class:`SyncPlan`.
         max_staleness: see :class:`SyncPlan`.
-        directory: where the journal is kept, and the files of CHECKPOINT, which needs one that all share.
+        directory: where the number of the newest version is kept. CHECKPOINT needs a directory that all
+            share, and keeps its files there.
         strategy: MEMORY: how weights travel to explorers; see :class:`~weight_update.WeightSyncScheme`.
         lease: seconds after which a client that is not heard of counts as gone: its process or machine
             has stopped, or the thread that used it last has ended without closing it.
         transfer_timeout: seconds that a transfer may take.
 
     Raises:
-        ValueError: see :class:`SyncPlan`; or CHECKPOINT without a directory.
+        ValueError: as :class:`SyncPlan`; or CHECKPOINT without a directory.
     """
 
     def __init__(
@@ -79,53 +79,40 @@ class Synchronizer:
         self._options["strategy"] = resolve_strategy(strategy)
         if self.plan.method is SyncMethod.CHECKPOINT and directory is None:
             raise ValueError("SyncMethod.CHECKPOINT needs directory=, one that trainer and explorers share")
-        self._coordinator: Coordinator | None = None
-        self._memory: Memory | None = None
+        self._service: Service | None = None
         self._servers: list[Server | RayHost] = []
         self._closed = False
         self._making = threading.Lock()
 
     @property
-    def coordinator(self) -> Coordinator:
-        """Answers calls; made when it is first needed."""
+    def service(self) -> Service:
+        """The service that answers calls; made when it is first needed."""
         with self._making:  # clients may be made by several threads at once
             if self._closed:
                 raise LifecycleError("this synchronizer is closed; make a new one")
-            if self._coordinator is None:
-                self._coordinator = self._make_coordinator()
-            return self._coordinator
+            if self._service is None:
+                self._service = self._make_service()
+            return self._service
 
-    def _make_coordinator(self) -> Coordinator:
-        strategy, timeout = self._options["strategy"], self._options["transfer_timeout"]
-        if self.plan.method is SyncMethod.MEMORY:
-            self._memory = Memory(None, strategy, timeout)
-        files = self.plan.method is SyncMethod.CHECKPOINT
-        newest = Files(str(self._directory), strategy).newest() if files else None
-        if newest is not None:
-            _log.info(
-                "going on after version %d (step %d) that %s holds; a new run wants a new directory",
-                *newest,
-                self._directory,
-            )
-        return Coordinator(
-            self.plan,
-            journal=None if self._directory is None else Journal(self._directory),
-            memory=self._memory,
-            lease=self._options["lease"],
-            timeout=timeout,
-            newest=newest,
-            directory=self._directory if files else None,
-        )
+    def _make_service(self) -> Service:
+        plan, directory, strategy = self.plan, self._directory, self._options["strategy"]
+        options = {"lease": self._options["lease"], "timeout": self._options["transfer_timeout"]}
+        if plan.method is SyncMethod.CHECKPOINT:
+            return CheckpointService(plan, str(directory), **options)
+        file = None if directory is None else VersionFile(directory)
+        if plan.method is SyncMethod.MEMORY:
+            return MemoryService(plan, strategy, version_file=file, **options)
+        return DirectService(plan, version_file=file, **options)
 
     def serve(self, address: str = "127.0.0.1", port: int = 0, token: str | None = None) -> Server:
-        """Let in clients from other processes, of this machine or others.
+        """Let clients of other processes in, of this machine or others.
 
         Args:
-            address: of the interface to listen on, as other machines name it; the default, loopback, lets in
-                processes of this machine.
-            port: 0 takes a free one.
-            token: what clients must show; None takes the environment's ``WEIGHT_UPDATE_TOKEN``, or makes one.
-                To start a synchronizer again, give port and token.
+            address: address of the interface to listen on, as other machines name it; the default, loopback,
+                lets in processes of this machine.
+            port: port to listen on; 0 takes a free one.
+            token: secret that clients must show; None takes the environment's ``WEIGHT_UPDATE_TOKEN``, or
+                makes one. To start a synchronizer again, give port and token.
 
         Returns:
             the server; its ``address`` and ``token`` are for clients:
@@ -137,7 +124,7 @@ class Synchronizer:
             OSError: the address is not of this machine, or the port is taken.
         """
         require_reachable(address)
-        server = Server(self.coordinator, address, port, token)
+        server = Server(self.service, address, port, token)
         try:
             self.reach_by(address)
         except BaseException:
@@ -147,48 +134,44 @@ class Synchronizer:
         return server
 
     def as_ray_actor(self, name: str, namespace: str | None = None, **options: Any) -> RayHost:
-        """Start an actor that is this synchronizer; this object itself then serves nobody.
+        """Start an actor that is this synchronizer; this object itself then serves no clients.
 
         Args:
-            name: of the actor.
-            namespace: of Ray; None takes that of this process.
-            options: of the actor, such as ``max_restarts``.
+            name: name of the actor.
+            namespace: Ray namespace of the actor; None takes that of this process.
+            options: Ray options of the actor, such as ``max_restarts``.
 
         Returns:
-            its address is ``"ray:<name>"`` or ``"ray:<namespace>/<name>"``, for clients.
+            the host; its ``address``, for clients, is ``"ray:<name>"`` or ``"ray:<namespace>/<name>"``.
 
         Raises:
             ImportError: Ray is not installed.
         """
-        if self._coordinator is not None:
+        if self._service is not None:
             raise LifecycleError("this synchronizer serves this process; make another for an actor")
-        host = RayHost.start(type(self), self.plan, self._directory, self._options, name, namespace, options)
+        make = functools.partial(type(self), self.plan, directory=self._directory, **self._options)
+        host = RayHost.start(make, name, namespace, options)
         self._servers.append(host)
         return host
 
     def reach_by(self, address: str) -> None:
-        """Explorers may be on other machines: hand weights out on the interface of ``address``."""
-        desk = self.coordinator.desk
-        if is_loopback(address):
-            return
-        if self._memory is not None:
-            self._memory.listen_on(address)
-        desk.reach_by(address)
+        """Hand weights out on the interface of ``address`` too, if explorers of other machines reach it."""
+        service = self.service
+        if not is_loopback(address):
+            service.reach_by(address)
 
     def close(self) -> None:
-        """Wake everybody who waits, and end; calling it twice is fine."""
+        """Wake all clients that wait, and end. Calling it twice is fine."""
         with self._making:
             self._closed = True
         with contextlib.ExitStack() as stack:  # all of it, also where a step raises
             for server in self._servers:
                 stack.callback(server.close)
-            if self._coordinator is not None:
-                stack.callback(self._coordinator.close)
+            if self._service is not None:
+                stack.callback(self._service.close)
 
     def __enter__(self) -> Synchronizer:
-        """The synchronizer itself; it is closed at the end."""
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """See :meth:`close`."""
         self.close()

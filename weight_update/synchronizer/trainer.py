@@ -6,43 +6,41 @@ import logging
 import time
 from typing import Any
 
-import torch
 from torch import nn
 
-from weight_update.checkpoints.files import Files
-from weight_update.errors import LinkClosedError, SyncFailedError, SyncTimeoutError, TransportError
+from weight_update.errors import TransportError
 from weight_update.strategy.strategy import WeightStrategy
-from weight_update.synchronizer.addresses import is_loopback, require_reachable
-from weight_update.synchronizer.channels import Channel
-from weight_update.synchronizer.desk import Reply
+from weight_update.synchronizer.addresses import require_reachable
+from weight_update.synchronizer.checkpoint import CheckpointTrainer
+from weight_update.synchronizer.client import ClientBase
+from weight_update.synchronizer.direct import DirectTrainer
+from weight_update.synchronizer.memory import MemoryTrainer
+from weight_update.synchronizer.methods import TrainerMethod
 from weight_update.synchronizer.metrics import Metrics
-from weight_update.synchronizer.party import Party
-from weight_update.synchronizer.plan import RunningStatus, SyncStyle
-from weight_update.synchronizer.transfer import Outlet, Shipment, Ticket
+from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncStyle
+from weight_update.synchronizer.rpc import Channel
+from weight_update.synchronizer.sessions import Reply
+from weight_update.synchronizer.transfer import Endpoint
 from weight_update.transports.distributed.relay.nccl import group_class
-from weight_update.transports.shared_memory.unix_stream import deadline_of
 
 __all__ = ["BlockingTrainer"]
 
 _log = logging.getLogger(__name__)
-_HOLDER = 0
-"""The synchronizer's place among those whom the trainer sends to."""
-_OUTAGES = (TransportError, SyncTimeoutError, SyncFailedError, OSError)
 
 
-class BlockingTrainer(Party):
-    """Gives weights away when the plan says so. See :class:`~weight_update.TrainerClient`.
+class BlockingTrainer(ClientBase):
+    """A client that gives weights away when the plan says so. See :class:`~weight_update.TrainerClient`.
 
     Args:
-        channel: to the synchronizer.
+        channel: channel to the synchronizer.
         source: module, TensorDict, dict or callable that weights are read from.
-        address: of the interface on which explorers (NCCL) or the synchronizer (MEMORY) reach this process;
-            None: the one that leads to the synchronizer.
+        address: address of the interface on which explorers (NCCL) or the synchronizer (MEMORY) reach this
+            process; None for the one that leads to the synchronizer.
         backend: see :class:`~weight_update.TrainerClient`.
-        strategy: see :class:`Party`.
-        timeout: see :class:`Party`.
-        transfer_timeout: see :class:`Party`.
-        step: steps done already; None: in FIXED as many as when the newest version was made, else 0.
+        strategy: see :class:`ClientBase`.
+        timeout: see :class:`ClientBase`.
+        transfer_timeout: see :class:`ClientBase`.
+        step: number of steps done already; None for that of the newest version in FIXED, else 0.
     """
 
     role = "trainer"
@@ -62,17 +60,17 @@ class BlockingTrainer(Party):
         super().__init__(channel, strategy, timeout, transfer_timeout, step or 0)
         if address is not None:
             require_reachable(address)
-        self._source, self._given_address, self._backend = source, address, backend
-        self._outlet: Outlet | None = None
-        self._files: Files | None = None
-        group_class(backend)  # refuses unknown ones
+        self._method: TrainerMethod | None = None
+        group_class(backend)  # raises if it is unknown
         if not callable(source) or isinstance(source, nn.Module):
-            self.strategy.named(source)  # a client that cannot send takes nobody's place
+            self.strategy.named(source)  # a client that cannot send takes no other one's place
         reply = self._introduce()
         self.version = reply["version"]
         try:
             self._go_on_after(reply["step"], step)
-            self._open(reply)
+            self._method = self._make_method(source, address, backend, reply)
+            if self.plan.direct:
+                self.ask("hello", **self._hello())  # now with the endpoint
         except BaseException:
             self.close()
             raise
@@ -94,64 +92,49 @@ class BlockingTrainer(Party):
                 newest,
             )
 
-    def _open(self, reply: Reply) -> None:
-        directory = reply["directory"]
-        if self._backend != "gloo" and not self.plan.direct:
-            raise ValueError(f"backend={self._backend!r} is for SyncMethod.NCCL, not for {self.plan.method}")
-        if directory is not None:
-            self._files = Files(directory, self.strategy)
-        else:
-            self._open_outlet(self.plan.direct, reply["address"])
+    def _make_method(self, source: Any, address: str | None, backend: str, reply: Reply) -> TrainerMethod:
+        method = self.plan.method
+        if method is SyncMethod.NCCL:
+            return DirectTrainer(self, source, address, reply["address"], backend)
+        if backend != "gloo":
+            raise ValueError(f"backend={backend!r} is for SyncMethod.NCCL, not for {method}")
+        if method is SyncMethod.MEMORY:
+            return MemoryTrainer(self, source, address)
+        return CheckpointTrainer(source, reply["directory"])
 
-    def _open_outlet(self, direct: bool, served: str | None) -> None:
-        address = self._given_address or self._channel.address
-        if not direct and is_loopback(address):
-            address = None
-        if direct:
-            if self._given_address is None and is_loopback(address):
-                address = served  # the synchronizer is on this machine: other machines reach both by it
-            address = address or "127.0.0.1"
-            if self._backend == "gloo":
-                cure = (
-                    "backend='nccl' would go over CUDA" if torch.cuda.is_available() else "there is no CUDA"
-                )
-                _log.info("SyncMethod.NCCL: weights go to other hosts by gloo (%s)", cure)
-        self._outlet = Outlet(self._source, address, self.strategy, self.transfer_timeout, self._backend)
-        if direct:
-            self._ask("hello", **self._hello())  # now with the ticket
-
-    def _ticket(self) -> Ticket | None:
-        return None if self._outlet is None else self._outlet.ticket
+    def _endpoint(self) -> Endpoint | None:
+        publisher = None if self._method is None else self._method.publisher
+        return None if publisher is None else publisher.endpoint
 
     # -- for users ---------------------------------------------------------------------------------
 
     def need_sync(self) -> bool:
-        """Whether :meth:`sync_weight` should be called now.
+        """Return whether :meth:`sync_weight` should be called now.
 
         Raises:
             LinkClosedError: the synchronizer was not there for ``timeout`` seconds.
         """
-        return bool(self._ask("trainer_needs", step=self.step)["need"])
+        return bool(self.ask("trainer_needs", step=self.step)["need"])
 
     def sync_weight(self) -> Metrics:
         """Give the weights of now away: publish them (MEMORY, CHECKPOINT), or meet explorers (NCCL).
 
         Returns:
-            ``version``: the newest published one; ``step`` of this side; ``seconds`` it took; ``bytes``
-            written or sent; ``waited``: seconds until explorers were ready. ``reason`` only if nothing was
-            published: why. After that everything is as before. In FULLY_ASYNC with NCCL the version is on its
-            way, and counts as published when the first explorer has it.
+            ``version``: newest published version; ``step``: step of this side; ``seconds``: duration;
+            ``bytes``: number of bytes written or sent; ``waited``: seconds until explorers were ready. There
+            is a ``reason`` only if nothing was published; after that everything is as before. In FULLY_ASYNC
+            with NCCL the version is on its way, and counts as published when the first explorer has it.
             A logger gets other names: see :class:`~weight_update.synchronizer.Metrics`.
 
         Raises:
-            SchemaMismatchError: the weights are not those that it began with.
+            SchemaMismatchError: the weights have other names, shapes or dtypes than at the start.
             LifecycleError: this side is closed, or another trainer took its place.
         """
+        assert self._method is not None
         with self._syncing:
             start, step = time.perf_counter(), self.step
-            give = self._meet if self.plan.direct else self._publish
             try:
-                metrics = give(step)
+                metrics = self._method.give(self, step)
             except TransportError as error:
                 metrics = {"version": self.version, "reason": str(error)}
             metrics |= {"step": step, "seconds": time.perf_counter() - start}
@@ -162,84 +145,12 @@ class BlockingTrainer(Party):
             return Metrics({"bytes": 0, "waited": 0.0, **metrics})
 
     def give_up(self) -> None:
-        """From another thread: let :meth:`sync_weight` end its wait now."""
-        self._ask("notify", step=self.step, status=RunningStatus.RUNNING.value)
+        """End the wait of :meth:`sync_weight`, which another thread has called."""
+        self.ask("notify", step=self.step, status=RunningStatus.RUNNING.value)
 
     def close(self) -> None:
         try:
             super().close()
         finally:
-            if self._outlet is not None:
-                self._outlet.close()
-
-    # -- MEMORY, CHECKPOINT ------------------------------------------------------------------------
-
-    def _publish(self, step: int) -> dict[str, Any]:
-        version = int(self._ask("trainer_version", step=step)["version"])
-        try:
-            nbytes = (
-                self._upload() if self._files is None else self._files.publish(version, self._source, step)
-            )
-            self._ask("trainer_published", step=step, version=version)
-        except _OUTAGES as error:
-            soon = deadline_of(self._grace)  # the synchronizer may be what is out
-            return dict(self._ask("trainer_failed", soon, step=step, reason=str(error)))
-        return {"version": version, "bytes": nbytes}
-
-    def _upload(self) -> int:
-        """MEMORY: send to the synchronizer, which joins (again) if it is not there."""
-        assert self._outlet is not None
-        if _HOLDER not in self._outlet.here():
-            self._ask("take_from", ticket=self._outlet.ticket)
-        shipment = self._outlet.send([_HOLDER])
-        if failures := shipment.settle([_HOLDER]):
-            raise LinkClosedError(f"the synchronizer did not take the weights: {failures[_HOLDER]}")
-        return shipment.nbytes
-
-    # -- NCCL --------------------------------------------------------------------------------------
-
-    def _meet(self, step: int) -> dict[str, Any]:
-        start, deadline = time.perf_counter(), deadline_of(self.timeout)
-        reply = self._ask("meet", deadline, wait=True, step=step)
-        waited = time.perf_counter() - start
-        if reply.get("reason") is not None:
-            return {"version": reply["version"], "reason": reply["reason"], "waited": waited}
-        ids, version = reply["ids"], reply["version"]
-        failures = dict.fromkeys(ids, "the trainer did not send")
-        shipments: list[Shipment] = []
-        outage: Exception | None = None
-        try:
-            shipments = self._send(ids)
-            failures = shipments[0].settle(ids) if ids else {}
-        except _OUTAGES as error:
-            outage, failures = error, {id: str(error) for id in ids}
-        finally:
-            self._ask(
-                "met",
-                step=step,
-                version=version,
-                numbers=[one.number for one in shipments],
-                ids=ids,
-                failures=failures,
-            )
-        metrics = {"version": version, "bytes": sum(one.nbytes for one in shipments), "waited": waited}
-        sent = set().union(*(one.ids for one in shipments))
-        if (outage is not None or failures) and sent <= set(failures):
-            why = "; ".join(f"explorer {id}: {text}" for id, text in failures.items())
-            metrics.update(version=self.version, reason=why or str(outage))
-        return metrics
-
-    def _send(self, ids: list[int]) -> list[Shipment]:
-        """To those who are ready; in FULLY_ASYNC to all others too, who take it when they can."""
-        assert self._outlet is not None
-        shipments = [self._outlet.send(ids)] if ids else []
-        if self.plan.style is SyncStyle.FULLY_ASYNC:
-            try:
-                shipments.append(self._outlet.spread(but=ids))
-            except _OUTAGES as error:
-                if not shipments:
-                    raise
-                _log.warning(
-                    "step %d: explorers that did not wait were not sent weights: %s", self.step, error
-                )
-        return shipments
+            if self._method is not None:
+                self._method.close()

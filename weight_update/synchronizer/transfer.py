@@ -1,4 +1,4 @@
-"""How weights travel for a synchronizer: through our schemes, to whoever is to have them now."""
+"""Transfers of weights for a synchronizer, through the schemes, to those whose turn it is."""
 
 from __future__ import annotations
 
@@ -17,44 +17,47 @@ from weight_update.errors import (
     UnknownWorkerError,
     WeightSyncError,
 )
-from weight_update.schemes import (
-    DistributedWeightSyncScheme,
-    SharedMemWeightSyncScheme,
-    WeightSyncScheme,
-)
+from weight_update.schemes import DistributedWeightSyncScheme, SharedMemWeightSyncScheme
 from weight_update.sender.handle import SendHandle
 from weight_update.strategy.strategy import WeightStrategy
 
-__all__ = ["Inlet", "Outlet", "Shipment", "Ticket", "key_of"]
+__all__ = ["Endpoint", "Publisher", "Subscriber", "Transfer", "key_of"]
 
-Ticket = dict[str, Any]
-"""What a receiver needs to find an :class:`Outlet`: plain values."""
+Endpoint = dict[str, Any]
+"""Where a subscriber finds a :class:`Publisher`: plain values."""
 
 _log = logging.getLogger(__name__)
-_WITNESS = (1 << 31) - 1
-"""Index of the receiver beside the sender; explorers are workers under their own ids."""
+_PLACEHOLDER = (1 << 31) - 1
+"""Worker index of the placeholder; explorers are workers under their own ids."""
 
 
-class Shipment:
+class Transfer:
     """Weights that were sent to explorers.
 
     Args:
-        handle: of the update.
+        handle: handle of the update.
         gone: ids of explorers that were meant but are not connected.
 
     Attributes:
-        ids: of the explorers that it was sent to.
-        number: of the update, as the scheme counts.
-        nbytes: bytes that were written or sent.
+        ids: ids of the explorers that it was sent to.
+        number: number of the update, as the scheme counts.
+        nbytes: number of bytes that were written or sent.
     """
 
     def __init__(self, handle: SendHandle, gone: frozenset[int] = frozenset()) -> None:
         self._handle, self._gone = handle, gone
-        self.ids = frozenset(handle.workers) - {_WITNESS}
+        self.ids = frozenset(handle.workers) - {_PLACEHOLDER}
         self.number, self.nbytes = handle.version, handle.report.wire_bytes
 
     def settle(self, ids: Iterable[int]) -> dict[int, str]:
-        """Wait until explorers have it in force, or have failed; why those did, by id."""
+        """Wait until explorers have it in force, or have failed.
+
+        Args:
+            ids: ids of the explorers.
+
+        Returns:
+            the reasons of those that failed, by id.
+        """
         wanted = set(ids)
         failures = dict.fromkeys(wanted & self._gone, "it is not connected to the sender")
         try:
@@ -66,24 +69,28 @@ class Shipment:
         return failures | dict.fromkeys(left, "it left before it had applied it")
 
     def failures(self) -> dict[int, str]:
-        """What is known by now."""
+        """Return the failures known by now, by id."""
         return {idx: str(why) for idx, why in self._handle.failures().items()}
 
 
-class Outlet:
+class Publisher:
     """The sending end: explorers join at any time and are sent weights when it is their turn.
 
-    A scheme counts its first workers before any explorer is there. Its only one is a witness: a receiver
-    beside the sender that has no model and only looks at the memory that is sent.
+    A scheme keeps weights for workers that it knows from the start, and no explorer is there yet when it
+    starts. So its only worker is a placeholder: a receiver in this process that has no model and only looks
+    at the memory that is sent. It keeps each update for explorers that join later.
 
     Args:
         source: module, TensorDict, dict or callable that is read at each :meth:`send`.
-        address: of the interface to listen on; None lets in processes of this machine only, through shared
-            memory.
+        address: address of the interface to listen on; None lets in processes of this machine only, through
+            shared memory.
         strategy: see :class:`~weight_update.WeightSyncScheme`.
-        timeout: seconds an explorer may take to apply what it is sent.
-        backend: what weights go through to other hosts; see
+        timeout: seconds that an explorer may take to apply an update.
+        backend: library that carries weights to other hosts; see
             :class:`~weight_update.DistributedWeightSyncScheme`.
+
+    Attributes:
+        endpoint: where subscribers find it.
     """
 
     def __init__(
@@ -95,142 +102,141 @@ class Outlet:
         backend: str = "gloo",
     ) -> None:
         token = secrets.token_hex(16)
-        self.ticket: Ticket = {"token": token, "address": address, "port": 0, "shared": address is None}
-        self._scheme = _scheme(self.ticket, strategy, timeout, backend)
+        self.endpoint: Endpoint = {"token": token, "address": address, "port": 0, "shared": address is None}
+        self._scheme = _scheme(self.endpoint, strategy, timeout, backend)
         self._sending = threading.Lock()
-        self._last: Shipment | None = None
-        self._scheme.init_on_sender(params_map={_WITNESS: source})
+        self._last: Transfer | None = None
+        self._scheme.init_on_sender(params_map={_PLACEHOLDER: source})
         if isinstance(self._scheme, DistributedWeightSyncScheme):
-            self.ticket["port"] = self._scheme.port
+            self.endpoint["port"] = self._scheme.port
         else:
-            self.ticket["address"] = self._scheme.address
+            self.endpoint["address"] = self._scheme.address
         with contextlib.ExitStack() as undo:
             undo.callback(self._scheme.shutdown)
-            self._witness = Inlet(self.ticket, _WITNESS, None, strategy, timeout)
-            undo.callback(self._witness.close)
+            self._placeholder = Subscriber(self.endpoint, _PLACEHOLDER, None, strategy, timeout)
+            undo.callback(self._placeholder.close)
             self._open(timeout)
             undo.pop_all()
 
     def _open(self, timeout: float) -> None:
-        joining = threading.Thread(target=self._witness.join, args=(timeout,), name="weight_update-witness")
-        joining.start()
+        join = threading.Thread(target=self._placeholder.join, args=(timeout,), name="weight_update-join")
+        join.start()
         try:
             self._scheme.connect(timeout=timeout)
         finally:
-            joining.join()
+            join.join()
 
-    def here(self) -> list[int]:
-        """Ids of the explorers that joined."""
-        return [idx for idx in self._scheme.worker_versions if idx != _WITNESS]
+    def joined(self) -> list[int]:
+        """Return the ids of the explorers that are connected."""
+        return [idx for idx in self._scheme.worker_versions if idx != _PLACEHOLDER]
 
-    def send(self, ids: Iterable[int], weights: Any = None) -> Shipment:
-        """Send weights to explorers; does not wait for them.
+    def send(self, ids: Iterable[int], weights: Any = None) -> Transfer:
+        """Send weights to explorers, without waiting for them.
 
         Args:
-            ids: of the explorers.
+            ids: ids of the explorers.
             weights: None reads the source.
 
         Raises:
-            WeightSyncError: the weights cannot be sent at all; nobody has them.
+            WeightSyncError: the weights cannot be sent at all; no explorer has them.
         """
         wanted = frozenset(ids)
         with self._sending:
             while True:
-                here = wanted & set(self.here())
+                here = wanted & set(self.joined())
                 try:
-                    handle = self._scheme.send_async(weights, [_WITNESS, *here])
+                    handle = self._scheme.send_async(weights, [_PLACEHOLDER, *here])
                 except UnknownWorkerError:
-                    if here <= set(self.here()):
+                    if here <= set(self.joined()):
                         raise
-                else:  # else one of them left just now
-                    return Shipment(handle, wanted - here)
+                else:  # otherwise one of them left just now
+                    return Transfer(handle, wanted - here)
 
-    def spread(self, weights: Any = None, but: Iterable[int] = ()) -> Shipment:
-        """Send weights to all who joined, ``but`` some, and wait for nobody."""
+    def spread(self, weights: Any = None, but: Iterable[int] = ()) -> Transfer:
+        """Send weights to all connected explorers except ``but``, without waiting for them."""
         if self._last is not None and (bad := self._last.failures()):
-            _log.warning("an update in the background was not applied: %s", bad)
-        self._last = self.send(set(self.here()) - set(but), weights)
+            _log.warning("explorers did not apply an update in the background: %s", bad)
+        self._last = self.send(set(self.joined()) - set(but), weights)
         return self._last
 
     def close(self) -> None:
-        """End all links."""
+        """Close all links."""
         try:
-            self._witness.close()
+            self._placeholder.close()
         finally:
             self._scheme.shutdown()
 
 
-class Inlet:
+class Subscriber:
     """The receiving end at one explorer, or at a synchronizer that holds the newest weights.
 
     Args:
-        ticket: of the outlet.
-        id: of the explorer.
-        model: kept current by what is sent; None keeps the weights only.
+        endpoint: endpoint of the publisher.
+        id: id of the explorer.
+        model: model to keep current; None keeps the weights only.
         strategy: see :class:`~weight_update.WeightSyncScheme`.
-        timeout: seconds an update waits for the model's forward pass to end.
+        timeout: seconds that an update waits for the model's forward pass to end.
+
+    Attributes:
+        endpoint: endpoint of the publisher.
+        scheme: the scheme underneath.
     """
 
     def __init__(
-        self, ticket: Ticket, id: int, model: Any, strategy: str | WeightStrategy, timeout: float
+        self, endpoint: Endpoint, id: int, model: Any, strategy: str | WeightStrategy, timeout: float
     ) -> None:
-        self.ticket = ticket
-        self._scheme = _scheme(ticket, strategy, timeout)
-        self._scheme.init_on_receiver(model=model, worker_idx=id)
+        self.endpoint = endpoint
+        self.scheme = _scheme(endpoint, strategy, timeout)
+        self.scheme.init_on_receiver(model=model, worker_idx=id)
 
     def join(self, timeout: float) -> str | None:
-        """Connect; None, or why it did not succeed.
+        """Connect to the publisher; return None, or the reason for which that failed.
 
         Raises:
             SchemaMismatchError: the model has other weights than the sender.
         """
         try:
-            self._scheme.connect(timeout=timeout)
+            self.scheme.connect(timeout=timeout)
         except (TransportError, SyncTimeoutError) as error:
             return str(error)
         return None
 
     @property
     def held(self) -> list[Any] | None:
-        """Which update is in force, so that the other end understands it; None for none."""
-        version = self._scheme.version
-        return None if version is None else [key_of(self.ticket), version]
-
-    @property
-    def scheme(self) -> WeightSyncScheme:
-        """The scheme underneath."""
-        return self._scheme
+        """Key of the publisher and number of the update in force; None for none."""
+        version = self.scheme.version
+        return None if version is None else [key_of(self.endpoint), version]
 
     def lives(self) -> bool:
-        """Whether the other end is still there."""
+        """Return whether the publisher is still there."""
         try:
-            self._scheme.receive(0)
+            self.scheme.receive(0)
         except WeightSyncError:
             return False
         return True
 
     def close(self) -> None:
         """Leave; the model keeps its weights."""
-        self._scheme.shutdown()
+        self.scheme.shutdown()
 
 
-def key_of(ticket: Ticket) -> str:
-    """Tells outlets apart; it is no secret."""
-    return hashlib.sha256(ticket["token"].encode()).hexdigest()[:8]
+def key_of(endpoint: Endpoint) -> str:
+    """Return a key that tells publishers apart; it is no secret."""
+    return hashlib.sha256(endpoint["token"].encode()).hexdigest()[:8]
 
 
 def _scheme(
-    ticket: Ticket, strategy: str | WeightStrategy, timeout: float, backend: str = "gloo"
+    endpoint: Endpoint, strategy: str | WeightStrategy, timeout: float, backend: str = "gloo"
 ) -> SharedMemWeightSyncScheme | DistributedWeightSyncScheme:
-    if ticket["shared"]:
+    if endpoint["shared"]:
         return SharedMemWeightSyncScheme(
-            strategy, address=ticket["address"], token=ticket["token"], timeout=timeout
+            strategy, address=endpoint["address"], token=endpoint["token"], timeout=timeout
         )
     return DistributedWeightSyncScheme(
         backend,
         strategy=strategy,
-        address=ticket["address"],
-        port=ticket["port"],
-        token=ticket["token"],
+        address=endpoint["address"],
+        port=endpoint["port"],
+        token=endpoint["token"],
         timeout=timeout,
     )

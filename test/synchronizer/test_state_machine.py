@@ -1,27 +1,27 @@
-"""The rules, one by one."""
+"""The rules of the state machine, one by one."""
 
 from __future__ import annotations
 
 import pytest
 
 from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncPlan, SyncStyle
-from weight_update.synchronizer.state import Outcome
-from weight_update.synchronizer.state_machine import Machine
+from weight_update.synchronizer.state import SyncOutcome
+from weight_update.synchronizer.state_machine import StateMachine
 
 HELD = [SyncMethod.MEMORY, SyncMethod.CHECKPOINT]
 EVERY = list(SyncMethod)
 
 
-def machine(method: SyncMethod, style: SyncStyle, explorers: int = 1, **numbers: int) -> Machine:
-    made = Machine(SyncPlan(method, style, **numbers))
+def machine(method: SyncMethod, style: SyncStyle, explorers: int = 1, **numbers: int) -> StateMachine:
+    made = StateMachine(SyncPlan(method, style, **numbers))
     made.trainer_joined()
     for id in range(explorers):
         made.joined(id)
     return made
 
 
-def explorer_steps(made: Machine, until: int) -> list[int]:
-    """The steps at which explorer 0 synchronizes, if every synchronization succeeds."""
+def explorer_steps(made: StateMachine, until: int) -> list[int]:
+    """Return the steps at which explorer 0 synchronizes, if every synchronization succeeds."""
     found = []
     for step in range(until + 1):
         made.explorer_at(0, step)
@@ -78,7 +78,7 @@ def test_fixed_waits_for_weights_of_its_step(method: SyncMethod) -> None:
     assert made.may_fetch(0) == 1
     made.begin([0])
     made.delivered(0, 1)
-    assert made.explorers[0].outcome == Outcome(1)
+    assert made.explorers[0].outcome == SyncOutcome(1)
     assert made.explorers[0].status is RunningStatus.RUNNING
 
 
@@ -103,7 +103,7 @@ def test_explorer_driven_asks_after_its_interval_and_the_trainer_answers(method:
         made.begin([0])
     made.delivered(0, 0)
     made.transferred()
-    assert made.explorers[0].outcome == Outcome(0)
+    assert made.explorers[0].outcome == SyncOutcome(0)
     assert not made.trainer_needs_sync()
     assert not made.explorer_needs_sync(0)
 
@@ -114,7 +114,7 @@ def test_explorer_driven_after_a_timeout_asks_again_at_the_next_step(method: Syn
     made.explorer_at(0, 3)
     made.explorer_requires(0)
     assert made.gave_up(0, "too late")
-    assert made.explorers[0].outcome == Outcome(None, "too late")
+    assert made.explorers[0].outcome == SyncOutcome(None, "too late")
     assert made.explorers[0].status is RunningStatus.RUNNING
     assert not made.trainer_needs_sync()
     assert not made.explorer_needs_sync(0)
@@ -171,7 +171,7 @@ def test_fully_async_needs_to_wait_only_when_too_far_behind() -> None:
         assert made.explorer_needs_sync(0) is needed
     made.explorer_requires(0)
     made.has(0, 2)  # it came in the background
-    assert made.explorers[0].outcome == Outcome(2)
+    assert made.explorers[0].outcome == SyncOutcome(2)
 
 
 def test_fully_async_directly_counts_from_what_was_given_away() -> None:
@@ -182,12 +182,12 @@ def test_fully_async_directly_counts_from_what_was_given_away() -> None:
         made.trainer_at(version)
         made.offered(version, version)
         assert made.explorer_needs_sync(0) is needed
-    assert made.newest == 0, "nobody is known to have more"
+    assert made.newest == 0, "no explorer is known to have more"
     made.explorer_requires(0)
     assert made.ready() == (0,)
     made.published(1, 1)
     made.has(0, 1)  # it came in the background
-    assert made.explorers[0].outcome == Outcome(1)
+    assert made.explorers[0].outcome == SyncOutcome(1)
 
 
 def test_fully_async_directly_what_a_trainer_gave_is_forgotten_with_it() -> None:
@@ -232,7 +232,7 @@ def test_fixed_directly_does_not_wait_for_who_has_passed_but_serves_who_comes_la
 
 
 @pytest.mark.parametrize("style", [SyncStyle.FIXED, SyncStyle.EXPLORER_DRIVEN, SyncStyle.TRAINER_DRIVEN])
-def test_directly_with_nobody_there_the_trainer_goes_on_at_once(style: SyncStyle) -> None:
+def test_directly_without_explorers_the_trainer_goes_on_at_once(style: SyncStyle) -> None:
     made = machine(SyncMethod.NCCL, style, explorers=0)
     made.trainer_at(1)
     made.trainer_requires()
@@ -262,7 +262,7 @@ def test_the_trainer_stopping_wakes_every_waiter_with_the_unchanged_version(
     made.trainer_left("the trainer stopped")
     for id, explorer in made.explorers.items():
         assert explorer.status is RunningStatus.RUNNING
-        assert explorer.outcome == Outcome(before[id], "the trainer stopped")
+        assert explorer.outcome == SyncOutcome(before[id], "the trainer stopped")
 
 
 def test_a_transfer_under_way_is_not_given_up_and_ends_when_the_trainer_dies() -> None:
@@ -275,8 +275,8 @@ def test_a_transfer_under_way_is_not_given_up_and_ends_when_the_trainer_dies() -
     assert not made.trainer_gave_up()
     made.left(1)
     made.trainer_left("it died")
-    assert made.explorers[0].outcome == Outcome(None, "it died")
-    assert made.newest is None, "nobody has it: it was not published"
+    assert made.explorers[0].outcome == SyncOutcome(None, "it died")
+    assert made.newest is None, "no explorer has it: it was not published"
 
 
 def test_a_transfer_that_reaches_one_of_two_is_published() -> None:
@@ -290,12 +290,12 @@ def test_a_transfer_that_reaches_one_of_two_is_published() -> None:
     made.failed(1, "it is stuck")
     made.transferred()
     assert made.trainer is not None
-    assert made.trainer.outcome == Outcome(0)
-    assert made.explorers[0].outcome == Outcome(0)
-    assert made.explorers[1].outcome == Outcome(None, "it is stuck")
+    assert made.trainer.outcome == SyncOutcome(0)
+    assert made.explorers[0].outcome == SyncOutcome(0)
+    assert made.explorers[1].outcome == SyncOutcome(None, "it is stuck")
 
 
-def test_what_was_sent_to_the_one_before_is_not_taken_for_the_new_one() -> None:
+def test_weights_sent_to_a_replaced_explorer_do_not_count_for_the_new_one() -> None:
     made = machine(SyncMethod.MEMORY, SyncStyle.TRAINER_DRIVEN)
     made.published(3, 3)
     made.explorer_requires(0)
@@ -327,7 +327,7 @@ def test_weights_that_are_lost_when_the_trainer_has_stopped_are_not_waited_for()
     made.trainer_left()
     assert made.may_fetch(0) == 0
     made.lost_weights()
-    assert made.explorers[0].outcome == Outcome(None, "the trainer stopped")
+    assert made.explorers[0].outcome == SyncOutcome(None, "the trainer stopped")
 
 
 def test_a_trainer_that_could_not_publish_tries_again_at_the_next_occasion_only() -> None:
@@ -349,13 +349,13 @@ def test_fixed_synchronizes_once_at_a_step(method: SyncMethod) -> None:
     made.published(0, 2)
     made.begin([0])
     made.delivered(0, 0)
-    assert made.explorers[0].outcome == Outcome(0)
+    assert made.explorers[0].outcome == SyncOutcome(0)
     assert not made.explorer_needs_sync(0)
     made.explorer_at(0, 4)
     assert made.explorer_needs_sync(0)
 
 
-def test_fixed_directly_nobody_is_expected_before_the_first_synchronization() -> None:
+def test_fixed_directly_no_explorer_is_expected_before_the_first_synchronization() -> None:
     made = machine(SyncMethod.NCCL, SyncStyle.FIXED, sync_interval=10)
     assert made.expected() == ()
     ahead = SyncPlan(SyncMethod.NCCL, SyncStyle.FIXED, 10, 5)
@@ -369,7 +369,7 @@ def test_fixed_directly_waits_for_who_is_about_to_ask() -> None:
     assert made.expected() == (0,)
 
 
-def test_who_waits_for_the_newest_is_not_content_with_what_is_newer_than_before() -> None:
+def test_an_explorer_that_waits_for_the_newest_does_not_settle_for_a_newer_one() -> None:
     made = machine(SyncMethod.MEMORY, SyncStyle.TRAINER_DRIVEN)
     made.published(0, 0)
     made.has(0, 0)
@@ -378,7 +378,7 @@ def test_who_waits_for_the_newest_is_not_content_with_what_is_newer_than_before(
     made.has(0, 1)
     assert made.may_fetch(0) == 2
     made.has(0, 2)
-    assert made.explorers[0].outcome == Outcome(2)
+    assert made.explorers[0].outcome == SyncOutcome(2)
 
 
 @pytest.mark.parametrize("method", HELD)
@@ -399,8 +399,8 @@ def test_after_the_trainer_stopped_explorers_take_what_is_left_of_it(method: Syn
     made.explorer_requires(0)
     made.trainer_left()
     if made.plan.direct:
-        assert made.explorers[0].outcome == Outcome(None, "the trainer stopped")
-        assert not made.explorer_needs_sync(1), "nobody has them"
+        assert made.explorers[0].outcome == SyncOutcome(None, "the trainer stopped")
+        assert not made.explorer_needs_sync(1), "no one has them"
     else:
         assert made.may_fetch(0) == 0, "older than it wanted, but better than none"
         assert made.explorer_needs_sync(1)

@@ -1,4 +1,4 @@
-"""The safetensors format, checked by reading it as its description says, and by its library."""
+"""The safetensors format, read as its description says, and by its library."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_the_file_is_as_the_description_says() -> None:
     assert (8 + size) % 64 == 0
 
 
-def test_a_file_of_somebody_who_does_not_align() -> None:
+def test_a_file_of_a_program_that_does_not_align() -> None:
     rows = {
         "x": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
         "y": {"dtype": "F32", "shape": [1], "data_offsets": [1, 5]},
@@ -139,7 +139,7 @@ def row(**changes: object) -> dict[str, object]:
         file_of({"__metadata__": {"weight_update.extra": "[1]"}}, b""),
     ],
 )
-def test_what_is_no_such_file_is_refused(data: bytes) -> None:
+def test_a_file_of_another_format_is_refused(data: bytes) -> None:
     with pytest.raises(CorruptCheckpointError):
         unpacked(data)
 
@@ -156,7 +156,7 @@ def test_a_damaged_file_gives_tensors_or_the_error(data: st.DataObject) -> None:
         assert isinstance(unpacked(bytes(raw)), dict)
 
 
-def test_what_cannot_be_written_is_refused() -> None:
+def test_weights_that_cannot_be_written_are_refused() -> None:
     with pytest.raises(UnsupportedSourceError, match="sparse"):
         pack({"s": torch.ones(2, 2).to_sparse()})
     with pytest.raises(ValueError, match="__metadata__"):

@@ -1,4 +1,4 @@
-"""The clients for asyncio; their ``blocking`` attribute is the same client without."""
+"""The clients for asyncio. Their ``blocking`` attribute is the same client without asyncio."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 from weight_update.strategy.strategy import WeightStrategy
-from weight_update.synchronizer.channels import Channel, LocalChannel, SocketChannel
 from weight_update.synchronizer.explorer import BlockingExplorer
 from weight_update.synchronizer.metrics import Metrics
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan
 from weight_update.synchronizer.ray_actor import RayChannel, RayHost
-from weight_update.synchronizer.server import TOKEN, Server
+from weight_update.synchronizer.rpc import TOKEN, Channel, LocalChannel, Server, SocketChannel
 from weight_update.synchronizer.synchronizer import Synchronizer
 from weight_update.synchronizer.trainer import BlockingTrainer
 
@@ -24,10 +23,11 @@ __all__ = ["ExplorerClient", "TrainerClient"]
 Where = Synchronizer | Server | RayHost | str
 _P = TypeVar("_P", BlockingTrainer, BlockingExplorer)
 _T = TypeVar("_T")
+_C = TypeVar("_C", bound="_AsyncClient[Any]")
 
 
-class _Client(Generic[_P]):
-    """Waits in threads of its own, never in the event loop."""
+class _AsyncClient(Generic[_P]):
+    """A client that waits in threads of its own, never in the event loop."""
 
     def __init__(self, blocking: _P) -> None:
         self.blocking: _P = blocking
@@ -35,7 +35,7 @@ class _Client(Generic[_P]):
 
     @property
     def step(self) -> int:
-        """Steps done so far; assign to it, or ``client.step += 1``. The plan counts by it."""
+        """Number of steps done so far; assign to it, or ``client.step += 1``. The plan counts by it."""
         return int(self.blocking.step)
 
     @step.setter
@@ -53,7 +53,7 @@ class _Client(Generic[_P]):
         return self.blocking.plan
 
     async def need_sync(self) -> bool:
-        """Whether ``sync_weight`` should be called now.
+        """Return whether ``sync_weight`` should be called now.
 
         Raises:
             LinkClosedError: the synchronizer was not there for ``timeout`` seconds.
@@ -66,50 +66,64 @@ class _Client(Generic[_P]):
         If the task is cancelled, the wait is taken back.
 
         Returns:
-            ``version``, ``step`` of this side, ``seconds`` it took, ``bytes`` of the weights, ``waited``:
-            seconds of waiting for the other side. ``reason``, only if the version is the one before: why.
-            See :class:`~weight_update.synchronizer.Metrics` for the names that a logger gets.
+            ``version``; ``step``: step of this side; ``seconds``: duration; ``bytes``: number of bytes of the
+            weights; ``waited``: seconds of waiting for the other side. There is a ``reason`` only if the
+            version is the one before. See :class:`~weight_update.synchronizer.Metrics` for the names that a
+            logger gets.
         """
         try:
             return await self._run(self.blocking.sync_weight)
         except asyncio.CancelledError:
-            with contextlib.suppress(RuntimeError):  # closed: nobody waits for it any more
+            with contextlib.suppress(RuntimeError):  # closed: there is no wait to end any more
                 self._threads.submit(self.blocking.give_up)
             raise
 
     async def notify(self, status: RunningStatus | str) -> None:
-        """Tell the synchronizer what this side is doing; see :meth:`Party.notify`."""
+        """Tell the synchronizer what this side is doing.
+
+        REQUIRE_SYNC announces that this side wants to synchronize, without waiting. RUNNING takes that back.
+        STOPPED wakes all that wait for this side; the next ``need_sync`` or ``sync_weight`` brings it back.
+        """
         await self._run(lambda: self.blocking.notify(status))
 
     async def status(self) -> dict[str, Any]:
-        """Who does what, with which version; see :meth:`Party.status`."""
+        """Return the state of the trainer and of all explorers.
+
+        Returns:
+            ``"trainer"``: a :class:`RunningStatus`; ``"explorers"``: one for each id; ``"versions"``: version
+            in force in each explorer, by id; ``"version"`` and ``"step"``: the newest published version and
+            the trainer step at which it was made.
+        """
         return await self._run(self.blocking.status)
 
     async def latest_version(self) -> int | None:
-        """The newest published version; None before the first."""
+        """Return the newest published version; None before the first."""
         return await self._run(self.blocking.latest_version)
 
     def close(self) -> None:
-        """Leave; whoever waits for this side is woken. Calling it twice is fine."""
+        """Leave, and wake all that wait for this side. Calling it twice is fine."""
         self.blocking.close()
         self._threads.shutdown(wait=False)
 
     async def _run(self, call: Callable[[], _T]) -> _T:
         try:
             running = asyncio.get_running_loop().run_in_executor(self._threads, call)
-        except RuntimeError:  # closed; so the call says, and does nothing else
+        except RuntimeError:  # closed: the call raises that, and does nothing else
             return call()
         return await running
+
+    def __enter__(self: _C) -> _C:
+        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 
-class TrainerClient(_Client[BlockingTrainer]):
+class TrainerClient(_AsyncClient[BlockingTrainer]):
     """The trainer's side of a :class:`Synchronizer`.
 
-    As in Trinity-RFT's trainer: ``if await trainer.need_sync(): await trainer.sync_weight()``, while it waits
-    for samples and after each step. Without asyncio: ``trainer.blocking.need_sync()``, and so on.
+    Call ``if await trainer.need_sync(): await trainer.sync_weight()`` after each step and while waiting for
+    samples, as Trinity-RFT's trainer does. Without asyncio: ``trainer.blocking.need_sync()``, and so on.
 
     Call ``blocking`` from threads that stay. ``lease`` seconds (see :class:`Synchronizer`) after the end of
     the thread that used it last, the client counts as gone until its next call: with a new, short thread for
@@ -117,19 +131,20 @@ class TrainerClient(_Client[BlockingTrainer]):
     client, which live until it is closed.
 
     Args:
-        where: a :class:`Synchronizer` of this process, a server or its address ``"host:port"``, or an actor
-            or its address ``"ray:<name>"``.
+        where: a :class:`Synchronizer` of this process; a server or its address, ``"host:port"``; or an actor
+            or its address, ``"ray:<name>"``.
         model: module, TensorDict, dict or callable that weights are read from.
-        token: of the server; None takes the environment's ``WEIGHT_UPDATE_TOKEN``.
-        address: of the interface on which explorers or the synchronizer reach this process; None finds out.
-        backend: NCCL: what weights go through to explorers on other hosts: ``"gloo"``, or ``"nccl"``, for
-            which each process needs a CUDA device of its own. On one host they share memory.
+        token: token of the server; None takes the environment's ``WEIGHT_UPDATE_TOKEN``.
+        address: address of the interface on which explorers or the synchronizer reach this process; None for
+            the one that leads to the synchronizer.
+        backend: NCCL: library that carries weights to explorers on other hosts: ``"gloo"``, or ``"nccl"``,
+            for which each process needs a CUDA device of its own. On one host they share memory.
         strategy: how weights leave the model and travel; see :class:`~weight_update.WeightSyncScheme`.
         timeout: seconds that ``sync_weight`` waits for explorers, and any call for a synchronizer that is
             away.
         transfer_timeout: seconds that a transfer may take.
-        step: steps done already. None: 0, but with a FIXED plan a trainer that comes when versions were
-            published before goes on at the step of the newest, on which explorers count.
+        step: number of steps done already. None for 0; but where a FIXED plan has published versions, for the
+            step of the newest one, on which explorers count.
 
     Raises:
         LinkClosedError: there is no synchronizer.
@@ -156,15 +171,11 @@ class TrainerClient(_Client[BlockingTrainer]):
         options |= {"address": address, "backend": backend, "strategy": strategy}
         super().__init__(BlockingTrainer(channel, model, **options))
 
-    def __enter__(self) -> TrainerClient:
-        """The client itself; it is closed at the end."""
-        return self
 
-
-class ExplorerClient(_Client[BlockingExplorer]):
+class ExplorerClient(_AsyncClient[BlockingExplorer]):
     """An explorer's side of a :class:`Synchronizer`.
 
-    ``if await explorer.need_sync(): await explorer.sync_weight()`` after each step. Without asyncio:
+    Call ``if await explorer.need_sync(): await explorer.sync_weight()`` after each step. Without asyncio:
     ``explorer.blocking.need_sync()``, and so on; call ``blocking`` from threads that stay, see
     :class:`TrainerClient`.
 
@@ -173,10 +184,10 @@ class ExplorerClient(_Client[BlockingExplorer]):
         model: module, TensorDict or dict to keep current; updates land between its forward passes.
         id: a number from 0 on, the same after a restart; None takes the first that is free.
         token: see :class:`TrainerClient`.
-        strategy: how weights enter the model; what the trainer has.
+        strategy: how weights enter the model; the same as the trainer's.
         timeout: seconds that ``sync_weight`` waits for weights, and any call for a synchronizer that is away.
         transfer_timeout: seconds that a transfer may take.
-        step: steps done already.
+        step: number of steps done already.
 
     Raises:
         LinkClosedError: there is no synchronizer.
@@ -200,23 +211,19 @@ class ExplorerClient(_Client[BlockingExplorer]):
         super().__init__(BlockingExplorer(channel, model, id=id, strategy=strategy, **options))
 
     def hold(self) -> contextlib.AbstractContextManager[None]:
-        """No update lands inside this context; use it around several forward passes in FULLY_ASYNC."""
+        """Return a context inside which no update lands, for several forward passes in FULLY_ASYNC."""
         return self.blocking.hold()
 
     @property
     def id(self) -> int:
-        """Of this explorer."""
+        """Id of this explorer."""
         assert self.blocking.id is not None
         return self.blocking.id
-
-    def __enter__(self) -> ExplorerClient:
-        """The client itself; it is closed at the end."""
-        return self
 
 
 def _channel_to(where: Where, token: str | None) -> Channel:
     if isinstance(where, Synchronizer):
-        return LocalChannel(where.coordinator)
+        return LocalChannel(where.service)
     if isinstance(where, Server):
         return SocketChannel(where.address, where.token)
     address = where.address if isinstance(where, RayHost) else where

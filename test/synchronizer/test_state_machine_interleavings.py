@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncPlan, SyncStyle
-from weight_update.synchronizer.state import Explorer
-from weight_update.synchronizer.state_machine import Machine
+from weight_update.synchronizer.state import ExplorerState
+from weight_update.synchronizer.state_machine import StateMachine
 
 IDS = st.integers(0, 3)
 LUCK = st.integers(0, 7)
@@ -31,21 +31,21 @@ def plans() -> st.SearchStrategy[SyncPlan]:
 
 
 class Interleavings(RuleBasedStateMachine):
-    """Parties act in any order; the rules of the machine hold whatever they do."""
+    """A trainer and explorers that act in any order; the rules hold all the same."""
 
     @initialize(plan=plans())
     def begin(self, plan: SyncPlan) -> None:
-        self.machine = Machine(plan)
+        self.machine = StateMachine(plan)
         self.published: set[int] = set()
-        self.seen: dict[Explorer, int] = {}
+        self.seen: dict[ExplorerState, int] = {}
         self.going: dict[int, int] = {}  # MEMORY, CHECKPOINT: what is on its way, by explorer
-        self.waiters: list[Explorer] = []
+        self.waiters: list[ExplorerState] = []
         self.machine.trainer_joined()
         for id in range(4):
             self.machine.joined(id)
 
     def is_(self, id: int, *, waiting: bool) -> bool:
-        """Whether that explorer is here, and waits or does not."""
+        """Return whether an explorer is here, and waits or does not."""
         explorer = self.machine.explorers.get(id)
         return explorer is not None and explorer.waits is waiting
 
@@ -209,7 +209,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(moves=st.lists(st.tuples(st.integers(0, 9), IDS, st.booleans()), min_size=4, max_size=40))
     def busy_period(self, moves: list[tuple[int, int, bool]]) -> None:
-        """What a run mostly does; Hypothesis leaves out most rules in each example."""
+        """Do the usual steps of a run; Hypothesis leaves out most rules in each example."""
         for move, id, flag in moves:
             if move < 6:
                 self.explorer_moves(move, id, flag)
@@ -270,7 +270,7 @@ class Interleavings(RuleBasedStateMachine):
         trainer = self.machine.trainer
         if trainer is None or not trainer.waits or self.machine.transfer:
             return
-        assert self.machine.expected() or self.machine.ready(), "the trainer waits for nobody"
+        assert self.machine.expected() or self.machine.ready(), "the trainer waits for no one"
 
     @invariant()
     def who_waits_has_no_outcome_and_who_has_one_does_not_wait(self) -> None:
@@ -305,7 +305,7 @@ class Interleavings(RuleBasedStateMachine):
             assert not waits or self.machine.may_fetch(explorer.id) is not None
 
     def teardown(self) -> None:
-        """Every waiter can be woken: transfers end, and time passes."""
+        """Check that every waiter can be woken: transfers end, and time passes."""
         if not hasattr(self, "machine"):
             return
         for id in list(self.going):
@@ -315,8 +315,8 @@ class Interleavings(RuleBasedStateMachine):
         self.machine.trainer_gave_up()
         for explorer in self.machine.explorers.values():
             assert self.machine.gave_up(explorer.id)
-        parties = [self.machine.trainer, *self.machine.explorers.values()]
-        assert all(party is None or party.status is not REQUIRE_SYNC for party in parties)
+        members = [self.machine.trainer, *self.machine.explorers.values()]
+        assert all(member is None or member.status is not REQUIRE_SYNC for member in members)
 
 
 Interleavings.TestCase.settings = settings(

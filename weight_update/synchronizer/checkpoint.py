@@ -1,0 +1,265 @@
+"""SyncMethod.CHECKPOINT: the trainer writes files, and explorers read them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from weight_update.checkpoints.store import CheckpointStore
+from weight_update.errors import CorruptCheckpointError, WeightSyncError
+from weight_update.receiver.gate import Gate
+from weight_update.strategy.named_weights import from_items
+from weight_update.synchronizer.client import ClientBase
+from weight_update.synchronizer.methods import ExplorerMethod, StoringTrainer
+from weight_update.synchronizer.plan import SyncPlan, SyncStyle
+from weight_update.synchronizer.service import Service, outcome_of
+from weight_update.synchronizer.sessions import Reply
+from weight_update.synchronizer.state import ExplorerState
+from weight_update.transports.shared_memory.unix_stream import deadline_of
+from weight_update.wire.memory import memory_identity
+
+__all__ = ["CheckpointExplorer", "CheckpointService", "CheckpointTrainer"]
+
+_log = logging.getLogger(__name__)
+_SOURCE = "checkpoint"
+"""In place of the key of a publisher: the number of the update is then a version, read from a file."""
+_LOOK_SECONDS = 1.0
+"""Seconds that a background reader waits for a new file, and after one that cannot be read."""
+
+
+class CheckpointTrainer(StoringTrainer):
+    """The trainer's part: it writes a file for each version.
+
+    Args:
+        source: module, TensorDict, dict or callable that weights are read from.
+        directory: directory that all share.
+    """
+
+    def __init__(self, source: Any, directory: str) -> None:
+        self._source, self._store = source, CheckpointStore(directory)
+
+    def store(self, client: ClientBase, version: int, step: int) -> int:
+        strategy = client.strategy
+        chosen = strategy.chosen(self._source) if strategy.partial else None
+        named = strategy.outgoing(self._source, chosen)
+        tensors = {name: value.detach() for name, value in named.tensors.items()}
+        self._store.publish(version, {**tensors, **named.extra}, step=step)
+        return sum(value.numel() * value.element_size() for value in tensors.values())
+
+
+class CheckpointExplorer(ExplorerMethod):
+    """The explorer's part: it reads files, in FULLY_ASYNC in a thread of its own.
+
+    Args:
+        client: the explorer's client.
+        model: module, TensorDict or dict to keep current.
+        directory: directory that all share.
+    """
+
+    def __init__(self, client: ClientBase, model: Any, directory: str) -> None:
+        self._model, self._strategy, self._store = model, client.strategy, CheckpointStore(directory)
+        self._id, self._timeout = client.id, client.transfer_timeout
+        self._reading = threading.Lock()
+        self._reader: threading.Thread | None = None
+        self._unfit = -1
+        self._step = 0
+        self._gate = Gate()
+        if isinstance(model, nn.Module):
+            self._gate.guard(model)
+        if client.plan.style is SyncStyle.FULLY_ASYNC:
+            self._reader = threading.Thread(
+                target=self._read_all, args=(client,), name="weight_update-files", daemon=True
+            )
+            self._reader.start()
+
+    def held(self, version: int | None) -> list[Any] | None:
+        return None if version is None else [_SOURCE, version]
+
+    def sync(self, client: ClientBase, step: int, metrics: dict[str, Any]) -> Reply:
+        start = time.perf_counter()
+        args = {"step": step, "held": self.held(client.version), "again": False}
+        reply = client.ask("explorer_syncs", deadline_of(client.timeout), wait=True, **args)
+        metrics["waited"] = time.perf_counter() - start
+        return self.fetch(client, int(reply["fetch"])) if "fetch" in reply else reply
+
+    def fetch(self, client: ClientBase, version: int) -> Reply:
+        """Read a version, tell the synchronizer how that ended, and return its reply."""
+        found, reason = None, "it could not be read"
+        try:
+            found, reason = self._read(client, version)
+        finally:
+            told = {"version": None, "step": 0} if found is None else {"version": found[0], "step": found[1]}
+            reply = client.ask("explorer_fetched", **told, reason=reason)
+        return reply
+
+    def hold(self) -> contextlib.AbstractContextManager[None]:
+        return self._gate.hold()
+
+    def close(self) -> None:
+        """Wait until nothing is put into the model any more, and the thread has ended."""
+        self._gate.look_again()
+        if self._reading.acquire(timeout=self._timeout):
+            self._reading.release()
+        if self._reader is not None:
+            self._reader.join(self._timeout)
+            if self._reader.is_alive():
+                _log.warning("explorer %s was closed, but still reads a file", self._id)
+
+    def _read(self, client: ClientBase, version: int) -> tuple[tuple[int, int] | None, str]:
+        """Read a version, or else the newest that can be read, and put it into the model.
+
+        Returns:
+            version and trainer step of what is in force now, or None if nothing was read; and the reason.
+
+        Raises:
+            SchemaMismatchError: the file holds the weights of another model.
+            SyncTimeoutError: a forward pass took too long.
+            LinkClosedError: the client was closed before the forward pass ended.
+        """
+        with self._reading:
+            if client.closed.is_set():
+                return None, "this explorer is closed"
+            if client.version is not None and client.version >= version:  # the background reader was faster
+                return (client.version, self._step), ""
+            try:
+                newest = self._store.latest()
+                for candidate in dict.fromkeys([version, -1 if newest is None else newest.version]):
+                    if candidate > (-1 if client.version is None else client.version):
+                        manifest = self._store.manifest(candidate)
+                        if self._apply(candidate, client.closed):
+                            client.advance_to(candidate)
+                            self._step = 0 if manifest is None else manifest.step
+                            return (candidate, self._step), ""
+            except (OSError, CorruptCheckpointError) as error:
+                return None, str(error)
+            return None, f"version {version} cannot be read, and there is no other that is newer"
+
+    def _apply(self, version: int, closed: threading.Event) -> bool:
+        """Put a version into the model between forward passes; return whether it could be read."""
+        try:
+            with self._store.reading(version) as found:
+                weights = from_items(iter(found.items()))
+                weights.tensors = _tied_as_in(self._strategy.named(self._model).tensors, weights.tensors)
+                put = self._strategy.apply_weights
+                self._gate.run(lambda: put(self._model, weights), self._timeout, closed.is_set)
+        except (CorruptCheckpointError, FileNotFoundError) as error:
+            _log.warning("checkpoint %d is not used: %s", version, error)
+            return False
+        return True
+
+    def _read_all(self, client: ClientBase) -> None:
+        """Read new versions as they come, as a thread."""
+        warned = False
+        while not client.closed.is_set():
+            reason = self._read_next(client)
+            if reason is not None and not client.closed.is_set():
+                if not warned:
+                    _log.warning("explorer %s keeps version %s: %s", client.id, client.version, reason)
+                client.closed.wait(_LOOK_SECONDS)  # a file that is broken now stays so for a moment
+            warned = reason is not None
+
+    def _read_next(self, client: ClientBase) -> str | None:
+        """Wait a while for a newer version and read it; return None, or the reason for which that failed."""
+        have = -1 if client.version is None else client.version
+        try:
+            newest = self._store.wait_newer(max(have, self._unfit), _LOOK_SECONDS, client.closed)
+        except OSError as error:  # a directory that is away for a while
+            return str(error)
+        if newest is None:
+            return None
+        try:
+            found, reason = self._read(client, newest.version)
+        except WeightSyncError as error:  # the model does not fit; sync_weight() will raise it
+            self._unfit = newest.version
+            return str(error)
+        return reason if found is None else None
+
+
+class CheckpointService(Service):
+    """The synchronizer's part: it tells explorers which version to read.
+
+    The manifests in the directory tell which version is the newest, so no version file is kept.
+
+    Args:
+        plan: see :class:`Service`.
+        directory: directory that all share.
+        options: other arguments of :class:`Service`.
+    """
+
+    calls = (*Service.calls, "trainer_published", "explorer_fetched")
+
+    def __init__(self, plan: SyncPlan, directory: str, **options: Any) -> None:
+        super().__init__(plan, **options)
+        self.directory = directory
+        store = CheckpointStore(directory)
+        self._reserved = store.last_number()
+        if (newest := store.latest()) is not None:
+            _log.info(
+                "going on after version %d (step %d) that %s holds; a new run wants a new directory",
+                newest.version,
+                newest.step,
+                directory,
+            )
+            self._restore(newest.version, newest.step)
+
+    def _version_of(self, key: str, number: int) -> tuple[int, int] | None:
+        newest = self.machine.newest
+        return None if newest is None or number > newest else (number, self.machine.newest_step)
+
+    def trainer_published(self, session: str, step: int, version: int) -> Reply:
+        """Note that the file of a version is complete."""
+        with self.changed:
+            self._trainer(session, step)
+            self.publish(version, step)
+            self.machine.offered(step)
+        return {"version": version}
+
+    def explorer_syncs(
+        self, session: str, step: int, held: list[Any] | None, timeout: float, again: bool = False
+    ) -> Reply:
+        del again
+        deadline = deadline_of(timeout)
+        with self.changed:
+            _, explorer = self._explorer(session, step, held)
+            self._begin_wait(explorer)
+            ready = self._await_turn(
+                explorer, deadline, timeout, lambda: self.machine.may_fetch(explorer.id) is not None
+            )
+            if not ready:
+                return outcome_of(explorer)
+            version = self.machine.may_fetch(explorer.id)
+            self.machine.begin([explorer.id])
+            return {"fetch": version}
+
+    def explorer_fetched(self, session: str, version: int | None, step: int, reason: str) -> Reply:
+        """Note that an explorer has read a version made at the trainer's ``step``, or could not."""
+        with self.changed:
+            explorer = self.table.of(session).member
+            assert isinstance(explorer, ExplorerState)
+            if version is None:
+                self.machine.failed(explorer.id, reason)
+            else:
+                self.publish(version, step)
+                self.machine.delivered(explorer.id, version)
+            self.changed.notify_all()
+            return outcome_of(explorer)
+
+
+def _tied_as_in(
+    model: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return ``tensors``, in which names that are one tensor in ``model`` are one tensor again."""
+    first: dict[Any, torch.Tensor] = {}
+    tied = dict(tensors)
+    for name, value in model.items():
+        key = memory_identity(value)
+        if key is not None and name in tied:
+            tied[name] = first.setdefault(key, tied[name])
+    return tied

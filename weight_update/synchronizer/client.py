@@ -1,0 +1,240 @@
+"""The common part of a synchronizer's clients."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+import time
+import weakref
+from typing import Any, ClassVar
+
+from weight_update.errors import LifecycleError, LinkClosedError, TransportError
+from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
+from weight_update.synchronizer.plan import RunningStatus, SyncPlan
+from weight_update.synchronizer.rpc import Channel
+from weight_update.synchronizer.sessions import Reply
+from weight_update.synchronizer.transfer import Endpoint
+
+__all__ = ["ClientBase"]
+
+_RETRY_SECONDS = 0.1
+_GRACE_SECONDS = 5.0
+"""Least seconds for a call, unless ``timeout`` is less: a call may begin just before the time is over."""
+
+
+class ClientBase:
+    """A trainer or an explorer that introduces itself to the synchronizer and asks it.
+
+    Calls are repeated, after another hello, until the synchronizer is back or the time is over.
+
+    Args:
+        channel: channel to the synchronizer.
+        strategy: how weights leave and enter the model.
+        timeout: seconds that ``sync_weight`` waits, and any call for a synchronizer that is away.
+        transfer_timeout: seconds that a transfer may take.
+        step: number of steps done already.
+
+    Attributes:
+        step: number of steps done so far.
+        version: explorer: version in force; trainer: newest version that it published. None before the first.
+        id: id of the explorer; None for a trainer.
+        plan: plan of the synchronizer.
+        closed: event that is set when the client is closed.
+    """
+
+    role: ClassVar[str]
+
+    def __init__(
+        self,
+        channel: Channel,
+        strategy: str | WeightStrategy,
+        timeout: float,
+        transfer_timeout: float,
+        step: int,
+    ) -> None:
+        for name, seconds in (("timeout", timeout), ("transfer_timeout", transfer_timeout)):
+            if not seconds > 0:
+                raise ValueError(f"{name} must be a positive number of seconds, got {seconds!r}")
+        self.strategy = resolve_strategy(strategy)
+        self.timeout, self.transfer_timeout = float(timeout), float(transfer_timeout)
+        self.step = step
+        self.version: int | None = None
+        self.id: int | None = None
+        self.plan: SyncPlan
+        self.channel = channel
+        self.closed = threading.Event()
+        self._session = secrets.token_hex(8)
+        self._synced_at: int | None = None
+        self._syncing = threading.Lock()
+        self._stopped = False
+        self._caller = threading.current_thread()
+        self._pid = os.getpid()
+
+    # -- for users ---------------------------------------------------------------------------------
+
+    def notify(self, status: RunningStatus | str) -> None:
+        """Tell the synchronizer what this side is doing.
+
+        REQUIRE_SYNC announces that this side wants to synchronize, without waiting. RUNNING takes that back.
+        STOPPED wakes all that wait for this side; the next ``need_sync`` or ``sync_weight`` brings it back.
+        """
+        self.ask("notify", step=self.step, status=RunningStatus(status).value)
+
+    def latest_version(self) -> int | None:
+        """Return the newest published version; None before the first."""
+        version = self._status()["version"]
+        return None if version is None else int(version)
+
+    def status(self) -> dict[str, Any]:
+        """Return the state of the trainer and of all explorers.
+
+        Returns:
+            ``"trainer"``: a :class:`RunningStatus`; ``"explorers"``: one for each id; ``"versions"``: version
+            in force in each explorer, by id; ``"version"`` and ``"step"``: the newest published version and
+            the trainer step at which it was made.
+        """
+        reply = self._status()
+        return {
+            "trainer": RunningStatus(reply["trainer"]),
+            "explorers": {int(id): RunningStatus(value) for id, value in reply["explorers"].items()},
+            "versions": {int(id): version for id, version in reply["versions"].items()},
+            "version": reply["version"],
+            "step": reply["step"],
+        }
+
+    def close(self) -> None:
+        """Leave, and wake all that wait for this side. The model keeps its weights."""
+        if self.closed.is_set() or self._pid != os.getpid():
+            return
+        self.closed.set()
+        try:
+            with contextlib.suppress(TransportError):  # the synchronizer may be gone itself
+                self.channel.call("bye", {"session": self._session}, self.grace)
+        finally:
+            self.channel.close()
+
+    # -- for subclasses and methods ----------------------------------------------------------------
+
+    @property
+    def grace(self) -> float:
+        """Seconds that a call may take even when the time is over."""
+        return min(self.timeout, _GRACE_SECONDS)
+
+    def advance_to(self, version: int | None) -> None:
+        """Note the version in force, unless a newer one is."""
+        if version is not None and (self.version is None or version > self.version):
+            self.version = version
+
+    def ask(self, name: str, deadline: float | None = None, wait: bool = False, **args: Any) -> Reply:
+        """Call the synchronizer, and call again while it is away.
+
+        Args:
+            name: name of the call.
+            deadline: moment on the monotonic clock; None for ``timeout`` seconds from now.
+            wait: whether the call itself is to wait, up to the deadline.
+            args: arguments of the call.
+
+        Raises:
+            LinkClosedError: the synchronizer is not there, or was closed.
+            LifecycleError: the synchronizer refused the call, or this side is closed.
+            TransportError: the call failed in the synchronizer.
+        """
+        self._caller = threading.current_thread()
+        self._stopped = args.get("status") == RunningStatus.STOPPED.value
+        limit = time.monotonic() + self.timeout if deadline is None else deadline
+        return self._retry(name, {"session": self._session, **args}, limit, wait)
+
+    def _introduce(self) -> Reply:
+        """Say hello for the first time, and begin to send signs of life."""
+        reply = self.ask("hello", **self._hello())
+        self.plan = SyncPlan(**reply["plan"])
+        self.id = reply["id"]
+        if reply["lease"] is not None:
+            args = weakref.ref(self), self.closed, float(reply["lease"])
+            threading.Thread(target=_send_beats, args=args, name="weight_update-beat", daemon=True).start()
+        return reply
+
+    def _hello(self) -> dict[str, Any]:
+        return {
+            "role": self.role,
+            "id": self.id,
+            "step": self.step,
+            "synced_at": self._synced_at,
+            "version": self.version,
+            "ticket": self._endpoint(),
+            "leased": True,
+        }
+
+    def _endpoint(self) -> Endpoint | None:
+        """Return the endpoint of this side's publisher; None if it has none."""
+        return None
+
+    def _say_hello(self, timeout: float) -> Reply:
+        """Say hello again: the synchronizer was started again, or has missed this side."""
+        return self.channel.call("hello", {"session": self._session, **self._hello()}, timeout)
+
+    def _beat(self, lease: float) -> None:
+        """Tell the synchronizer that this client lives, unless the thread that used it last has ended."""
+        if self._stopped or not self._caller.is_alive():
+            return
+        with contextlib.suppress(TransportError):  # the next call raises it
+            reply = self.channel.call("beat", {"session": self._session}, lease)
+            if reply.get("refused") == "unknown" and not self._stopped:
+                self._say_hello(lease)
+
+    def _status(self) -> Reply:
+        return self._retry("status", {}, time.monotonic() + self.timeout, wait=False)
+
+    def _retry(self, name: str, args: dict[str, Any], limit: float, wait: bool) -> Reply:
+        while True:
+            if self.closed.is_set():
+                raise LifecycleError(f"this {self.role} is closed; make a new one")
+            left = max(limit - time.monotonic(), 0.0)
+            if wait:
+                args["timeout"] = left
+            try:
+                reply = self._call(name, args, left)
+            except LinkClosedError:
+                if time.monotonic() >= limit or not self.channel.restarts:
+                    raise
+            else:
+                if reply is not None:
+                    return reply
+                if time.monotonic() >= limit:
+                    raise LinkClosedError("the synchronizer forgets this client after each hello")
+            self.closed.wait(_RETRY_SECONDS)
+
+    def _call(self, name: str, args: dict[str, Any], left: float) -> Reply | None:
+        """Call once; return None if the synchronizer had to be told first who calls.
+
+        Args:
+            name: name of the call.
+            args: arguments of the call.
+            left: seconds until the deadline.
+
+        Raises: the errors of :meth:`ask`.
+        """
+        patience = max(left, self.grace)
+        reply = self.channel.call(name, args, patience, 2 * self.transfer_timeout)
+        known = reply.get("refused") != "unknown"
+        if not known:
+            reply = self._say_hello(patience)
+        if "closed" in reply:
+            raise LinkClosedError(reply["closed"])
+        if "refused" in reply:
+            raise LifecycleError(f"{name}: {reply['refused']}")
+        if "error" in reply:
+            raise TransportError(f"{name} failed in the synchronizer: {reply['error']}")
+        return reply if known else None
+
+
+def _send_beats(ref: weakref.ref[ClientBase], closed: threading.Event, lease: float) -> None:
+    """Tell the synchronizer that a client lives, as a thread, until it is closed or dropped."""
+    while not closed.wait(lease / 4):
+        client = ref()
+        if client is None:
+            return
+        client._beat(lease)
+        del client

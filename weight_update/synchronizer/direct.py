@@ -1,0 +1,181 @@
+"""SyncMethod.NCCL: the trainer sends to explorers directly, when both sides are ready."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+
+from weight_update.synchronizer.addresses import is_loopback
+from weight_update.synchronizer.client import ClientBase
+from weight_update.synchronizer.methods import OUTAGES, TrainerMethod
+from weight_update.synchronizer.plan import RunningStatus, SyncStyle
+from weight_update.synchronizer.service import Service, has_ended, outcome_of
+from weight_update.synchronizer.sessions import Reply
+from weight_update.synchronizer.state import ExplorerState
+from weight_update.synchronizer.transfer import Endpoint, Publisher, Transfer, key_of
+from weight_update.transports.shared_memory.unix_stream import deadline_of
+
+__all__ = ["DirectService", "DirectTrainer"]
+
+_log = logging.getLogger(__name__)
+
+
+class DirectTrainer(TrainerMethod):
+    """The trainer's part: a publisher that explorers join.
+
+    Args:
+        client: the trainer's client.
+        source: module, TensorDict, dict or callable that weights are read from.
+        address: address of the interface on which explorers reach this process; None for the one that leads
+            to the synchronizer.
+        served: address by which other machines reach the synchronizer; None if there is none.
+        backend: see :class:`~weight_update.TrainerClient`.
+    """
+
+    def __init__(
+        self, client: ClientBase, source: Any, address: str | None, served: str | None, backend: str
+    ) -> None:
+        found = address or client.channel.address
+        if address is None and is_loopback(found):
+            found = served  # the synchronizer is on this machine: other machines reach both by it
+        if backend == "gloo":
+            cure = "backend='nccl' would go over CUDA" if torch.cuda.is_available() else "there is no CUDA"
+            _log.info("SyncMethod.NCCL: weights go to other hosts by gloo (%s)", cure)
+        timeout = client.transfer_timeout
+        self.publisher: Publisher = Publisher(source, found or "127.0.0.1", client.strategy, timeout, backend)
+
+    def give(self, client: ClientBase, step: int) -> dict[str, Any]:
+        start = time.perf_counter()
+        reply = client.ask("meet", deadline_of(client.timeout), wait=True, step=step)
+        waited = time.perf_counter() - start
+        if reply.get("reason") is not None:
+            return {"version": reply["version"], "reason": reply["reason"], "waited": waited}
+        ids, version = reply["ids"], reply["version"]
+        failures = dict.fromkeys(ids, "the trainer did not send")
+        transfers: list[Transfer] = []
+        outage: Exception | None = None
+        try:
+            transfers = self.send(client, ids)
+            failures = transfers[0].settle(ids) if ids else {}
+        except OUTAGES as error:
+            outage, failures = error, {id: str(error) for id in ids}
+        finally:
+            numbers = [one.number for one in transfers]
+            client.ask("met", step=step, version=version, numbers=numbers, ids=ids, failures=failures)
+        metrics = {"version": version, "bytes": sum(one.nbytes for one in transfers), "waited": waited}
+        sent = set().union(*(one.ids for one in transfers))
+        if (outage is not None or failures) and sent <= set(failures):
+            why = "; ".join(f"explorer {id}: {text}" for id, text in failures.items())
+            metrics.update(version=client.version, reason=why or str(outage))
+        return metrics
+
+    def send(self, client: ClientBase, ids: list[int]) -> list[Transfer]:
+        """Send to explorers that are ready; in FULLY_ASYNC also to all others, without waiting for them."""
+        transfers = [self.publisher.send(ids)] if ids else []
+        if client.plan.style is SyncStyle.FULLY_ASYNC:
+            try:
+                transfers.append(self.publisher.spread(but=ids))
+            except OUTAGES as error:
+                if not transfers:
+                    raise
+                _log.warning(
+                    "step %d: explorers that did not wait were not sent weights: %s", client.step, error
+                )
+        return transfers
+
+
+class DirectService(Service):
+    """The synchronizer's part: trainer and explorers meet here before a transfer."""
+
+    calls = (*Service.calls, "meet", "met")
+
+    def _take_endpoint(self, endpoint: Endpoint | None, step: int) -> None:
+        if endpoint is not None and endpoint != self.trainer_endpoint:
+            # Update 0 of a publisher is what it starts with; explorers that join have it.
+            self._record(endpoint, 0, self._next_version(), step)
+        super()._take_endpoint(endpoint, step)
+
+    def _version_of(self, key: str, number: int) -> tuple[int, int] | None:
+        trainer = self.machine.trainer
+        if trainer is not None and trainer.status is RunningStatus.STOPPED:
+            recorded = [other for publisher, other in self._versions if publisher == key]
+            if recorded and number > max(recorded):  # the trainer died before it could report this update
+                self._versions[key, number] = self._next_version(), trainer.step
+        return super()._version_of(key, number)
+
+    def meet(self, session: str, step: int, timeout: float) -> Reply:
+        """Wait for the explorers that are to get weights now.
+
+        Returns:
+            their ``ids``, and the ``version`` that the weights will have; or the newest ``version`` and the
+            ``reason`` for which there is no transfer.
+        """
+        machine, deadline = self.machine, deadline_of(timeout)
+        with self.changed:
+            trainer = self._trainer(session, step)
+            if self.plan.style is SyncStyle.FULLY_ASYNC:
+                ids = machine.ready()
+            else:
+                machine.trainer_requires()
+                self.changed.notify_all()
+                self.wait_for(lambda: bool(machine.may_transfer()) or has_ended(trainer), deadline)
+                ids = () if has_ended(trainer) else machine.may_transfer(late=True)
+                if not ids and not has_ended(trainer):
+                    machine.trainer_gave_up(f"no explorer was ready within {timeout:g} s")
+                if not ids and trainer.outcome is not None:
+                    self.changed.notify_all()
+                    return {"version": machine.newest, "reason": trainer.outcome.reason}
+            if ids:
+                machine.begin(ids)
+            return {"ids": list(ids), "version": self._next_version()}
+
+    def met(
+        self, session: str, step: int, version: int, numbers: list[int], ids: list[int], failures: Reply
+    ) -> Reply:
+        """Note how a transfer ended.
+
+        Args:
+            session: name of the trainer's session.
+            step: step of the trainer.
+            version: version that :meth:`meet` returned.
+            numbers: numbers of the updates that carried it.
+            ids: ids of the explorers that were sent it.
+            failures: reasons of those that do not have it, by id.
+        """
+        with self.changed:
+            self._trainer(session, step)
+            endpoint, machine = self.trainer_endpoint, self.machine
+            assert endpoint is not None
+            for number in numbers:
+                self._record(endpoint, number, version, step)
+            if set(ids) - {int(id) for id in failures}:
+                self.publish(version, step)
+            if self.plan.style is SyncStyle.FULLY_ASYNC:
+                machine.offered(step, version if numbers else None)
+            self._end_transfer(ids, version, {int(id): why for id, why in failures.items()})
+            machine.transferred()
+            self.changed.notify_all()
+            return {"version": machine.newest}
+
+    def explorer_syncs(
+        self, session: str, step: int, held: list[Any] | None, timeout: float, again: bool = False
+    ) -> Reply:
+        del again
+        deadline = deadline_of(timeout)
+        with self.changed:
+            found, explorer = self._explorer(session, step, held)
+            self.wait_for(lambda: self.trainer_endpoint is not None or self._is_over(explorer), deadline)
+            self.table.of(session)  # raises if the client left meanwhile
+            endpoint = self.trainer_endpoint
+            if endpoint is not None and found.linked != key_of(endpoint):
+                return {"join": endpoint}
+            self._begin_wait(explorer)
+            self._await_turn(explorer, deadline, timeout)
+            return outcome_of(explorer)
+
+    def _is_over(self, explorer: ExplorerState) -> bool:
+        members = (explorer, self.machine.trainer)
+        return any(member is not None and member.status is RunningStatus.STOPPED for member in members)

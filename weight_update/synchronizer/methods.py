@@ -1,0 +1,169 @@
+"""The parts of a client that depend on the method: how weights are given, and how they are taken.
+
+A client has a method, and passes itself to it with each call. The method keeps no reference to the client, so
+that a client which is dropped is freed at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from typing import Any
+
+from weight_update.errors import SyncFailedError, SyncTimeoutError, TransportError, WeightSyncError
+from weight_update.synchronizer.client import ClientBase
+from weight_update.synchronizer.sessions import Reply
+from weight_update.synchronizer.transfer import Endpoint, Publisher, Subscriber
+from weight_update.transports.shared_memory.unix_stream import deadline_of
+
+__all__ = ["OUTAGES", "ExplorerMethod", "StoringTrainer", "SubscribingExplorer", "TrainerMethod"]
+
+OUTAGES = (TransportError, SyncTimeoutError, SyncFailedError, OSError)
+"""Errors that are a reason why nothing was published; others reach the caller."""
+
+
+class TrainerMethod(ABC):
+    """The part of a trainer's client that gives weights away.
+
+    Attributes:
+        publisher: the trainer's publisher; None for a method without one.
+    """
+
+    publisher: Publisher | None = None
+
+    @abstractmethod
+    def give(self, client: ClientBase, step: int) -> dict[str, Any]:
+        """Give the weights of now away.
+
+        Args:
+            client: the trainer's client.
+            step: step of the trainer.
+
+        Returns:
+            ``version``, and perhaps ``bytes``, ``waited`` and ``reason``; see
+            :meth:`BlockingTrainer.sync_weight`.
+        """
+
+    def close(self) -> None:
+        """Close the publisher, after the client was closed."""
+        if self.publisher is not None:
+            self.publisher.close()
+
+
+class StoringTrainer(TrainerMethod):
+    """A method by which the trainer stores weights for explorers, and never waits for them."""
+
+    @abstractmethod
+    def store(self, client: ClientBase, version: int, step: int) -> int:
+        """Store the weights of now as a version, and return their number of bytes."""
+
+    def give(self, client: ClientBase, step: int) -> dict[str, Any]:
+        version = int(client.ask("trainer_version", step=step)["version"])
+        try:
+            nbytes = self.store(client, version, step)
+            client.ask("trainer_published", step=step, version=version)
+        except OUTAGES as error:
+            soon = deadline_of(client.grace)  # the synchronizer itself may be gone
+            return dict(client.ask("trainer_failed", soon, step=step, reason=str(error)))
+        return {"version": version, "bytes": nbytes}
+
+
+class ExplorerMethod(ABC):
+    """The part of an explorer's client that takes weights."""
+
+    @abstractmethod
+    def held(self, version: int | None) -> list[Any] | None:
+        """Return source and number of the update in force, for the synchronizer; None for none.
+
+        Args:
+            version: version in force, as far as the client knows.
+        """
+
+    @abstractmethod
+    def sync(self, client: ClientBase, step: int, metrics: dict[str, Any]) -> Reply:
+        """Wait for new weights and take them.
+
+        Args:
+            client: the explorer's client.
+            step: step of the explorer.
+            metrics: gets ``waited``, the seconds until the weights were here.
+
+        Returns:
+            the ``version`` in force, and the ``reason`` if it is the one before.
+
+        Raises:
+            WeightSyncError: the model is not the trainer's.
+        """
+
+    @abstractmethod
+    def hold(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context inside which no update lands."""
+
+    def check_link(self) -> None:  # noqa: B027 - files have no link
+        """Close a link whose other end is gone, after a synchronization without new weights."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what the method holds, after the client was closed."""
+
+
+class SubscribingExplorer(ExplorerMethod):
+    """The explorer's part of NCCL and MEMORY: a subscriber of the trainer, or of the synchronizer.
+
+    Args:
+        model: module, TensorDict or dict to keep current.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.subscriber: Subscriber | None = None
+
+    def held(self, version: int | None) -> list[Any] | None:
+        del version
+        return None if self.subscriber is None else self.subscriber.held
+
+    def sync(self, client: ClientBase, step: int, metrics: dict[str, Any]) -> Reply:
+        start = time.perf_counter()
+        deadline, again = deadline_of(client.timeout), False
+        while True:
+            args = {"step": step, "held": self.held(client.version), "again": again}
+            reply = client.ask("explorer_syncs", deadline, wait=True, **args)
+            if "join" not in reply:
+                metrics["waited"] = time.perf_counter() - start
+                return reply
+            try:
+                reason = self._join(client, reply["join"])
+            except WeightSyncError as error:  # the model is not the trainer's
+                client.ask("explorer_gives_up", reason=str(error))
+                raise
+            if reason is not None:
+                return client.ask("explorer_gives_up", reason=reason)
+            again = True
+
+    def _join(self, client: ClientBase, endpoint: Endpoint) -> str | None:
+        """Connect to a publisher; return None, or the reason for which that failed."""
+        if self.subscriber is not None:
+            self.subscriber.close()
+        assert client.id is not None
+        made = Subscriber(endpoint, client.id, self._model, client.strategy, client.transfer_timeout)
+        reason: str | None = "the model is not the trainer's"
+        try:
+            reason = made.join(client.transfer_timeout)
+        finally:
+            if reason is not None:
+                made.close()
+        self.subscriber = made if reason is None else None
+        return reason
+
+    def hold(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.subscriber is None else self.subscriber.scheme.hold()
+
+    def check_link(self) -> None:
+        if self.subscriber is not None and not self.subscriber.lives():
+            self.subscriber.close()
+            self.subscriber = None
+
+    def close(self) -> None:
+        if self.subscriber is not None:
+            self.subscriber.close()

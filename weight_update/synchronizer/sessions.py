@@ -1,0 +1,413 @@
+"""The clients of a synchronizer: they introduce themselves, are heard of, and leave or are missed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from weight_update.checkpoints.io import read_regular
+from weight_update.errors import LifecycleError
+from weight_update.synchronizer.addresses import is_loopback
+from weight_update.synchronizer.plan import RunningStatus, SyncPlan
+from weight_update.synchronizer.state import TRAINER_STOPPED, ExplorerState, TrainerState
+from weight_update.synchronizer.state_machine import StateMachine
+from weight_update.synchronizer.transfer import Endpoint
+
+__all__ = ["Closed", "Refused", "Reply", "Session", "SessionManager", "SessionTable", "VersionFile"]
+
+Reply = dict[str, Any]
+"""The answer to a call: plain values."""
+
+_log = logging.getLogger(__name__)
+
+
+class Refused(Exception):
+    """A call that makes no sense. The text ``"unknown"`` tells the client to say hello (again)."""
+
+
+class Closed(Refused):
+    """A call to a synchronizer that was closed."""
+
+
+@dataclass
+class Session:
+    """A client that said hello.
+
+    Attributes:
+        member: its trainer or explorer in the state machine.
+        leased: whether the client counts as gone when it is not heard of.
+        linked: key of the publisher that the explorer is connected to; None for none.
+        seen: time on the monotonic clock when the client was last heard of.
+    """
+
+    member: TrainerState | ExplorerState
+    leased: bool = False
+    linked: str | None = None
+    seen: float = field(default_factory=time.monotonic)
+
+
+class SessionTable:
+    """The sessions by name, and the leases of clients that must be heard of.
+
+    All methods are called with the lock held.
+
+    Args:
+        changed: the lock; notified when a client came or left.
+        lease: seconds after which a leased client that is not heard of counts as gone; None for never.
+        on_lapsed: called for such a client with the name of its session and the reason.
+
+    Attributes:
+        lease: seconds, as given.
+        closed: whether the synchronizer was closed.
+    """
+
+    def __init__(
+        self, changed: threading.Condition, lease: float | None, on_lapsed: Callable[[str, str], None]
+    ) -> None:
+        self.lease, self.closed = lease, False
+        self._changed, self._on_lapsed = changed, on_lapsed
+        self._sessions: dict[str, Session] = {}
+        self._replaced: set[str] = set()
+        self._watching = False
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sessions
+
+    def add(self, name: str, member: TrainerState | ExplorerState, leased: bool) -> None:
+        """Add the session of a client that has come."""
+        self._sessions[name] = Session(member, leased=leased and self.lease is not None)
+        if self._leased() and not self._watching and self.lease is not None:
+            self._watching = True
+            args = (self.lease,)
+            threading.Thread(target=self._watch, args=args, name="weight_update-lease", daemon=True).start()
+        self._changed.notify_all()
+
+    def of(self, name: str) -> Session:
+        """Return a session, and renew its lease.
+
+        Raises:
+            Refused: no client has said hello under this name, or another client has taken its place.
+            Closed: the synchronizer was closed.
+        """
+        self.require_not_replaced(name)
+        if name not in self._sessions:
+            raise Refused("unknown")
+        session = self._sessions[name]
+        session.seen = time.monotonic()
+        return session
+
+    def require_not_replaced(self, name: str) -> None:
+        """Raise Refused if another client has taken this one's place, and Closed if there is no service."""
+        if self.closed:
+            raise Closed("the synchronizer was closed")
+        if name in self._replaced:
+            raise Refused(
+                "another client has taken this one's place: of several trainers, or explorers of one id, "
+                "the newest counts"
+            )
+
+    def remove(self, name: str) -> Session | None:
+        """Remove and return a session; return None if there is none of this name."""
+        self._changed.notify_all()
+        return self._sessions.pop(name, None)
+
+    def replace(self, member: TrainerState | ExplorerState | None) -> None:
+        """Remove the session of ``member``, whose place a new client takes. Its later calls are refused."""
+        for name, session in list(self._sessions.items()):
+            if session.member is member:
+                del self._sessions[name]
+                self._replaced.add(name)
+                _log.warning("a client was replaced by another client with the same role and id")
+
+    def linked(self, key: str) -> list[ExplorerState]:
+        """Return the explorers that are connected to a publisher."""
+        members = [session.member for session in self._sessions.values() if session.linked == key]
+        return [member for member in members if isinstance(member, ExplorerState)]
+
+    def names(self) -> list[str]:
+        """Return the names of all sessions."""
+        return list(self._sessions)
+
+    def _leased(self) -> dict[str, Session]:
+        return {name: session for name, session in self._sessions.items() if session.leased}
+
+    def _watch(self, lease: float) -> None:
+        """Sleep until the first lease would end, as a thread, while any client is leased."""
+        with self._changed:
+            while not self.closed and (sessions := self._leased()):
+                now = time.monotonic()
+                for name, session in sessions.items():
+                    if now - session.seen >= lease:
+                        _log.warning("a client was not heard of for %g s", lease)
+                        self._on_lapsed(name, f"it was not heard of for {lease:g} s")
+                first = min(session.seen for session in sessions.values())
+                pause = max(first + lease - now, 0.01)
+                self._changed.wait(pause)
+                if time.monotonic() > now + pause + lease / 2:  # stopped, this process could hear no one
+                    for session in self._leased().values():
+                        session.seen = time.monotonic()
+            self._watching = False
+
+
+class SessionManager:
+    """A state machine behind a lock, and the clients that change it. Its methods are calls of clients.
+
+    Args:
+        plan: the rules.
+        lease: seconds after which a client that is not heard of counts as gone; None for never.
+        version_file: keeps the number of the newest version; None to remember nothing.
+
+    Attributes:
+        plan: the rules.
+        machine: the state machine.
+        changed: the lock of all this; notified when anything changed.
+        table: the sessions.
+        trainer_endpoint: endpoint of the trainer's publisher; None while there is none.
+        directory: directory of the checkpoints; None for methods that have none.
+        address: address of the interface by which clients on other machines reach this one; None if there
+            are no such clients.
+    """
+
+    def __init__(self, plan: SyncPlan, lease: float | None, version_file: VersionFile | None) -> None:
+        self.plan = plan
+        self.machine = StateMachine(plan)
+        self.changed = threading.Condition(threading.RLock())
+        self.table = SessionTable(self.changed, lease, self.gone)
+        self.trainer_endpoint: Endpoint | None = None
+        self.directory: str | None = None
+        self.address: str | None = None
+        self._version_file = version_file
+        if version_file is not None and (newest := version_file.read()) is not None:
+            self._restore(*newest)
+
+    def hello(
+        self,
+        session: str,
+        role: str,
+        id: int | None = None,
+        step: int = 0,
+        synced_at: int | None = None,
+        version: int | None = None,
+        ticket: Endpoint | None = None,
+        leased: bool = False,
+    ) -> Reply:
+        """Let a client in, perhaps again.
+
+        Args:
+            session: name that the client chose for itself; each later call has it.
+            role: ``"trainer"`` or ``"explorer"``.
+            id: id of the explorer; None takes the first free one.
+            step: number of steps done so far.
+            synced_at: step of the last synchronization.
+            version: explorer: version in force there; trainer: newest version that it knows of.
+            ticket: trainer: endpoint of its publisher, if it has one.
+            leased: whether the client must be heard of, because nothing else tells that it lives.
+        """
+        with self.changed:
+            self.table.require_not_replaced(session)
+            if session in self.table:
+                if isinstance(self.table.of(session).member, TrainerState):
+                    self._take_endpoint(ticket, step)
+            elif role == "trainer":
+                self.table.replace(self.machine.trainer)
+                self.table.add(session, self._admit_trainer(step, synced_at, version), leased)
+                self._take_endpoint(ticket, step)
+            else:
+                id = self._free_id() if id is None else id
+                self.table.replace(self.machine.explorers.get(id))
+                self.table.add(session, self.machine.joined(id, version, step, synced_at), leased)
+            return {
+                "id": id,
+                "plan": self.plan.to_json(),
+                "lease": self.table.lease if leased else None,
+                "version": self.machine.newest,
+                "step": self.machine.newest_step,
+                "directory": self.directory,
+                "address": self.address,
+            }
+
+    def _restore(self, version: int, step: int) -> None:
+        """Take over a version that was published before this service was started."""
+        self.machine.published(version, step)
+
+    def _admit_trainer(self, step: int, synced_at: int | None, version: int | None) -> TrainerState:
+        newest = self.machine.newest
+        if version is not None and (newest is None or version > newest):
+            self.publish(version, step)  # this service was started after the trainer, without its versions
+            self._restore(version, step)
+        return self.machine.trainer_joined(step, synced_at)
+
+    def _take_endpoint(self, endpoint: Endpoint | None, step: int) -> None:
+        """Note the endpoint of the trainer's publisher, at a step of the trainer."""
+        del step
+        self.trainer_endpoint = endpoint
+        self.changed.notify_all()
+
+    def _free_id(self) -> int:
+        return next(id for id in range(len(self.machine.explorers) + 1) if id not in self.machine.explorers)
+
+    def bye(self, session: str) -> Reply:
+        """Let a client go."""
+        self.gone(session, None)
+        return {}
+
+    def beat(self, session: str) -> Reply:
+        """Note that a client lives."""
+        with self.changed:
+            self.table.of(session)
+        return {}
+
+    def notify(self, session: str, step: int, status: str) -> Reply:
+        """Note what a client is doing. REQUIRE_SYNC announces a wish without waiting."""
+        with self.changed:
+            member = self.table.of(session).member
+            if status == RunningStatus.STOPPED.value:
+                self.gone(session, None)
+            elif isinstance(member, TrainerState):
+                self.machine.trainer_at(step)
+                if status == RunningStatus.REQUIRE_SYNC.value and self.plan.direct:
+                    self.machine.trainer_announces()
+                else:
+                    self.machine.trainer_withdraws()
+            else:
+                self.machine.explorer_at(member.id, step)
+                if status == RunningStatus.REQUIRE_SYNC.value:
+                    self.machine.explorer_announces(member.id)
+                else:
+                    self.machine.explorer_withdraws(member.id)
+            self.changed.notify_all()
+        return {}
+
+    def status(self) -> Reply:
+        """Return the state of the trainer and of all explorers."""
+        with self.changed:
+            trainer = self.machine.trainer
+            stopped = RunningStatus.STOPPED.value
+            return {
+                "trainer": stopped if trainer is None else trainer.status.value,
+                "explorers": {str(e.id): e.status.value for e in self.machine.explorers.values()},
+                "versions": {str(e.id): e.version for e in self.machine.explorers.values()},
+                "version": self.machine.newest,
+                "step": self.machine.newest_step,
+            }
+
+    # -- for the service ---------------------------------------------------------------------------
+
+    def gone(self, session: str, how: str | None = "its connection ended") -> None:
+        """Remove a client that left or is missed, and wake those that wait for it.
+
+        Args:
+            session: name of its session.
+            how: reason, for those that wait; None if the client said goodbye.
+        """
+        with self.changed:
+            ended = self.table.remove(session)
+            if ended is None:
+                return
+            member, machine, suffix = ended.member, self.machine, "" if how is None else f": {how}"
+            if isinstance(member, TrainerState) and machine.trainer is member:
+                self.trainer_endpoint = None
+                machine.trainer_left(TRAINER_STOPPED + suffix)
+            elif isinstance(member, ExplorerState) and machine.explorers.get(member.id) is member:
+                machine.left(member.id, f"the explorer stopped{suffix}")
+            self.changed.notify_all()
+
+    def publish(self, version: int, step: int) -> None:
+        """Note that ``version`` is held somewhere from now on; call it with the lock held."""
+        newest = self.machine.newest
+        if newest is None or version > newest:
+            if self._version_file is not None:
+                self._version_file.note(version, step)
+            self.machine.published(version, step)
+        self.changed.notify_all()
+
+    def save_version(self) -> None:
+        """Write the newest version to the disk, without the lock: other calls go on meanwhile."""
+        if self._version_file is not None:
+            self._version_file.flush()
+
+    def wait_for(self, ready: Callable[[], bool], deadline: float | None) -> bool:
+        """Wait, with the lock held, until ``ready()`` or the deadline."""
+        left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        return self.changed.wait_for(ready, left)
+
+    def reach_by(self, address: str) -> None:
+        """Note the address by which clients on other machines reach this one.
+
+        Raises:
+            LifecycleError: the trainer has already told explorers an address that only this machine reaches.
+        """
+        with self.changed:
+            endpoint = self.trainer_endpoint
+            if endpoint is not None and is_loopback(endpoint["address"]):
+                raise LifecycleError(
+                    f"the trainer already sends on {endpoint['address']}, which other machines cannot reach; "
+                    "call serve() before the trainer is made, or give the trainer address="
+                )
+            self.address = address
+
+    def end_sessions(self) -> None:
+        """Wake all that wait, and refuse later calls."""
+        with self.changed:
+            self.table.closed = True
+            for name in self.table.names():
+                self.gone(name, "the synchronizer was closed")
+            self.changed.notify_all()
+
+
+class VersionFile:
+    """A small file that keeps the number of the newest version, so that a restarted synchronizer goes on.
+
+    It is replaced as a whole at each new version and survives the death of the process. It holds no weights.
+
+    Args:
+        directory: directory of the file; made if it does not exist, for this user alone.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self._path = Path(directory) / "synchronizer.json"
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._writing = threading.Lock()
+        self._unwritten: tuple[int, int] | None = None
+
+    def read(self) -> tuple[int, int] | None:
+        """Return the version and the trainer step last written; None if there is nothing readable."""
+        try:
+            fields = json.loads(read_regular(self._path))
+            return int(fields["version"]), int(fields["step"])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            _log.warning("%s cannot be read and is ignored: %s", self._path, error)
+            return None
+
+    def note(self, version: int, step: int) -> None:
+        """Keep a version for the next :meth:`flush`, without touching the disk."""
+        self._unwritten = version, step
+
+    def flush(self) -> None:
+        """Write the version noted last, unless that is done; call it without a lock held."""
+        if self._unwritten is None:
+            return
+        with self._writing:
+            newest, self._unwritten = self._unwritten, None
+            if newest is not None:
+                self._write(*newest)
+
+    def _write(self, version: int, step: int) -> None:
+        """Replace the file; a full disk is logged, and the run goes on without."""
+        beside = self._path.with_suffix(f".{os.getpid()}")
+        try:
+            beside.unlink(missing_ok=True)
+            with beside.open("x") as file:
+                file.write(json.dumps({"version": version, "step": step}))
+            beside.replace(self._path)
+        except OSError as error:
+            _log.warning("%s could not be written; a restart begins with an older version: %s", beside, error)
