@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.network import why_not
-from benchmarks.pipeline_sides import PLACES, Place, Side, connected
-from benchmarks.pipeline_work import WORKS, Work, balance, both_cores, make_weights
+from benchmarks.pipeline_sides import PLACES, Place, Side, balance, connected
+from benchmarks.pipeline_work import WORKS, Work, both_cores, make_weights
 from benchmarks.report import Figure, Table, machine, ratio, show_ratio, to_rst, to_text
 
 __all__ = ["main"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 
 from benchmarks.network import Network
 from benchmarks.patch_sync import digests, empty_model
-from benchmarks.pipeline_work import Conversion, Work
+from benchmarks.pipeline_work import Conversion, Work, seconds_of_a_sine
 from weight_update import (
     BucketEncoding,
     DistributedWeightSyncScheme,
@@ -24,7 +24,7 @@ from weight_update import (
     WeightSyncScheme,
 )
 
-__all__ = ["PLACES", "Place", "Side", "connected"]
+__all__ = ["PLACES", "Place", "Side", "balance", "connected"]
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,17 @@ class Side:
         assert sender is not None
         slots = sum(slot.buffer.tensor.nbytes for slot in sender._pool._slots)
         return slots / 1e6, self._convert.most / 1e6
+
+
+def balance(work: Work, side: Side, share: float) -> Work:
+    """A work that takes ``share`` times as long as the transfer of ``side``, which is serial."""
+    plain = replace(work, sines=0)
+    reports = [side.send(plain) for _ in range(3)]
+    spent = [report.seconds for report in reports[1:]]
+    made = min(one["convert"] + one["encode"] for one in spent)
+    moved = min(one["send"] + one["ack"] for one in spent)
+    lacking = share * moved - made
+    return replace(work, sines=max(0, round(lacking / seconds_of_a_sine() / side.tensors)))
 
 
 @contextlib.contextmanager

@@ -8,17 +8,13 @@ import statistics
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
 
 import torch
 import torch.multiprocessing as mp
 
-if TYPE_CHECKING:
-    from benchmarks.pipeline_sides import Side
-
-__all__ = ["WORKS", "Conversion", "Work", "balance", "both_cores", "make_weights"]
+__all__ = ["WORKS", "Conversion", "Work", "both_cores", "make_weights", "seconds_of_a_sine"]
 
 WORKS = {"transfer-bound": 0.0, "balanced": 1.0, "conversion-bound": 3.0}
 """How long converting and encoding takes, in times of the transfer; at least as long as encoding alone."""
@@ -71,18 +67,7 @@ def make_weights(megabytes: float, count: int) -> dict[str, torch.Tensor]:
     return {f"layer{i}.weight": torch.randn(size, 256).to(torch.bfloat16) for i in range(count)}
 
 
-def balance(work: Work, side: Side, share: float) -> Work:
-    """A work that takes ``share`` times as long as the transfer of ``side``, which is serial."""
-    plain = replace(work, sines=0)
-    reports = [side.send(plain) for _ in range(3)]
-    spent = [report.seconds for report in reports[1:]]
-    made = min(one["convert"] + one["encode"] for one in spent)
-    moved = min(one["send"] + one["ack"] for one in spent)
-    lacking = share * moved - made
-    return replace(work, sines=max(0, round(lacking / _seconds_of_a_sine() / side.tensors)))
-
-
-def _seconds_of_a_sine() -> float:
+def seconds_of_a_sine() -> float:
     scratch, best = torch.zeros(_CACHED), float("inf")
     for _ in range(5):
         start = time.perf_counter()
@@ -106,7 +91,7 @@ def both_cores() -> tuple[float, float]:
     other.start()
     copy = _Copy()
     _seconds(functools.partial(_copy_in, pipe, copy))  # it has started, and all memory was touched
-    compute = functools.partial(_compute, round(_seconds(copy) / _seconds_of_a_sine()))
+    compute = functools.partial(_compute, round(_seconds(copy) / seconds_of_a_sine()))
     ratios = []
     for mine in (compute, copy):
         turns = [_at_once(pipe, mine) for _ in range(5)]
