@@ -18,8 +18,8 @@ from weight_update import (
     SharedMemWeightSyncScheme,
     SyncFailedError,
     WeightSyncScheme,
-    arena,
 )
+from weight_update.receiver import arena
 from weight_update.testing import Body, Crew, SchemeContract, fingerprint, scramble
 from weight_update.testing.crew import context_of
 from weight_update.testing.processes import wait_until
