@@ -261,7 +261,7 @@ class PatchTracker(Tracker[PatchDifference]):
         return other
 
 
-class PatchDelta:
+class PatchDelta(Delta):
     """The :class:`Delta` of a patch that arrived."""
 
     def __init__(self, patch: Patch) -> None:
