@@ -56,7 +56,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 bench: $(READY)
-	$(BIN)/python -m benchmarks.compare $(ARGS)
+	$(BIN)/python -m benchmarks compare $(ARGS)
 
 docs: $(DOCS_READY)
 	$(BIN)/python -m sphinx -W -E --keep-going -b html docs docs/_build/html $(ARGS)

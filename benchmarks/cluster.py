@@ -1,9 +1,9 @@
 """Compare the schemes that leave the machine with TorchRL's, in one run and in turns.
 
-    python -m benchmarks.cluster                        # everything; about ten minutes on two cores
-    python -m benchmarks.cluster --scheme rpc           # one scheme
-    python -m benchmarks.cluster --quick                # Distributed only, to see that it works
-    python -m benchmarks.cluster --rst docs/benchmark_cluster.rst
+    python -m benchmarks cluster                        # everything; about ten minutes on two cores
+    python -m benchmarks cluster --scheme rpc           # one scheme
+    python -m benchmarks cluster --quick                # Distributed only, to see that it works
+    python -m benchmarks cluster --rst docs/benchmark_cluster.rst
 
 All processes are on this machine, and nothing else should run on it.
 """
@@ -13,26 +13,116 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing as mp
 
-from benchmarks.measure_cluster import (
-    Found,
-    cluster_table,
-    cluster_targets,
-    measure_cluster,
-    sync_cases,
-    tensors_cases,
-)
-from benchmarks.plan import Plan, numbers, sizes
-from benchmarks.report import Table, machine, to_rst, to_text
-from benchmarks.sides import CLUSTER
-from benchmarks.targets import targets_table
+from benchmarks.compare import Key, figures_of
+from benchmarks.groups import Plan, groups
+from benchmarks.report import Figure, Table, machine, numbers, parser, publish, ratio, say, show_ratio, sizes
+from benchmarks.sender import CLUSTER, COPY, Case, rival
+from benchmarks.targets import Target, target, targets_table
 
 __all__ = ["main"]
+
+
+Found = dict[Key, Figure]
+
+_MANY = 5000
+
+
+def sync_cases(plan: Plan) -> list[tuple[float, int, int]]:
+    """Megabytes, tensors and workers: all sizes and numbers of workers."""
+    return [(megabytes, 16, workers) for megabytes in plan.sizes for workers in plan.workers]
+
+
+def tensors_cases(plan: Plan) -> list[tuple[float, int, int]]:
+    """The same: few and many tensors."""
+    return [(plan.tensors_megabytes, tensors, plan.tensors_workers) for tensors in plan.tensors]
+
+
+def measure_cluster(plan: Plan, cases: Iterable[tuple[float, int, int]], ray: str | None) -> Found:
+    """Each scheme in turns with its rival and a copy: A B C A B C ..., each time by new processes.
+
+    Only the processes of one side live at a time: TorchRL's idle workers look for news without pause, and
+    would take the cores from ours.
+
+    Args:
+        plan: its schemes are names of :data:`CLUSTER`.
+        cases: megabytes, tensors and workers.
+        ray: address of the running Ray; None if no scheme needs it.
+    """
+    found: Found = {}
+    round_plan = plan.for_one_round()
+    for case in cases:
+        for scheme in plan.schemes:
+            megabytes, tensors, workers = case
+            say(f"{CLUSTER[scheme]}: {megabytes:g} MB in {tensors} tensors to {workers} workers")
+            # What a variant of a scheme is compared with was measured with the scheme itself.
+            sides = (scheme,) if "-" in scheme else (scheme, rival(scheme), COPY)
+            for side in plan.rounds * sides:
+                started = [(side, Case(*case, start="forkserver", ray=_ray_of(side, ray)))]
+                with groups(started, plan.start_timeout) as live:
+                    figure = figures_of(live, round_plan)[0]
+                name = f"{COPY}-{scheme}" if side == COPY else side
+                found[(name, *case)] = found.get((name, *case), Figure(())).with_more(figure)
+    return found
+
+
+def _ray_of(side: str, address: str | None) -> str | None:
+    return address if "ray" in side.removeprefix("torchrl-").split("-") else None
+
+
+def cluster_table(title: str, found: Found) -> Table:
+    """One row for each of our sides and each case."""
+    rows = []
+    for side, *case in found:
+        if side not in CLUSTER:
+            continue
+        names = (side, rival(side), f"{COPY}-{side.partition('-')[0]}")
+        ours, theirs, copy = (found.get((name, *case), Figure(())) for name in names)
+        rows.append(
+            [
+                CLUSTER[side],
+                *(f"{number:g}" for number in case),
+                *(figure.show(1e3) for figure in (ours, theirs, copy)),
+                show_ratio(ours, theirs),
+                show_ratio(ours, copy),
+            ]
+        )
+    return Table(
+        title,
+        "Milliseconds from send() to its return, when all workers have applied: median (min .. max).",
+        ["scheme", "MB", "tensors", "workers", "ours", "torchrl", "plain copy", "ours/torchrl", "ours/copy"],
+        rows,
+    )
+
+
+def _targets(plan: Plan, sync: Found, tensors: Found) -> Iterator[Target]:
+    names = [scheme for scheme in ("distributed", "rpc", "ray") if scheme in plan.schemes]
+    for scheme in names:
+        reached = _of_rival(sync, scheme, (1000.0, 16, 4))
+        yield target("{scheme}, 1 GB, 4 workers, of torchrl's time", reached, scheme=CLUSTER[scheme])
+    for scheme in names:
+        reached = _of_rival(tensors, scheme, (plan.tensors_megabytes, _MANY, plan.tensors_workers))
+        template = "{scheme}, {tensors:,} tensors, of torchrl's time"
+        yield target(template, reached, scheme=CLUSTER[scheme], tensors=_MANY)
+    for workers in plan.workers if "distributed" in plan.schemes else ():
+        figure = sync.get(("distributed", 1.0, 16, workers), Figure(()))
+        template = "Distributed, 1 MB, {workers} workers, "
+        yield target(template + "ms", figure.times(1e3).median, workers=workers)
+        reached = _of_rival(sync, "distributed", (1.0, 16, workers))
+        yield target(template + "of torchrl's time", reached, workers=workers)
+    if "distributed-sockets" in plan.schemes:
+        one, four = (sync.get(("distributed-sockets", 1000.0, 16, hosts)) for hosts in (1, 4))
+        yield target("Distributed, a host each, 1 GB, time to 4 hosts / to 1", ratio(four, one))
+
+
+def _of_rival(found: Found, scheme: str, case: tuple[float, int, int]) -> float | None:
+    return ratio(found.get((scheme, *case)), found.get((rival(scheme), *case)))
+
 
 PARTS = ("sync", "tensors")
 _PRELOAD = ["torch.distributed.rpc", "weight_update", "torchrl.weight_update"]
@@ -44,19 +134,13 @@ def main(arguments: list[str] | None = None) -> int:
     plan = _plan(options)
     uses_ray = any(scheme.startswith("ray") for scheme in plan.schemes)
     facts = machine(["torch", "tensordict", "torchrl", *(["ray"] if uses_ray else [])])
-    print("\n".join(facts) + "\n", flush=True)
-    tables = []
     # Processes of an RPC world that end together warn that the others have.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # With five processes a side, their imports would take longer than what is measured.
     mp.set_forkserver_preload([*_PRELOAD, "ray"] if uses_ray else _PRELOAD)
     with _running_ray(plan.largest) if uses_ray else contextlib.nullcontext() as address:
-        for table in _tables(plan, options.only or PARTS, address):
-            print(to_text(table), flush=True)
-            tables.append(table)
-            if options.rst is not None:
-                options.rst.write_text(to_rst(facts, tables, by="benchmarks.cluster"))
-    return 0
+        tables = _tables(plan, options.only or PARTS, address)
+        return publish("cluster", facts, tables, options.rst)
 
 
 def _tables(plan: Plan, parts: tuple[str, ...], ray: str | None) -> Iterator[Table]:
@@ -69,7 +153,7 @@ def _tables(plan: Plan, parts: tuple[str, ...], ray: str | None) -> Iterator[Tab
     if "tensors" in parts:
         tensors = measure_cluster(plan, tensors_cases(plan), ray)
         yield cluster_table("Across processes: many tensors", tensors)
-    yield targets_table(cluster_targets(plan, sync, tensors), "Across processes: targets")
+    yield targets_table(_targets(plan, sync, tensors), "Across processes: targets")
 
 
 @contextlib.contextmanager
@@ -94,16 +178,14 @@ def _running_ray(megabytes: float) -> Iterator[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", type=sizes, metavar="MB,MB", help="default: 1,100,1000")
-    parser.add_argument("--tensors", type=numbers, metavar="N,N", help="default: 16,1000,5000")
-    parser.add_argument("--workers", type=numbers, metavar="N,N", help="default: 1,2,4")
-    parser.add_argument("--scheme", action="append", choices=CLUSTER, help="default: all")
-    parser.add_argument("--repeats", type=int, help="default: 6; ten times that up to 10 MB")
-    parser.add_argument("--quick", action="store_true", help="Distributed, 1 MB, one worker, 2 repeats")
-    parser.add_argument("--only", action="append", choices=PARTS, help="may be given several times")
-    parser.add_argument("--rst", type=Path, metavar="FILE", help="write the tables there as well")
-    return parser
+    options = parser("cluster", __doc__, "Distributed, 1 MB, one worker, 2 repeats")
+    options.add_argument("--sizes", type=sizes, metavar="MB,MB", help="default: 1,100,1000")
+    options.add_argument("--tensors", type=numbers, metavar="N,N", help="default: 16,1000,5000")
+    options.add_argument("--workers", type=numbers, metavar="N,N", help="default: 1,2,4")
+    options.add_argument("--scheme", action="append", choices=CLUSTER, help="default: all")
+    options.add_argument("--repeats", type=int, help="default: 6; ten times that up to 10 MB")
+    options.add_argument("--only", action="append", choices=PARTS, help="may be given several times")
+    return options
 
 
 def _plan(options: argparse.Namespace) -> Plan:
@@ -123,7 +205,3 @@ def _plan(options: argparse.Namespace) -> Plan:
     if options.scheme:
         chosen["schemes"] = tuple(options.scheme)
     return Plan(**chosen)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,14 +1,13 @@
-"""How small and how fast: compressions on what patches are made of.
+"""Ratio and speed of the compressions, on the kinds of data that patches consist of.
 
 ::
 
-    python -m benchmarks.compression            # half a minute on an idle machine
-    python -m benchmarks.compression --mb 4     # to see that it works
+    python -m benchmarks compression            # half a minute on an idle machine
+    python -m benchmarks compression --quick    # to see that it works
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from benchmarks.report import Figure, Table, machine, to_text
+from benchmarks.report import Figure, Table, machine, parser, publish
 from weight_update.compression import Compression, Lz4Compression, ZstdCompression
 
 CODECS: dict[str, Compression] = {
@@ -32,32 +31,35 @@ CODECS: dict[str, Compression] = {
 
 
 def gaps(nbytes: int, random: np.random.Generator) -> np.ndarray:
-    """Distances between positions of which 1 % are chosen by chance, as uint8."""
+    """Return distances between random positions, 1 % of all, as uint8."""
     return np.minimum(random.geometric(0.01, nbytes) - 1, 255).astype(np.uint8)
 
 
-def planes(nbytes: int, random: np.random.Generator) -> np.ndarray:
-    """Steps of 16-bit patterns, normal with a deviation of 2; zigzag; all low bytes, then all high ones."""
+def byte_planes(nbytes: int, random: np.random.Generator) -> np.ndarray:
+    """Return steps of 16-bit patterns, zigzag coded: first all low bytes, then all high bytes.
+
+    The steps are normally distributed with a deviation of 2.
+    """
     steps = np.round(random.normal(0, 2, nbytes // 2)).astype(np.int16)
     zigzag = ((steps << 1) ^ (steps >> 15)).astype("<u2").view(np.uint8)
     return np.concatenate([zigzag[0::2], zigzag[1::2]])
 
 
 def noise(nbytes: int, random: np.random.Generator) -> np.ndarray:
-    """Random bytes."""
+    """Return random bytes."""
     return random.integers(0, 256, nbytes, dtype=np.uint8)
 
 
 KINDS: dict[str, Callable[[int, np.random.Generator], np.ndarray]] = {
     "gaps of 1 %": gaps,
-    "planes of steps": planes,
+    "planes of steps": byte_planes,
     "random": noise,
 }
 
 
 @dataclass
 class Measured:
-    """MB of original data a second, and the length of the compressed data."""
+    """The figures of one compression: MB of original data a second, and the compressed length."""
 
     packed_bytes: int = 0
     compress: list[float] = field(default_factory=list)
@@ -65,7 +67,7 @@ class Measured:
 
 
 def measure(data: torch.Tensor, rounds: int) -> dict[str, Measured]:
-    """All compressions in turns, so that what disturbs the machine disturbs all of them."""
+    """Measure all compressions in turns, so that a disturbance of the machine affects all of them."""
     found = {name: Measured() for name in CODECS}
     for _ in range(rounds):
         for name, codec in CODECS.items():
@@ -82,7 +84,7 @@ def measure(data: torch.Tensor, rounds: int) -> dict[str, Measured]:
 
 
 def row(kind: str, name: str, nbytes: int, measured: Measured) -> list[str]:
-    """Cells of one compression."""
+    """Return the cells of one compression."""
     shrunk = nbytes / measured.packed_bytes
     speeds = Figure(tuple(measured.compress)), Figure(tuple(measured.decompress))
     seconds = sum(1 / (speed.median or 1) for speed in speeds)
@@ -90,15 +92,22 @@ def row(kind: str, name: str, nbytes: int, measured: Measured) -> list[str]:
     return [kind, name, f"{shrunk:.2f}", *(speed.show(digits=0) for speed in speeds), pays]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Ratio and speed of the compressions.")
-    parser.add_argument("--mb", type=int, default=32, help="size of the data in MB")
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    nbytes, random = options.mb * 1_000_000, np.random.default_rng(0)
+def main(arguments: list[str] | None = None) -> int:
+    """Parse, measure, print; return the exit status."""
+    known = parser("compression", __doc__, "4 MB, one round")
+    known.add_argument("--mb", type=int, help="size of the data in MB; default: 32")
+    known.add_argument("--rounds", type=int, help="default: 5")
+    options = known.parse_args(arguments)
+    megabytes = options.mb or (4 if options.quick else 32)
+    table = _table(megabytes, options.rounds or (1 if options.quick else 5))
+    return publish("compression", machine(("torch",)), [table], options.rst)
+
+
+def _table(megabytes: int, rounds: int) -> Table:
+    nbytes, random = megabytes * 1_000_000, np.random.default_rng(0)
     rows = []
     for kind, make in KINDS.items():
-        found = measure(torch.from_numpy(make(nbytes, random)), options.rounds)
+        found = measure(torch.from_numpy(make(nbytes, random)), rounds)
         rows += [row(kind, name, nbytes, one) for name, one in found.items()]
     note = (
         "MB of original data a second, median (least .. most). Up to 4 threads compress, one decompresses.\n"
@@ -106,9 +115,4 @@ def main() -> None:
         "happen one after the other."
     )
     head = ["data", "compression", "ratio", "compress", "decompress", "pays below"]
-    print("\n".join(machine()), "\n")
-    print(to_text(Table(f"Compression of {options.mb} MB", note, head, rows)))
-
-
-if __name__ == "__main__":
-    main()
+    return Table(f"Compression of {megabytes} MB", note, head, rows)

@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks.patch_updates import Update
+from benchmarks.patch_bytes import obvious
 from benchmarks.report import Figure, Table, ratio
+from benchmarks.updates import Update
 from weight_update import PatchEncoding
 from weight_update.encodings import DenseEncoding, Difference
 from weight_update.encodings.patch.format import decode_patch
@@ -24,7 +25,7 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to build a patch; the attributes are options of :class:`PatchEncoding`."""
+    """Options of :class:`PatchEncoding` that say how a patch is built."""
 
     snapshot_device: Device
     transport_device: Device
@@ -38,12 +39,12 @@ class Variant:
 
 @dataclass
 class Times:
-    """Seconds by what was done and by turn; every one begins and ends with an idle device.
+    """The seconds of each action, by turn; each begins and ends with an idle device.
 
     Attributes:
-        device: it.
-        seconds: all turns, the first of which warms up.
-        nbytes: size of what was made.
+        device: device of the weights.
+        seconds: times by action; the first turn warms up.
+        nbytes: sizes of the results.
     """
 
     device: torch.device
@@ -51,7 +52,7 @@ class Times:
     nbytes: dict[Any, int] = field(default_factory=dict)
 
     def add(self, what: Any, action: Callable[[], Any]) -> Any:
-        """Do it, and note how long it took."""
+        """Run ``action`` and note its seconds."""
         self._idle()
         start = time.perf_counter()
         result = action()
@@ -60,7 +61,7 @@ class Times:
         return result
 
     def figure(self, *stages: Any) -> Figure:
-        """The stages together, all turns but the first."""
+        """Return the time of the stages together, in all turns but the first."""
         return Figure(tuple(map(sum, zip(*(self.seconds[stage][1:] for stage in stages), strict=True))))
 
     def _idle(self) -> None:
@@ -69,7 +70,7 @@ class Times:
 
 
 class _Memory:
-    """A flat buffer on the device, and what copies to and from it."""
+    """A flat buffer on the device, and buffers to copy from and to."""
 
     def __init__(self, weights: dict[str, torch.Tensor], device: torch.device) -> None:
         self.schema = WeightSchema.of(weights)
@@ -81,7 +82,7 @@ class _Memory:
 
 
 def measure_dense(weights: dict[str, torch.Tensor], device: torch.device, turns: int) -> Times:
-    """What a dense update copies on each side, beside plain copies of the same bytes."""
+    """Time the copies of a dense update on each side, beside plain copies of the same bytes."""
     memory, times = _Memory(weights, device), Times(device)
     times.nbytes["model"] = memory.schema.nbytes
     encoder = DenseEncoding().encoder(memory.schema)
@@ -103,7 +104,7 @@ def measure_dense(weights: dict[str, torch.Tensor], device: torch.device, turns:
 
 
 def dense_table(megabytes: float, times: Times) -> Table:
-    """One row for each copy; ratios are to the copy of one buffer to or from pinned memory."""
+    """Return a table of copies; ratios are to the copy of one buffer to or from pinned memory."""
     rows = []
     for what in times.seconds:
         figure = times.figure(what)
@@ -124,7 +125,7 @@ class _Build:
         self._slot: SharedBuffer | None = None
 
     def turn(self, times: Times, new: Sequence[torch.Tensor], receiver: torch.Tensor) -> None:
-        """Compare, encode, apply."""
+        """Compare, encode and apply."""
         found = times.add(("scan", self._variant), lambda: self._tracker.compare(new))
         payload = times.add(("encode", self._variant), lambda: self._encode(found))
         times.add(("apply", self._variant), lambda: self._apply(payload, receiver))
@@ -132,15 +133,15 @@ class _Build:
         times.nbytes["changed"] = found.changed
 
     def _encode(self, found: Difference) -> torch.Tensor:
-        payload = self._tracker.encode(found, 0, 1, self._lend)
+        payload = self._tracker.encode(found, 0, 1, self._allocate)
         assert payload is not None
         return payload
 
     def _apply(self, payload: torch.Tensor, receiver: torch.Tensor) -> None:
         decode_patch(payload, self._schema).changes.to(receiver.device).write(receiver)
 
-    def _lend(self, nbytes: int) -> torch.Tensor:
-        """A shared slot, as in an update over shared memory; the same one in every turn."""
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        """Return the same shared slot in every turn, as an update over shared memory does."""
         if self._slot is None:
             self._slot = SharedBuffer(nbytes + nbytes // 8)
         return self._slot.tensor[:nbytes]
@@ -151,7 +152,7 @@ class _Build:
 
 
 def measure_build(update: Update, variants: Iterable[Variant], device: torch.device, turns: int) -> Times:
-    """Every variant, and the obvious way, in turns.
+    """Time every variant, and the obvious way, in turns.
 
     Raises:
         RuntimeError: a patch did not lead to the new weights.
@@ -164,7 +165,7 @@ def measure_build(update: Update, variants: Iterable[Variant], device: torch.dev
     builds = {variant: _Build(variant, schema, old) for variant in variants}
     for _ in range(1 + turns):
         times.add("copy", lambda: pinned.copy_(expected, non_blocking=True))
-        times.add("obvious", lambda: _obvious(old, new))
+        times.add("obvious", lambda: obvious(old, new))
         for variant, build in builds.items():
             receiver.copy_(before)
             build.turn(times, new, receiver)
@@ -175,17 +176,8 @@ def measure_build(update: Update, variants: Iterable[Variant], device: torch.dev
     return times
 
 
-def _obvious(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Positions and values of what differs, on the device; nothing is narrowed, packed or fetched."""
-    found = []
-    for before, after in zip(old, new, strict=True):
-        places = (before != after).nonzero()
-        found += [places, after[tuple(places.T)]]
-    return found
-
-
 def build_table(update: str, times: Times) -> Table:
-    """One row for each variant."""
+    """Return a table with one row for each variant."""
     copy, plain = times.figure("copy"), times.figure("obvious")
     rows = []
     for what, figure in (("one copy to pinned memory", copy), ("the obvious way", plain)):

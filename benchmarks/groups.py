@@ -1,23 +1,76 @@
-"""Handles of the processes of each side, for the process that compares them."""
+"""The options of a run, and handles of the processes of each side."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.multiprocessing as mp
 
 from benchmarks.sender import Case, serve
 
-__all__ = ["Group", "GroupFailed", "groups", "interleave"]
+__all__ = ["Group", "GroupFailed", "Plan", "groups", "interleave"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The options of one run.
+
+    Attributes:
+        sizes: model sizes in MB.
+        tensors: numbers of tensors.
+        workers: numbers of workers.
+        schemes: names of our sides.
+        repeats: turns of each side at the largest sizes; small updates get ten times as many.
+        timeout: seconds for one answer of a side.
+        start_timeout: seconds until all processes of a side are connected; each imports torch first.
+        budget: seconds after which a slow side gets no further turns.
+        tensors_megabytes: size of the model in the many-tensors case.
+        tensors_workers: workers in the many-tensors case.
+        rounds: number of times that a side's processes are started, if sides do not run at once.
+        many: number of tensors beyond which TorchRL is also measured without a limit on open files.
+    """
+
+    sizes: tuple[float, ...] = (1.0, 100.0, 1000.0)
+    tensors: tuple[int, ...] = (16, 1000, 5000)
+    workers: tuple[int, ...] = (1, 2, 4, 8)
+    schemes: tuple[str, ...] = ("shared", "process")
+    repeats: int = 10
+    timeout: float = 60.0
+    start_timeout: float = 120.0
+    budget: float = 30.0
+    tensors_megabytes: float = 5.0
+    tensors_workers: int = 2
+    many: int = 200
+    rounds: int = 1
+
+    def for_one_round(self) -> Plan:
+        """Return this plan with the turns of one of its rounds."""
+        return replace(self, repeats=math.ceil(self.repeats / self.rounds), budget=self.budget / self.rounds)
+
+    def repeats_for(self, megabytes: float) -> int:
+        """Return the number of turns of each side at this size."""
+        return self.repeats * 10 if megabytes <= 10 else self.repeats
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """Our side and TorchRL's, for each scheme."""
+        return tuple((scheme, f"torchrl-{scheme}") for scheme in self.schemes)
+
+    @property
+    def largest(self) -> float:
+        """The largest size, where stall and memory are measured."""
+        return max(self.sizes)
 
 
 class GroupFailed(Exception):
-    """A side could not do what it was asked, or not in time; the message says which, in short."""
+    """A side failed or took too long; the message is short enough for a cell."""
 
 
 class Group:
@@ -42,10 +95,10 @@ class Group:
         self.pids = self._answer(timeout)
 
     def ask(self, order: str, timeout: float) -> Any:
-        """Let the sender call one of its methods, and return the result.
+        """Call a method of the sender by its name, and return the result.
 
         Raises:
-            GroupFailed: it failed or took longer than ``timeout`` seconds; the group is dead then.
+            GroupFailed: the call failed or took longer than ``timeout`` seconds; the group is dead then.
         """
         if self.failure is not None:
             raise GroupFailed(self.failure)
@@ -88,7 +141,7 @@ class Group:
 
 @contextlib.contextmanager
 def groups(cases: Sequence[tuple[str, Case]], timeout: float) -> Iterator[list[Group]]:
-    """Groups for several sides at once, all ready or marked as failed; ended on leaving."""
+    """Start groups for several sides, wait until each is ready or has failed, and end them on leaving."""
     started = [Group(side, case) for side, case in cases]
     try:
         for group in started:
@@ -107,9 +160,9 @@ def interleave(
 
     Args:
         sides: live groups; one that fails on the way keeps no results and is left out from then on.
-        order: what they are asked to do.
-        repeats: how often.
-        warmup: rounds before, not kept.
+        order: method of the sender to call.
+        repeats: number of turns.
+        warmup: number of turns before, whose results are dropped.
         timeout: seconds for one answer.
         budget: seconds after which a side that is slow gets no further turns.
     """

@@ -2,32 +2,28 @@
 
 ::
 
-    python -m benchmarks.links                  # about ten minutes, as root: hosts are network namespaces
-    python -m benchmarks.links --quick          # half a minute, to see that it works
-    python -m benchmarks.links --rst docs/benchmark_links.rst
+    python -m benchmarks links                  # about ten minutes, as root: hosts are network namespaces
+    python -m benchmarks links --quick          # half a minute, to see that it works
+    python -m benchmarks links --rst docs/benchmark_links.rst
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import os
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
-import torch
-import torch.multiprocessing as mp
 
 from benchmarks.network import Network, why_not
-from benchmarks.patch_sync import digests, empty_model
-from benchmarks.patch_updates import change, layered
-from benchmarks.report import Figure, Table, machine, ratio, to_rst, to_text
-from weight_update import DistributedWeightSyncScheme, PatchEncoding, WeightStrategy, WeightSyncScheme
+from benchmarks.report import Figure, Table, machine, parser, publish, ratio, say
+from benchmarks.sending import Place, connected, require_same
+from benchmarks.targets import Target, target, targets_table
+from benchmarks.updates import change, layered
+from weight_update import DistributedWeightSyncScheme, PatchEncoding, WeightStrategy
 
 __all__ = ["main"]
 
@@ -40,9 +36,7 @@ ENCODINGS = {
 _HOSTS = ("one", "two", "three", "four")
 _FRACTION = 0.01
 _WARM = 1
-_TARGET = 15.0
-
-Weights = dict[str, torch.Tensor]
+_TARGET = "patch, relative, zstd", 500.0, "1gbit"  # encoding, megabytes and rate
 
 
 @dataclass(frozen=True)
@@ -50,10 +44,10 @@ class Plan:
     """The options of one run.
 
     Attributes:
-        megabytes: of the model that is sent to one host.
-        hosts_megabytes: of the one that is sent to several.
-        turns: how often each thing is timed.
-        rate: of the sender's link, as ``tc`` writes it.
+        megabytes: size of the model that is sent to one host.
+        hosts_megabytes: size of the model that is sent to several hosts.
+        turns: number of turns of each measurement.
+        rate: rate of the sender's link, as ``tc`` writes it.
     """
 
     megabytes: float
@@ -64,13 +58,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Sent:
-    """One encoding to some hosts.
+    """The figures of one encoding to some hosts.
 
     Attributes:
-        seconds: from ``send()`` until all have applied it.
-        encode: the part of it before anything is sent.
-        apply: the part of it after all has arrived.
-        megabytes: of an update's payloads.
+        seconds: time from ``send()`` until all hosts have applied the update.
+        encode: part of it before anything is sent.
+        apply: part of it after everything has arrived.
+        megabytes: size of an update's payloads.
     """
 
     seconds: Figure
@@ -80,26 +74,31 @@ class Sent:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse, measure, print; returns the exit status."""
+    """Parse, measure, print; return the exit status."""
     plan, rst = _parse(arguments)
     reason = why_not()
     if reason is not None:
         print(f"no hosts to measure with: {reason}", file=sys.stderr)
         return 1
     facts = [*machine(), f"The sender's link: {plan.rate} each way (tc tbf, burst 256kb)"]
-    print("\n".join(facts) + "\n", flush=True)
-    tables = []
-    for make_table in (_encodings_table, _hosts_table):
-        table = make_table(plan)
-        print(to_text(table), flush=True)
-        tables.append(table)
-    if rst is not None:
-        rst.write_text(to_rst(facts, tables, by="benchmarks.links"))
-    return 0
+    return publish("links", facts, _tables(plan), rst)
 
 
-def _encodings_table(plan: Plan) -> Table:
+def _tables(plan: Plan) -> Iterator[Table]:
     sent = {label: measure(plan, label, plan.megabytes, 1) for label in ENCODINGS}
+    yield _encodings_table(plan, sent)
+    yield _hosts_table(plan)
+    yield targets_table([_target(plan, sent)])
+
+
+def _target(plan: Plan, sent: dict[str, Sent]) -> Target:
+    encoding, *case = _TARGET
+    reached = ratio(sent[encoding].seconds, sent["dense"].seconds)
+    template = "500 MB over 1gbit/s, {encoding}, of dense's time"
+    return target(template, reached if case == [plan.megabytes, plan.rate] else None, encoding=encoding)
+
+
+def _encodings_table(plan: Plan, sent: dict[str, Sent]) -> Table:
     rows = []
     for label, one in sent.items():
         sooner = ratio(sent["dense"].seconds, one.seconds) or 0.0
@@ -113,7 +112,7 @@ def _encodings_table(plan: Plan) -> Table:
         )
     note = (
         f"Milliseconds, median (least .. most) of {plan.turns} turns. {_FRACTION:.0%} of all elements\n"
-        f"change by 1 to 4 ulp in bfloat16. To reach at 500 MB: {_TARGET:.0f} times sooner."
+        "change by 1 to 4 ulp in bfloat16."
     )
     head = ["encoding", "MB sent", "send() until applied", "encode", "apply", "times sooner than dense"]
     return Table(f"{plan.megabytes:.0f} MB to one host over {plan.rate}/s", note, head, rows)
@@ -141,22 +140,23 @@ def measure(plan: Plan, label: str, megabytes: float, count: int) -> Sent:
     Raises:
         RuntimeError: a worker ended with other weights than the trainer.
     """
-    print(f"... {label}, {megabytes:g} MB to {count}", file=sys.stderr, flush=True)
+    say(f"{label}, {megabytes:g} MB to {count}")
     hosts = _HOSTS[:count]
     weights, random = layered(megabytes), np.random.default_rng(0)
     with Network(["trainer", *hosts]) as network, network.inside("trainer"):
         network.shape("trainer", plan.rate)
-        with _connected(network, hosts, label, weights) as (scheme, pipes):
+        os.environ["WEIGHT_UPDATE_HOST"] = "trainer"
+        strategy = WeightStrategy("state_dict", encoding=ENCODINGS[label])
+        scheme = DistributedWeightSyncScheme(strategy=strategy, address=network.address["trainer"])
+        places = [Place(host=host, network=network) for host in hosts]
+        with connected([scheme], weights, places) as pipes:
             seconds, reports = [], []
             for _ in range(_WARM + plan.turns):
                 change(weights, _FRACTION, "1..4 ulp", random)
                 start = time.perf_counter()
                 reports.append(scheme.send(weights=weights))
                 seconds.append(time.perf_counter() - start)
-            for pipe in pipes:
-                pipe.send("digests")
-            if any(pipe.recv() != digests(weights) for pipe in pipes):
-                raise RuntimeError(f"{label}: a worker has other weights than the trainer")
+            require_same(pipes, weights, [label])
     kept = reports[_WARM:]
     encode = tuple(report.seconds["encode"] for report in kept)
     apply = tuple(max(report.apply_seconds.values()) for report in kept)
@@ -164,70 +164,12 @@ def measure(plan: Plan, label: str, megabytes: float, count: int) -> Sent:
     return Sent(Figure(tuple(seconds[_WARM:])), Figure(encode), Figure(apply), megabytes)
 
 
-@contextlib.contextmanager
-def _connected(
-    network: Network, hosts: tuple[str, ...], label: str, weights: Weights
-) -> Iterator[tuple[WeightSyncScheme, list[Connection]]]:
-    """A sender on this host, and a worker on each other."""
-    os.environ["WEIGHT_UPDATE_HOST"] = "trainer"
-    ctx = mp.get_context("spawn")
-    strategy = WeightStrategy("state_dict", encoding=ENCODINGS[label])
-    scheme = DistributedWeightSyncScheme(strategy=strategy, address=network.address["trainer"])
-    scheme.init_on_sender(weights=weights, num_workers=len(hosts), devices=["cpu"] * len(hosts))
-    shapes = {name: tuple(value.shape) for name, value in weights.items()}
-    pipes, processes = [], []
-    for idx, host in enumerate(hosts):
-        pipe, theirs = ctx.Pipe()
-        pipes.append(pipe)
-        processes.append(
-            ctx.Process(target=_receive, args=(network, host, scheme, idx, shapes, theirs), daemon=True)
-        )
-        processes[-1].start()
-        theirs.close()
-    try:
-        scheme.connect()
-        yield scheme, pipes
-    finally:
-        for pipe in pipes:
-            pipe.close()  # ends the process
-        for process in processes:
-            process.join(10.0)
-        scheme.shutdown()
-
-
-def _receive(
-    network: Network,
-    host: str,
-    scheme: WeightSyncScheme,
-    idx: int,
-    shapes: dict[str, tuple[int, ...]],
-    pipe: Connection,
-) -> None:
-    """Body of a worker."""
-    network.enter(host)
-    os.environ["WEIGHT_UPDATE_HOST"] = host
-    torch.set_num_threads(1)
-    model = empty_model(shapes)
-    scheme.init_on_receiver(model=model, worker_idx=idx)
-    scheme.connect()
-    with contextlib.suppress(EOFError):
-        while pipe.recv() == "digests":
-            pipe.send(digests(model.state_dict()))
-    scheme.shutdown()
-
-
 def _parse(arguments: list[str] | None) -> tuple[Plan, Path | None]:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.links", description=__doc__.splitlines()[0])
-    parser.add_argument("--megabytes", type=float, help="size of the model to one host; default: 500")
-    parser.add_argument("--turns", type=int, help="how often each thing is timed; default: 5")
-    parser.add_argument("--rate", default="1gbit", help="of the sender's link; default: 1gbit")
-    parser.add_argument("--quick", action="store_true", help="4 MB, 2 turns")
-    parser.add_argument("--rst", type=Path, metavar="FILE", help="write the tables there as well")
-    options = parser.parse_args(arguments)
+    known = parser("links", __doc__, "4 MB, 2 turns")
+    known.add_argument("--megabytes", type=float, help="size of the model to one host; default: 500")
+    known.add_argument("--turns", type=int, help="how often each thing is timed; default: 5")
+    known.add_argument("--rate", default="1gbit", help="of the sender's link; default: 1gbit")
+    options = known.parse_args(arguments)
     megabytes = options.megabytes or (4.0 if options.quick else 500.0)
     turns = options.turns or (2 if options.quick else 5)
     return Plan(megabytes, min(megabytes, 100.0), turns, options.rate), options.rst
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -19,7 +19,7 @@ _serial = itertools.count()
 
 
 def why_not() -> str | None:
-    """Why there can be no such hosts here; None if there can."""
+    """Return the reason why there can be no such hosts here, or None."""
     for program in ("ip", "tc"):
         if shutil.which(program) is None:
             return f"the program {program} (iproute2) is missing"
@@ -35,10 +35,10 @@ def why_not() -> str | None:
 class Network:
     """Hosts in one subnet; host ``k`` of ``names`` has the address 10.77.0.``k + 1``.
 
-    A context manager: namespaces are made at its begin and removed at its end.
+    A context manager that makes the namespaces and removes them.
 
     Attributes:
-        address: of each host.
+        address: address of each host.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -46,7 +46,7 @@ class Network:
         self.address = {name: f"10.77.0.{number}" for number, name in enumerate(names, 1)}
 
     def __enter__(self) -> Network:
-        """Make everything, or nothing."""
+        """Make all namespaces, or none."""
         try:
             self._build()
         except BaseException:
@@ -60,40 +60,40 @@ class Network:
             subprocess.run(["ip", "netns", "del", self.namespace(host)], capture_output=True, check=False)
 
     def namespace(self, host: str) -> str:
-        """Name of its namespace, for ``ip netns exec``."""
+        """Return the name of a host's namespace, for ``ip netns exec``."""
         return f"{self._tag}-{host}"
 
     def pull(self, host: str) -> None:
-        """Take the cable of ``host`` out of the switch: the host sees that it has no link."""
+        """Unplug the cable of ``host``, which then sees that it has no link."""
         self._ip("-n", self.namespace(_SWITCH), "link", "set", self._port(host), "down")
 
     def plug(self, host: str) -> None:
-        """Put it back."""
+        """Plug the cable of ``host`` in again."""
         self._ip("-n", self.namespace(_SWITCH), "link", "set", self._port(host), "up")
 
     def lose(self, host: str) -> None:
-        """From now on all that ``host`` sends or should get is lost, though its link looks fine."""
+        """Lose every packet to and from ``host`` from now on, though its link looks fine."""
         self._ip("-n", self.namespace(_SWITCH), "link", "set", self._port(host), "nomaster")
 
     def find(self, host: str) -> None:
-        """The end of :meth:`lose`."""
+        """End the effect of :meth:`lose`."""
         self._ip("-n", self.namespace(_SWITCH), "link", "set", self._port(host), "master", "br0")
 
     def shape(self, host: str, rate: str) -> None:
-        """Let no more than ``rate`` (as ``tc`` writes it) through the cable of ``host``, each way."""
+        """Limit the cable of ``host`` to ``rate`` (as ``tc`` writes it) each way."""
         ends = ((self.namespace(host), "eth0"), (self.namespace(_SWITCH), self._port(host)))
         for namespace, device in ends:
             bucket = ("tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
             self._run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *bucket)
 
     def enter(self, host: str) -> None:
-        """Move the calling thread, and all that it starts from now on, to ``host``."""
+        """Move the calling thread, and every thread and process that it starts later, to ``host``."""
         with open(f"/run/netns/{self.namespace(host)}", "rb") as file:
             _set_namespace(file.fileno())
 
     @contextlib.contextmanager
     def inside(self, host: str) -> Iterator[None]:
-        """The calling thread is on ``host`` meanwhile."""
+        """Keep the calling thread on ``host`` inside the ``with`` block."""
         with open("/proc/thread-self/ns/net", "rb") as before:
             self.enter(host)
             try:
@@ -117,7 +117,7 @@ class Network:
             self._ip("-n", switch, "link", "set", port, "up")
 
     def _port(self, host: str) -> str:
-        """Name of an interface: at most 15 characters."""
+        """Return the name of an interface, which has at most 15 characters."""
         return f"port{list(self.address).index(host)}"
 
     def _ip(self, *arguments: str) -> None:

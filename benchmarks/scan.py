@@ -1,19 +1,18 @@
-"""How long it takes to find what changed: ``python -m benchmarks.scan``.
+"""The time to find the elements that changed: ``python -m benchmarks scan``.
 
-Against one plain copy of the same weights, which nothing that reads them all can beat by much, and against
-the obvious way: compare each tensor with its old value, then ``nonzero``, then gather.
+It is compared with one plain copy of the same weights, which no program that reads them all can beat by
+much, and with the obvious way: compare each tensor with its old value, then ``nonzero``, then gather.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from benchmarks.report import Figure, Table, machine, ratio, to_text
+from benchmarks.report import Figure, Table, machine, parser, publish, ratio
 from weight_update.encodings.patch.diff_cpu import Scanner
 from weight_update.wire.schema import WeightSchema
 
@@ -24,7 +23,15 @@ Side = Callable[[], object]
 
 @dataclass(frozen=True)
 class Case:
-    """Weights: ``tensors`` of them, ``megabytes`` in all where they are received, trained as ``live``."""
+    """The weights of one measurement.
+
+    Attributes:
+        name: as shown.
+        megabytes: size in the receivers' dtype.
+        tensors: number of tensors.
+        live: dtype of the trainer.
+        kept: dtype of the receivers.
+    """
 
     name: str
     megabytes: float
@@ -34,7 +41,7 @@ class Case:
 
 
 class Model:
-    """Live weights, a snapshot equal to them, and memory to copy them to."""
+    """Live weights, an equal snapshot, and memory to copy to."""
 
     def __init__(self, case: Case) -> None:
         each = int(case.megabytes * 1e6 / case.kept.itemsize / case.tensors)
@@ -47,7 +54,7 @@ class Model:
         torch._foreach_copy_(self.kept, self.live)
 
     def flip(self, changed: torch.Tensor) -> None:
-        """Turn the sign of the elements that ``changed`` marks; a second time undoes it."""
+        """Flip the sign of the elements that ``changed`` marks; a second call undoes it."""
         bits = torch.int16 if self.live[0].element_size() == 2 else torch.int32
         signs = changed.to(bits) << (8 * bits.itemsize - 1)
         at = 0
@@ -59,7 +66,7 @@ class Model:
                 done, at = done + count, (at + count) % len(signs)
 
     def sides(self) -> dict[str, Side]:
-        """What is measured."""
+        """Return the actions that are measured, by name."""
         scanner = Scanner(self.schema)
         return {
             "copy": lambda: torch._foreach_copy_(self._target, self.live),
@@ -75,7 +82,7 @@ def _obvious(live: torch.Tensor, kept: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def measure(sides: dict[str, Side], repeats: int) -> dict[str, Figure]:
-    """Seconds of each side, taking turns."""
+    """Measure the seconds of each side, in turns."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(repeats + 1):
         for name, side in sides.items():
@@ -87,7 +94,7 @@ def measure(sides: dict[str, Side], repeats: int) -> dict[str, Figure]:
 
 
 def rows(case: Case, fractions: Sequence[float], repeats: int) -> Iterator[list[str]]:
-    """One for each fraction of changed elements."""
+    """Yield a row for each fraction of changed elements."""
     model = Model(case)
     for fraction in fractions:
         changed = torch.rand(_PERIOD, generator=torch.Generator().manual_seed(1)) < fraction
@@ -103,24 +110,28 @@ def rows(case: Case, fractions: Sequence[float], repeats: int) -> Iterator[list[
         ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", type=float, nargs="+", default=[10, 100, 1000], help="MB")
-    parser.add_argument("--changed", type=float, nargs="+", default=[0.01, 1, 5, 20], help="per cent")
-    parser.add_argument("--repeats", type=int, default=7, help="turns of each side")
-    args = parser.parse_args()
+def main(arguments: list[str] | None = None) -> int:
+    """Parse, measure, print; return the exit status."""
+    known = parser("scan", __doc__, "10 MB, 1 %% changed, 2 repeats")
+    known.add_argument("--sizes", type=float, nargs="+", help="MB; default: 10 100 1000")
+    known.add_argument("--changed", type=float, nargs="+", help="per cent; default: 0.01 1 5 20")
+    known.add_argument("--repeats", type=int, help="turns of each side; default: 7")
+    options = known.parse_args(arguments)
+    sizes = options.sizes or ([10] if options.quick else [10, 100, 1000])
+    changed = options.changed or ([1] if options.quick else [0.01, 1, 5, 20])
+    repeats = options.repeats or (2 if options.quick else 7)
+    table = _table(sizes, [percent / 100 for percent in changed], repeats)
+    return publish("scan", machine(("torch",)), [table], options.rst)
+
+
+def _table(sizes: Sequence[float], fractions: Sequence[float], repeats: int) -> Table:
     cases = []
-    for size in args.sizes:
+    for size in sizes:
         cases.append(Case(f"{size:g} MB bf16", size, 16, torch.bfloat16))
         cases.append(Case(f"{size:g} MB fp32 to bf16", size, 16, torch.float32))
     cases.append(Case("5 MB bf16, 5000 tensors", 5, 5000, torch.bfloat16))
     cases.append(Case("5 MB fp32 to bf16, 5000 tensors", 5, 5000, torch.float32))
-    table = [row for case in cases for row in rows(case, [x / 100 for x in args.changed], args.repeats)]
+    found = [row for case in cases for row in rows(case, fractions, repeats)]
     head = ["weights", "changed", "copy", "scan", "obvious", "scan/copy", "obvious/scan"]
     note = "Milliseconds, median (least .. most); MB are those of the snapshot."
-    print("\n".join(machine()))
-    print(to_text(Table("Finding what changed", note, head, table)))
-
-
-if __name__ == "__main__":
-    main()
+    return Table("Finding the elements that changed", note, head, found)

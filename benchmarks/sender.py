@@ -1,4 +1,4 @@
-"""The sending process of one side: a trainer with its workers, which does as it is told."""
+"""The sending process of one side: a trainer with its workers, which does what it is told."""
 
 from __future__ import annotations
 
@@ -15,27 +15,124 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from benchmarks.models import mark, trainer_weights
-from benchmarks.remote_sender import RemoteTrainer
-from benchmarks.sides import COPY, LABELS, make_scheme
-from benchmarks.workers import Capture, Orders, idle_worker
+from benchmarks.processes import (
+    Actors,
+    Capture,
+    Model,
+    Orders,
+    Processes,
+    World,
+    fill,
+    idle_worker,
+    mark,
+    trainer_weights,
+)
 
-__all__ = ["Case", "Stall", "serve"]
+__all__ = ["CLUSTER", "COPY", "LABELS", "Case", "Stall", "make_scheme", "rival", "serve"]
+
+COPY = "copy"
+LABELS = {
+    "shared": "SharedMem, ours",
+    "torchrl-shared": "SharedMem, torchrl",
+    "process": "MultiProcess, ours",
+    "torchrl-process": "MultiProcess, torchrl",
+    COPY: "one plain copy",
+}
+CLUSTER = {
+    "distributed": "Distributed",
+    "distributed-sockets": "Distributed, a host each",
+    "rpc": "RPC",
+    "ray": "Ray",
+    "ray-object-store": "Ray, object store",
+}
+"""Our sides that can leave the machine."""
+
+_SCHEMES = {
+    "shared": ("SharedMemWeightSyncScheme", {"strategy": "tensordict"}),
+    "process": ("MultiProcessWeightSyncScheme", {"strategy": "tensordict"}),
+    "distributed": ("DistributedWeightSyncScheme", {}),
+    "distributed-sockets": ("DistributedWeightSyncScheme", {}),
+    "rpc": ("RPCWeightSyncScheme", {}),
+    "ray": ("RayWeightSyncScheme", {}),
+    "ray-object-store": ("RayWeightSyncScheme", {"data": "object_store"}),
+}
+
+
+def make_scheme(side: str) -> Any:
+    """Return a scheme of one side, with the options that both libraries start with."""
+    if side.startswith("torchrl-"):
+        # Only the processes of TorchRL's side pay for importing it.
+        import torchrl.weight_update as library
+    else:
+        import weight_update as library  # type: ignore[no-redef]
+    name, options = _SCHEMES[side.removeprefix("torchrl-")]
+    return getattr(library, name)(**options)
+
+
+def rival(side: str) -> str:
+    """Return TorchRL's side that one of ours is compared with."""
+    return f"torchrl-{side.partition('-')[0]}"
+
+
+class RemoteTrainer:
+    """A sender and its workers on other hosts; it is the context of its scheme, as a collector is."""
+
+    def __init__(self, side: str, case: Case) -> None:
+        self._workers = self._start(side, case)
+        self.policy = Model(case.megabytes, case.tensors)
+        self.num_workers = case.workers
+        self._weights = fill(self.policy)
+        self._updates = 0
+        self._scheme = make_scheme(side)
+        self._scheme.init_on_sender(
+            model_id="policy", context=self, num_workers=case.workers, **self._workers.arguments
+        )
+        self.pids = self._workers.connect(self._scheme)
+
+    def _start(self, side: str, case: Case) -> Processes | Actors:
+        model, kind = (case.megabytes, case.tensors), side.removeprefix("torchrl-")
+        if case.ray is not None:
+            actors = Actors(case.workers, model, case.ray)
+            self.remote_collectors = actors.arguments["remote_collectors"]
+            return actors
+        if kind == "rpc":
+            world = World(case.workers, model, first=0)
+            self.collector_infos, self.collector_rrefs = world.collector_infos, world.collector_rrefs
+            self.collector_class = world.collector_class
+            return world
+        first = 1 if side == "torchrl-distributed" else 0
+        return Processes(case.workers, model, first, apart=kind == "distributed-sockets")
+
+    def update(self) -> float:
+        """Return the seconds of one synchronous send, and check that every worker has the update."""
+        self._updates += 1
+        mark(self._weights, self._updates)
+        start = time.perf_counter()
+        self._scheme.send(weights=self._weights)
+        seconds = time.perf_counter() - start
+        if any(marks != (self._updates, self._updates) for marks in self._workers.marks()):
+            raise RuntimeError("send() returned before a worker had the update")
+        return seconds
+
+    def close(self) -> None:
+        self._scheme.shutdown()
+        self._workers.close()
+
 
 _MARGIN = 0.02  # seconds of undisturbed forward passes that are recorded before and after an update
 
 
 @dataclass(frozen=True)
 class Case:
-    """What one group of processes is set up for.
+    """The model and the workers of one group of processes.
 
     Attributes:
         megabytes: size of the model.
         tensors: number of its tensors.
         workers: number of receiving processes.
         descriptors: limit of open files of each process; None leaves it as it is.
-        start: how the sender's process is started: ``"spawn"``, or ``"forkserver"``, which imports only once.
-        ray: address of the running Ray, for the sides that use it.
+        start: start method of the sender: ``"spawn"``, or ``"forkserver"``, which imports only once.
+        ray: address of the running Ray, for sides that use it.
     """
 
     megabytes: float
@@ -48,13 +145,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Stall:
-    """How one update disturbed a worker that computes without pause, in seconds.
+    """The delay that one update caused in a worker that computes without pause, in seconds.
 
     Attributes:
         usual: median time from the start of one forward pass to the next.
-        longest: the longest such time while the update was on its way, minus ``usual``.
-        switch: the one during which the version changed, minus ``usual``; None without versions.
-        reported: stall in the scheme's report; None where there is none.
+        longest: longest such time during the update, minus ``usual``.
+        switch: time during which the version changed, minus ``usual``; None without versions.
+        reported: stall in the scheme's report; None without a report.
     """
 
     usual: float
@@ -64,7 +161,7 @@ class Stall:
 
 
 class _Copier:
-    """The least that any update can cost: one copy, by all threads, into memory that is there."""
+    """One copy by all threads into existing memory, the least that an update can cost."""
 
     pids: tuple[int, ...] = ()
 
@@ -120,7 +217,7 @@ class _Trainer:
             raise RuntimeError("a worker died before it was connected") from None
 
     def update(self) -> float:
-        """Seconds of one synchronous send; afterwards every worker is asked whether it has it."""
+        """Return the seconds of one synchronous send, and check that every worker has the update."""
         seconds = self._send()
         for conn in self._conns:
             conn.send("marks")
@@ -137,11 +234,11 @@ class _Trainer:
         return time.perf_counter() - start
 
     def stall(self) -> Stall:
-        """One update while worker 0 computes."""
+        """Send one update while worker 0 computes."""
         return self._observed(self._send)
 
     def control(self) -> Stall:
-        """What the trainer's use of the cores does by itself: a plain copy and no update."""
+        """Make a plain copy and no update while worker 0 computes, to see the cost of sharing the cores."""
         target = self._weights.clone()
 
         def copy() -> float:
@@ -195,7 +292,7 @@ def _make(side: str, case: Case) -> Any:
 
 
 def serve(conn: Connection, side: str, case: Case) -> None:
-    """Body of the sending process: a method's name comes in, ``(True, result)`` goes out."""
+    """Run the sending process: receive names of methods, answer ``(True, result)``."""
     os.setsid()  # one signal then ends the whole group, however it hangs
     if case.descriptors is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (case.descriptors, case.descriptors))

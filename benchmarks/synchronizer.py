@@ -1,38 +1,195 @@
-"""How long a synchronization takes by each method, and what each style costs in waiting and in old weights.
+"""How long a synchronization takes by each method, and how much waiting and staleness each style costs.
 
 ::
 
-    python -m benchmarks.synchronizer               # about five minutes on two cores
-    python -m benchmarks.synchronizer --quick       # half a minute, to see that it works
-    python -m benchmarks.synchronizer --rst docs/benchmark_synchronizer.rst
+    python -m benchmarks synchronizer               # about five minutes on two cores
+    python -m benchmarks synchronizer --quick       # half a minute, to see that it works
+    python -m benchmarks synchronizer --rst docs/benchmark_synchronizer.rst
 
 Nothing else should run on the machine.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
-import sys
+import queue
+import random
 import tempfile
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from torch import nn
 
-from benchmarks.models import Model, mark, trainer_weights
-from benchmarks.plan import numbers, sizes
-from benchmarks.report import Figure, Table, machine, to_rst, to_text
-from benchmarks.styles import styles_table
+from benchmarks.processes import Model, mark, trainer_weights
+from benchmarks.report import Figure, Table, machine, numbers, parser, publish, say, sizes
 from weight_update import ExplorerClient, RunningStatus, Synchronizer, SyncMethod, TrainerClient
 
 __all__ = ["main"]
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "FIXED, interval 4": {"style": "fixed", "sync_interval": 4},
+    "FIXED, interval 4, offset 4": {"style": "fixed", "sync_interval": 4, "sync_offset": 4},
+    "EXPLORER_DRIVEN, interval 4": {"style": "explorer_driven", "sync_interval": 4},
+    "TRAINER_DRIVEN, interval 4": {"style": "trainer_driven", "sync_interval": 4},
+    "FULLY_ASYNC, interval 1, staleness 8": {"style": "fully_async", "max_staleness": 8},
+}
+METHODS = (SyncMethod.NCCL, SyncMethod.MEMORY)
+_TURNS = 3
+_TRAINER_STEP = 0.02
+_EXPLORER_STEPS = (0.018, 0.030)  # on average; each is between a half and one and a half of it
+_ROOM = 16  # so far two explorers may be ahead with an interval and an offset of 4
+_LOOK = 0.005
+
+
+@dataclass
+class Loop:
+    """One trainer and two explorers, threads that sleep instead of computing.
+
+    An explorer's step makes one sample; a trainer's step takes two.
+
+    Args:
+        method: method of the synchronizer.
+        fields: other fields of its plan.
+        seconds: duration of the run.
+
+    Attributes:
+        shares: fraction of the time that a thread spent on an activity, by ``(thread, activity)``.
+        ages: age of each sample, in trainer steps since the weights that made it.
+        steps: number of steps of the trainer.
+    """
+
+    method: SyncMethod
+    fields: dict[str, Any]
+    seconds: float
+    shares: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
+    ages: list[int] = field(default_factory=list)
+    steps: int = 0
+
+    def run(self) -> None:
+        """Run until the time is over."""
+        self._samples: queue.Queue[int] = queue.Queue(_ROOM)
+        self._over = threading.Event()
+        with Synchronizer(self.method, **self.fields) as where:
+            threads = [
+                threading.Thread(target=self._explore, args=(where, f"explorer {idx}", pace), daemon=True)
+                for idx, pace in enumerate(_EXPLORER_STEPS)
+            ]
+            for thread in threads:
+                thread.start()
+            self._train(where)
+            for thread in threads:
+                thread.join(20.0)
+
+    @contextmanager
+    def _noting(self, who: str, what: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self.shares[who, what] += (time.monotonic() - start) / self.seconds
+
+    def _train(self, where: Synchronizer) -> None:
+        model = _model(0)
+        with TrainerClient(where, model, timeout=5.0) as client:
+            me, end = client.blocking, time.monotonic() + self.seconds
+            while time.monotonic() < end:
+                taken: list[int] = []
+                while len(taken) < 2 and time.monotonic() < end:
+                    self._synchronize("trainer", me)
+                    with self._noting("trainer", "starves"), suppress(queue.Empty):
+                        taken.append(self._samples.get(timeout=_LOOK))
+                self.ages += [me.step - made_at for made_at in taken]
+                time.sleep(_TRAINER_STEP)
+                me.step += 1
+                _set(model, me.step)
+                self._synchronize("trainer", me)
+            self.steps = me.step
+            self._over.set()
+
+    def _explore(self, where: Synchronizer, who: str, pace: float) -> None:
+        model, luck = _model(0), random.Random(who)
+        with ExplorerClient(where, model, timeout=5.0) as client:
+            me = client.blocking
+            while not self._over.is_set():
+                with client.hold():
+                    sample = int(model.weight[0])
+                    time.sleep(pace * luck.uniform(0.5, 1.5))
+                while not self._over.is_set() and not self._hand_over(who, sample):
+                    self._synchronize(who, me)  # the trainer may wait for it
+                me.step += 1
+                self._synchronize(who, me)
+
+    def _hand_over(self, who: str, sample: int) -> bool:
+        with self._noting(who, "waits for room"), suppress(queue.Full):
+            self._samples.put(sample, timeout=_LOOK)
+            return True
+        return False
+
+    def _synchronize(self, who: str, me: Any) -> None:
+        with self._noting(who, "synchronizes"):
+            if me.need_sync():
+                me.sync_weight()
+
+
+def _model(step: int) -> Any:
+    model = nn.Linear(1, 250_000, bias=False)  # 1 MB
+    _set(model, step)
+    return model
+
+
+def _set(model: Any, step: int) -> None:
+    with torch.no_grad():
+        model.weight.fill_(step)
+
+
+def styles_table(seconds: float) -> Table:
+    """Run every style by two methods, in turns, and return their table."""
+    loops: dict[tuple[str, SyncMethod], list[Loop]] = defaultdict(list)
+    for turn in range(_TURNS):
+        say(f"styles, turn {turn + 1} of {_TURNS}")
+        for name, fields in SETTINGS.items():
+            for method in METHODS:
+                loop = Loop(method, fields, seconds)
+                loop.run()
+                loops[name, method].append(loop)
+    rows = [[name, method.name, *_row(some)] for (name, method), some in loops.items()]
+    slow, fast = _EXPLORER_STEPS[1], _EXPLORER_STEPS[0]
+    note = (
+        f"Threads that sleep instead of computing: a step of the trainer takes {_TRAINER_STEP * 1e3:.0f}\n"
+        f"ms and two samples; a step of an explorer makes one, in {fast * 1e3:.0f} or {slow * 1e3:.0f} ms\n"
+        f"on average, each time between a half and one and a half of that; {_ROOM} samples may lie between\n"
+        f"them. A model of 1 MB. Median (least .. most) of {_TURNS} turns of {seconds:g} s. *Age*: trainer\n"
+        "steps between the weights that made a sample and those that learned from it. Shares of the time:\n"
+        "the trainer *starves* (no samples), or *synchronizes*; the explorers, on average, *synchronize*,\n"
+        "or wait for *room*."
+    )
+    head = ["style", "method", "steps/s", "mean age", "oldest", "starves %", "synchronizes %"]
+    head += ["explorers synchronize %", "room %"]
+    return Table("Styles: who waits, and how old weights are", note, head, rows)
+
+
+def _row(loops: list[Loop]) -> list[str]:
+    explorers = [f"explorer {idx}" for idx in range(len(_EXPLORER_STEPS))]
+    columns = [
+        ([loop.steps / loop.seconds for loop in loops], 1),
+        ([mean(loop.ages) for loop in loops], 1),
+        ([max(loop.ages) for loop in loops], 0),
+        ([100 * loop.shares["trainer", "starves"] for loop in loops], 0),
+        ([100 * loop.shares["trainer", "synchronizes"] for loop in loops], 0),
+        ([100 * mean(loop.shares[who, "synchronizes"] for who in explorers) for loop in loops], 0),
+        ([100 * mean(loop.shares[who, "waits for room"] for who in explorers) for loop in loops], 0),
+    ]
+    return [Figure(tuple(values)).show(1.0, digits) for values, digits in columns]
+
 
 SIDES = {
     "NCCL": (SyncMethod.NCCL, False),
@@ -50,10 +207,10 @@ class Plan:
     """The options of one run.
 
     Attributes:
-        sizes: of the model, in MB.
+        sizes: sizes of the model, in MB.
         explorers: numbers of explorers.
-        turns: of each method at the largest sizes; up to 10 MB four times as many.
-        seconds: that each style runs, in each turn.
+        turns: turns of each method at the largest sizes; four times as many up to 10 MB.
+        seconds: duration of each style in each turn.
     """
 
     sizes: tuple[float, ...] = (1.0, 100.0)
@@ -64,7 +221,7 @@ class Plan:
 
 @dataclass
 class Times:
-    """Seconds of one method; see the note of the table."""
+    """The seconds of one method; the note of the table explains them."""
 
     delivered: list[float] = field(default_factory=list)
     trainer: list[float] = field(default_factory=list)
@@ -76,10 +233,10 @@ class Side:
     """A synchronizer and explorers, each a process, and the trainer's client in this one.
 
     Args:
-        label: of the method in :data:`SIDES`.
+        label: key of the method in :data:`SIDES`.
         megabytes: size of the model.
-        explorers: how many.
-        directory: for the files of CHECKPOINT.
+        explorers: number of explorers.
+        directory: directory for the files of CHECKPOINT.
     """
 
     def __init__(self, label: str, megabytes: float, explorers: int, directory: str) -> None:
@@ -111,8 +268,8 @@ class Side:
                 raise RuntimeError(f"{self.label}: explorers are {found}, not all {status}")
             time.sleep(0.002)
 
-    def to_those_who_wait(self) -> None:
-        """Explorers wait for new weights; the trainer gives them."""
+    def serve_waiting(self) -> None:
+        """Let explorers wait for new weights, and the trainer give them."""
         self._next_step()
         for pipe in self._explorers:
             pipe.send("sync")
@@ -122,8 +279,8 @@ class Side:
         self.times.trainer.append(time.monotonic() - start)
         self.times.delivered.append(max(end for _, end in self._answers()) - start)
 
-    def to_those_who_come_later(self) -> None:
-        """The trainer publishes while nobody waits; then all explorers come at once."""
+    def serve_later(self) -> None:
+        """Publish while nobody waits; then let all explorers ask at once."""
         self._next_step()
         start = time.monotonic()
         self._give()
@@ -197,26 +354,26 @@ def _sides(megabytes: float, explorers: int) -> Iterator[list[Side]]:
 
 
 def measure(plan: Plan, megabytes: float, explorers: int) -> dict[str, Times]:
-    """All methods in turns; one turn before the first is not counted.
+    """Measure all methods in turns; the first turn warms up.
 
     Raises:
         RuntimeError: a synchronization failed, or an explorer ended with other weights than the trainer.
     """
-    print(f"... {megabytes:g} MB to {explorers}", file=sys.stderr, flush=True)
+    say(f"{megabytes:g} MB to {explorers}")
     turns = plan.turns * (4 if megabytes <= 10 else 1)
     with _sides(megabytes, explorers) as sides:
         for turn in range(turns + 1):
             for side in sides:
-                side.to_those_who_wait()
+                side.serve_waiting()
                 if side.method is not SyncMethod.NCCL:
-                    side.to_those_who_come_later()
+                    side.serve_later()
                 if turn == 0:
                     side.times = Times()
     return {side.label: side.times for side in sides}
 
 
 def methods_table(plan: Plan) -> Table:
-    """Latencies of the methods."""
+    """Return a table of the latencies of the methods."""
     rows = []
     for megabytes in plan.sizes:
         for explorers in plan.explorers:
@@ -238,7 +395,7 @@ def methods_table(plan: Plan) -> Table:
 
 
 def _file_system(directory: str) -> str:
-    """Of what kind it is, such as ``ext4``."""
+    """Return the kind of file system, such as ``ext4``."""
     mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
     real = os.path.realpath(directory)
     above = [(len(place), kind) for place, kind in mounts if Path(real).is_relative_to(place)]
@@ -246,37 +403,26 @@ def _file_system(directory: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse, measure, print; returns the exit status."""
+    """Parse, measure, print; return the exit status."""
     plan, rst = _parse(arguments)
-    facts = machine(("torch", "tensordict"))
-    print("\n".join(facts) + "\n", flush=True)
-    tables = []
-    for table in (methods_table(plan), styles_table(plan.seconds)):
-        print(to_text(table), flush=True)
-        tables.append(table)
-    if rst is not None:
-        rst.write_text(to_rst(facts, tables, by="benchmarks.synchronizer"))
-    return 0
+    return publish("synchronizer", machine(("torch", "tensordict")), _tables(plan), rst)
+
+
+def _tables(plan: Plan) -> Iterator[Table]:
+    yield methods_table(plan)
+    yield styles_table(plan.seconds)
 
 
 def _parse(arguments: list[str] | None) -> tuple[Plan, Path | None]:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.synchronizer", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--sizes", type=sizes, metavar="MB,MB", help="default: 1,100")
-    parser.add_argument("--explorers", type=numbers, metavar="N,N", help="default: 1,2,4")
-    parser.add_argument("--turns", type=int, help="default: 9; four times that up to 10 MB")
-    parser.add_argument("--seconds", type=float, help="that each style runs in each of 3 turns; default: 3")
-    parser.add_argument("--quick", action="store_true", help="1 MB, one explorer, 2 turns, 0.5 s")
-    parser.add_argument("--rst", type=Path, metavar="FILE", help="write the tables there as well")
-    options = parser.parse_args(arguments)
+    known = parser("synchronizer", __doc__, "1 MB, one explorer, 2 turns, 0.5 s")
+    known.add_argument("--sizes", type=sizes, metavar="MB,MB", help="default: 1,100")
+    known.add_argument("--explorers", type=numbers, metavar="N,N", help="default: 1,2,4")
+    known.add_argument("--turns", type=int, help="default: 9; four times that up to 10 MB")
+    known.add_argument("--seconds", type=float, help="that each style runs in each of 3 turns; default: 3")
+    options = known.parse_args(arguments)
     chosen: dict[str, Any] = {}
     if options.quick:
         chosen = {"sizes": (1.0,), "explorers": (1,), "turns": 2, "seconds": 0.5}
     names = ("sizes", "explorers", "turns", "seconds")
     chosen |= {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     return Plan(**chosen), options.rst
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

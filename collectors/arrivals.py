@@ -1,4 +1,4 @@
-"""Batches on their way from workers, through the default process group."""
+"""Receiving of batches from workers, through the default process group."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["Arrivals"]
 
 
 class Arrivals:
-    """Receives a batch of a worker at a time, of any number of workers.
+    """A receiver of batches, one at a time from each worker.
 
     Args:
-        example: a batch like those that workers send.
-        num_workers: their ranks are 1 to ``num_workers``.
+        example: example of a batch.
+        num_workers: number of workers, with the ranks 1 to ``num_workers``.
 
     Attributes:
-        batches: by worker; what came last.
+        batches: last batch of each worker.
         pending: workers whose next batch is awaited.
     """
 
@@ -30,7 +30,7 @@ class Arrivals:
         self._threads: list[threading.Thread] = []
 
     def ask(self, idx: int) -> None:
-        """Begin to receive the next batch of a worker, unless that is on its way."""
+        """Start to receive the next batch of a worker, unless this was started before."""
         if idx in self.pending:
             return
         self.pending.add(idx)
@@ -44,7 +44,7 @@ class Arrivals:
         waiting.start()
 
     def take(self, timeout: float) -> tuple[int, Exception | None] | None:
-        """Whose batch is there, or what went wrong with it; None if nothing came in ``timeout`` seconds."""
+        """Return the worker of the next batch and its error; None if none came in ``timeout`` seconds."""
         try:
             idx, error = self._arrived.get(timeout=timeout)
         except queue.Empty:
@@ -53,7 +53,7 @@ class Arrivals:
         return idx, error
 
     def close(self, timeout: float) -> None:
-        """Wait until nothing is received any more, once the workers have ended."""
+        """Wait for the end of all receiving, once the workers have ended."""
         for thread in self._threads:
             thread.join(timeout)
 
@@ -62,7 +62,7 @@ def _await(idx: int, parts: list[Any], arrived: queue.SimpleQueue[tuple[int, Exc
     try:
         for part in parts:
             part.wait()
-    except RuntimeError as error:  # of gloo: the other end is gone
+    except RuntimeError as error:  # from gloo: the other end is gone
         arrived.put((idx, error))
     else:
         arrived.put((idx, None))

@@ -1,4 +1,4 @@
-"""Closing several things, of which each may fail."""
+"""Closing of several resources, each of which may fail."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import torchrl.collectors.distributed as torchrl_distributed
 from tensordict import TensorDictBase
 from torch import distributed as dist
 
-from collectors.intervals import Intervals
+from collectors.intervals import Intervals, endless
 from collectors.node_programs import STOP, run_ahead, run_on_demand
 from collectors.process_group import ProcessGroupCollector
 
@@ -28,20 +28,21 @@ class DistributedCollector(Intervals, ProcessGroupCollector, torchrl_distributed
         policy: as in TorchRL.
         policy_factory: as in TorchRL.
         collector_class: see :class:`~collectors.remote.Remote`.
-        weight_sync_schemes: by model id; None takes a :class:`~weight_update.DistributedWeightSyncScheme` if
-            the policy has weights. They are shut down with the collector.
-        weight_recv_schemes: receivers of this collector, if it is a worker itself; what comes is passed on.
-        weight_updater: a legacy updater, instead of schemes.
-        total_frames: -1 for no end.
-        tcp_port: of the group's rendezvous; None takes the environment's ``TCP_PORT``, or with
-            ``launcher="mp"`` a free one.
-        max_weight_update_interval: a worker that got no new version while more batches than this were
-            yielded is updated; -1 never.
+        weight_sync_schemes: schemes by model id; None for a
+            :class:`~weight_update.DistributedWeightSyncScheme` if the policy has weights. They are shut down
+            with the collector.
+        weight_recv_schemes: receivers of this collector, if it is a worker itself; weights are passed on.
+        weight_updater: legacy updater, instead of schemes.
+        total_frames: number of frames; -1 for no end.
+        tcp_port: port of the group's rendezvous; None for the environment's ``TCP_PORT``, or for a free one
+            with ``launcher="mp"``.
+        max_weight_update_interval: number of batches after which a worker without a new version is updated;
+            -1 for never.
         options: all other options of TorchRL's ``DistributedCollector``.
 
     Raises:
-        WorkerError: workers could not start; it has their tracebacks. Raised while iterating, too, when a
-            worker ends or its connection breaks.
+        WorkerError: workers could not start; the error has their tracebacks. Also raised while iterating,
+            when a worker ends or its connection breaks.
         LifecycleError: torch.distributed is initialized in this process.
     """
 
@@ -49,7 +50,7 @@ class DistributedCollector(Intervals, ProcessGroupCollector, torchrl_distributed
 
     def _begin(self, create_env_fn: Any, policy: Any, **options: Any) -> None:
         options["weight_sync_schemes"] = {} if options["weight_updater"] is None else None
-        options["total_frames"] = _endless(options.get("total_frames", -1))
+        options["total_frames"] = endless(options.get("total_frames", -1))
         super()._begin(create_env_fn, policy, **options)
 
     def _arguments_of(self, idx: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -66,7 +67,7 @@ class DistributedCollector(Intervals, ProcessGroupCollector, torchrl_distributed
                 self._update_between(batches, workers)
 
     def _collect(self) -> tuple[TensorDictBase, list[int]]:
-        """The next batch, and the workers that made it."""
+        """Return the next batch and the workers that made it."""
         if self._sync:
             if self.update_after_each_batch:
                 self._update_workers()
@@ -84,7 +85,7 @@ class DistributedCollector(Intervals, ProcessGroupCollector, torchrl_distributed
         super()._ask(idx)
 
     def _update_between(self, batches: int, workers: list[int]) -> None:
-        """What ``update_interval`` and ``max_weight_update_interval`` ask for after a batch was used."""
+        """Update workers as ``update_interval`` and ``max_weight_update_interval`` require after a batch."""
         if self.update_interval is not None and batches % self.update_interval == 0:
             self._update_workers(None if self._sync else workers)
         self._update_stale()
@@ -98,23 +99,23 @@ class DistributedCollector(Intervals, ProcessGroupCollector, torchrl_distributed
 class DistributedSyncCollector(ProcessGroupCollector, torchrl_distributed.DistributedSyncCollector):
     """TorchRL's ``DistributedSyncCollector``, whose workers run our collectors.
 
-    Each batch has frames of every worker. Workers collect the next one while the trainer uses this one, so
-    frames may be of the version before; ``"policy_version"`` tells.
+    Each batch has frames of every worker. Workers collect the next batch while the trainer uses this one, so
+    frames may be of the previous version, as ``"policy_version"`` shows.
 
     Args:
         create_env_fn: as in TorchRL: a list, one for each worker.
         policy: as in TorchRL.
         policy_factory: as in TorchRL.
         weight_sync_schemes: as in :class:`DistributedCollector`; TorchRL's class takes none.
-        total_frames: -1 for no end.
+        total_frames: number of frames; -1 for no end.
         update_interval: weights are sent before the first of each ``update_interval`` batches;
             ``update_policy_weights_`` may be called as well.
         options: all other options of TorchRL's ``DistributedSyncCollector`` and those of
-            :class:`DistributedCollector` that it has not: ``weight_recv_schemes``, ``weight_updater``.
+            :class:`DistributedCollector` that it lacks: ``weight_recv_schemes``, ``weight_updater``.
 
     Raises:
-        WorkerError: as :class:`DistributedCollector`.
-        LifecycleError: as :class:`DistributedCollector`.
+        WorkerError: see :class:`DistributedCollector`.
+        LifecycleError: see :class:`DistributedCollector`.
     """
 
     _program = staticmethod(run_ahead)
@@ -123,7 +124,7 @@ class DistributedSyncCollector(ProcessGroupCollector, torchrl_distributed.Distri
         self._given = policy, policy_factory
         options.pop("weight_sync_schemes")
         self._updater = options.pop("weight_updater")
-        self._total = _endless(options.get("total_frames", -1))
+        self._total = endless(options.get("total_frames", -1))
         if self._total == math.inf:
             options["total_frames"] = 0
         # TorchRL makes a scheme of its own for a policy that it sees.
@@ -156,12 +157,8 @@ class DistributedSyncCollector(ProcessGroupCollector, torchrl_distributed.Distri
     def _ask_to_end(self) -> None:
         dist.distributed_c10d._get_default_store().set(STOP, "1")
         for idx in range(self.num_workers if self._arrivals else 0):
-            self._ask(idx)  # whoever is about to send a batch has to get rid of it
-
-
-def _endless(total_frames: float) -> float:
-    return math.inf if total_frames < 0 else total_frames
+            self._ask(idx)  # a worker that is about to send a batch must be able to send it
 
 
 def _unseen() -> None:
-    """Stands for the policy while TorchRL's ``__init__`` runs."""
+    """Stand in for the policy while TorchRL's ``__init__`` runs."""

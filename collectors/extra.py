@@ -1,4 +1,4 @@
-"""Says what to install if TorchRL is missing; imported before anything that needs it."""
+"""A check that TorchRL is installed; imported before the modules that need it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__: list[str] = []
 
 try:
     _found = find_spec("torchrl") is not None
-except ValueError:  # a module without a spec was put in its place
+except ValueError:  # a module without a spec takes its place
     _found = False
 if not _found:
     raise ImportError("collectors needs torchrl: pip install weight-update[collectors]", name="torchrl")

@@ -1,4 +1,4 @@
-"""The wait for the batches of a MultiCollector's workers: limited in time, and aware of lost workers."""
+"""Waiting for the batches of a MultiCollector's workers, with a time limit and a watch for lost workers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 FRAMES_TIMEOUT = 1800.0
-"""Seconds that a worker has for a batch by default: PyTorch's limit for gloo."""
+"""Default seconds that a worker has for a batch, which is PyTorch's limit for gloo."""
 
 _EXIT_SECONDS, _GONE_SECONDS, _READ_SECONDS = 5.0, 1.0, 1.0
 _log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def require_seconds(frames_timeout: Any) -> float:
 
 
 class WaitingTimes:
-    """Seconds that a collector has waited for batches while each worker handed over none.
+    """The seconds that a collector has waited for batches while each worker delivered none.
 
     Args:
         limit: seconds that a worker has.
@@ -64,12 +64,12 @@ class WaitingTimes:
             self._seconds[idx] = self._seconds.get(idx, 0.0) + seconds
 
     def end(self, worker: int) -> None:
-        """Begin anew for a worker, because its batch is there or it is lost."""
+        """Reset a worker whose batch has arrived or who is lost."""
         self._seconds.pop(worker, None)
 
     @property
     def late(self) -> list[int]:
-        """The workers that have used up their time."""
+        """Workers that have used up their time."""
         return sorted(idx for idx, seconds in self._seconds.items() if seconds > self._limit)
 
     def require_in_time(self) -> None:
@@ -81,11 +81,13 @@ class WaitingTimes:
 
 
 class WorkersLateError(Exception):
-    """Carrier of a SyncTimeoutError: TorchRL's code takes any TimeoutError for an empty queue."""
+    """A wrapper of a SyncTimeoutError, because TorchRL's code takes any TimeoutError for an empty queue."""
 
 
 class _Reader:
-    """Reader of a queue, in a thread: a batch takes its memory from its worker; a stopped worker gives none.
+    """A reader of a queue in a thread.
+
+    A batch gets its memory from its worker, and a stopped worker does not answer.
 
     Attributes:
         stuck: whether the last :meth:`get` found a batch that cannot be read.
@@ -124,22 +126,22 @@ class _Reader:
         while (timeout := self._orders.get()) is not None:
             try:
                 self._answers.put((self._batches.get(timeout=timeout), None))
-            except Exception as error:  # noqa: BLE001 - of any type; it is raised by get()
+            except Exception as error:  # noqa: BLE001 - any error is raised by get()
                 self._answers.put((None, error))
 
 
 class BatchQueue:
-    """Substitute for the queue through which workers hand over their batches.
+    """A substitute for the queue through which workers deliver their batches.
 
     Args:
-        batches: that queue.
-        processes: the processes of the workers, by index.
-        in_rounds: whether each worker hands over one batch before any hands over a second one.
-        frames_timeout: seconds that the collector waits for batches while a worker hands over none.
+        batches: the queue.
+        processes: processes of the workers, by index.
+        in_rounds: whether each worker delivers one batch before any delivers a second one.
+        frames_timeout: seconds that the collector waits for batches while a worker delivers none.
         may_lose: whether to go on with the other workers when one is lost.
 
     Attributes:
-        lost: why each lost worker was lost, by worker index.
+        lost: reasons why workers were lost, by worker index.
     """
 
     def __init__(
@@ -180,7 +182,7 @@ class BatchQueue:
             self._waits.add(time.monotonic() - start, self._missing)
             self.look()
             raise
-        except (OSError, EOFError, RuntimeError) as error:  # the memory of a batch has gone with its worker
+        except (OSError, EOFError, RuntimeError) as error:  # the memory of a batch is gone with its worker
             wait([one.sentinel for idx, one in self._alive()], _EXIT_SECONDS)
             if not self.look():
                 raise
@@ -190,7 +192,7 @@ class BatchQueue:
         return item
 
     def look(self) -> bool:
-        """Look after the workers; return whether some were lost since the last look.
+        """Check the workers, and return whether some were lost since the last check.
 
         Raises:
             WorkerError: a worker has ended, or no worker is left.
@@ -198,8 +200,8 @@ class BatchQueue:
         """
         gone = {idx: _end_of(one) for idx, one in self._left() if not one.is_alive()}
         if gone and not self._may_lose:
-            raise WorkerError(_told(gone))
-        if self._reader.stuck or not self._may_lose:  # nobody knows whose batch cannot be read
+            raise WorkerError(_describe(gone))
+        if self._reader.stuck or not self._may_lose:  # the worker whose batch cannot be read is unknown
             try:
                 self._waits.require_in_time()
             except SyncTimeoutError as error:
@@ -214,11 +216,11 @@ class BatchQueue:
             self._waits.end(idx)
             self._missing.discard(idx)
         if not self._left():
-            raise WorkerError(f"no worker is left: {_told(self.lost)}")
+            raise WorkerError(f"no worker is left: {_describe(self.lost)}")
         return bool(gone)
 
     def gone(self, worker: int) -> str | None:
-        """Return what happened to a worker that is gone; None for one that lives."""
+        """Return what happened to a worker that is gone, or None if it is alive."""
         ended = None if self._processes[worker].is_alive() else _end_of(self._processes[worker])
         why = self.lost.get(worker, ended)
         return None if why is None else f"worker {worker} {why}"
@@ -229,10 +231,10 @@ class BatchQueue:
         self._batches.close()
 
     def lost_all(self, workers: Iterable[int]) -> bool:
-        """Return whether all these workers are lost; those that failed just now may still be ending."""
+        """Whether all these workers are lost; waits for workers that are ending."""
         wanted = set(workers)
         if ending := [one.sentinel for idx, one in self._alive() if idx in wanted]:
-            wait(ending, _GONE_SECONDS)  # of nothing, it would sleep all that time
+            wait(ending, _GONE_SECONDS)  # without sentinels it would sleep all that time
         self.look()
         return wanted <= self.lost.keys()
 
@@ -242,9 +244,9 @@ class BatchQueue:
     def _alive(self) -> list[tuple[int, Any]]:
         return [(idx, one) for idx, one in self._left() if one.is_alive()]
 
-    def _note(self, what: Any) -> None:
-        """Note the arrival of a batch, which is a worker's index or a pair that ends in it."""
-        idx = what[1] if isinstance(what, tuple) else what
+    def _note(self, batch: Any) -> None:
+        """Note the arrival of a batch: a worker's index, or a pair that ends with it."""
+        idx = batch[1] if isinstance(batch, tuple) else batch
         self._waits.end(idx)
         if self._in_rounds:
             self._missing.discard(idx)
@@ -252,12 +254,12 @@ class BatchQueue:
 
 
 class ControlPipe:
-    """Substitute for the pipe to a worker; its errors say what happened to the worker.
+    """A substitute for the pipe to a worker, whose errors say what happened to the worker.
 
     Args:
-        pipe: that pipe.
-        gone: returns why the worker is gone, or None.
-        drops: whether orders to a worker that is gone are dropped.
+        pipe: the pipe.
+        gone: function that returns why the worker is gone, or None.
+        drops: whether to drop orders to a worker that is gone.
     """
 
     def __init__(self, pipe: Any, gone: Callable[[], str | None], *, drops: bool) -> None:
@@ -282,10 +284,10 @@ class ControlPipe:
                 raise self._error() from error
 
     def poll(self, timeout: float | None = 0.0) -> bool:
-        """Return whether there is an answer.
+        """Whether there is an answer.
 
         Raises:
-            WorkerError: the worker is gone, and left none.
+            WorkerError: the worker is gone without an answer.
         """
         found = bool(self._pipe.poll(timeout))
         if not found and self._gone():
@@ -308,13 +310,13 @@ class ControlPipe:
 
 
 class WorkerProcess:
-    """Substitute for the process of a worker.
+    """A substitute for the process of a worker.
 
-    TorchRL ends all workers when it sees one that has ended, unless that one is closed. :class:`BatchQueue`
-    looks after the workers instead.
+    TorchRL ends all workers when it sees a worker that has ended but is not closed. :class:`BatchQueue`
+    watches the workers instead.
 
     Args:
-        process: that process.
+        process: the process.
     """
 
     def __init__(self, process: Any) -> None:
@@ -333,7 +335,7 @@ class WorkerProcess:
         return self._ended
 
     def is_alive(self) -> bool:
-        """Return whether the process was alive at the last look at ``_closed``, where TorchRL looks first."""
+        """Whether the process was alive at the last access to ``_closed``, which TorchRL reads first."""
         return not self._ended
 
 
@@ -341,5 +343,5 @@ def _end_of(process: Any) -> str:
     return f"has ended (exit code {process.exitcode})"
 
 
-def _told(gone: dict[int, str]) -> str:
+def _describe(gone: dict[int, str]) -> str:
     return "; ".join(f"worker {idx} {why}" for idx, why in gone.items())

@@ -15,15 +15,15 @@ __all__ = ["apply_all", "receive_here"]
 
 
 def apply_all(models: Mapping[str, nn.Module], weights: Mapping[str, Any]) -> None:
-    """Copy weights into models: all of them, or none and an error.
+    """Copy weights into all models, or raise and change none.
 
     Args:
-        models: by model id.
-        weights: for each of these ids; anything that :class:`~weight_update.WeightStrategy` reads.
+        models: models by model id.
+        weights: weights for each of these ids; anything that :class:`~weight_update.WeightStrategy` reads.
 
     Raises:
         SchemaMismatchError: names, shapes or dtypes differ somewhere; nothing was written.
-        UnsupportedSourceError: weights of a type that cannot be read; nothing was written.
+        UnsupportedSourceError: weights have a type that cannot be read; nothing was written.
     """
     strategy = WeightStrategy("tensordict")
     names = {model_id: f"model{number}" for number, model_id in enumerate(models)}
@@ -42,7 +42,7 @@ def receive_here(scheme: WeightSyncScheme, model_id: str, source: Any, model: An
         model: module to keep current.
 
     Returns:
-        the receiver.
+        The receiver.
     """
     scheme.init_on_sender(model_id=model_id, model=source, num_workers=1)
     receiver = copy.copy(scheme)

@@ -1,28 +1,29 @@
-"""Updates that a collector makes by itself, from time to time."""
+"""Updates that a collector makes by itself at intervals."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from collectors.remote import Remote
 
-__all__ = ["Intervals"]
+__all__ = ["Intervals", "endless"]
 
 
 class Intervals(Remote):
-    """Mixed into collectors that have ``max_weight_update_interval``.
+    """A mixin for collectors with ``max_weight_update_interval``.
 
     Attributes:
-        max_weight_update_interval: a worker that got no new version while more batches than this were yielded
-            is updated; -1 never.
+        max_weight_update_interval: number of batches after which a worker without a new version is updated;
+            -1 for never.
     """
 
     max_weight_update_interval: int
     _unchanged: Mapping[int, tuple[int | None, int]] = {}
 
     def _update_stale(self) -> None:
-        """Call it after each batch."""
+        """Update workers without a new version; called after each batch."""
         if self.max_weight_update_interval > -1:
             stale = [idx for idx in range(self.num_workers) if self._is_stale(idx)]
             if stale:
@@ -30,7 +31,7 @@ class Intervals(Remote):
                 self._unchanged = {**self._unchanged, **{idx: (self._version_of(idx), 0) for idx in stale}}
 
     def _is_stale(self, idx: int) -> bool:
-        """Count the batches since a worker got another version."""
+        """Whether a worker is due for an update; counts the batches since its version changed."""
         version = self._version_of(idx)
         before, count = self._unchanged.get(idx, (version, 0))
         count = count + 1 if version == before else 0
@@ -46,3 +47,8 @@ class Intervals(Remote):
             self.update_policy_weights_(worker_ids=worker_ids)
         else:
             self._send_all(worker_ids)
+
+
+def endless(total_frames: float) -> float:
+    """Return ``total_frames``, or infinity for a negative number."""
+    return math.inf if total_frames < 0 else total_frames

@@ -42,7 +42,7 @@ __all__ = ["AsyncCollector", "MultiAsyncCollector", "MultiCollector", "MultiSync
 
 
 class _Choice(MultiCollectorMeta):
-    """``MultiCollector(sync=...)`` makes one of the two classes below."""
+    """The metaclass of :class:`MultiCollector`, which creates one of its subclasses by ``sync=``."""
 
     def __call__(cls, *args: Any, sync: bool | None = None, **kwargs: Any) -> Any:
         if cls is MultiCollector and sync is not None:
@@ -57,13 +57,14 @@ class MultiCollector(Updating, torchrl.collectors.MultiCollector, metaclass=_Cho
         create_env_fn: as in TorchRL.
         policy: as in TorchRL.
         sync: whether to make a :class:`MultiSyncCollector` or a :class:`MultiAsyncCollector`.
-        collector_class: what runs in each worker; None is our :class:`~collectors.Collector`.
+        collector_class: collector class of each worker; None for our :class:`~collectors.Collector`.
         track_policy_version: see :class:`~collectors.Collector`. The version on a frame is the one that
             ``update_policy_weights_`` reported.
-        weight_sync_schemes: by model id; None with a module as policy takes a
-            :class:`~weight_update.SharedMemWeightSyncScheme`. They are shut down with the collector.
+        weight_sync_schemes: schemes by model id; None for a
+            :class:`~weight_update.SharedMemWeightSyncScheme` if the policy is a module. They are shut down
+            with the collector.
         weight_updater: one of TorchRL's legacy updaters, instead of schemes. It counts no versions.
-        frames_timeout: seconds that the collector waits for batches while a worker hands over none;
+        frames_timeout: seconds that the collector waits for batches while a worker delivers none;
             ``math.inf`` for no limit. Time that the program spends between two batches does not count.
         on_worker_lost: ``"raise"`` ends collection with an error when a worker has ended or is late.
             ``"continue"`` logs a warning and goes on with the other workers; one that is late is killed. Only
@@ -71,9 +72,9 @@ class MultiCollector(Updating, torchrl.collectors.MultiCollector, metaclass=_Cho
         options: all other options of TorchRL's ``MultiCollector``.
 
     Raises:
-        WorkerError: workers could not start. Raised while iterating, too, when a worker has ended.
-        SyncTimeoutError: while iterating: a worker is late.
-        ValueError: ``frames_timeout`` or ``on_worker_lost`` cannot be had.
+        WorkerError: workers could not start. Also raised while iterating, when a worker has ended.
+        SyncTimeoutError: a worker is late; raised while iterating.
+        ValueError: ``frames_timeout`` or ``on_worker_lost`` is not valid.
     """
 
     procs: list[Any]
@@ -117,7 +118,7 @@ class MultiCollector(Updating, torchrl.collectors.MultiCollector, metaclass=_Cho
         )
 
     def _goes_on(self, on_worker_lost: str) -> bool:
-        """Return whether collection goes on when a worker is lost."""
+        """Whether collection goes on when a worker is lost."""
         if on_worker_lost not in ("raise", "continue"):
             raise ValueError(f'on_worker_lost is "raise" or "continue", not {on_worker_lost!r}')
         if on_worker_lost == "continue" and not isinstance(self, MultiAsyncCollector):
@@ -166,13 +167,13 @@ class MultiCollector(Updating, torchrl.collectors.MultiCollector, metaclass=_Cho
                 super()._run_processes()
             self._watch_workers()
         except WeightSyncError as error:
-            told = self._told_by_workers()
-            if not told:
+            errors = self._errors_of_workers()
+            if not errors:
                 raise
-            raise WorkerError(f"workers could not start:\n{told}") from error
+            raise WorkerError(f"workers could not start:\n{errors}") from error
 
     def _watch_workers(self) -> None:
-        """Wait for batches through a :class:`BatchQueue` from now on."""
+        """Replace the queue of batches by a :class:`BatchQueue`."""
         self.queue_out = batches = BatchQueue(
             self.queue_out,
             self.procs,
@@ -187,7 +188,7 @@ class MultiCollector(Updating, torchrl.collectors.MultiCollector, metaclass=_Cho
         ]
 
     def iterator(self) -> Iterator[TensorDictBase]:
-        """Yield batches; see TorchRL."""
+        """Yield batches, as in TorchRL."""
         try:
             yield from super().iterator()
         except WorkersLateError as error:
@@ -211,8 +212,8 @@ class MultiCollector(Updating, torchrl.collectors.MultiCollector, metaclass=_Cho
                 raise
             return error.report
 
-    def _told_by_workers(self) -> str:
-        """What workers that failed before they connected said about it."""
+    def _errors_of_workers(self) -> str:
+        """Return the errors of workers that failed before they connected."""
         found = []
         for idx, pipe in enumerate(self.pipes):
             try:
@@ -226,7 +227,7 @@ class MultiCollector(Updating, torchrl.collectors.MultiCollector, metaclass=_Cho
     def register_scheme_receiver(
         self, weight_recv_schemes: dict[str, WeightSyncScheme], *, synchronize_weights: bool = True
     ) -> None:
-        """As in TorchRL; what is received is passed on to the workers by this collector's own schemes."""
+        """Register receivers as in TorchRL; this collector's own schemes pass weights on to its workers."""
         require_ours(weight_recv_schemes)
         self._receivers.update(weight_recv_schemes)
         super().register_scheme_receiver(weight_recv_schemes, synchronize_weights=synchronize_weights)
@@ -240,18 +241,18 @@ class MultiCollector(Updating, torchrl.collectors.MultiCollector, metaclass=_Cho
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
-        """As in TorchRL; the schemes of this collector end with it."""
+        """Shut down as in TorchRL, and end the schemes of this collector."""
         end = partial(super().shutdown, timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
         schemes = (*self._receivers.values(), *(self._weight_sync_schemes or {}).values())
         close_all(end, *(scheme.shutdown for scheme in schemes))
 
 
 class MultiSyncCollector(MultiCollector, torchrl.collectors.MultiSyncCollector):
-    """Each batch has frames of every worker; see :class:`MultiCollector`."""
+    """A :class:`MultiCollector` whose batches have frames of every worker."""
 
 
 class MultiAsyncCollector(MultiCollector, torchrl.collectors.MultiAsyncCollector):
-    """Each batch comes from the worker that is done first; see :class:`MultiCollector`."""
+    """A :class:`MultiCollector` whose batches come from the worker that finishes first."""
 
 
 class AsyncCollector(MultiAsyncCollector, torchrl.collectors.AsyncCollector):
@@ -263,7 +264,7 @@ _live: weakref.WeakSet[MultiCollector] = weakref.WeakSet()
 
 @atexit.register
 def _end_all() -> None:
-    """At exit ``multiprocessing`` waits for all workers, and they wait for orders: send them home first."""
+    """Shut down all collectors before ``multiprocessing`` waits for their workers at exit."""
     close_all(*(partial(collector.shutdown, raise_on_error=False) for collector in list(_live)))
 
 
@@ -276,7 +277,7 @@ def _captures(compile_policy: Any) -> bool:
 
 
 def _alive(collector: weakref.ref[Any]) -> Callable[[int], bool]:
-    """Whether the process of a worker lives; the collector may be gone."""
+    """Return a function that tells whether a worker is alive, also after the collector is gone."""
 
     def alive(worker_idx: int) -> bool:
         owner = collector()

@@ -1,4 +1,4 @@
-"""What the workers of distributed collectors run."""
+"""The programs of the workers of distributed collectors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collectors.torchrl_names import connect_timeout, join_group, run_collector
 __all__ = ["STOP", "run_ahead", "run_on_demand"]
 
 STOP = "weight_update/stop"
-"""Key of the group's store that ends :func:`run_ahead`."""
+"""Key in the group's store that ends :func:`run_ahead`."""
 
 _FOREVER = timedelta(days=3650)
 
@@ -22,10 +22,10 @@ _FOREVER = timedelta(days=3650)
 def run_on_demand(
     *, rank: int, ip: str, port: int, world_size: int, backend: str, verbose: bool, **options: Any
 ) -> None:
-    """Collect a batch whenever the trainer asks for one: TorchRL's own program.
+    """Collect a batch whenever the trainer asks for one, by TorchRL's own program.
 
-    TorchRL's worker gives up when the trainer asks nothing for ten seconds; this one waits as long as the
-    trainer lives.
+    TorchRL's worker gives up after ten seconds without a request; this one waits as long as the trainer
+    lives.
     """
     store = join_group(rank, world_size, backend, ip, port, verbose)
     store.set_timeout(_FOREVER)
@@ -48,7 +48,7 @@ def run_ahead(
     total_frames: int,
     collector_kwargs: dict[str, Any],
 ) -> None:
-    """Collect batch after batch, at most one more than the trainer has taken; then wait for :data:`STOP`."""
+    """Collect batches, at most one more than the trainer has taken, then wait for :data:`STOP`."""
     dist.init_process_group(
         backend,
         rank=rank,

@@ -1,8 +1,9 @@
-"""Processes of workers on this machine, which tell what went wrong in them."""
+"""Worker processes on this machine, which report their errors."""
 
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -15,7 +16,7 @@ import torch.multiprocessing as mp
 
 from weight_update import SyncTimeoutError, WorkerError
 
-__all__ = ["Nodes"]
+__all__ = ["Nodes", "free_port"]
 
 _READY = "ready"
 _LOOK_SECONDS = 0.2
@@ -27,19 +28,19 @@ class _Node:
     process: Any
     pipe: Connection
     ready: bool = False
-    told: str = ""
+    error: str = ""
 
     def listen(self) -> None:
-        """Take what it has told until now."""
+        """Read the messages that have arrived."""
         with contextlib.suppress(EOFError, OSError):
             while self.pipe.poll(0):
-                said = self.pipe.recv()
-                self.ready = self.ready or said == _READY
-                self.told = self.told if said == _READY else said
+                message = self.pipe.recv()
+                self.ready = self.ready or message == _READY
+                self.error = self.error if message == _READY else message
 
 
 class Nodes:
-    """The processes, by worker index."""
+    """The worker processes, by index."""
 
     def __init__(self) -> None:
         self._nodes: list[_Node] = []
@@ -48,13 +49,13 @@ class Nodes:
         """Start a process that runs ``target(**by_value, **arguments)``.
 
         Args:
-            target: a function of a module.
+            target: function of a module.
             by_value: arguments that are copied. Multiprocessing would move their tensors into shared memory,
                 and the worker would see each step of the trainer.
-            arguments: as multiprocessing passes them.
+            arguments: arguments that multiprocessing passes.
 
         Returns:
-            the process.
+            The process.
         """
         ctx: Any = mp.get_context(mp.get_start_method(allow_none=True) or "spawn")
         pipe, theirs = ctx.Pipe(duplex=False)
@@ -65,11 +66,11 @@ class Nodes:
         return process
 
     def await_ready(self, timeout: float) -> None:
-        """Wait until all have read their arguments.
+        """Wait until all processes have read their arguments.
 
         Raises:
-            WorkerError: some ended before that.
-            SyncTimeoutError: some are late.
+            WorkerError: processes ended before that.
+            SyncTimeoutError: processes are late.
         """
         deadline = time.monotonic() + timeout
         while late := [idx for idx, node in enumerate(self._nodes) if not node.ready]:
@@ -81,35 +82,35 @@ class Nodes:
                 self._nodes[idx].listen()
 
     def alive(self, idx: int) -> bool:
-        """Whether the process of worker ``idx`` runs; true where it was not started here."""
+        """Whether the process of worker ``idx`` is alive; True for a process that was not started here."""
         return idx >= len(self._nodes) or bool(self._nodes[idx].process.is_alive())
 
     def require_alive(self) -> None:
         """Raise WorkerError if processes have ended."""
         gone = [idx for idx in range(len(self._nodes)) if not self.alive(idx)]
         if gone:
-            raise WorkerError("\n".join(map(self._epitaph, gone)))
+            raise WorkerError("\n".join(map(self._exit_of, gone)))
 
     def require_joined(self, idx: int) -> None:
-        """The connection to ``idx`` broke: as :meth:`require_alive`, giving the process a moment to end."""
+        """Raise WorkerError if worker ``idx``, whose connection broke, ends within some seconds."""
         self._await_end([idx])
         self.require_alive()
 
-    def told(self, failing: Iterable[int] = ()) -> str:
-        """Tracebacks of those that have failed; those of ``failing`` are given a moment to end."""
+    def errors(self, failing: Iterable[int] = ()) -> str:
+        """Return the tracebacks of failed workers; wait a moment for those of ``failing`` to end."""
         self._await_end(failing)
         failed = []
         for idx, node in enumerate(self._nodes):
             node.listen()
-            if node.told:
-                failed.append(f"worker {idx}: {node.told}")
+            if node.error:
+                failed.append(f"worker {idx}: {node.error}")
         return "\n".join(failed)
 
     def end(self, ask: Callable[[], None], timeout: float) -> None:
-        """Wait until all have ended; whoever has not after ``timeout`` seconds is killed.
+        """Wait until all processes have ended; kill those that have not after ``timeout`` seconds.
 
         Args:
-            ask: tells them to end; called again and again, for a worker may miss it.
+            ask: function that asks them to end; called repeatedly, because a worker may miss it.
             timeout: seconds.
         """
         deadline = time.monotonic() + timeout
@@ -119,7 +120,7 @@ class Nodes:
         self.kill()
 
     def kill(self) -> None:
-        """End all at once."""
+        """End all processes at once."""
         for process in self._running():
             process.terminate()
         deadline = time.monotonic() + _KILL_SECONDS
@@ -139,11 +140,11 @@ class Nodes:
     def _running(self) -> list[Any]:
         return [node.process for node in self._nodes if node.process.is_alive()]
 
-    def _epitaph(self, idx: int) -> str:
+    def _exit_of(self, idx: int) -> str:
         node = self._nodes[idx]
         node.listen()
         return f"worker {idx} has ended (exit code {node.process.exitcode})" + (
-            f":\n{node.told}" if node.told else ""
+            f":\n{node.error}" if node.error else ""
         )
 
 
@@ -156,3 +157,10 @@ def _run(pipe: Connection, target: Callable[..., None], by_value: bytes, argumen
         with contextlib.suppress(OSError):  # the trainer may be gone
             pipe.send(traceback.format_exc())
         raise
+
+
+def free_port() -> int:
+    """Return a free port of this machine."""
+    with socket.socket() as sock:
+        sock.bind(("localhost", 0))
+        return int(sock.getsockname()[1])

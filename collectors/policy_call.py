@@ -1,4 +1,4 @@
-"""One call of the policy: under one version of all weights, which it writes into the data."""
+"""Calls of the policy, each under one version of all weights, which it writes into the data."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Policy = Callable[[TensorDictBase], TensorDictBase]
 
 
 class PolicyCall:
-    """Stands in for the policy of a collector.
+    """A substitute for the policy of a collector.
 
     Args:
-        policy: what attributes are looked up on.
-        run: what is called; ``policy`` itself, or ``policy`` compiled or captured.
-        gate: held during each call.
-        schemes: receivers, held during each call too.
-        unhooked: those of ``schemes`` whose hooks on the model have to go, because ``run`` cannot contain
-            them; the calls made here hold for them.
-        version: the version in force; None writes no version.
+        policy: object for attribute lookup.
+        run: function to call: ``policy`` itself, compiled, or captured.
+        gate: gate that is held during each call.
+        schemes: receivers that are held during each call.
+        unhooked: receivers among ``schemes`` whose hooks on the model are removed, because ``run`` cannot
+            contain them; this object holds them instead.
+        version: function that returns the version in force; None to write no version.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class PolicyCall:
         return output
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes of the policy."""
+        """Return an attribute of the policy."""
         if name == "_policy":  # not initialized yet, as while being copied
             raise AttributeError(name)
         return getattr(self._policy, name)

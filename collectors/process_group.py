@@ -1,4 +1,4 @@
-"""What the two collectors over torch.distributed have in common."""
+"""The common base of the two collectors over torch.distributed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchrl.envs import EnvBase, EnvCreator
 
 from collectors.arrivals import Arrivals
 from collectors.closing import close_all
-from collectors.nodes import Nodes
+from collectors.nodes import Nodes, free_port
 from collectors.remote import Remote
 from collectors.single import Collector
 from weight_update import (
@@ -40,45 +40,45 @@ _START_SECONDS = 120.0
 
 
 class ProcessGroupCollector(Remote):
-    """Mixed in before TorchRL's classes, whose default process group carries the data.
+    """A mixin for TorchRL's classes, whose default process group carries the data; placed before them.
 
-    TorchRL starts the workers and the group without knowing of schemes. Ours are given to the workers'
-    collectors as ``weight_recv_schemes``, and connected when all is there.
+    TorchRL starts the workers and the group without schemes. The workers' collectors get our schemes as
+    ``weight_recv_schemes``, and the schemes connect when all workers have started.
     """
 
-    _ended = True  # until something was begun
+    _ended = True  # until _begin runs
     _program: Callable[..., None]
-    """What a worker runs; see :mod:`collectors.node_programs`."""
+    """Program of a worker; see :mod:`collectors.node_programs`."""
 
     first_worker_idx = 0
-    """What the first worker calls itself: not its rank, which is 1."""
+    """Index of the first worker, whose rank is 1."""
 
     def _begin(self, create_env_fn: Any, policy: Any, **options: Any) -> None:
         self._nodes = Nodes()
         self._ended = False
         self._owner = os.getpid()
         self._in_group = False
-        self._arrivals: Any = None  # until there is an example of what arrives
+        self._arrivals: Any = None  # until there is an example batch
         if dist.is_initialized():
             raise LifecycleError(
                 "torch.distributed is initialized in this process, but this collector makes the default "
                 "process group itself; create the collector before, or destroy that group"
             )
         if options.get("tcp_port") is None and options.get("launcher") == "mp":
-            options["tcp_port"] = os.environ.get("TCP_PORT") or _free_port()
+            options["tcp_port"] = os.environ.get("TCP_PORT") or free_port()
         try:
             super()._begin(create_env_fn, policy, **options)
             for scheme in self._schemes.values():
                 if not scheme.synchronized_on_sender:
                     scheme.connect()
         except (SyncFailedError, SyncTimeoutError) as error:
-            told = self._nodes.told(error.failures if isinstance(error, SyncFailedError) else ())
-            if not told:
+            errors = self._nodes.errors(error.failures if isinstance(error, SyncFailedError) else ())
+            if not errors:
                 raise
-            raise WorkerError(f"workers could not start:\n{told}") from error
+            raise WorkerError(f"workers could not start:\n{errors}") from error
 
     def _default_scheme(self, **options: Any) -> WeightSyncScheme:
-        """The scheme of a policy for which none was given."""
+        """Return the scheme of a policy without one."""
         if options.get("launcher") == "mp":
             return DistributedWeightSyncScheme()
         return DistributedWeightSyncScheme(address=socket.gethostbyname(socket.gethostname()))
@@ -93,7 +93,7 @@ class ProcessGroupCollector(Remote):
             options["worker_idx"] = idx
             if self._schemes:
                 options["weight_recv_schemes"] = self._schemes
-        self._weight_sync_schemes = None  # else TorchRL would give them to the workers in its own way
+        self._weight_sync_schemes = None  # otherwise TorchRL would pass them to the workers in its own way
         super()._init_workers()
         self._weight_sync_schemes = self._schemes or None
 
@@ -114,7 +114,7 @@ class ProcessGroupCollector(Remote):
         return self._nodes.alive(worker_idx)
 
     def _arguments_of(self, idx: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What the program of a worker is given: by value, and otherwise."""
+        """Return the arguments of a worker's program: those by value, and the others."""
         env = self.env_constructors[idx]
         return {"policy": self._policy_to_send, "policy_factory": self.policy_factory[idx]}, {
             "rank": idx + 1,
@@ -135,7 +135,7 @@ class ProcessGroupCollector(Remote):
         self._arrivals = Arrivals(self._example(), self.num_workers)
 
     def _example(self) -> TensorDictBase:
-        """A batch like those that workers send, made in this process."""
+        """Return an example batch, collected in this process."""
         known = inspect.signature(torchrl.collectors.Collector.__init__).parameters
         here = {"weight_recv_schemes", "weight_sync_schemes", "worker_idx"}
         options = {key: value for key, value in self.collector_kwargs[0].items() if key in known}
@@ -163,11 +163,11 @@ class ProcessGroupCollector(Remote):
             collector.shutdown()
 
     def _ask(self, idx: int) -> None:
-        """Begin to receive the next batch of a worker, unless that is on its way."""
+        """Start to receive the next batch of a worker, unless this was started before."""
         self._arrivals.ask(idx)
 
     def _next_arrival(self) -> int:
-        """Wait for a batch; returns whose it is.
+        """Wait for a batch, and return its worker.
 
         Raises:
             WorkerError: a worker has ended, or its connection broke.
@@ -186,7 +186,7 @@ class ProcessGroupCollector(Remote):
         return idx
 
     def _take(self) -> tuple[int, Exception | None] | None:
-        """Return the worker whose batch came next and its error, or None if nothing came for a moment."""
+        """Return the worker of the next batch and its error, or None if none came for a moment."""
         start, pending = time.monotonic(), set(self._arrivals.pending)
         found: tuple[int, Exception | None] | None = self._arrivals.take(_LOOK_SECONDS)
         self._waits.add(time.monotonic() - start, pending)
@@ -197,11 +197,11 @@ class ProcessGroupCollector(Remote):
             super()._send_all(worker_ids)
         except SyncFailedError as error:
             for idx in error.failures:
-                self._nodes.require_joined(idx)  # it can say more about it
+                self._nodes.require_joined(idx)  # raises the error of the process, which says more
             raise
 
     def _gather(self) -> TensorDictBase:
-        """A batch of each worker, stacked."""
+        """Return a batch of each worker, stacked."""
         for idx in range(self.num_workers):
             self._ask(idx)
         while self._arrivals.pending:
@@ -209,7 +209,7 @@ class ProcessGroupCollector(Remote):
         return torch.stack([self._taken(idx) for idx in range(self.num_workers)])
 
     def _taken(self, idx: int) -> TensorDictBase:
-        """A copy of the batch of a worker, in which trajectories have numbers that no other worker uses."""
+        """Return a copy of a worker's batch, with trajectory numbers that no other worker uses."""
         data = self._arrivals.batches[idx].clone()
         key = ("collector", "traj_ids")
         if key in data.keys(True):
@@ -223,16 +223,16 @@ class ProcessGroupCollector(Remote):
     # -- end ---------------------------------------------------------------------------------------
 
     def _ask_to_end(self) -> None:
-        """Tell workers that no more data is wanted; may be called several times."""
+        """Ask workers to end; it may be called several times."""
         raise NotImplementedError
 
     def shutdown(self, timeout: float | None = None, **options: Any) -> None:
-        """End workers and schemes. Calling it twice is fine.
+        """End workers and schemes. It may be called twice.
 
         Args:
-            timeout: seconds that workers have to finish the batch they are at; None is 10. Whoever has not
-                ended then is killed.
-            options: accepted as by the other collectors, and ignored: environments end with their workers.
+            timeout: seconds for workers to finish their batches; None for 10. Workers that are still alive
+                then are killed.
+            options: accepted like those of other collectors, and ignored: environments end with the workers.
         """
         if self._ended:
             return
@@ -253,12 +253,6 @@ class ProcessGroupCollector(Remote):
             dist.destroy_process_group()
 
     def __del__(self) -> None:
-        """A collector that nobody uses any more ends."""
+        """Shut down an unused collector."""
         if not self._ended and self._owner == os.getpid():  # not in a forked child
             self.shutdown()
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("localhost", 0))
-        return int(sock.getsockname()[1])

@@ -24,18 +24,18 @@ _LOOK_SECONDS = 0.5
 class RayCollector(Remote, torchrl_distributed.RayCollector):
     """TorchRL's ``RayCollector``, whose actors run our collectors.
 
-    Schemes connect at the first ``update_policy_weights_``, as in TorchRL; until then actors compute with the
-    policy as it was when they were made, and their frames say version 0.
+    Schemes connect at the first ``update_policy_weights_``, as in TorchRL. Until then actors compute with the
+    policy as it was at their creation, and their frames have version 0.
 
     Args:
         create_env_fn: as in TorchRL: a list, one for each actor.
         policy: as in TorchRL.
         collector_class: see :class:`~collectors.remote.Remote`.
-        weight_sync_schemes: by model id; None takes a :class:`~weight_update.RayWeightSyncScheme` if the
-            policy has weights. Actors on other nodes need one with ``address=`` or ``data="object_store"``.
-            They are shut down with the collector.
-        weight_recv_schemes: receivers of this collector, if it is a worker itself; what comes is passed on.
-        weight_updater: a legacy updater, instead of schemes.
+        weight_sync_schemes: schemes by model id; None for a :class:`~weight_update.RayWeightSyncScheme` if
+            the policy has weights. Actors on other nodes need one with ``address=`` or
+            ``data="object_store"``. They are shut down with the collector.
+        weight_recv_schemes: receivers of this collector, if it is a worker itself; weights are passed on.
+        weight_updater: legacy updater, instead of schemes.
         options: all other options of TorchRL's ``RayCollector``.
 
     Raises:
@@ -51,7 +51,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
         many = isinstance(given, (list, tuple))
         options["collector_kwargs"] = [dict(one) for one in given] if many else dict(given or {})
         with warnings.catch_warnings():
-            if options["weight_sync_schemes"]:  # it does not know that these reach policies of factories
+            if options["weight_sync_schemes"]:  # TorchRL does not know that they reach policies of factories
                 warnings.filterwarnings("ignore", "The policy is not an nn.Module", UserWarning)
             super()._begin(create_env_fn, policy, **options)
 
@@ -61,8 +61,8 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
     def update_policy_weights_(
         self, policy_or_weights: Any = None, **options: Any
     ) -> SyncReport | dict[str, SyncReport] | None:
-        """See :class:`~collectors.Collector`; the first call connects the schemes."""
-        if self._policy_service is not None:  # a policy that is not in the actors but beside them
+        """Update the policies of the actors; the first call connects the schemes."""
+        if self._policy_service is not None:  # a policy in a service, not in the actors
             self._weight_update_impl(policy_or_weights, **options)
             return None
         self._lazy_initialize_weight_sync()
@@ -94,7 +94,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
             yield ray.get(batch)
             self._update_after(idx)
             pending[self.remote_collectors[idx].next.remote()] = idx
-        while pending:  # what the actors are still collecting
+        while pending:  # batches that actors are still collecting
             self._next_of(pending)
         if self._collection_thread is None:
             self.shutdown(shutdown_ray=False)
@@ -107,7 +107,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
             self.update_policy_weights_(worker_ids=worker_ids)
 
     def _next_of(self, pending: dict[Any, int]) -> tuple[int, Any]:
-        """Take the batch that is made first out of ``pending``; return its actor and its reference.
+        """Remove the first finished batch from ``pending``, and return its actor and its reference.
 
         Raises:
             SyncTimeoutError: an actor is late.
@@ -125,7 +125,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
         return idx, ready[0]
 
     def _counted(self, batches: list[Any]) -> TensorDictBase | None:
-        """Return the batches of all actors as one; None where they went into a replay buffer."""
+        """Return the batches of all actors as one, or None if they went into a replay buffer."""
         if batches[0] is None:
             self.collected_frames += self.frames_per_batch
             return None
@@ -137,7 +137,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
     # -- end ---------------------------------------------------------------------------------------
 
     async def async_shutdown(self, shutdown_ray: bool = False) -> None:
-        """As in TorchRL; the schemes end too."""
+        """Shut down as in TorchRL, and end the schemes."""
         try:
             await super().async_shutdown(shutdown_ray=shutdown_ray)
         finally:

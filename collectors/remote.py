@@ -1,4 +1,4 @@
-"""What the collectors have in common whose workers run collectors of their own, on any host."""
+"""The common base of the collectors whose workers run collectors, on any host."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ __all__ = ["Remote", "inner_class", "inner_options"]
 
 
 class Remote(Updating, torchrl.collectors.BaseCollector):
-    """Mixed into TorchRL's distributed, RPC and Ray collectors, before them.
+    """A mixin for TorchRL's distributed, RPC and Ray collectors, placed before them.
 
     Call sequence:
 
-    1. ``__init__`` settles the schemes (ours, one group; :meth:`_default_scheme` if none is given and the
+    1. ``__init__`` chooses the schemes (ours, one group; :meth:`_default_scheme` if none is given and the
        policy has weights), takes our collectors for the workers, and sets ``worker_alive`` on the schemes.
-    2. It calls :meth:`_begin`, which is TorchRL's ``__init__`` unless a subclass puts something around it.
-       When ``_begin`` returns, workers run and the schemes are initialized, and connected where TorchRL
-       connects them there. If it raises, :meth:`_give_up` is called.
-    3. ``weight_recv_schemes`` are registered last: what they receive then reaches workers that are connected.
-    4. :meth:`shutdown` is TorchRL's; then all schemes end. It is called at the end of the program as well.
+    2. It calls :meth:`_begin`, which is TorchRL's ``__init__`` unless a subclass extends it. When ``_begin``
+       returns, workers run and the schemes are initialized, and connected where TorchRL connects them there.
+       If it raises, :meth:`_give_up` is called.
+    3. ``weight_recv_schemes`` are registered last, so that received weights reach connected workers.
+    4. :meth:`shutdown` is TorchRL's, and ends all schemes afterwards. It is also called at exit.
 
-    A subclass writes :meth:`_default_scheme`; :meth:`_worker_alive` and :meth:`_give_up` where it can.
+    A subclass implements :meth:`_default_scheme`, and :meth:`_worker_alive` and :meth:`_give_up` if it can.
 
     Args:
         create_env_fn: as in TorchRL: a list, one for each worker.
         policy: as in TorchRL.
         policy_factory: as in TorchRL.
-        collector_class: what runs in each worker: None or ``"single"``, ``"sync"``, ``"async"`` are our
-            collectors; None is :class:`~collectors.MultiSyncCollector` if each has several environments.
+        collector_class: collector of each worker: a class, or ``"single"``, ``"sync"`` or ``"async"`` for
+            ours. None for ``"single"``, or for ``"sync"`` if each worker has several environments.
         collector_kwargs: as in TorchRL.
         num_workers_per_collector: as in TorchRL.
-        weight_sync_schemes: by model id; None takes the default; they are shut down with the collector.
-        weight_recv_schemes: receivers of this collector, if it is a worker itself; what comes is passed on.
-        weight_updater: a legacy updater, instead of schemes.
+        weight_sync_schemes: schemes by model id; None for the default. They are shut down with the collector.
+        weight_recv_schemes: receivers of this collector, if it is a worker itself; weights are passed on.
+        weight_updater: legacy updater, instead of schemes.
         worker_idx: index of this collector, if it is a worker itself.
-        frames_timeout: seconds that the collector waits for batches while a worker hands over none;
+        frames_timeout: seconds that the collector waits for batches while a worker delivers none;
             ``math.inf`` for no limit. A :class:`~weight_update.SyncTimeoutError` then names the worker.
         options: all other options of TorchRL's collector.
 
     Attributes:
-        _schemes: those of ``weight_sync_schemes``, which stay here when TorchRL has forgotten them.
-        _receivers: those of ``weight_recv_schemes``.
+        _schemes: schemes of ``weight_sync_schemes``, kept after TorchRL has dropped them.
+        _receivers: schemes of ``weight_recv_schemes``.
     """
 
     def __init__(
@@ -114,19 +114,19 @@ class Remote(Updating, torchrl.collectors.BaseCollector):
         super().__init__(create_env_fn, policy, **options)
 
     def _default_scheme(self, **options: Any) -> WeightSyncScheme:
-        """The scheme of a policy for which none was given; ``options`` are those of the collector."""
+        """Return the scheme of a policy without one; ``options`` are the options of the collector."""
         raise NotImplementedError
 
     def _worker_alive(self, worker_idx: int) -> bool:
-        """False if the process of that worker has certainly ended."""
+        """Return False only if the process of a worker has certainly ended."""
         return True
 
     def _give_up(self) -> None:
-        """Free all after an error in ``__init__``, however far that came."""
+        """Release everything after an error at any point of ``__init__``."""
         self._end_schemes()
 
     def _send_all(self, worker_ids: Any = None) -> None:
-        """Send what the schemes read, of all models at one moment."""
+        """Send the weights of all models in one step."""
         if self._schemes:
             send(self._schemes, Request(dict.fromkeys(self._schemes), worker_ids, several=True))
 
@@ -141,18 +141,18 @@ class Remote(Updating, torchrl.collectors.BaseCollector):
     def register_scheme_receiver(
         self, weight_recv_schemes: dict[str, WeightSyncScheme], *, synchronize_weights: bool = True
     ) -> None:
-        """As in TorchRL; what is received is passed on to the workers by this collector's own schemes."""
+        """Register receivers as in TorchRL; this collector's own schemes pass weights on to its workers."""
         require_ours(weight_recv_schemes)
         self._receivers.update(weight_recv_schemes)
         super().register_scheme_receiver(weight_recv_schemes, synchronize_weights=synchronize_weights)
 
     def shutdown(self, timeout: float | None = None, **options: Any) -> None:
-        """As in TorchRL; the schemes of this collector end with it. Calling it twice is fine."""
+        """Shut down as in TorchRL, and end the schemes of this collector. It may be called twice."""
         close_all(partial(super().shutdown, timeout=timeout, **options), self._end_schemes)
 
     def _end_schemes(self) -> None:
         _live.discard(self)
-        self._weight_sync_schemes = self._schemes or None  # TorchRL forgets them, but they know what is wrong
+        self._weight_sync_schemes = self._schemes or None  # TorchRL drops them, but they can report errors
         close_all(*(scheme.shutdown for scheme in (*self._receivers.values(), *self._schemes.values())))
 
     def _update_without_scheme(self, request: Request) -> SyncReport | dict[str, SyncReport]:
@@ -162,7 +162,7 @@ class Remote(Updating, torchrl.collectors.BaseCollector):
 
 
 def inner_class(collector_class: Any, num_workers_per_collector: int) -> Any:
-    """The collector that runs in each worker: one of ours, unless the caller gave a class."""
+    """Return the collector class of each worker: one of ours, unless the caller gave a class."""
     if collector_class is None:
         collector_class = "single" if num_workers_per_collector == 1 else "sync"
     ours = {"single": Collector, "sync": MultiSyncCollector, "async": MultiAsyncCollector}
@@ -170,7 +170,7 @@ def inner_class(collector_class: Any, num_workers_per_collector: int) -> Any:
 
 
 def inner_options(options: Any, kind: Any, policy: Any, policy_factory: Any) -> Any:
-    """Options of the workers' collectors, with a scheme for their own workers where they would have none."""
+    """Return the options of the workers' collectors, with a scheme for their own workers if they lack one."""
     lacks = not isinstance(policy, nn.Module) and _any(policy_factory)
     if not lacks or not isinstance(kind, type) or not issubclass(kind, MultiCollector):
         return options
@@ -186,7 +186,7 @@ _live: weakref.WeakSet[Remote] = weakref.WeakSet()
 
 @atexit.register
 def _end_all() -> None:
-    """At exit ``multiprocessing`` waits for all workers, and they wait for orders: send them home first."""
+    """Shut down all collectors before ``multiprocessing`` waits for their workers at exit."""
     close_all(*(collector.shutdown for collector in list(_live)))
 
 
@@ -195,7 +195,7 @@ def _any(policy_factory: Any) -> bool:
 
 
 def _alive(collector: weakref.ref[Remote]) -> Callable[[int], bool]:
-    """Whether the process of a worker may live; the collector may be gone."""
+    """Return a function that tells whether a worker may be alive, also after the collector is gone."""
 
     def alive(worker_idx: int) -> bool:
         owner = collector()

@@ -1,4 +1,4 @@
-"""What a call of ``update_policy_weights_`` asks for, and how schemes are asked to do it."""
+"""Requests made by ``update_policy_weights_``, and sending them by schemes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Request:
     """Weights for one or several models.
 
     Attributes:
-        weights: by model id; None stands for the collector's own source of that model.
-        worker_ids: which workers; None for all.
+        weights: weights by model id; None for the collector's own source of that model.
+        worker_ids: workers to update; None for all.
         several: whether the caller gave ``weights_dict``, and so expects a dict of reports.
     """
 
@@ -49,7 +49,7 @@ class Request:
         """Read the arguments of ``update_policy_weights_``.
 
         Raises:
-            ValueError: they contradict each other.
+            ValueError: the arguments contradict each other.
         """
         if policy_weights is not None:
             warnings.warn("policy_weights was renamed to policy_or_weights", DeprecationWarning, stacklevel=3)
@@ -74,10 +74,10 @@ class Request:
 
 
 def send(schemes: Schemes, request: Request) -> SyncReport | dict[str, SyncReport]:
-    """Send as asked; several models are one step, applied on a worker all together or not at all.
+    """Send a request; a worker applies several models together or not at all.
 
     Raises:
-        KeyError: there is no scheme for one of the models; nothing was sent.
+        KeyError: a model has no scheme; nothing was sent.
         SyncFailedError: a worker failed; see :func:`~weight_update.send_together`.
     """
     unknown = [model_id for model_id in request.weights if model_id not in schemes]
@@ -94,12 +94,12 @@ def send(schemes: Schemes, request: Request) -> SyncReport | dict[str, SyncRepor
 
 
 def real(schemes: Schemes) -> dict[str, WeightSyncScheme]:
-    """The schemes that move weights."""
+    """Return the schemes that send weights."""
     return {key: scheme for key, scheme in schemes.items() if not isinstance(scheme, NoWeightSyncScheme)}
 
 
 def require_ours(schemes: Mapping[str, Any]) -> None:
-    """Raise TypeError for schemes of another library: their versions and forward passes are unknown."""
+    """Raise TypeError for schemes of another library, whose versions and forward passes are unknown."""
     for model_id, scheme in schemes.items():
         if not isinstance(scheme, WeightSyncScheme):
             kind = f"{type(scheme).__module__}.{type(scheme).__name__}"
@@ -110,7 +110,7 @@ def require_ours(schemes: Mapping[str, Any]) -> None:
 
 
 def group_once(schemes: Iterable[WeightSyncScheme]) -> None:
-    """Make one group of them, unless their owner did."""
+    """Group the schemes, unless their owner did."""
     schemes = list(schemes)
     groups = {scheme.group for scheme in schemes}
     if len(groups) > 1 or None in groups:

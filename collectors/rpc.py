@@ -22,8 +22,8 @@ from torchrl.data.utils import CloudpickleWrapper
 from torchrl.envs import EnvBase, EnvCreator
 
 from collectors.closing import close_all
-from collectors.intervals import Intervals
-from collectors.nodes import Nodes
+from collectors.intervals import Intervals, endless
+from collectors.nodes import Nodes, free_port
 from collectors.rpc_node import join_world, leave, made, make_collector, name_of, run_node, was_in_a_world
 from collectors.torchrl_names import tensorpipe_options
 from weight_update import LifecycleError, RPCWeightSyncScheme, WeightSyncError, WeightSyncScheme, WorkerError
@@ -38,29 +38,30 @@ _START_SECONDS = 120.0
 class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
     """TorchRL's ``RPCCollector``, whose workers run our collectors.
 
-    It needs no process group: with ``launcher="mp"`` or ``"submitit"`` none is made, and yours is left alone.
+    It needs no process group: with ``launcher="mp"`` or ``"submitit"`` it makes none, and an existing one is
+    left alone.
 
     Args:
         create_env_fn: as in TorchRL: a list, one for each worker.
         policy: as in TorchRL.
         policy_factory: as in TorchRL.
         collector_class: see :class:`~collectors.remote.Remote`.
-        weight_sync_schemes: by model id; None takes a :class:`~weight_update.RPCWeightSyncScheme` if the
-            policy has weights. They are shut down with the collector.
-        weight_recv_schemes: receivers of this collector, if it is a worker itself; what comes is passed on.
-        weight_updater: a legacy updater, instead of schemes.
-        total_frames: -1 for no end.
-        tcp_port: of the rendezvous; None takes the environment's ``TCP_PORT``, or with ``launcher="mp"`` a
-            free one.
+        weight_sync_schemes: schemes by model id; None for a :class:`~weight_update.RPCWeightSyncScheme` if
+            the policy has weights. They are shut down with the collector.
+        weight_recv_schemes: receivers of this collector, if it is a worker itself; weights are passed on.
+        weight_updater: legacy updater, instead of schemes.
+        total_frames: number of frames; -1 for no end.
+        tcp_port: port of the rendezvous; None for the environment's ``TCP_PORT``, or for a free one with
+            ``launcher="mp"``.
         max_weight_update_interval: see :class:`~collectors.intervals.Intervals`.
         options: all other options of TorchRL's ``RPCCollector``.
 
     Raises:
-        WorkerError: workers could not start. Raised while iterating, too, when a worker fails or ends.
-        LifecycleError: this process is or was in an RPC world; PyTorch can have one in its life.
+        WorkerError: workers could not start. Also raised while iterating, when a worker fails or ends.
+        LifecycleError: this process is or was in an RPC world; PyTorch allows only one.
     """
 
-    _ended = True  # until something was begun
+    _ended = True  # until _begin runs
 
     def _begin(self, create_env_fn: Any, policy: Any, **options: Any) -> None:
         self._nodes, self._ended, self._in_group = Nodes(), False, False
@@ -75,16 +76,16 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
                 "into a new one with the workers of this collector; make one RPCCollector in each process"
             )
         self._given_options = options.pop("tensorpipe_options", None) or {}
-        options["total_frames"] = _endless(options.get("total_frames", -1))
+        options["total_frames"] = endless(options.get("total_frames", -1))
         if options.get("tcp_port") is None and options.get("launcher") == "mp":
-            options["tcp_port"] = os.environ.get("TCP_PORT") or _free_port()
+            options["tcp_port"] = os.environ.get("TCP_PORT") or free_port()
         options["weight_sync_schemes"] = {} if options["weight_updater"] is None else None
         super()._begin(create_env_fn, policy, **options)
         self._weight_sync_schemes = self._schemes or None
         self._connect()
 
     def _default_scheme(self, **options: Any) -> WeightSyncScheme:
-        """The scheme of a policy for which none was given."""
+        """Return the scheme of a policy without one."""
         if options.get("launcher") == "mp":
             return RPCWeightSyncScheme()
         return RPCWeightSyncScheme(address=socket.gethostbyname(socket.gethostname()))
@@ -113,7 +114,7 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
 
     def _init_master_rpc(self, world_size: int) -> None:
         self._nodes.await_ready(_START_SECONDS)
-        if self.launcher == "submitit_delayed":  # TorchRL's program waits there, and makes a process group
+        if self.launcher == "submitit_delayed":  # TorchRL's program waits there and makes a process group
             self._in_group = True
             super()._init_master_rpc(world_size)
             return
@@ -132,10 +133,10 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
             rpc.rpc_async(info, made, args=(rref,), timeout=_START_SECONDS)
             for info, rref in zip(self.collector_infos, self.collector_rrefs, strict=True)
         ]
-        self.futures = ()  # TorchRL's own account of what is on its way
+        self.futures = ()  # TorchRL's list of pending calls
 
     def _connect(self) -> None:
-        """Workers' collectors are being made meanwhile; some wait for the first weights to go on."""
+        """Connect the schemes while workers create their collectors, which may wait for the first weights."""
         try:
             for model_id, scheme in self._schemes.items():
                 if not scheme.initialized_on_sender:
@@ -143,15 +144,15 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
                 if not scheme.synchronized_on_sender:
                     scheme.connect()
         except WeightSyncError as error:
-            told = self._told(wait=False)
-            if not told:
+            errors = self._errors(wait=False)
+            if not errors:
                 raise
-            raise WorkerError(f"workers could not start:\n{told}") from error
-        if told := self._told(wait=True):
-            raise WorkerError(f"workers could not start:\n{told}")
+            raise WorkerError(f"workers could not start:\n{errors}") from error
+        if errors := self._errors(wait=True):
+            raise WorkerError(f"workers could not start:\n{errors}")
 
-    def _told(self, *, wait: bool) -> str:
-        """What went wrong where collectors were made."""
+    def _errors(self, *, wait: bool) -> str:
+        """Return the errors of workers whose collectors could not be created."""
         ended = [(idx, future) for idx, future in enumerate(self._made) if wait or future.done()]
         return "\n".join(f"worker {idx}: {why}" for idx, future in ended if (why := _error_of(future)))
 
@@ -197,7 +198,7 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
     # -- data --------------------------------------------------------------------------------------
 
     def iterator(self) -> Iterator[TensorDictBase]:
-        """See TorchRL: batches, until there were ``total_frames`` frames."""
+        """Yield batches until ``total_frames`` frames were collected."""
         collected = 0
         while collected < self.total_frames:
             data = self._collect_in_step() if self._sync else self._collect_next()
@@ -224,14 +225,14 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
         return data
 
     def _ask(self, idx: int) -> None:
-        """Let a worker collect its next batch, unless it does."""
+        """Let a worker collect its next batch, unless it is doing so."""
         if idx not in self._pending:
             self._pending.add(idx)
             arrived = self._arrived
             self.collector_rrefs[idx].rpc_async().next().then(lambda future: arrived.put((idx, future)))
 
     def _take(self) -> tuple[int, TensorDictBase]:
-        """The batch that comes first, and whose it is; trajectories have numbers that no other worker uses.
+        """Return the next worker and its batch, with trajectory numbers that no other worker uses.
 
         Raises:
             WorkerError: a worker failed or has ended.
@@ -253,7 +254,7 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
         return idx, data
 
     def _next_answer(self) -> tuple[int, Any] | None:
-        """Return a worker and its batch to come, or None if nothing came for a moment."""
+        """Return a worker and the future of its batch, or None if none came for a moment."""
         start = time.monotonic()
         try:
             return self._arrived.get(timeout=_LOOK_SECONDS)
@@ -263,7 +264,7 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
             self._waits.add(time.monotonic() - start, self._pending)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the environments of all workers; returns the seed for the next."""
+        """Seed the environments of all workers, and return the next seed."""
         for rref in self.collector_rrefs:
             seed = rref.rpc_sync().set_seed(seed, static_seed)
         return seed
@@ -271,12 +272,12 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
     # -- end ---------------------------------------------------------------------------------------
 
     def shutdown(self, timeout: float | None = None, **options: Any) -> None:
-        """End workers and schemes. Calling it twice is fine.
+        """End workers and schemes. It may be called twice.
 
         Args:
-            timeout: seconds that workers have to finish the batch they are at; None is 10. Whoever has not
-                ended then is killed.
-            options: accepted as by the other collectors, and ignored: environments end with their workers.
+            timeout: seconds for workers to finish their batches; None for 10. Workers that are still alive
+                then are killed.
+            options: accepted like those of other collectors, and ignored: environments end with the workers.
         """
         if self._ended:
             return
@@ -318,16 +319,16 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
             dist.destroy_process_group()
 
     def __del__(self) -> None:
-        """A collector that nobody uses any more ends."""
+        """Shut down an unused collector."""
         if not self._ended:
             self.shutdown()
 
 
 def _error_of(future: Any) -> str | None:
-    """What went wrong in a call of a worker; waits for its end."""
+    """Wait for the end of a call of a worker, and return its error or None."""
     try:
         future.wait()
-    except Exception as error:  # noqa: BLE001 - of any type, that of the worker; it is told to the caller
+    except Exception as error:  # noqa: BLE001 - the worker's error may have any type; it is reported to the caller
         return f"{type(error).__name__}: {error}"
     return None
 
@@ -338,13 +339,3 @@ def _in_world() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _endless(total_frames: float) -> float:
-    return float("inf") if total_frames < 0 else total_frames
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("localhost", 0))
-        return int(sock.getsockname()[1])

@@ -1,4 +1,4 @@
-"""What a worker process of :class:`~collectors.RPCCollector` runs."""
+"""The program of a worker process of :class:`~collectors.RPCCollector`."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from torch.distributed import rpc
 __all__ = ["join_world", "leave", "made", "make_collector", "name_of", "run_node", "was_in_a_world"]
 
 _log = logging.getLogger(__name__)
-_told = threading.Event()
+_leave = threading.Event()
 _rpc: Any = rpc
 
 
 def name_of(idx: int) -> str:
-    """Of a worker in the RPC world; TorchRL's names."""
+    """Return the name of a worker in the RPC world, as TorchRL does."""
     return f"COLLECTOR_NODE_{idx + 1}"
 
 
 def was_in_a_world() -> bool:
-    """Whether this process is or was in an RPC world. Then new processes cannot meet it: PyTorch counts."""
+    """Whether this process is or was in an RPC world; PyTorch then cannot connect it with new processes."""
     return bool(_rpc._init_counter)
 
 
 def join_world(name: str, rank: int, size: int, options: Any) -> None:
-    """Be one of ``size`` workers; waits for the others."""
+    """Join a world of ``size`` processes, and wait for the others."""
     kind = _rpc.BackendType.TENSORPIPE
     _rpc.init_rpc(name, rank=rank, world_size=size, backend=kind, rpc_backend_options=options)
 
@@ -45,16 +45,16 @@ def run_node(
     options: dict[str, Any],
     end_seconds: float,
 ) -> None:
-    """Be in the RPC world until the trainer says :func:`leave`, or is gone.
+    """Stay in the RPC world until the trainer calls :func:`leave` or is gone.
 
     Args:
-        idx: of this worker.
-        address: of the trainer.
-        port: of the rendezvous.
-        world_size: workers and the trainer.
-        devices: of this worker, for RPC; None or one or a list.
-        options: of ``TensorPipeRpcBackendOptions``.
-        end_seconds: how long the end may take.
+        idx: index of this worker.
+        address: address of the trainer.
+        port: port of the rendezvous.
+        world_size: number of workers and the trainer.
+        devices: devices of this worker for RPC: one, a list, or None.
+        options: options of ``TensorPipeRpcBackendOptions``.
+        end_seconds: seconds that the end may take.
     """
     if devices is not None and not isinstance(devices, list):
         devices = [torch.device(devices)]
@@ -65,25 +65,25 @@ def run_node(
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_await_end, args=(parent.sentinel,), daemon=True).start()
-    _told.wait()
+    _leave.wait()
     rpc.shutdown(graceful=parent is None or not wait([parent.sentinel], 0), timeout=int(end_seconds))
 
 
 def _await_end(sentinel: int) -> None:
     wait([sentinel])
-    _told.set()
+    _leave.set()
 
 
 def leave() -> None:
-    """In a worker: end its program."""
-    _told.set()
+    """End the program of this worker."""
+    _leave.set()
 
 
 def make_collector(cls: Callable[..., Any], env: Any, several: int, options: dict[str, Any]) -> Any:
-    """In a worker: its collector."""
+    """Create the collector of this worker."""
     return cls([env] * several if several else env, **options)
 
 
 def made(rref: Any) -> None:
-    """In a worker: wait until its collector is made; raises what was raised then."""
+    """Wait until the collector of this worker is created; raise its error if it failed."""
     rref.local_value()

@@ -1,4 +1,4 @@
-"""The collector of one process; also what runs inside each worker of the others."""
+"""The collector of one process, which also runs inside each worker of the other collectors."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ __all__ = ["Collector"]
 
 
 class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice):
-    """TorchRL's ``Collector``, whose data says exactly which version of the policy made each frame.
+    """TorchRL's ``Collector``, whose data has the exact version of the policy that made each frame.
 
     Args:
         create_env_fn: as in TorchRL.
         policy: as in TorchRL. With a scheme in ``weight_sync_schemes`` the collector runs a copy of it, which
-            changes only when ``update_policy_weights_`` is called; without, and without a device of its
-            own, it runs this very module.
-        track_policy_version: write the version into ``"policy_version"`` and ``("next",
+            changes only when ``update_policy_weights_`` is called. Without a scheme, and without a device of
+            its own, it runs the given module itself.
+        track_policy_version: whether to write the version into ``"policy_version"`` and ``("next",
             "policy_version")``, as int64 of the shape of the batch. A policy that writes that key itself is
             left alone.
-        weight_sync_schemes: by model id. One that is not initialized yet gets its receiver in this process,
-            whatever its transport; one that is initialized belongs to its owner and is only connected.
+        weight_sync_schemes: schemes by model id. A scheme that is not initialized gets its receiver in this
+            process, whatever its transport. An initialized scheme belongs to its owner and is only connected.
         options: all other options of TorchRL's ``Collector``.
     """
 
@@ -84,13 +84,13 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
 
     @property
     def policy_version(self) -> Any:
-        """The version in force: that of the policy's receiver, or the number of updates without one."""
+        """The version in force: the version of the policy's receiver, or else the number of updates."""
         if self._has_foreign_tracker:
             return self.policy_version_tracker.version
         return self._versions.now()
 
     def increment_version(self) -> None:
-        """Count an update that came without a scheme; with a scheme, its numbers count."""
+        """Count an update; does nothing with a scheme, which counts its own versions."""
         if self._has_foreign_tracker:
             super().increment_version()
         self._versions.count += 1
@@ -114,7 +114,7 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
 
     @property
     def _has_foreign_tracker(self) -> bool:
-        """Whether the caller brought a transform of their own, as TorchRL allows."""
+        """Whether the caller gave a version transform, as TorchRL allows."""
         return self.policy_version_tracker is not None and not self._stamps
 
     def _setup_policy_version_tracking(self, track_policy_version: Any) -> None:
@@ -154,7 +154,7 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
             self._policy_output_keys = [*(key for key in self._policy_output_keys if key != KEY), KEY]
 
     def rollout(self) -> TensorDictBase | None:
-        """As in TorchRL."""
+        """Collect a batch, as in TorchRL."""
         connected = self._connected()
         if connected != self._installed:
             self._install_policy_call(connected)
@@ -186,11 +186,11 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
     def register_scheme_receiver(
         self, weight_recv_schemes: dict[str, WeightSyncScheme], *, synchronize_weights: bool = True
     ) -> None:
-        """As in TorchRL, for schemes of ``weight_update``.
+        """Register receivers as in TorchRL; they must be schemes of ``weight_update``.
 
         Raises:
-            LifecycleError: the policy is captured in a CUDA graph, but a scheme that is connected already
-                moves its parameters.
+            LifecycleError: the policy is captured in a CUDA graph, but a connected scheme changes the memory
+                of its parameters.
         """
         require_ours(weight_recv_schemes)
         if self.cudagraphed_policy:
@@ -204,7 +204,7 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         self._versions.scheme = inside[0] if inside else None
 
     def receive_weights(self, policy_or_weights: Any = None, **named: Any) -> None:
-        """As in TorchRL; weights given here are checked, and applied all or not at all."""
+        """Receive weights as in TorchRL; given weights are checked, and applied completely or not at all."""
         if self._receivers or (policy_or_weights is None and not named):
             super().receive_weights(policy_or_weights, **named)
         else:
@@ -227,7 +227,7 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         self.increment_version()
 
     def _update_without_scheme(self, request: Request) -> SyncReport | dict[str, SyncReport]:
-        """Apply weights to models of this collector itself."""
+        """Apply weights to the models of this collector itself."""
         if request.worker_ids not in (None, 0, [0]):
             raise UnknownWorkerError(f"no worker {request.worker_ids}: this collector has one process")
         start = time.perf_counter()
@@ -263,7 +263,7 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
-        """As in TorchRL; the schemes of this collector end with it."""
+        """Shut down as in TorchRL, and end the schemes of this collector."""
         end = partial(super().shutdown, timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
         schemes = (*self._receivers.values(), *(self._weight_sync_schemes or {}).values())
         close_all(end, *(scheme.shutdown for scheme in schemes))

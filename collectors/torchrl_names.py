@@ -1,6 +1,6 @@
-"""Every private name of TorchRL that these collectors use, checked when they are imported.
+"""Every private name of TorchRL that these collectors use, checked on import.
 
-A name that TorchRL renamed would otherwise be a hook that nobody calls. Import private names of TorchRL from
+Without the check, a hook that TorchRL renamed would never be called. Import private names of TorchRL from
 here, and add each hook or attribute that a subclass relies on to :data:`HOOKS`.
 """
 
@@ -29,15 +29,19 @@ __all__ = [
 ]
 
 SUPPORTED = ">=0.14.1,<0.15"
-"""The versions of TorchRL that work; ``setup.py`` asks for the same."""
+"""The versions of TorchRL that work, as in ``setup.py``."""
 
 HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
     ("torchrl.collectors", "Collector"): (
+        "_RESERVED_OPTIONS",
         "_carrier",
         "_compile_wrapped_policy",
+        "_drop_inapplicable_defaults",
         "_init_policy",
         "_legacy_weight_updater",
         "_maybe_make_final_rollout",
+        "_normalize_direct_env_fn",
+        "_normalize_env_fns",
         "_policy_output_keys",
         "_setup_policy_and_weights",
         "_setup_policy_version_tracking",
@@ -60,6 +64,7 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
         "register_scheme_receiver",
     ),
     ("torchrl.collectors.distributed", "DistributedCollector"): (
+        "_VERBOSE",
         "_frames_per_batch_corrected",
         "_init_master_dist",
         "_init_worker_dist_mp",
@@ -107,11 +112,11 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
         "stop_remote_collectors",
     ),
 }
-"""The methods that subclasses override and the attributes that they read or set, by TorchRL's class."""
+"""Methods that subclasses override and attributes that they read or set, by TorchRL's class."""
 
 
 def require_hooks(hooks: Mapping[tuple[str, str], Iterable[str]]) -> None:
-    """Raise an ImportError if TorchRL's classes use some of these names no longer.
+    """Raise an ImportError if TorchRL's classes no longer use one of these names.
 
     Args:
         hooks: names by module and class.
@@ -125,10 +130,10 @@ def require_hooks(hooks: Mapping[tuple[str, str], Iterable[str]]) -> None:
 
 
 def _names_used_by(cls: type) -> set[str]:
-    """Return all names that the methods of ``cls`` and of its bases mention."""
+    """Return all names in the code of the methods of ``cls``, its bases and its metaclass."""
     return {
         name
-        for base in cls.__mro__
+        for base in (*inspect.getmro(cls), *inspect.getmro(type(cls)))
         if base.__module__.startswith("torchrl.")
         for member in vars(base).values()
         for code in _codes_of(member)
@@ -137,7 +142,7 @@ def _names_used_by(cls: type) -> set[str]:
 
 
 def _codes_of(member: Any) -> list[CodeType]:
-    """Return the code of a method, and that of all functions inside it."""
+    """Return the code of a method and of all functions inside it."""
     parts = [member, *(getattr(member, part, None) for part in ("fget", "fset", "__func__"))]
     functions = [inspect.unwrap(part) for part in parts if callable(part)]
     waiting = [one.__code__ for one in functions if isinstance(one, FunctionType)]

@@ -1,5 +1,30 @@
-"""Classes of ``torchrl.collectors`` that this package passes on as they are."""
+"""Classes of ``torchrl.collectors`` that this package passes on unchanged.
 
-from torchrl.collectors import AsyncBatchedCollector, BaseCollector, Evaluator, ProfileConfig, RandomPolicy
+The weight updaters are for programs that still pass ``weight_updater=`` to a collector.
+"""
 
-__all__ = ["AsyncBatchedCollector", "BaseCollector", "Evaluator", "ProfileConfig", "RandomPolicy"]
+from torchrl.collectors import (
+    AsyncBatchedCollector,
+    BaseCollector,
+    Evaluator,
+    MultiProcessedWeightUpdater,
+    ProfileConfig,
+    RandomPolicy,
+    RayWeightUpdater,
+    RemoteModuleWeightUpdater,
+    VanillaWeightUpdater,
+    WeightUpdaterBase,
+)
+
+__all__ = [
+    "AsyncBatchedCollector",
+    "BaseCollector",
+    "Evaluator",
+    "MultiProcessedWeightUpdater",
+    "ProfileConfig",
+    "RandomPolicy",
+    "RayWeightUpdater",
+    "RemoteModuleWeightUpdater",
+    "VanillaWeightUpdater",
+    "WeightUpdaterBase",
+]

@@ -12,7 +12,7 @@ __all__ = ["Updating"]
 
 
 class Updating:
-    """Mixed into TorchRL's collectors, before them."""
+    """A mixin for TorchRL's collectors, placed before them."""
 
     _weight_sync_schemes: dict[str, WeightSyncScheme] | None
     _legacy_weight_updater: bool
@@ -28,27 +28,28 @@ class Updating:
         weights_dict: Mapping[str, Any] | None = None,
         policy_weights: Any = None,
     ) -> SyncReport | dict[str, SyncReport] | None:
-        """Bring the models that collect data to new weights.
+        """Update the models that collect data.
 
         Args:
-            policy_or_weights: module, TensorDict, dict or state_dict; or a dict of worker indices for
-                different weights each; None reads the policy given to the collector.
-            weights: the same, by name.
-            policy: the same, by name.
-            worker_ids: index or device of a worker, or a list of them; None for all.
-            model_id: which model; None is ``"policy"``.
-            weights_dict: weights by model id, for several models at once: on every worker all of them are
-                applied at one moment, or nothing changes on any worker.
-            policy_weights: the old name of ``policy_or_weights``.
+            policy_or_weights: module, TensorDict, dict or state_dict; or a dict from worker indices to
+                separate weights. None to read the policy given to the collector.
+            weights: the same as ``policy_or_weights``.
+            policy: the same as ``policy_or_weights``.
+            worker_ids: index or device of a worker, or a list of them; None for all workers.
+            model_id: id of the model; None for ``"policy"``.
+            weights_dict: weights by model id, for several models at once: every worker applies all of them
+                together, or no worker changes.
+            policy_weights: old name of ``policy_or_weights``.
 
         Returns:
-            what the update did; with ``weights_dict``, by model id. None with a legacy ``weight_updater``.
+            Report of the update; with ``weights_dict``, reports by model id. None with a legacy
+            ``weight_updater``.
 
         Raises:
-            ValueError: contradicting arguments.
-            KeyError: a model without a scheme.
+            ValueError: the arguments contradict each other.
+            KeyError: a model has no scheme.
             SchemaMismatchError: the weights do not fit; nothing changed.
-            SyncFailedError: workers failed, died or were late; it names them.
+            SyncFailedError: workers failed, died or were late; the error names them.
         """
         request = Request.of(
             policy_or_weights,

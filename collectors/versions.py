@@ -16,10 +16,10 @@ KEY = "policy_version"
 
 
 class FrameVersion(PolicyVersion):
-    """Copies the version that stands beside an action to the outcome of that action.
+    """A transform that copies the version of an action to the outcome of that action.
 
     The collector writes the version into the tensordict when it calls the policy. TorchRL's own transform
-    instead reads the version at hand when the environment has stepped, after which an update may have come.
+    reads the current version after the step of the environment, when an update may have come.
 
     Attributes:
         version: the last version written.
@@ -38,7 +38,7 @@ class FrameVersion(PolicyVersion):
 
 
 class VersionSource:
-    """The version in force: that of a scheme, or without one the number of updates counted here.
+    """A source of the version in force: the version of a scheme, or else the number of updates.
 
     Attributes:
         scheme: the scheme of the policy, if there is one.
@@ -60,7 +60,7 @@ class VersionSource:
         return version
 
     def restore(self, version: int) -> None:
-        """Take over the version of a ``state_dict``, until the next update."""
+        """Use the version of a ``state_dict`` until the next update."""
         self.count = version
         if self.scheme is not None:
             self._restored = self.scheme.version or 0, version
@@ -72,5 +72,5 @@ def stamp(data: TensorDictBase, version: int) -> None:
 
 
 def writes_version(policy: Any) -> bool:
-    """Return whether a policy writes ``"policy_version"`` itself, which is then left to it."""
+    """Whether a policy writes ``"policy_version"`` itself."""
     return KEY in (getattr(policy, "out_keys", None) or ())

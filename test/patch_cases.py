@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from weight_update.compression import resolve_compression
-from weight_update.encodings.patch.changes import BITS, Changes, Run, Sparse
+from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, Sparse
 from weight_update.encodings.patch.format import Patch, PatchOptions, decode_patch, encode_patch
 from weight_update.wire.schema import WeightSchema
 
@@ -93,7 +93,7 @@ def make_case(
 ) -> Case:
     old = noise(schema.nbytes, rng)
     found = places(schema, rng, density)
-    runs = tuple(Run(start, noise(size, rng)) for start, size in found.pop(0, []))
+    ranges = tuple(ByteRange(start, noise(size, rng)) for start, size in found.pop(0, []))
     parts = []
     for width, pieces in sorted(found.items()):
         positions = torch.from_numpy(np.concatenate(pieces))
@@ -105,7 +105,7 @@ def make_case(
             )
             values = before + torch.from_numpy(steps).to(BITS[width])
         parts.append(Sparse.of(width, positions, values))
-    changes = Changes(tuple(parts), runs)
+    changes = Changes(tuple(parts), ranges)
     new = old.clone()
     changes.write(new)
     return Case(schema, old, new, changes)
@@ -130,5 +130,5 @@ def bf16_case(elements: int, density: float, largest_step: int | None = None) ->
     rng = np.random.default_rng(3)
     while True:
         case = make_case(schema, rng, density, largest_step)
-        if not case.changes.runs:
+        if not case.changes.ranges:
             return case

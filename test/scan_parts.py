@@ -43,15 +43,15 @@ def check_form(changes: Changes, nbytes: int) -> None:
         assert part.positions.shape == part.values.shape
         assert part.positions.numel() > 0
         assert bool((part.positions.diff() > 0).all())
-        for one in part.stretches:
-            assert one.places.dtype in (torch.int32, torch.int64)
-            assert len(one.places) == len(one.values) > 0
-            assert int(one.places[0]) >= 0
+        for one in part.segments:
+            assert one.offsets.dtype in (torch.int32, torch.int64)
+            assert len(one.offsets) == len(one.values) > 0
+            assert int(one.offsets[0]) >= 0
         written.view(-1, part.width)[part.positions] += 1
-    starts = [run.start for run in changes.runs]
+    starts = [one.start for one in changes.ranges]
     assert starts == sorted(starts)
-    for run in changes.runs:
-        written[run.start : run.start + run.data.numel()] += 1
+    for one in changes.ranges:
+        written[one.start : one.start + one.data.numel()] += 1
     assert int(written.max() if nbytes else 0) <= 1
 
 

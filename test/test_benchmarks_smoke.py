@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import re
@@ -13,10 +14,13 @@ import pytest
 import torch
 
 from benchmarks import gpu, links
+from benchmarks.__main__ import BENCHMARKS
 from benchmarks.gpu_times import Variant
 from benchmarks.network import why_not
-from benchmarks.patch_peer import documented_bytes
-from benchmarks.patch_updates import Update
+from benchmarks.patch_bytes import documented_bytes
+from benchmarks.report import publish
+from benchmarks.targets import target, targets_table
+from benchmarks.updates import Update
 from weight_update.compression import NoCompression
 
 ROOT = Path(__file__).parent.parent
@@ -37,7 +41,7 @@ def tables(tmp_path_factory):
     """Rows of cells of each table, by the start of its title."""
     pytest.importorskip("torchrl", reason="the benchmarks compare with torchrl")
     file = tmp_path_factory.mktemp("bench") / "results.rst"
-    _run("benchmarks.compare", "--quick", "--scheme", "shared", "--rst", str(file))
+    _run("compare", "--quick", "--scheme", "shared", "--rst", str(file))
     return _tables(file.read_text(), TITLES)
 
 
@@ -45,7 +49,7 @@ def tables(tmp_path_factory):
 def cluster_tables(tmp_path_factory):
     pytest.importorskip("torchrl", reason="the benchmarks compare with torchrl")
     file = tmp_path_factory.mktemp("bench") / "cluster.rst"
-    _run("benchmarks.cluster", "--quick", "--rst", str(file))
+    _run("cluster", "--quick", "--rst", str(file))
     return _tables(file.read_text(), CLUSTER_TITLES)
 
 
@@ -56,18 +60,23 @@ def patch_tables(tmp_path_factory):
     pytest.importorskip("lz4")
     pytest.importorskip("zstandard")
     file = tmp_path_factory.mktemp("bench") / "patch.rst"
-    _run("benchmarks.patch", "--quick", "--rst", str(file))
+    _run("patch", "--quick", "--rst", str(file))
     return _tables(file.read_text(), PATCH_TITLES)
 
 
-def _run(module, *arguments):
-    done = _started(module, *arguments)
-    assert done.returncode == 0, done.stderr
+def _run(name, *arguments):
+    """Run a benchmark to its end; its exit status must say whether a target was missed."""
+    done = _started(name, *arguments)
+    assert "Traceback" not in done.stderr, done.stderr
+    missed = re.search(r"^Missed targets:\n((?:  .+\n)+)", done.stdout, re.MULTILINE)
+    assert done.returncode == (1 if missed else 0), done.stderr
+    shown = re.findall(r"^(.+?) +<= \S+ .* no$", done.stdout, re.MULTILINE)
+    assert [line.strip() for line in missed[1].splitlines()] == shown if missed else not shown
 
 
-def _started(module, *arguments):
+def _started(name, *arguments):
     return subprocess.run(
-        [sys.executable, "-m", module, *arguments],
+        [sys.executable, "-m", "benchmarks", name, *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -196,7 +205,7 @@ def test_an_update_is_timed_over_a_slow_link():
 @pytest.mark.timeout(300)
 def test_the_tables_of_links(tmp_path):
     file = tmp_path / "links.rst"
-    _run("benchmarks.links", "--quick", "--rst", str(file))
+    _run("links", "--quick", "--rst", str(file))
     tables = _tables(file.read_text(), ["4 MB to one host", "4 MB to several hosts"])
     (head, dense, *patches) = tables["4 MB to one host"]
     assert len(patches) == 3
@@ -209,7 +218,7 @@ def test_the_tables_of_links(tmp_path):
 @pytest.mark.timeout(300)
 def test_methods_and_styles_of_a_synchronizer(tmp_path):
     file = tmp_path / "synchronizer.rst"
-    _run("benchmarks.synchronizer", "--quick", "--rst", str(file))
+    _run("synchronizer", "--quick", "--rst", str(file))
     tables = _tables(file.read_text(), ["Methods", "Styles"])
     rows = _cells(tables["Methods"], MB="1", explorers="1")
     assert [row["method"] for row in rows] == ["NCCL", "NCCL, a host each", "MEMORY", "CHECKPOINT"]
@@ -257,9 +266,36 @@ def test_rlinf_bytes_by_hand():
     assert _documented((5,)) == [0, 0]
 
 
+def test_the_list_of_benchmarks():
+    done = _started("--help")
+    assert done.returncode == 0, done.stderr
+    assert all(f"\n  {name} " in done.stdout for name in BENCHMARKS)
+    assert _started("no-such").returncode == 2
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_options_of_every_benchmark(name):
+    pytest.importorskip("lz4")
+    pytest.importorskip("zstandard")
+    main = importlib.import_module(f"benchmarks.{name}").main
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--help"])
+
+
+def test_a_missed_target_is_the_exit_status(capsys):
+    slow = target("SharedMem, 1 GB, 4 workers, of one plain copy", 1.6)
+    lucky = target("building, of one copy: {variant}", 2.0, fastest=2.6, variant="flat")
+    good = target("building, of one copy: {variant}", 2.0, fastest=2.5, variant="coo")
+    unknown = target("SharedMem, 1 GB, slowest / fastest of 1 to 8 workers", None)
+    assert [each.met for each in (slow, lucky, good, unknown)] == ["no", "no", "yes", "not measured"]
+    assert publish("x", [], [targets_table([good, unknown])], None) == 0
+    assert publish("x", [], [targets_table([slow, lucky, good])], None) == 1
+    assert capsys.readouterr().out.endswith(f"Missed targets:\n  {slow.name}\n  {lucky.name}\n")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_its_benchmark_says_so():
-    done = _started("benchmarks.gpu", "--quick")
+    done = _started("gpu", "--quick")
     assert done.returncode == 2
     assert "needs a CUDA device" in done.stderr
     assert done.stdout == ""

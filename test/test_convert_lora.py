@@ -150,7 +150,7 @@ def test_layers_that_come_apart() -> None:
         ]
         for layer in ("x", "y")
     }
-    with pytest.raises(ConversionError, match="x: its weights do not come together"):
+    with pytest.raises(ConversionError, match="x: its weights are not adjacent"):
         convert(merge_lora(1.0), [*layers["x"], *layers["y"], ("x.base_layer.scale", numbers(2))])
     with pytest.raises(ConversionError, match=r"x \(d\): lora_B is missing"):
         convert(merge_lora(1.0), [*layers["x"][:-1], *layers["y"], layers["x"][-1]])

@@ -230,7 +230,7 @@ def test_ranks_that_differ_all_fail(tmp_path: Path) -> None:
         ],
         strict=False,
     ):
-        assert told.startswith("ConversionError: the ranks of the group do not go through the same weights")
+        assert told.startswith("ConversionError: the ranks of the group do not convert the same weights")
         assert f"rank 0 of the group has {zero}" in told
         assert f"rank 1 of the group has {one}" in told
     assert first[3] == "OSError: the disk is gone"

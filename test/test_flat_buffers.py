@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +23,7 @@ from weight_update.receiver import flat_buffers
 from weight_update.receiver.targets import ModelTarget
 from weight_update.testing import Body, Crew, SchemeContract, fingerprint, scramble
 from weight_update.testing.crew import context_of
+from weight_update.testing.processes import wait_until
 
 COUNT = 300
 PLACES = [("fork", SharedMemWeightSyncScheme), ("thread", MemoryWeightSyncScheme)]
@@ -121,10 +121,7 @@ def test_replaced_tensors_are_found_again(hire: Hire) -> None:
 
 
 def wait_until_it_waits(body: Body) -> None:
-    deadline = time.monotonic() + 10.0
-    while not body.scheme._receiver.gate._updates:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: body.scheme._receiver.gate._updates)
 
 
 def replace_when_it_waits(body: Body) -> None:

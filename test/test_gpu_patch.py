@@ -66,7 +66,9 @@ def test_the_patch_has_the_bytes_of_one_made_on_the_cpu(
         PatchEncoding.read(payload, schema).write(flat)
         for view, tensor in zip(schema.views(flat), here.values(), strict=True):
             assert torch.equal(view.view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8))
-        if not found.changes.runs and not expected.changes.runs:  # pieces, and so runs, differ in size
+        if (
+            not found.changes.ranges and not expected.changes.ranges
+        ):  # tiles, and so byte ranges, differ in size
             assert torch.equal(payload, plain.encode(expected, turn, turn + 1, lend))
         plain.advance(expected)
         tracker.advance(found)

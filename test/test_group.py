@@ -24,6 +24,7 @@ from weight_update import (
 )
 from weight_update.receiver.group_commit import commit_group
 from weight_update.testing import mlp
+from weight_update.testing.processes import wait_until
 
 LIMIT = 0.3
 
@@ -114,13 +115,6 @@ def test_a_failure_to_stage_covers_all_models(models: Models) -> None:
     }
     after = models.models[0, 0].state_dict().values()
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-
-
-def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + 10.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_a_slow_switch_is_no_failure() -> None:

@@ -24,7 +24,7 @@ from weight_update import (
 from weight_update.errors import FormatError, NotEnoughMemoryError
 from weight_update.testing import Apart, ApartInTwos, Body, Crew, fingerprint, mlp
 from weight_update.testing.crew import context_of
-from weight_update.testing.processes import freeze
+from weight_update.testing.processes import eventually, freeze, wait_until
 from weight_update.testing.workers import Worker
 from weight_update.transports.distributed.checksum import BLOCK, Checksum
 from weight_update.transports.distributed.relay.gloo import PointToPointGroup
@@ -92,12 +92,7 @@ def read_value(body: Body) -> float:
 
 
 def has(worker: Worker, value: float, within: float = 20.0) -> bool:
-    deadline = time.monotonic() + within
-    while value_of(worker) != value:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
+    return eventually(lambda: value_of(worker) == value, within)
 
 
 def test_once_a_host_and_once_from_the_sender(hire: Hire) -> None:
@@ -321,10 +316,7 @@ def test_death_of_a_worker_with_a_tiny_model_is_noticed() -> None:
         crew.hire(0, mlp(2))
         crew.connect()
         crew.workers[0].runner.kill()
-        deadline = time.monotonic() + 5.0
-        while scheme.worker_versions[0] is not None:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: scheme.worker_versions[0] is None, 5.0)
 
 
 @pytest.mark.parametrize("end", ["sender", "worker"])

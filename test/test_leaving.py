@@ -9,6 +9,7 @@ import pytest
 from torch import nn
 
 from weight_update import MemoryWeightSyncScheme, SyncFailedError
+from weight_update.testing.processes import wait_until
 
 
 class Cascade:
@@ -59,7 +60,4 @@ def test_having_applied_outlives_the_worker() -> None:
 
 
 def wait_until_gone(sender: MemoryWeightSyncScheme) -> None:
-    deadline = time.monotonic() + 10.0
-    while sender.worker_versions[0] is not None:
-        assert time.monotonic() < deadline, "the sender did not notice that the worker left"
-        time.sleep(0.01)
+    wait_until(lambda: sender.worker_versions[0] is None)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from weight_update.errors import JoinRefusedError, LinkClosedError
+from weight_update.testing.processes import eventually
 from weight_update.transports import listener as module
 from weight_update.transports.handshake import prove_token
 from weight_update.transports.listener import Listener
@@ -100,9 +101,7 @@ def service(request: pytest.FixtureRequest) -> Iterator[Service]:
     served = Service(request.param)
     yield served
     served.listener.close()
-    deadline = time.monotonic() + LONG
-    while set(threading.enumerate()) - before and time.monotonic() < deadline:
-        time.sleep(0.01)
+    eventually(lambda: set(threading.enumerate()) <= before)
     assert set(threading.enumerate()) <= before
 
 
@@ -303,12 +302,3 @@ def tried(action: Callable[[], bool]) -> bool:
 
 def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + LONG
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True

@@ -30,6 +30,7 @@ from weight_update import (
 from weight_update.testing import Crew, fingerprint, scramble
 from weight_update.testing.crew import context_of
 from weight_update.testing.models import Brittle
+from weight_update.testing.processes import wait_until
 from weight_update.testing.workers import Method
 from weight_update.wire.schema import WeightSchema
 
@@ -423,10 +424,7 @@ def test_a_spoilt_patch_is_not_applied(yard: Yard, values: Any) -> None:
     spoil(crew.scheme._sender.table[0].group._past[-1].payload)  # type: ignore[union-attr]
     same(crew, before)
     crew.workers[0].call("release")
-    deadline = time.monotonic() + 10.0
-    while crew.scheme.worker_versions[0] != 3:  # it joins again by itself
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: crew.scheme.worker_versions[0] == 3)  # it joins again by itself
     same(crew, source)
     poke(source, 7)
     assert crew.scheme.send().encoding == "patch"

@@ -161,8 +161,8 @@ def test_the_documented_example() -> None:
     assert (part.width, part.relative) == (2, True)
     assert part.positions.tolist() == [2, 3, 300]
     assert part.values.tolist() == [1, -2, 256]
-    (run,) = patch.changes.runs
-    assert (run.start, run.data.tolist()) == (1024, [0, 0, 128, 63])
+    (replaced,) = patch.changes.ranges
+    assert (replaced.start, replaced.data.tolist()) == (1024, [0, 0, 128, 63])
 
 
 @pytest.mark.parametrize("delta", [True, False])

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from patch_cases import Case, any_options, cases, lend, options
 
-from weight_update.encodings.patch.changes import Changes, Run, Sparse
+from weight_update.encodings.patch.changes import ByteRange, Changes, Sparse
 from weight_update.encodings.patch.format import PatchOptions, decode_patch, encode_patch
 from weight_update.encodings.patch.positions_flat import join_units
 from weight_update.errors import FormatError
@@ -31,8 +31,8 @@ def decodes_or_refuses(payload: torch.Tensor, schema: WeightSchema) -> bool:
         assert positions[-1] < schema.nbytes // part.width
         assert (np.diff(positions) > 0).all()
         assert part.values.shape == part.positions.shape
-    for run in patch.changes.runs:
-        assert 0 <= run.start <= run.start + run.data.numel() <= schema.nbytes
+    for one in patch.changes.ranges:
+        assert 0 <= one.start <= one.start + one.data.numel() <= schema.nbytes
     return False
 
 
@@ -73,12 +73,12 @@ def test_another_schema(case: Case, chosen: PatchOptions) -> None:
 
 
 def small_patch(layout: str = "flat", delta: bool = False) -> tuple[bytearray, WeightSchema]:
-    """Elements 1 and 6 of 8 x 2 float32 and a run, uncompressed: each array takes 8 bytes."""
+    """Elements 1 and 6 of 8 x 2 float32 and a byte range, uncompressed: each array takes 8 bytes."""
     schema = WeightSchema.of({"a": torch.empty(8, 2), "b": torch.empty(2).double()})
     part = Sparse.of(4, torch.tensor([1, 6]), torch.tensor([10, 20], dtype=torch.int32))
-    run = Run(64, torch.arange(8, dtype=torch.uint8))
+    replaced = ByteRange(64, torch.arange(8, dtype=torch.uint8))
     old = torch.zeros(schema.nbytes, dtype=torch.uint8)
-    payload = encode_patch(Changes((part,), (run,)), old, schema, 0, 1, options(layout, delta), lend)
+    payload = encode_patch(Changes((part,), (replaced,)), old, schema, 0, 1, options(layout, delta), lend)
     return bytearray(payload.numpy().tobytes()), schema
 
 
@@ -125,10 +125,10 @@ def test_lying_heads(at: int, form: str, value: Any, message: str) -> None:
         ("flat", True, 0, [1, 30], "element 32 of 32"),
         ("flat", True, 0, [1, 255], "do not make 2 positions"),
         ("flat", True, 0, [255, 1], "do not make 2 positions"),
-        ("flat", True, 2, [128], "run of 8 bytes at 128"),
-        ("flat", True, 3, [7], "bytes for more runs"),
-        ("flat", True, 3, [9], "run of 9 bytes"),
-        ("flat", True, 3, [0], "run of 0 bytes"),
+        ("flat", True, 2, [128], "range of 8 bytes at 128"),
+        ("flat", True, 3, [7], "more bytes than its ranges"),
+        ("flat", True, 3, [9], "range of 9 bytes"),
+        ("flat", True, 3, [0], "range of 0 bytes"),
         ("coo", False, 0, [2], "names a tensor that is not there"),
         ("coo", False, 0, [1], "empty, tied or of another width"),
         ("coo", False, 1, [0], "changes no element"),

@@ -29,7 +29,7 @@ from weight_update import (
 )
 from weight_update.testing import Apart, Crew, Zoo, fingerprint, scramble
 from weight_update.testing.crew import context_of
-from weight_update.testing.processes import freeze
+from weight_update.testing.processes import freeze, wait_until
 from weight_update.testing.workers import Method
 
 SCHEMES: dict[str, tuple[type[WeightSyncScheme], Method]] = {
@@ -144,9 +144,7 @@ def test_no_more_is_converted_than_may_be_in_flight(hire: Any, kind: str, limit:
     pid = stop(crew)
     sending = threading.Thread(target=crew.scheme.send)
     sending.start()
-    deadline = time.monotonic() + 10
-    while convert.asked < limit and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: convert.asked >= limit)
     time.sleep(0.2)  # nothing that could be asked for meanwhile is
     assert convert.asked == limit
     os.kill(pid, signal.SIGCONT)

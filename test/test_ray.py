@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from weight_update.testing import (
     scramble,
 )
 from weight_update.testing.lifecycle import LifecycleTests
-from weight_update.testing.processes import freeze
+from weight_update.testing.processes import eventually, freeze
 from weight_update.testing.ray_workers import RayWorker
 from weight_update.testing.transports import Ends
 from weight_update.transports.ray.listener import RayListener
@@ -181,13 +181,6 @@ def troupe() -> Iterator[Troupe]:
     troupe.close()
 
 
-def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + WAIT
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
-
-
 def send_until_error(scheme: RayWeightSyncScheme) -> None:
     """An actor that is killed may take one more update before it ends."""
     for _ in range(100):
@@ -226,7 +219,7 @@ def test_busy_killed_restarted_and_dead_actors(data: str, troupe: Troupe) -> Non
         send_until_error(scheme)
     assert {idx: type(error) for idx, error in caught.value.failures.items()} == {1: LinkClosedError}
     assert all_have_it(players[:1])
-    assert eventually(lambda: scheme.worker_versions[1] is not None)  # Ray made it anew
+    assert eventually(lambda: scheme.worker_versions[1] is not None, WAIT)  # Ray made it anew
     assert all_have_it(players)
     ray.kill(players[1])
     with pytest.raises(SyncFailedError, match=r"worker 1: Actor\(Player.* killed by `ray.kill`"):
@@ -270,7 +263,7 @@ def test_a_stopped_actor_is_late_and_catches_up(data: str, troupe: Troupe) -> No
         assert workers[1].call("fingerprint") == fingerprint(mlp(2))
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert eventually(lambda: scheme.worker_versions[0] == 1)
+    assert eventually(lambda: scheme.worker_versions[0] == 1, WAIT)
     assert workers[0].call("fingerprint") == fingerprint(mlp(2))
 
 
@@ -292,7 +285,7 @@ def test_strangers_and_the_end(data: str, troupe: Troupe) -> None:
     scheme.shutdown()
     scheme.shutdown()
     assert worker.answer() == "LinkClosedError"
-    assert eventually(lambda: gone(scheme.name))
+    assert eventually(lambda: gone(scheme.name), WAIT)
     assert worker.call("fingerprint") == fingerprint(mlp(2))
 
 
@@ -334,7 +327,7 @@ def test_the_object_store_is_freed(troupe: Troupe) -> None:
         assert worker.call("fingerprint") == fingerprint(source)
     assert most < 90e6
     scheme.shutdown()
-    assert eventually(lambda: store_bytes() < 10e6)
+    assert eventually(lambda: store_bytes() < 10e6, WAIT)
 
 
 def store_bytes() -> float:
@@ -361,7 +354,7 @@ def test_a_payload_that_the_store_lost_comes_again(troupe: Troupe) -> None:
     source.weight.data.fill_(1)
     handle = scheme.send_async()
     assert lost
-    assert eventually(lambda: scheme.worker_versions[0] == 1)
+    assert eventually(lambda: scheme.worker_versions[0] == 1, WAIT)
     assert worker.call("fingerprint") == fingerprint(source)
     assert handle.done()
 
@@ -387,7 +380,7 @@ def test_workers_learn_that_their_trainer_died(troupe: Troupe) -> None:
     worker.post("run", wait_for_more)
     ray.kill(trainer)
     assert worker.answer() == "LinkClosedError"
-    assert eventually(lambda: gone(scheme.name))
+    assert eventually(lambda: gone(scheme.name), WAIT)
 
 
 def test_arguments() -> None:
@@ -406,7 +399,7 @@ def test_no_thread_waits_in_ray_at_the_end(troupe: Troupe) -> None:
     scheme, _ = troupe.launch(mlp(1), mlp(2), data="object_store")
     assert ours()
     scheme.shutdown()
-    assert eventually(lambda: not ours())
+    assert eventually(lambda: not ours(), WAIT)
 
 
 def test_a_synchronizer_in_an_actor() -> None:

@@ -10,7 +10,7 @@ from scan_parts import Tensors, check_form, flat_of, flip, same, schema_of
 
 from weight_update.encodings.patch import diff_cpu as scan_module
 from weight_update.encodings.patch.changes import Changes
-from weight_update.encodings.patch.diff_cpu import LARGE, PIECE, Scan, Scanner
+from weight_update.encodings.patch.diff_cpu import LARGE, TILE, Scan, Scanner
 from weight_update.testing import Zoo, random_bits
 from weight_update.testing.models import small_views
 from weight_update.wire.schema import DTYPES, TensorMeta, WeightSchema
@@ -32,7 +32,7 @@ def test_nothing_changed() -> None:
     tensors = [random_bits((3, 5), dtype, 1) for dtype in DTYPES.values()]
     schema = schema_of(tensors)
     scan = Scanner(schema).scan(tensors, flat_of(schema, tensors))
-    assert scan.changes == Changes() or (scan.changes.sparse, scan.changes.runs) == ((), ())
+    assert scan.changes == Changes() or (scan.changes.sparse, scan.changes.ranges) == ((), ())
     assert (scan.changed, scan.total) == (0, 15 * (len(DTYPES) + 1))
 
 
@@ -51,7 +51,7 @@ def test_zoo(seed: int, threads: int) -> None:
 def test_counts_are_exact(
     dtype: torch.dtype, fraction: float, count: int, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scan_module, "PIECE", 1 << 16)
+    monkeypatch.setattr(scan_module, "TILE", 1 << 16)
     monkeypatch.setattr(scan_module, "GROUP", group)
     monkeypatch.setattr(scan_module, "LARGE", 1 << 12)
     tensor = random_bits((count,), dtype, 1)
@@ -119,13 +119,13 @@ def test_many_small_tensors_are_one_stream() -> None:
     assert scan.changed == 2500
 
 
-def test_runs_leave_untracked_entries_alone() -> None:
+def test_ranges_leave_untracked_entries_alone() -> None:
     tensors = [random_bits((200 + i,), torch.uint8, i) for i in range(40)]
     schema = schema_of(tensors)
     tracked = [i for i in range(40) if i % 3]
     snapshot = torch.zeros(schema.nbytes, dtype=torch.uint8)
     scan = Scanner(schema, tracked).scan(tensors, snapshot)
-    assert len(scan.changes.runs) == 13
+    assert len(scan.changes.ranges) == 13
     assert scan.total == sum(tensors[i].numel() for i in tracked)
     scan.changes.write(snapshot)
     for i, view in enumerate(schema.views(snapshot)):
@@ -137,8 +137,8 @@ def test_untracked_entries_are_not_found() -> None:
     schema = schema_of(tensors)
     scan = Scanner(schema, [1, 4]).scan(tensors, torch.zeros(schema.nbytes, dtype=torch.uint8))
     assert scan.total == LARGE + 1 + 3
-    assert [run.start for run in scan.changes.runs] == [
-        *range(schema.tensors[1].offset, schema.tensors[2].offset - 64, PIECE),
+    assert [one.start for one in scan.changes.ranges] == [
+        *range(schema.tensors[1].offset, schema.tensors[2].offset - 64, TILE),
         schema.tensors[4].offset,
     ]
 
@@ -207,7 +207,7 @@ def test_wrong_arguments() -> None:
 
 
 SHAPES = st.lists(st.integers(0, 40), max_size=2).map(tuple) | st.sampled_from(
-    [(LARGE,), (257, 301), (PIECE // 8 + 3,)]
+    [(LARGE,), (257, 301), (TILE // 8 + 3,)]
 )
 DTYPE_NAMES = st.sampled_from(sorted(DTYPES))
 

@@ -9,7 +9,7 @@ import torch
 from scan_parts import Tensors, check_form, flat_of, flip, same, schema_of
 
 from weight_update.encodings.patch import diff_cuda as scan_cuda
-from weight_update.encodings.patch.changes import Changes, Run, Sparse
+from weight_update.encodings.patch.changes import ByteRange, Changes, Sparse
 from weight_update.encodings.patch.diff_cuda import CudaScanner, Queues
 from weight_update.testing import random_bits
 from weight_update.wire.schema import DTYPES, WeightSchema
@@ -62,7 +62,7 @@ def placed(snapshot: torch.Tensor, place: str, device: torch.device) -> torch.Te
 def on_cpu(changes: Changes) -> Changes:
     return Changes(
         tuple(Sparse.of(part.width, part.positions.cpu(), part.values.cpu()) for part in changes.sparse),
-        tuple(Run(run.start, run.data.cpu()) for run in changes.runs),
+        tuple(ByteRange(one.start, one.data.cpu()) for one in changes.ranges),
     )
 
 
@@ -86,7 +86,7 @@ def test_changes_give_the_new_bits(
     piece: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scan_cuda, "PIECE", piece)
+    monkeypatch.setattr(scan_cuda, "TILE", piece)
     tensors = of_all_kinds()
     schema = schema_of(tensors)
     snapshot = placed(flat_of(schema, tensors), kept, device)

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 from weight_update import NotEnoughMemoryError
+from weight_update.testing.processes import eventually
 from weight_update.transports.shared_memory import slots
 from weight_update.transports.shared_memory.slots import SharedBuffer, SlotTable, may_run, open_slot
 
@@ -176,14 +176,7 @@ def test_may_run() -> None:
     child.start()
     assert may_run(child.pid)
     child.kill()
-    assert eventually_false(lambda: may_run(child.pid))  # though it is a zombie yet
+    assert eventually(lambda: not may_run(child.pid))  # though it is a zombie yet
     child.join()
     assert not may_run(child.pid)
     assert may_run(os.getpid())
-
-
-def eventually_false(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 10.0
-    while condition() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return not condition()

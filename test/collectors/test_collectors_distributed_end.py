@@ -24,15 +24,13 @@ from weight_update import (
     SyncTimeoutError,
     WorkerError,
 )
+from weight_update.testing.processes import eventually, wait_until
 
 ROOT = Path(__file__).parents[2]
 
 
 def nothing_is_left():
-    deadline = time.monotonic() + 5.0
-    while ours() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return ours() == [] and not torch.distributed.is_initialized()
+    return eventually(lambda: not ours(), 5.0) and not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize("kind", ["async", "ahead"])
@@ -219,7 +217,4 @@ def test_an_interpreter_ends_without_shutdown(cls, end, code, tmp_path):
     assert ("on purpose" in done.stderr) == (code == 1)
     workers = [int(pid) for pid in done.stdout.split()]
     assert len(workers) == 2
-    deadline = time.monotonic() + 20
-    while any(map(psutil.pid_exists, workers)):
-        assert time.monotonic() < deadline, "workers stay"
-        time.sleep(0.1)
+    wait_until(lambda: not any(map(psutil.pid_exists, workers)), 20.0)

@@ -30,6 +30,7 @@ from weight_update import (
     SyncReport,
     SyncTimeoutError,
 )
+from weight_update.testing.processes import wait_until
 
 ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "weight-update[ray]"')
 
@@ -196,10 +197,7 @@ def test_what_goes_wrong_in_the_constructor_leaves_nothing() -> None:
     scheme.init_on_sender(model=torch.nn.Linear(1, 1), num_workers=1)
     with pytest.raises(LifecycleError, match="initialized already"):
         make(make_policy(), 1, weight_sync_schemes={"policy": scheme})
-    deadline = time.monotonic() + 20
-    while ray.available_resources().get("CPU") != 4 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert ray.available_resources()["CPU"] == 4  # its actors are gone
+    wait_until(lambda: ray.available_resources().get("CPU") == 4, 20.0)  # its actors are gone
 
 
 def make_scorer() -> TensorDictModule:

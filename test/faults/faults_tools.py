@@ -7,7 +7,6 @@ import multiprocessing as mp
 import os
 import signal
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from weight_update import WeightSyncScheme
+from weight_update.testing import processes
 from weight_update.testing.processes import freeze
 
 WAIT = 30.0
@@ -153,9 +153,7 @@ def leave(me: Worker) -> None:
 
 
 def wait_version(me: Worker, version: int, timeout: float = WAIT) -> int | None:
-    deadline = time.monotonic() + timeout
-    while (me.scheme.version or 0) < version and time.monotonic() < deadline:
-        time.sleep(0.01)
+    eventually(lambda: (me.scheme.version or 0) >= version, timeout)
     return me.scheme.version
 
 
@@ -273,13 +271,8 @@ class Crew:
 
 
 def eventually(condition: Callable[[], bool], timeout: float = WAIT) -> bool:
-    """Whether ``condition`` became true within ``timeout`` seconds."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
+    """Return whether ``condition`` becomes true within ``timeout`` seconds, 30 by default."""
+    return processes.eventually(condition, timeout)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from hosts_crew import HostsCrew
 
+from weight_update.testing.processes import wait_until
+
 pytest.importorskip("ray", reason='needs pip install "weight-update[ray]"')
 
 HERE = Path(__file__).parent
@@ -134,10 +136,7 @@ def test_a_link_that_fails_and_comes_back(cluster: Cluster) -> None:
     cluster.network.pull("one")
     assert cluster.ask("send") == {"failed": [1]}
     cluster.network.plug("one")
-    deadline = time.monotonic() + 60.0
-    while cluster.ask("versions")["1"] != 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: cluster.ask("versions")["1"] == 2, 60.0)
     check(cluster)
     assert cluster.ask("send") == {"version": 3}
     check(cluster)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from weight_update import ExplorerClient, Synchronizer, SyncMethod, SyncStyle, TrainerClient
+from weight_update.testing import processes
 
 PATIENCE = 20.0
 
@@ -47,10 +48,7 @@ def synchronizer(
 
 
 def wait_until(true: Callable[[], Any], seconds: float = PATIENCE) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.005)
+    processes.wait_until(true, seconds)
 
 
 class Waiting(threading.Thread):

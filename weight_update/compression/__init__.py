@@ -1,4 +1,7 @@
-"""Compressions: bytes to fewer and back. New ones derive from :class:`Compression` and register a name."""
+"""Compressions: bytes to fewer bytes and back.
+
+New compressions derive from :class:`Compression` and register a name.
+"""
 
 from weight_update.compression.base import (
     Compression,

@@ -1,4 +1,4 @@
-"""What a compression is: the extension point between bytes and fewer bytes."""
+"""The compression interface: the extension point between bytes and fewer bytes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["Compression", "decompressor_for", "optional", "register_compression"
 
 
 class Compression(ABC):
-    """Lossless compression of raw bytes. Instances are immutable, picklable and safe to share by threads."""
+    """Lossless compression of raw bytes. Instances are immutable, picklable and thread-safe."""
 
     name: ClassVar[str]
     """Name and version on the wire, e.g. ``"zstd/1"``; a new layout takes a new number."""
 
     device: ClassVar[str]
-    """Type of the device whose memory it works on, ``"cpu"`` or ``"cuda"``; ``"any"`` for both."""
+    """Device type of the memory that it processes: ``"cpu"``, ``"cuda"``, or ``"any"`` for both."""
 
     @property
     def label(self) -> str:
@@ -29,13 +29,13 @@ class Compression(ABC):
 
     @abstractmethod
     def compress(self, data: torch.Tensor) -> torch.Tensor:
-        """The bytes of ``data``, in a form from which :meth:`decompress` gets them back.
+        """Compress ``data`` so that :meth:`decompress` can restore it.
 
         Args:
-            data: 1-D contiguous uint8 tensor of any size, 0 too; it is left as it is.
+            data: 1-D contiguous uint8 tensor of any size, also 0; it is not changed.
 
         Returns:
-            a 1-D uint8 tensor on the same device, which may be longer than ``data``.
+            A 1-D uint8 tensor on the same device, which may be longer than ``data``.
 
         Raises:
             ValueError: ``data`` is another kind of tensor or on another kind of device.
@@ -44,23 +44,23 @@ class Compression(ABC):
     @classmethod
     @abstractmethod
     def decompress(cls, data: torch.Tensor, nbytes: int) -> torch.Tensor:
-        """What was compressed; no option of the sender is needed for it.
+        """Restore compressed data, without any option of the sender.
 
         Args:
-            data: 1-D contiguous uint8 tensor, possibly not made by :meth:`compress` at all.
-            nbytes: how many bytes were compressed. Not much more memory than this is ever used.
+            data: 1-D contiguous uint8 tensor, possibly not a result of :meth:`compress`.
+            nbytes: size of the original data. Decompression uses little more memory than this.
 
         Returns:
-            a writable 1-D uint8 tensor of ``nbytes`` on the same device.
+            A writable 1-D uint8 tensor of ``nbytes`` on the same device.
 
         Raises:
-            FormatError: ``data`` does not stand for exactly so many bytes.
+            FormatError: ``data`` does not decompress to exactly ``nbytes`` bytes.
             ValueError: ``data`` is another kind of tensor or on another kind of device.
         """
 
     @classmethod
     def check(cls, data: torch.Tensor, nbytes: int = 0) -> None:
-        """Refuse arguments that :meth:`compress` and :meth:`decompress` cannot take.
+        """Check the arguments of :meth:`compress` and :meth:`decompress`.
 
         Raises:
             FormatError: ``nbytes`` is negative.
@@ -78,10 +78,10 @@ class Compression(ABC):
 
 
 def optional(module: str, extra: str) -> Any:
-    """Import ``module``, which comes with an extra of ours.
+    """Import ``module``, which an extra of this package installs.
 
     Raises:
-        ImportError: it is not there or does not load; the message names the extra.
+        ImportError: the module is missing or does not load; the message names the extra.
     """
     try:
         return importlib.import_module(module)
@@ -97,18 +97,18 @@ _C = TypeVar("_C", bound=type[Compression])
 
 
 def register_compression(cls: _C) -> _C:
-    """Class decorator: make a compression known by its ``name``, on both ends."""
+    """Register a compression class under its ``name``; a class decorator, needed on both ends."""
     _registry[cls.name] = cls
     return cls
 
 
 def resolve_compression(compression: str | Compression) -> Compression:
-    """A compression from its short name, or the compression itself.
+    """Return the compression of a short name, or the given compression itself.
 
     Raises:
-        ValueError: the name is unknown; the message lists the known ones.
-        ImportError: the package it needs is not installed; the message names the extra.
-        RuntimeError: it needs a CUDA device and there is none.
+        ValueError: the name is unknown; the message lists the known names.
+        ImportError: a package that it needs is not installed; the message names the extra.
+        RuntimeError: it needs a CUDA device, and there is none.
     """
     if isinstance(compression, Compression):
         return compression
@@ -120,7 +120,7 @@ def resolve_compression(compression: str | Compression) -> Compression:
 
 
 def decompressor_for(wire_name: str) -> type[Compression]:
-    """The class whose ``decompress`` reads what a chunk names.
+    """Return the class whose ``decompress`` reads the compression that a chunk names.
 
     Raises:
         FormatError: the compression is not registered here.

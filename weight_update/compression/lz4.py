@@ -1,4 +1,4 @@
-"""LZ4: little compression, faster than most networks."""
+"""LZ4: moderate compression, faster than most networks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from weight_update.compression.base import optional, register_compression
-from weight_update.compression.pieces import Expand, PiecewiseCompression, Shrink
+from weight_update.compression.blocks import BlockCompression, Expand, Shrink
 from weight_update.errors import FormatError
 
 __all__ = ["Lz4Compression"]
@@ -14,12 +14,12 @@ __all__ = ["Lz4Compression"]
 
 @register_compression
 @dataclass(frozen=True)
-class Lz4Compression(PiecewiseCompression):
+class Lz4Compression(BlockCompression):
     """LZ4 blocks (https://github.com/lz4/lz4/blob/dev/doc/lz4_Block_format.md), without a size in front.
 
     Args:
-        acceleration: from 1; the larger, the faster, and the less it compresses.
-        threads: see :class:`~weight_update.compression.pieces.PiecewiseCompression`.
+        acceleration: at least 1; a larger value is faster and compresses less.
+        threads: see :class:`~weight_update.compression.blocks.BlockCompression`.
 
     Raises:
         ImportError: the package ``lz4`` is not installed.
@@ -39,9 +39,9 @@ class Lz4Compression(PiecewiseCompression):
     def shrinker(self) -> Shrink:
         block = optional("lz4.block", "lz4")
 
-        def shrink(piece: memoryview) -> bytes:
+        def shrink(data: memoryview) -> bytes:
             packed: bytes = block.compress(
-                piece, mode="fast", acceleration=self.acceleration, store_size=False
+                data, mode="fast", acceleration=self.acceleration, store_size=False
             )
             return packed
 
@@ -51,9 +51,9 @@ class Lz4Compression(PiecewiseCompression):
     def expander(cls) -> Expand:
         block = optional("lz4.block", "lz4")
 
-        def expand(piece: memoryview, nbytes: int) -> bytes:
+        def expand(data: memoryview, nbytes: int) -> bytes:
             try:
-                whole: bytes = block.decompress(piece, uncompressed_size=nbytes)
+                whole: bytes = block.decompress(data, uncompressed_size=nbytes)
             except block.LZ4BlockError as error:
                 raise FormatError(f"not an LZ4 block of {nbytes} bytes: {error}") from None
             return whole

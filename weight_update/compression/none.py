@@ -16,7 +16,7 @@ __all__ = ["NoCompression"]
 @register_compression
 @dataclass(frozen=True)
 class NoCompression(Compression):
-    """Gives back the very tensor it was given, both ways: nothing is copied."""
+    """The identity: both directions return the given tensor without a copy."""
 
     name: ClassVar[str] = "none/1"
     device: ClassVar[str] = "any"

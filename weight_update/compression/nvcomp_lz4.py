@@ -16,7 +16,7 @@ from weight_update.errors import FormatError
 __all__ = ["NvcompLz4Compression"]
 
 _ALIGNMENT = 16
-"""What nvCOMP asks for at most of a buffer's address (``Codec.get_required_decompression_alignment``)."""
+"""Largest alignment that nvCOMP requires (``Codec.get_required_decompression_alignment``)."""
 
 
 @register_compression
@@ -24,8 +24,8 @@ _ALIGNMENT = 16
 class NvcompLz4Compression(Compression):
     """The native bitstream of nvCOMP, 5.2 or newer (https://docs.nvidia.com/cuda/nvcomp/py_api.html).
 
-    Its decompressor is made for what its compressor wrote: give it bytes from elsewhere only after their
-    checksum was verified, as every frame that travels through a stream is.
+    Its decompressor expects the output of its compressor. Pass it bytes from another process only after their
+    checksum was verified, as the checksum of every frame in a stream is.
 
     Raises:
         RuntimeError: torch sees no CUDA device.
@@ -46,7 +46,7 @@ class NvcompLz4Compression(Compression):
             encoded = session.codec.encode(session.source)
             session.stream.synchronize()
             result = from_dlpack(encoded).view(torch.uint8).clone()
-            # nvCOMP frees what it encoded into when this returns, without regard to our stream.
+            # nvCOMP frees its output when this returns, without regard to our stream.
             torch.cuda.current_stream().synchronize()
         return result
 
@@ -95,7 +95,7 @@ class _Session:
 
 @contextmanager
 def _session(data: torch.Tensor) -> Iterator[_Session]:
-    """A codec on a stream of its own, and ``data`` as it wants it."""
+    """Yield a codec on a stream of its own, and ``data`` with the alignment that it requires."""
     nvcomp = _nvcomp()
     if data.data_ptr() % _ALIGNMENT:
         data = data.clone()

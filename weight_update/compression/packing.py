@@ -1,4 +1,4 @@
-"""Compress only what gets smaller."""
+"""Compression of only the data that gets smaller."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from weight_update.compression.none import NoCompression
 
 __all__ = ["pack"]
 
-_STRETCH_BYTES = 16 << 10
-_STRETCHES = 3
+_SAMPLE_BYTES = 16 << 10
+_SAMPLES = 3
 _WORTHWHILE = 0.95
-"""A sample must shrink to this part of its size or less."""
+"""Fraction of their size to which the samples must shrink."""
 
 
 def pack(compression: Compression, data: torch.Tensor) -> tuple[str, torch.Tensor]:
     """Compress ``data`` if that pays.
 
-    A sample from its start, middle and end is tried first, so that bytes that do not compress cost little.
+    Samples from the start, middle and end are compressed first, so that incompressible data costs little.
 
     Args:
-        compression: how.
+        compression: compression to try.
         data: 1-D contiguous uint8 tensor.
 
     Returns:
-        the name on the wire of what was done, and the bytes; ``"none/1"`` and ``data`` itself where the
-        sample shrinks by less than 5 % or the whole does not shrink.
+        The wire name of the compression in use, and the bytes: ``"none/1"`` and ``data`` itself if the
+        samples shrink by less than 5 % or the whole does not shrink.
 
     Raises:
         ValueError: ``data`` is another kind of tensor or on another kind of device.
@@ -40,9 +40,9 @@ def pack(compression: Compression, data: torch.Tensor) -> tuple[str, torch.Tenso
 
 
 def _promising(compression: Compression, data: torch.Tensor) -> bool:
-    last = data.numel() - _STRETCH_BYTES
-    if data.numel() < 4 * _STRETCHES * _STRETCH_BYTES:
+    last = data.numel() - _SAMPLE_BYTES
+    if data.numel() < 4 * _SAMPLES * _SAMPLE_BYTES:
         return True
-    starts = [last * i // (_STRETCHES - 1) for i in range(_STRETCHES)]
-    sizes = [compression.compress(data[start : start + _STRETCH_BYTES]).numel() for start in starts]
-    return sum(sizes) <= _WORTHWHILE * _STRETCHES * _STRETCH_BYTES
+    starts = [last * i // (_SAMPLES - 1) for i in range(_SAMPLES)]
+    sizes = [compression.compress(data[start : start + _SAMPLE_BYTES]).numel() for start in starts]
+    return sum(sizes) <= _WORTHWHILE * _SAMPLES * _SAMPLE_BYTES

@@ -1,4 +1,4 @@
-"""Zstandard: compresses well at the speed of a network."""
+"""Zstandard: good compression at the speed of a network."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from weight_update.compression.base import optional, register_compression
-from weight_update.compression.pieces import Expand, PiecewiseCompression, Shrink
+from weight_update.compression.blocks import BlockCompression, Expand, Shrink
 from weight_update.errors import FormatError
 
 __all__ = ["ZstdCompression"]
@@ -16,12 +16,12 @@ LEVELS = range(-7, 23)
 
 @register_compression
 @dataclass(frozen=True)
-class ZstdCompression(PiecewiseCompression):
+class ZstdCompression(BlockCompression):
     """Zstandard frames (RFC 8878) that state the size of their content.
 
     Args:
-        level: from -7, the fastest, over 1 to 22, the smallest.
-        threads: see :class:`~weight_update.compression.pieces.PiecewiseCompression`.
+        level: from -7 for the fastest to 22 for the smallest.
+        threads: see :class:`~weight_update.compression.blocks.BlockCompression`.
 
     Raises:
         ImportError: the package ``zstandard`` is not installed.
@@ -39,7 +39,7 @@ class ZstdCompression(PiecewiseCompression):
         optional("zstandard", "zstd")
 
     def shrinker(self) -> Shrink:
-        # One for each thread and call: they are not safe to share, and making one takes 8 us.
+        # One compressor for each thread and call: they are not thread-safe, and creating one takes 8 us.
         shrink: Shrink = optional("zstandard", "zstd").ZstdCompressor(level=self.level).compress
         return shrink
 
@@ -48,12 +48,12 @@ class ZstdCompression(PiecewiseCompression):
         zstandard = optional("zstandard", "zstd")
         decompressor = zstandard.ZstdDecompressor()
 
-        def expand(piece: memoryview, nbytes: int) -> bytes:
+        def expand(block: memoryview, nbytes: int) -> bytes:
             try:
-                # The decompressor allocates what the frame claims, so the claim is checked before.
-                if zstandard.frame_content_size(piece) != nbytes:
+                # The decompressor allocates the size that the frame claims, so check it first.
+                if zstandard.frame_content_size(block) != nbytes:
                     raise FormatError(f"a zstd frame does not hold {nbytes} bytes")
-                whole: bytes = decompressor.decompress(piece, allow_extra_data=False)
+                whole: bytes = decompressor.decompress(block, allow_extra_data=False)
             except zstandard.ZstdError as error:
                 raise FormatError(f"not a zstd frame of {nbytes} bytes: {error}") from None
             return whole

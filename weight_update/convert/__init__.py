@@ -1,8 +1,8 @@
 """Ready-made converters, for ``WeightStrategy(convert=...)``.
 
-Each takes an iterator of ``(name, tensor)`` and gives another, as a stream: it asks for one weight,
-gives what it can, and keeps nothing that it gave. None writes into what it is given; some give
-views of it.
+A converter takes an iterator of ``(name, tensor)`` and returns another. It works as a stream: it takes one
+weight, yields every result that it can, and keeps no reference to a result. No converter writes into its
+input; some yield views of it.
 """
 
 from weight_update.convert.base import Converter, Item, Only, chain

@@ -1,4 +1,4 @@
-"""What a converter is, and what all of them share."""
+"""The converter interface, and the parts that all converters share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Item = tuple[str, torch.Tensor]
 """Name and tensor of one weight."""
 
 Converter = Callable[[Iterator[Item]], Iterable[Item]]
-"""Takes the weights of one update, gives them in another format."""
+"""Takes the weights of one update and returns them in another format."""
 
 Rule = Callable[[str, torch.Tensor], Iterable[Item]]
 
@@ -26,7 +26,7 @@ Only = Sequence[str] | re.Pattern[str] | Callable[[str, torch.Tensor], bool]
 
 
 def chain(*converters: Converter) -> Converter:
-    """A converter that is all of ``converters``, one after the other."""
+    """Return a converter that applies all of ``converters``, one after the other."""
     return functools.partial(_chain, converters)
 
 
@@ -37,10 +37,10 @@ def _chain(converters: Sequence[Converter], items: Iterator[Item]) -> Iterator[I
 
 
 def stream(items: Iterable[Item], rule: Rule, finish: Callable[[], Iterable[Item]] = tuple) -> Iterator[Item]:
-    """What ``rule`` gives for each item, and ``finish`` at the end.
+    """Yield the results of ``rule`` for each item, and of ``finish`` at the end.
 
-    Rules get tensors without their autograd history. While the consumer works, nothing here refers to what
-    it was given: memory is free as soon as the consumer drops it.
+    Rules get tensors without their autograd history. No reference to a yielded tensor is kept, so its memory
+    is free as soon as the consumer drops it.
     """
     for name, tensor in items:
         made = deque(rule(name, tensor.detach()))
@@ -53,10 +53,10 @@ def stream(items: Iterable[Item], rule: Rule, finish: Callable[[], Iterable[Item
 
 
 def check_only(only: Only | None) -> None:
-    """Refuse what is not an ``only=``.
+    """Check the argument ``only=``.
 
     Raises:
-        ValueError: it is a string, or of another wrong type.
+        ValueError: it is a string, or has another wrong type.
     """
     sequence = (
         isinstance(only, Sequence)
@@ -68,10 +68,10 @@ def check_only(only: Only | None) -> None:
 
 
 class Choice:
-    """Which weights of one stream ``only`` chooses.
+    """The selection of weights of one stream by ``only``.
 
     Args:
-        only: prefixes, pattern or function (see :data:`Only`); None: all.
+        only: prefixes, pattern or function (see :data:`Only`); None for all weights.
     """
 
     def __init__(self, only: Only | None) -> None:
@@ -80,7 +80,7 @@ class Choice:
         self._unused = set(self._prefixes)
 
     def takes(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether this weight is chosen."""
+        """Whether this weight is selected."""
         if self._only is None:
             return True
         if isinstance(self._only, Sequence):
@@ -92,14 +92,14 @@ class Choice:
         return self._only(name, tensor)
 
     def finish(self) -> tuple[()]:
-        """Called when all weights were asked about.
+        """Check that every prefix was used; call it after the last weight.
 
         Raises:
-            ConversionError: a prefix chose nothing.
+            ConversionError: a prefix selects no weight.
         """
         if self._unused:
             shown = ", ".join(repr(prefix) for prefix in self._prefixes if prefix in self._unused)
             raise ConversionError(
-                f"only= chooses no weight by {shown}; give names, or what stands before a dot"
+                f"only= chooses no weight by {shown}; give whole names, or the part of a name before a dot"
             )
         return ()

@@ -1,4 +1,4 @@
-"""The same weights in another floating dtype."""
+"""Conversion of weights to another floating dtype."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["cast"]
 def cast(dtype: torch.dtype, only: Only | None = None) -> Converter:
     """Convert floating-point weights to ``dtype`` as ``Tensor.to`` does; all others pass.
 
-    Quantized weights and their scales (``*_scale``, ``*_scale_inv``) pass as well, unless ``only`` chooses
-    them. What is computed is no longer tied: give ``only`` if workers have tied weights.
+    Quantized weights and their scales (``*_scale``, ``*_scale_inv``) pass as well, unless ``only`` selects
+    them. Converted weights are no longer tied: give ``only`` if workers have tied weights.
 
-    Workers get weights in their own dtypes without this. It is for weights that are to pass through a
-    narrower dtype on the way, or for converters after it.
+    Workers get weights in their own dtypes without this converter. Use it to send weights in a narrower
+    dtype, or before another converter.
 
     Args:
         dtype: a floating dtype.
-        only: which weights: prefixes, a compiled pattern or a function of name and tensor; None: all.
+        only: weights to convert: prefixes, a compiled pattern or a function of name and tensor; None for all.
 
     Raises:
-        ValueError: ``dtype`` is not floating, or ``only`` of a wrong type.
+        ValueError: ``dtype`` is not floating, or ``only`` has a wrong type.
     """
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"cast takes a dtype such as torch.bfloat16, not {dtype!r}")

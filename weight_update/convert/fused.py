@@ -1,4 +1,4 @@
-"""Layouts of weights that hold several projections at once: pure functions and their inverses."""
+"""Layouts of fused weights, which hold several projections: pure functions and their inverses."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ __all__ = ["fuse_gate_up", "fuse_qkv", "split_gate_up", "split_qkv"]
 def split_qkv(
     fused: torch.Tensor, num_heads: int, num_kv_groups: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query, key and value projections of a weight or bias in Megatron-Core's layout.
+    """Split a weight or bias in Megatron-Core's layout into query, key and value projections.
 
-    The rows are ``num_kv_groups`` groups; each has the rows of its ``num_heads / num_kv_groups`` query heads,
-    then those of its key head, then those of its value head.
+    The rows are ``num_kv_groups`` groups. Each group has the rows of its ``num_heads / num_kv_groups`` query
+    heads, then the rows of its key head and of its value head.
     Source: ``SelfAttention.get_query_key_value_tensors`` in ``megatron/core/transformer/attention.py``.
 
     Args:
         fused: shape ``(num_kv_groups * (num_heads / num_kv_groups + 2) * head_dim, ...)``.
-        num_heads: query heads.
-        num_kv_groups: key (and value) heads; equal to ``num_heads`` without grouped queries.
+        num_heads: number of query heads.
+        num_kv_groups: number of key (and value) heads; equal to ``num_heads`` without grouped queries.
 
     Returns:
-        shapes ``(num_heads * head_dim, ...)`` and twice ``(num_kv_groups * head_dim, ...)``.
+        Tensors of shape ``(num_heads * head_dim, ...)`` and twice ``(num_kv_groups * head_dim, ...)``.
 
     Raises:
         ValueError: the sizes do not divide.
@@ -39,7 +39,7 @@ def split_qkv(
 
 
 def fuse_qkv(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, num_kv_groups: int) -> torch.Tensor:
-    """The inverse of :func:`split_qkv`.
+    """Fuse query, key and value projections; the inverse of :func:`split_qkv`.
 
     Raises:
         ValueError: the sizes do not divide.
@@ -57,13 +57,13 @@ def fuse_qkv(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, num_kv
 
 
 def split_gate_up(fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate and up projections of a weight or bias that has one after the other; views, not copies.
+    """Split a weight or bias into its first half, gate, and its second half, up; return views.
 
     Source: ``MLP.forward`` in ``megatron/core/transformer/mlp.py``, where the first half goes through the
     activation.
 
     Raises:
-        ValueError: an odd number of rows.
+        ValueError: the number of rows is odd.
     """
     if fused.dim() == 0 or fused.shape[0] % 2:
         raise ValueError(f"gate and up do not divide the shape {list(fused.shape)}")
@@ -72,11 +72,11 @@ def split_gate_up(fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def fuse_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """The inverse of :func:`split_gate_up`.
+    """Fuse gate and up projections; the inverse of :func:`split_gate_up`.
 
     Raises:
         ValueError: the shapes differ.
     """
     if gate.shape != up.shape:
-        raise ValueError(f"gate is {list(gate.shape)} and up {list(up.shape)}; they have one shape")
+        raise ValueError(f"gate is {list(gate.shape)} and up {list(up.shape)}; they must have the same shape")
     return torch.cat([gate, up])

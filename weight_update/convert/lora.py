@@ -1,4 +1,4 @@
-"""LoRA adapters merged into the weights they adapt."""
+"""Merging of LoRA adapters into their base weights."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def merge_lora(
 
     ``X.base_layer.weight``, ``X.lora_A.<adapter>.weight`` and ``X.lora_B.<adapter>.weight`` become
     ``X.weight = base + scaling * B @ A``; for embeddings ``lora_embedding_A`` and ``lora_embedding_B``, and
-    the product is transposed. ``X.base_layer.bias`` becomes ``X.bias``. Of modules trained whole,
+    the product is transposed. ``X.base_layer.bias`` becomes ``X.bias``. For fully trained modules,
     ``X.modules_to_save.<adapter>.*`` becomes ``X.*`` and ``X.original_module.*`` is left out. All other
     weights pass. Sums are made in float32 (float64 for such a base) and rounded to the dtype of the base.
     Source: ``peft/tuners/lora/layer.py``.
 
     Args:
-        scaling: ``alpha / r`` (``alpha / sqrt(r)`` with ``use_rslora``), for every adapter there is; or a
-            dict by adapter, which are then the ones merged.
-        fan_in_fan_out: base weights of linear layers are ``(in, out)``, as in GPT-2's ``Conv1D``.
-        prefix: taken off the front of names.
+        scaling: ``alpha / r`` (``alpha / sqrt(r)`` with ``use_rslora``), for all adapters; or a dict by
+            adapter, which merges only these adapters.
+        fan_in_fan_out: whether base weights of linear layers are ``(in, out)``, as in GPT-2's ``Conv1D``.
+        prefix: prefix that is removed from names.
 
-    The weights of one layer may come in any order, but with none of another layer between them. The converter
-    raises :class:`~weight_update.ConversionError` where they do not, for a factor or base that is missing,
-    for an adapter in ``scaling`` that no weight has, for shapes that do not fit, and for what it cannot
-    merge: DoRA, biases of ``lora_B``, convolutions.
+    The weights of one layer may come in any order, but must be adjacent. The converter raises
+    :class:`~weight_update.ConversionError` if they are not adjacent, if a factor or base is missing, if no
+    weight has an adapter of ``scaling``, if shapes do not fit, and for variants that it cannot merge: DoRA,
+    biases of ``lora_B``, and convolutions.
     """
     if not isinstance(scaling, (int, float, Mapping)):
         raise ValueError(f"scaling= is alpha / r, or a dict of that by adapter, not {scaling!r}")
@@ -88,12 +88,12 @@ class _Merger:
         return last
 
     def _enter(self, layer: str | None) -> list[Item]:
-        """Begin with ``layer``; gives the weight of the one before."""
+        """Begin with ``layer``, and return the merged weight of the previous layer."""
         if layer == self._layer:
             return []
         left, self._layer = self._layer, layer
         if layer in self._done:
-            raise ConversionError(f"{layer}: its weights do not come together; sort them by layer before")
+            raise ConversionError(f"{layer}: its weights are not adjacent; sort the weights by layer first")
         if left is None:
             return []
         self._done.add(left)
@@ -130,7 +130,7 @@ class _Merger:
             return base
         if not base.is_floating_point() or base.dtype.itemsize < 2:
             raise ConversionError(
-                f"{layer}: a base of {base.dtype} cannot be merged into; dequantize it before"
+                f"{layer}: a base of {base.dtype} cannot be merged into; dequantize it first"
             )
         wide = torch.promote_types(base.dtype, torch.float32)
         total = base.to(wide, copy=True)

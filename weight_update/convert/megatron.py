@@ -1,4 +1,4 @@
-"""Megatron-Core's names and fused weights, and Hugging Face's."""
+"""Conversion between the weights of Megatron-Core and of Hugging Face."""
 
 from __future__ import annotations
 
@@ -61,27 +61,28 @@ def megatron_to_hf(
     vocab_size: int | None = None,
     tie_word_embeddings: bool = False,
 ) -> Converter:
-    """From the names and fused weights of Megatron-Core's ``GPTModel`` to Hugging Face's.
+    """Convert names and fused weights of Megatron-Core's ``GPTModel`` to Hugging Face's.
 
-    It knows the Llama, Qwen2 and Qwen3 families: attention with or without biases and query and key norms,
-    gated MLPs, norms fused into the linear layers (Transformer Engine) or not, and routed experts, grouped
-    (``experts.linear_fc1.weight3``) or local (``experts.local_experts.3.linear_fc1.weight``). Names are those
-    below the ``GPTModel``; wrappers such as ``module.`` are taken off with :func:`rename` before. Names that
-    it does not know pass unchanged. Weights are whole: see :func:`gather_tensor_parallel`.
+    The converter knows the Llama, Qwen2 and Qwen3 families: attention with or without biases and query and
+    key norms, gated MLPs, norms fused into the linear layers (Transformer Engine) or not, and routed experts,
+    grouped (``experts.linear_fc1.weight3``) or local (``experts.local_experts.3.linear_fc1.weight``). Names
+    are relative to the ``GPTModel``; remove wrappers such as ``module.`` with :func:`rename` first. Unknown
+    names pass unchanged. Weights must be whole: see :func:`gather_tensor_parallel`.
 
     Sources: ``megatron/core/models/gpt/gpt_model.py`` and ``megatron/core/transformer/``;
     ``modeling_llama.py``, ``modeling_qwen2.py`` and ``modeling_qwen3_moe.py`` in transformers.
 
     Args:
-        num_heads: query heads (``num_attention_heads``).
-        num_kv_groups: key and value heads (``num_query_groups``); None: as many as query heads.
-        vocab_size: rows of the embeddings that are tokens; Megatron pads beyond them. None: all.
-        tie_word_embeddings: give the embeddings as ``lm_head.weight`` too: the model has no output layer.
+        num_heads: number of query heads (``num_attention_heads``).
+        num_kv_groups: number of key and value heads (``num_query_groups``); None for as many as query heads.
+        vocab_size: number of embedding rows that are tokens; Megatron pads beyond them. None for all rows.
+        tie_word_embeddings: whether to yield the embeddings also as ``lm_head.weight``, because the model has
+            no output layer.
 
     Raises:
         ValueError: the heads do not divide into the groups.
 
-    The converter raises :class:`~weight_update.ConversionError` for a fused weight that does not divide.
+    The converter raises :class:`~weight_update.ConversionError` if a fused weight does not divide.
     """
     groups = _checked_groups(num_heads, num_kv_groups)
     return functools.partial(_to_hf, num_heads, groups, vocab_size, tie_word_embeddings)
@@ -95,22 +96,23 @@ def hf_to_megatron(
     tie_word_embeddings: bool = False,
     moe: bool = False,
 ) -> Converter:
-    """The inverse of :func:`megatron_to_hf`, to the names of the Transformer Engine layers.
+    """Convert Hugging Face's weights to Megatron-Core's, with the names of the Transformer Engine layers.
 
-    The parts of a fused weight may come in any order; those that came are held until the last one did.
+    This is the inverse of :func:`megatron_to_hf`. The parts of a fused weight may come in any order; they are
+    held until the last one comes.
 
     Args:
-        num_heads: as there.
-        num_kv_groups: as there.
-        padded_vocab_size: rows of the embeddings; those beyond the given ones are zero. None: as given.
-        tie_word_embeddings: leave ``lm_head.weight`` out.
-        moe: whether all layers have experts (grouped), and so a norm of its own before them.
+        num_heads: number of query heads.
+        num_kv_groups: number of key and value heads; None for as many as query heads.
+        padded_vocab_size: number of embedding rows; rows beyond the given ones are zero. None for no padding.
+        tie_word_embeddings: whether to leave ``lm_head.weight`` out.
+        moe: whether all layers have (grouped) experts, and so a separate norm before them.
 
     Raises:
         ValueError: the heads do not divide into the groups.
 
-    The converter raises :class:`~weight_update.ConversionError` for parts that do not fit together, and at
-    the end for those that are missing.
+    The converter raises :class:`~weight_update.ConversionError` if parts do not fit together, and at the end
+    if parts are missing.
     """
     groups = _checked_groups(num_heads, num_kv_groups)
     return functools.partial(_to_megatron, groups, padded_vocab_size, tie_word_embeddings, moe)
@@ -189,7 +191,7 @@ def _fused(whole: str, parts: Sequence[torch.Tensor], groups: int, padded: int |
 
 
 def _wholes(moe: bool) -> dict[str, str]:
-    """For each name of Hugging Face that of the whole weight; the first of several in the table."""
+    """Return the name of the whole weight for each of Hugging Face's names; the first one in the table."""
     found: dict[str, str] = {}
     for whole, parts in _HF_NAMES.items():
         if not (moe and whole == _FUSED_MLP_NORM):

@@ -1,4 +1,4 @@
-"""Weights in eight bits, with their scales beside them."""
+"""Quantization of weights to eight bits, with separate scales."""
 
 from __future__ import annotations
 
@@ -22,46 +22,48 @@ _Quantize = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def quantize_int8(only: Only | None = None) -> Converter:
-    """int8 with one scale for each output channel, symmetric: ``X.weight`` and ``X.weight_scale``.
+    """Quantize to symmetric int8 with one scale for each output channel.
 
-    The weight has the values -127 to 127, the scale is float32 of the shape ``(rows, 1)``. These are names
-    and shapes of vLLM's ``compressed_tensors_w8a8_int8.py``.
+    ``X.weight`` becomes ``X.weight``, with values from -127 to 127, and ``X.weight_scale``, float32 of shape
+    ``(rows, 1)``. Names and shapes are those of vLLM's ``compressed_tensors_w8a8_int8.py``.
 
     Args:
-        only: which weights: prefixes, a compiled pattern or a function of name and tensor. None: all
-            matrices named ``weight`` but those of embeddings, norms, routers and output layers, which engines
-            keep in 16 bits.
+        only: weights to quantize: prefixes, a compiled pattern or a function of name and tensor. None for all
+            matrices named ``weight`` except embeddings, norms, routers and output layers, which engines keep
+            in 16 bits.
 
     Raises:
-        ValueError: ``only`` is of a wrong type.
+        ValueError: ``only`` has a wrong type.
 
-    Rows of zeros get the scale 1. The converter raises :class:`~weight_update.ConversionError` for a weight
-    with a NaN or an infinity, for one that is no matrix or has no elements, and for one that has eight bits
-    already. Values are computed in float32.
+    Rows of zeros get the scale 1. The converter raises :class:`~weight_update.ConversionError` if a weight
+    has a NaN or an infinity, is not a matrix, has no elements, or has eight bits already. Values are computed
+    in float32.
     """
     return _converter(_int8, "_scale", only)
 
 
 def quantize_fp8(only: Only | None = None) -> Converter:
-    """fp8 (e4m3) with one scale for the whole weight: ``X.weight`` and ``X.weight_scale``.
+    """Quantize to fp8 (e4m3) with one scale for the whole weight.
 
-    The scale is float32 of the shape ``(1,)``. These are names and shapes of vLLM's
-    ``compressed_tensors_w8a8_fp8.py``. Arguments and errors are those of :func:`quantize_int8`.
+    ``X.weight`` becomes ``X.weight`` and ``X.weight_scale``, float32 of shape ``(1,)``. Names and shapes are
+    those of vLLM's ``compressed_tensors_w8a8_fp8.py``. Arguments and errors are those of
+    :func:`quantize_int8`.
     """
     return _converter(_fp8, "_scale", only)
 
 
 def quantize_fp8_blocks(block: tuple[int, int] = (128, 128), only: Only | None = None) -> Converter:
-    """fp8 (e4m3) with one scale for each block: ``X.weight`` and ``X.weight_scale_inv``.
+    """Quantize to fp8 (e4m3) with one scale for each block.
 
-    The scale is float32 of the shape ``(ceil(rows / block[0]), ceil(columns / block[1]))``; blocks at the
-    edges may be smaller. As in DeepSeek-V3's checkpoints, weight times ``scale_inv`` is the value.
+    ``X.weight`` becomes ``X.weight`` and ``X.weight_scale_inv``, float32 of shape
+    ``(ceil(rows / block[0]), ceil(columns / block[1]))``; blocks at the edges may be smaller. As in
+    DeepSeek-V3's checkpoints, weight times ``scale_inv`` is the value.
     Source: ``README_WEIGHTS.md`` of DeepSeek-V3. Otherwise arguments and errors are those of
     :func:`quantize_int8`; blocks of zeros get the scale 1.
 
     Args:
         block: rows and columns of a block.
-        only: as there.
+        only: weights to quantize; see :func:`quantize_int8`.
 
     Raises:
         ValueError: ``block`` is not two positive numbers.
@@ -79,13 +81,13 @@ def dequantize(
     block: tuple[int, int] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Weight times scale: what the quantized weight stands for.
+    """Return the weight times its scale.
 
     Args:
-        weight: what a quantizing converter gave, ``(rows, columns)``.
-        scale: what it gave beside it.
-        block: rows and columns of a block where scales are those of blocks.
-        dtype: of the result; the product is computed in float32.
+        weight: quantized weight, ``(rows, columns)``.
+        scale: its scale.
+        block: rows and columns of a block if there is a scale for each block; None otherwise.
+        dtype: dtype of the result; the product is computed in float32.
 
     Raises:
         ConversionError: there are not as many scales as blocks.
@@ -130,14 +132,14 @@ def _quantized(quantize: _Quantize, suffix: str, only: Only, items: Iterator[Ite
             )
         weight, scale = quantize(tensor.float())
         if not bool(scale.isfinite().all()):
-            raise ConversionError(f"{name}: has a NaN or an infinity, which no scale fits")
+            raise ConversionError(f"{name}: has a NaN or an infinity, for which there is no scale")
         return [(name, weight), (name + suffix, scale)]
 
     return stream(items, rule, choice.finish)
 
 
 def _scale(largest: torch.Tensor, limit: float) -> torch.Tensor:
-    """What ``largest``, the largest magnitude (float32), is divided by to become ``limit``."""
+    """Return the divisor that turns ``largest``, the largest magnitude (float32), into ``limit``."""
     scale = (largest / limit).clamp_min(_TINY)  # clamp_ keeps NaN
     return torch.where(largest == 0, torch.ones_like(scale), scale)
 

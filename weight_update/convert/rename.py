@@ -1,4 +1,4 @@
-"""Other names for the same tensors."""
+"""New names for the same tensors."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _Patterns = Sequence[tuple[re.Pattern[str], str]]
 
 
 def rename(names: Mapping[str, str] | Sequence[tuple[str | re.Pattern[str], str]]) -> Converter:
-    """Give weights other names; those not mentioned keep theirs.
+    """Rename weights; other weights keep their names.
 
     Args:
         names: a table ``{old: new}`` of whole names, or a list of ``(pattern, replacement)``: the first
             pattern that is found in a name is replaced as :func:`re.sub` does.
 
     Raises:
-        re.error: a pattern is none.
+        re.error: a pattern is not valid.
 
-    The converter raises :class:`~weight_update.ConversionError` when two weights get one name, and at the
-    end when a name of the table was not there.
+    The converter raises :class:`~weight_update.ConversionError` when two weights get the same name, and
+    at the end when no weight has a name of the table.
     """
     if isinstance(names, Mapping):
         return functools.partial(_by_table, dict(names))

@@ -1,4 +1,4 @@
-"""Shards of tensor-parallel ranks, joined to whole weights."""
+"""Gathering of the shards of tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ __all__ = ["MEGATRON_SHARDS", "Sharded", "gather_tensor_parallel"]
 
 @dataclass(frozen=True)
 class Sharded:
-    """How a weight is cut into one shard for each rank.
+    """The division of a weight into one shard for each rank.
 
-    ``Sharded(0)``: by output rows, as Megatron's ColumnParallelLinear. ``Sharded(1)``: by input columns, as
-    RowParallelLinear. ``Sharded(0, (1, 1))``: by rows of the gate and rows of the up projection, which each
-    rank has one after the other.
+    ``Sharded(0)`` divides by output rows, as Megatron's ColumnParallelLinear; ``Sharded(1)`` by input
+    columns, as RowParallelLinear. ``Sharded(0, (1, 1))`` divides the rows of the gate and the rows of the up
+    projection, and each rank has one after the other.
 
     Attributes:
-        dim: the dimension that is cut.
-        parts: relative sizes of what stands one after the other along ``dim``, in the whole and in each
-            shard: ``(1,)`` for one projection, ``(1, 1)`` for gate and up, ``(4, 1, 1)`` for four times
-            more query than key and value rows.
+        dim: dimension that is divided.
+        parts: relative sizes of consecutive parts along ``dim``, in the whole weight and in each shard:
+            ``(1,)`` for one projection, ``(1, 1)`` for gate and up, ``(4, 1, 1)`` for four times more query
+            than key and value rows.
     """
 
     dim: int
     parts: tuple[int, ...] = (1,)
 
     def join(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole weight of ``shards``, which are in the order of ranks.
+        """Return the whole weight of ``shards``, which are in the order of ranks.
 
         Raises:
             ValueError: a shard does not divide into the parts.
         """
         parts = zip(*(self._cut(shard) for shard in shards), strict=True)
-        return torch.cat([piece for part in parts for piece in part], self.dim)
+        return torch.cat([one for part in parts for one in part], self.dim)
 
     def split(self, whole: torch.Tensor, ranks: int) -> list[torch.Tensor]:
-        """The shards of ``ranks`` ranks: the inverse of :meth:`join`.
+        """Return the shards of ``ranks`` ranks; the inverse of :meth:`join`.
 
         Raises:
             ValueError: the weight does not divide into the parts, or a part into the ranks.
@@ -54,8 +54,8 @@ class Sharded:
         parts = self._cut(whole)
         if any(part.shape[self.dim] % ranks for part in parts):
             raise ValueError(f"{ranks} ranks do not divide dimension {self.dim} of {list(whole.shape)}")
-        pieces = [torch.split(part, part.shape[self.dim] // ranks, self.dim) for part in parts]
-        return [torch.cat(shard, self.dim) for shard in zip(*pieces, strict=True)]
+        shares = [torch.split(part, part.shape[self.dim] // ranks, self.dim) for part in parts]
+        return [torch.cat(shard, self.dim) for shard in zip(*shares, strict=True)]
 
     def _cut(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if tensor.dim() <= self.dim or tensor.shape[self.dim] % sum(self.parts):
@@ -66,14 +66,15 @@ class Sharded:
 
 Shards = Sequence[tuple[str, Sharded]]
 
-# Fused QKV weights are cut by rows, as any: the groups of a rank are whole.
+# Fused QKV weights are divided by rows like any other: the groups of a rank are whole.
 MEGATRON_SHARDS: Shards = (
     (r"(word_embeddings|output_layer)\.weight$", Sharded(0)),
     (r"\.linear_qkv\.(weight|bias)$", Sharded(0)),
     (r"\.linear_fc1\.(weight\d*|bias)$", Sharded(0, (1, 1))),
     (r"\.linear_(proj|fc2)\.weight\d*$", Sharded(1)),
 )
-"""How Megatron-Core cuts the weights of a ``GPTModel`` with gated MLPs.
+"""The shards of Megatron-Core's ``GPTModel`` with gated MLPs.
+
 Source: ``megatron/core/tensor_parallel/layers.py`` and ``megatron/core/transformer/mlp.py``."""
 
 
@@ -82,18 +83,18 @@ def gather_tensor_parallel(
 ) -> Converter:
     """Join the shards of all ranks of ``group``, one weight at a time.
 
-    Every rank of the group runs this converter over the same names in the same order, to its end; each
-    gets the whole weights. What no pattern names is taken to be equal on all ranks, and passes.
+    Every rank of the group must run this converter over the same names in the same order, to its end; each
+    gets the whole weights. Weights that match no pattern are taken to be equal on all ranks, and pass.
 
     Args:
-        group: of the tensor-parallel ranks, with a backend that moves these tensors; None: all ranks.
-        shards: ``(pattern, how it is cut)``; the first pattern that :func:`re.search` finds in a name counts.
-            By default those of Megatron-Core's ``GPTModel`` with gated MLPs.
+        group: group of the tensor-parallel ranks, with a backend that supports these tensors; None for all
+            ranks.
+        shards: pairs of a pattern and a :class:`Sharded`; the first pattern that :func:`re.search` finds in a
+            name is used. By default the shards of Megatron-Core's ``GPTModel`` with gated MLPs.
 
-    Before a weight is gathered the ranks compare its name, shape and dtype. Where they differ, or a rank's
-    weights end or fail, the converter raises :class:`~weight_update.ConversionError` on all of them, saying
-    what each has. A rank that stops asking for weights leaves the others waiting for the timeout of the
-    group.
+    Before they gather a weight, the ranks compare its name, shape and dtype. If these differ, or if a rank's
+    weights end or fail, the converter raises :class:`~weight_update.ConversionError` on all ranks, with the
+    state of each. If a rank stops early, the others wait for the timeout of the group.
     """
     compiled = [(re.compile(pattern), how) for pattern, how in shards]
     return functools.partial(_gather, group, compiled)
@@ -112,16 +113,16 @@ def _gather(
         except ValueError as error:
             raise ConversionError(f"{name}: {error}") from None
 
-    yield from stream(_told(group, items), rule)
+    yield from stream(_with_errors_reported(group, items), rule)
     _agree(group, "the end of its weights")
 
 
-def _told(group: dist.ProcessGroup | None, items: Iterator[Item]) -> Iterator[Item]:
-    """``items``, where an error among them is told to the other ranks."""
+def _with_errors_reported(group: dist.ProcessGroup | None, items: Iterator[Item]) -> Iterator[Item]:
+    """Yield ``items``, and report an error among them to the other ranks."""
     try:
         yield from items
     except Exception as error:
-        with contextlib.suppress(ConversionError):  # the others raise that; here the error itself says more
+        with contextlib.suppress(ConversionError):  # the other ranks raise it; this error says more
             _agree(group, f"an error: {error!r}")
         raise
 
@@ -132,15 +133,15 @@ def _agree(group: dist.ProcessGroup | None, mine: str) -> None:
     found = _all_gather(group, torch.tensor([digest], device=device))
     if all(int(other) == digest for other in found):
         return
-    told: list[str | None] = [None] * len(found)
-    dist.all_gather_object(told, mine, group)
-    lines = "".join(f"\n  - rank {rank} of the group has {text}" for rank, text in enumerate(told))
-    raise ConversionError(f"the ranks of the group do not go through the same weights:{lines}")
+    states: list[str | None] = [None] * len(found)
+    dist.all_gather_object(states, mine, group)
+    lines = "".join(f"\n  - rank {rank} of the group has {text}" for rank, text in enumerate(states))
+    raise ConversionError(f"the ranks of the group do not convert the same weights:{lines}")
 
 
 def _all_gather(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors of all ranks, as bytes, so that any dtype travels."""
+    """Gather the tensors of all ranks, as bytes, so that any dtype is supported."""
     mine = tensor.contiguous().view(-1).view(torch.uint8)
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, mine, group)
-    return [piece.view(tensor.dtype).view(tensor.shape) for piece in found]
+    return [one.view(tensor.dtype).view(tensor.shape) for one in found]

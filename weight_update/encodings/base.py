@@ -1,4 +1,4 @@
-"""What an encoding is: the extension point between tensors and payload bytes."""
+"""The encoding interface: the extension point between tensors and payload bytes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ __all__ = [
 ]
 
 Lend = Callable[[int], torch.Tensor]
-"""Gives a 1-D uint8 tensor of exactly so many bytes, which the transport can send as it stands; on the CPU,
-or with :attr:`Encoding.on_gpu` perhaps on a GPU."""
+"""Returns a 1-D uint8 tensor of the given size, which the transport can send without a copy.
+
+The tensor is on the CPU, or with :attr:`Encoding.on_gpu` perhaps on a GPU."""
 
 
 class Encoder(ABC):
@@ -38,18 +39,18 @@ class Encoder(ABC):
 
     @abstractmethod
     def encode(self, tensors: Sequence[torch.Tensor], lend: Lend) -> list[torch.Tensor]:
-        """Write ``tensors`` (in schema order, live) into payloads obtained from ``lend``.
+        """Write ``tensors`` (in schema order, live) into payloads from ``lend``.
 
-        On a GPU it waits until they are written.
+        On a GPU, wait until they are written.
 
         Returns:
-            the payloads, in the order in which they are to be decoded; at least one.
+            One payload or more, in the order in which they are to be decoded.
         """
 
     def stream(self, tensors: Iterator[torch.Tensor], lend: Lend) -> Iterator[torch.Tensor]:
-        """As :meth:`encode`, one payload after the other; see :attr:`WholeEncoding.in_chunks`.
+        """Encode as :meth:`encode` does, one payload after the other; see :attr:`WholeEncoding.in_chunks`.
 
-        Takes the tensors that a payload needs after memory for it was lent, and keeps none of them.
+        Take the tensors of a payload after ``lend`` gave its memory, and keep none of them.
         """
         raise NotImplementedError(f"{type(self).__name__} does not encode in chunks")
 
@@ -64,34 +65,39 @@ class Decoder(ABC):
     """Whether the one payload is the flat buffer that the schema describes."""
 
     def feed(self, index: int, payload: torch.Tensor, allocate: Lend) -> torch.Tensor:
-        """Called for each payload when it arrives, in order; what it returns is later given to ``decode``.
+        """Handle a payload when it arrives; the result is later passed to :meth:`decode`.
+
+        Called for each payload, in order. A payload that is not returned must have been read, also on a GPU,
+        because its memory is reused.
 
         Args:
-            index: its place among the payloads of the update, from 0.
-            payload: 1-D uint8 tensor. What is not returned is written anew: it was read, also on a GPU.
-            allocate: gives memory in which no weights lie; it stays so while it is among what was returned.
+            index: position among the payloads of the update, from 0.
+            payload: 1-D uint8 tensor.
+            allocate: function that returns memory without weights, reserved while it is a result.
         """
         del index, allocate
         return payload
 
     def stream(self, index: int, payload: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        """Called for each payload when it arrives, in order: the weights that are whole with it.
+        """Return the weights that a payload completes.
+
+        Called for each payload when it arrives, in order.
 
         Args:
-            index: its place among the payloads of the update, from 0.
+            index: position among the payloads of the update, from 0.
             payload: 1-D uint8 CPU tensor.
 
         Returns:
-            position in the schema and value of each; the values are valid until the next call.
+            Position in the schema and value of each weight; values are valid until the next call.
 
         Raises:
-            FormatError: the payload does not fit the schema, or does not follow the one before.
+            FormatError: the payload does not fit the schema, or does not follow the previous one.
         """
         raise NotImplementedError(f"{type(self).__name__} does not decode in chunks")
 
     @abstractmethod
     def decode(self, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """One tensor for each schema entry; they may be views into ``payloads``.
+        """Return one tensor for each schema entry; they may be views into ``payloads``.
 
         Raises:
             FormatError: the payloads do not fit the schema.
@@ -99,17 +105,17 @@ class Decoder(ABC):
 
 
 class Encoding(ABC):
-    """How weights become payloads. Instances are immutable and picklable.
+    """A way to turn weights into payloads. Instances are immutable and picklable.
 
-    There are two kinds: a :class:`WholeEncoding` sends all weights each time, a :class:`DeltaEncoding` what
-    changed.
+    There are two kinds: a :class:`WholeEncoding` sends all weights each time, a :class:`DeltaEncoding` only
+    the changes.
     """
 
     name: ClassVar[str]
     """Name and version on the wire, e.g. ``"dense/1"``; a new layout takes a new number."""
 
     on_gpu: ClassVar[bool] = False
-    """Whether payloads may lie on a GPU, on both ends; if not they are always on the CPU."""
+    """Whether payloads may be on a GPU, on both ends; otherwise they are always on the CPU."""
 
     @property
     def label(self) -> str:
@@ -118,7 +124,7 @@ class Encoding(ABC):
 
     @property
     def keeps(self) -> bool:
-        """Whether receivers copy weights out of payloads, so that payloads are free when it is applied."""
+        """Whether receivers copy weights out of payloads, which are free once an update is applied."""
         return False
 
     @property
@@ -133,43 +139,43 @@ class Encoding(ABC):
 
 
 class WholeEncoding(Encoding):
-    """Recipe for an encoder and a decoder; each update carries all weights."""
+    """An encoding whose updates carry all weights."""
 
     @property
     def whole(self) -> WholeEncoding:
-        """Itself."""
+        """This encoding itself."""
         return self
 
     @property
     def in_chunks(self) -> bool:
-        """Whether a version can be encoded, sent and read chunk by chunk: by :meth:`Encoder.stream`.
+        """Whether a version can be encoded, sent and read chunk by chunk, by :meth:`Encoder.stream`.
 
-        Then :meth:`payload_sizes` has one size for each chunk, and receivers copy out what they need when
-        a chunk arrives.
+        If so, :meth:`payload_sizes` has one size for each chunk, and receivers copy weights out of a chunk
+        when it arrives.
         """
         return False
 
     @abstractmethod
     def encoder(self, schema: WeightSchema) -> Encoder:
-        """A fresh encoder for ``schema``."""
+        """Return a new encoder for ``schema``."""
 
     def payload_sizes(self, schema: WeightSchema) -> list[int]:
-        """Bytes of each payload of an update where that is known beforehand: memory is reserved for two."""
+        """Return the bytes of each payload of an update, if known in advance; memory for two is reserved."""
         del schema
         return []
 
     @classmethod
     @abstractmethod
     def decoder(cls, schema: WeightSchema) -> Decoder:
-        """A decoder for ``schema``; all it needs to know beside comes with the payloads."""
+        """Return a decoder for ``schema``; payloads carry everything else that it needs."""
 
 
 class Delta(Protocol):
-    """What an update changes, on the receiver.
+    """The changes of an update, on the receiver.
 
     Attributes:
-        base: the version it changes.
-        version: the version it leads to.
+        base: version that the changes apply to.
+        version: version that they make.
     """
 
     base: int
@@ -179,16 +185,16 @@ class Delta(Protocol):
         """Change ``flat`` (1-D uint8, the buffer of the schema) from base to version; must not fail."""
 
     def touched(self, schema: WeightSchema) -> list[int]:
-        """Positions of the schema entries that it changes, in ascending order."""
+        """Return the positions of the schema entries that change, in ascending order."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What a :class:`Tracker` found; trackers derive their own from it.
+    """The result of :meth:`Tracker.compare`; trackers derive their own from it.
 
     Attributes:
         changed: number of elements that differ.
-        total: number of elements looked at.
+        total: number of elements compared.
     """
 
     changed: int
@@ -202,7 +208,7 @@ class Tracker(ABC, Generic[_D]):
     """The sender's memory of the weights that a set of receivers has.
 
     Call sequence: ``begin`` once; then for each update ``compare`` and ``encode``, which change nothing, and
-    ``advance`` when receivers are to have it.
+    ``advance`` when receivers are sent it.
     """
 
     @abstractmethod
@@ -211,48 +217,48 @@ class Tracker(ABC, Generic[_D]):
 
     @abstractmethod
     def compare(self, tensors: Sequence[torch.Tensor | None]) -> _D:
-        """What differs between ``tensors`` and what is remembered; those not tracked may be None."""
+        """Compare ``tensors`` with the remembered ones; tensors that are not tracked may be None."""
 
     @abstractmethod
     def encode(self, difference: _D, base: int, version: int, lend: Lend) -> torch.Tensor | None:
-        """One payload that tells ``difference``; None if sending all weights costs less."""
+        """Return one payload with ``difference``, or None if sending all weights costs less."""
 
     @abstractmethod
     def bootstrap(self, version: int, lend: Lend) -> torch.Tensor:
-        """One payload that tells the entries that joining receivers are sent, as a change of ``version``."""
+        """Return one payload with the entries that joining receivers are sent, as a change of ``version``."""
 
     @abstractmethod
     def advance(self, difference: _D) -> None:
-        """Remember the weights that ``difference`` leads to."""
+        """Apply ``difference`` to the remembered weights."""
 
     @abstractmethod
     def weights(self) -> list[torch.Tensor]:
-        """What is remembered, in schema order; views that later calls change."""
+        """Return the remembered weights in schema order, as views that later calls change."""
 
     @abstractmethod
     def copy(self) -> Tracker[_D]:
-        """Another one that remembers the same."""
+        """Return another tracker with the same remembered weights."""
 
 
 class DeltaEncoding(Encoding):
-    """Recipe for sending what changed; whole updates go to receivers that just joined or missed one."""
+    """An encoding that sends changes; receivers that join or miss a version get a whole update."""
 
     @property
     def keeps(self) -> bool:
-        """True: deltas are written into memory of the receiver's own."""
+        """True, because deltas are written into the receiver's own memory."""
         return True
 
     @abstractmethod
     def tracker(self, schema: WeightSchema, tracked: Sequence[int] | None) -> Tracker[Any]:
-        """A fresh tracker.
+        """Return a new tracker.
 
         Args:
-            schema: of all weights, in the receivers' dtypes.
+            schema: schema of all weights, in the receivers' dtypes.
             tracked: positions of the entries that updates may change; None for all.
         """
 
     def bootstraps(self, schema: WeightSchema) -> list[int]:
-        """Positions of the entries that a joining receiver is sent; it must have the others already.
+        """Return the positions of the entries that a joining receiver is sent; it must have the others.
 
         Raises:
             ValueError: options that select entries select none of ``schema``.
@@ -262,10 +268,10 @@ class DeltaEncoding(Encoding):
     @classmethod
     @abstractmethod
     def read(cls, payload: torch.Tensor, schema: WeightSchema) -> Delta:
-        """The delta in ``payload``.
+        """Return the delta in ``payload``.
 
         Raises:
-            FormatError: it does not fit the schema, or is not one.
+            FormatError: the payload is not a delta, or does not fit the schema.
         """
 
 
@@ -274,16 +280,16 @@ _E = TypeVar("_E", bound=type[Encoding])
 
 
 def register_encoding(cls: _E) -> _E:
-    """Class decorator: make an encoding known by its ``name``, on both ends."""
+    """Register an encoding class under its ``name``; a class decorator, needed on both ends."""
     _registry[cls.name] = cls
     return cls
 
 
 def resolve_encoding(encoding: str | Encoding) -> Encoding:
-    """An encoding from its short name, or the encoding itself.
+    """Return the encoding of a short name, or the given encoding itself.
 
     Raises:
-        ValueError: the name is unknown; the message lists the known ones.
+        ValueError: the name is unknown; the message lists the known names.
     """
     if isinstance(encoding, Encoding):
         return encoding
@@ -295,7 +301,7 @@ def resolve_encoding(encoding: str | Encoding) -> Encoding:
 
 
 def decoder_for(wire_name: str, schema: WeightSchema) -> Decoder:
-    """The decoder for a whole encoding named in a chunk.
+    """Return the decoder for the whole encoding that a chunk names.
 
     Raises:
         FormatError: no such encoding is registered here.
@@ -307,10 +313,10 @@ def decoder_for(wire_name: str, schema: WeightSchema) -> Decoder:
 
 
 def read_delta(wire_name: str, payload: torch.Tensor, schema: WeightSchema) -> Delta:
-    """The delta in the payload of a chunk that names a delta encoding.
+    """Return the delta in the payload of a chunk that names a delta encoding.
 
     Raises:
-        FormatError: no such encoding is registered here, or the payload is wrong.
+        FormatError: no such encoding is registered here, or the payload is not valid.
     """
     cls = _registry.get(wire_name)
     if cls is None or not issubclass(cls, DeltaEncoding):

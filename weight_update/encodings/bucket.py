@@ -28,8 +28,8 @@ _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # as
 _HEAD = struct.Struct("<4sB3x16sQQQ")
 _HEAD_BYTES = 64
 _MAGIC = b"WUBK"
-_TOGETHER = 1 << 20
-_Piece = tuple[int, int, int]  # position of a tensor, the first and the last of its bytes
+_TOGETHER = 1 << 20  # bytes that are copied by one call
+_TensorRange = tuple[int, int, int]  # position of a tensor, first and last + 1 of its bytes
 
 
 def require_size(option: str, value: object) -> None:
@@ -47,22 +47,21 @@ def require_bool(option: str, value: object) -> None:
 @register_encoding
 @dataclass(frozen=True)
 class BucketEncoding(WholeEncoding):
-    """All weights, cut into buckets that are sent one after the other.
+    """All weights, in buckets that are sent one after the other.
 
     Args:
         bucket_size: largest number of bytes in a bucket, at least 64. A tensor that is larger is split.
-        bucket_dtype: floating tensors travel in this dtype, a ``torch.dtype`` or its name (``"bfloat16"``,
-            ``"float16"``, ``"float32"``; short ``"bf16"``, ``"fp16"``, ``"fp32"``), and are converted back
-            on arrival; all others are left alone. None keeps every dtype.
-        bucket_device: where a bucket is put together before it goes to the transport, e.g. ``"cuda"`` to
-            convert on the GPU and copy off it once; None writes into the transport's memory at once,
-            wherever that is.
-        load_instant: True: a receiver copies each bucket into place when it arrives, and the bucket's memory
-            is free again; False: it keeps the buckets, and its weights lie in them. Either way
-            nothing is visible before all of them are there.
+        bucket_dtype: dtype in which floating tensors are sent, a ``torch.dtype`` or its name (``"bfloat16"``,
+            ``"float16"``, ``"float32"``; short ``"bf16"``, ``"fp16"``, ``"fp32"``). They are converted back
+            on arrival; other tensors keep their dtype. None keeps every dtype.
+        bucket_device: device on which a bucket is assembled before it goes to the transport, e.g. ``"cuda"``
+            to convert on the GPU and copy from it once. None writes directly into the transport's memory.
+        load_instant: whether a receiver copies each bucket into place when it arrives, which frees the
+            bucket's memory. If False, it keeps the buckets, and its weights are views into them. Either way
+            nothing is visible before all buckets have arrived.
 
     Raises:
-        ValueError: an option has a value that is not allowed; the message lists those that are.
+        ValueError: an option has a value that is not allowed; the message lists the allowed values.
     """
 
     name: ClassVar[str] = "bucket/1"
@@ -94,7 +93,7 @@ class BucketEncoding(WholeEncoding):
         return self.load_instant
 
     def encoder(self, schema: WeightSchema) -> Encoder:
-        """See :meth:`WholeEncoding.encoder`.
+        """Return a new encoder for ``schema``.
 
         Raises:
             ValueError: ``bucket_device`` is CUDA and there is none.
@@ -139,11 +138,11 @@ class _BucketEncoder(Encoder):
     @torch.no_grad()
     def stream(self, tensors: Iterator[torch.Tensor], lend: Lend) -> Iterator[torch.Tensor]:
         last, position = torch.empty(0), -1
-        for start, stop, pieces in self._buckets:
+        for start, stop, ranges in self._buckets:
             payload = lend(_HEAD_BYTES + stop - start)
             place = self._begin(payload, start, stop)
             copies = _Copies()
-            for i, first, end in pieces:
+            for i, first, end in ranges:
                 while position < i:
                     last, position = next(tensors), position + 1
                 meta = self._schema.tensors[i]
@@ -154,18 +153,18 @@ class _BucketEncoder(Encoder):
                     size = meta.dtype.itemsize
                     copies.add(target, last.reshape(-1)[first // size : end // size])
                 if end == meta.nbytes:
-                    last = place  # whoever made the tensor can make the next one in its memory
+                    last = place  # the iterator may reuse the memory of the tensor for the next one
             copies.make()
             if self._device is not None:
                 payload[_HEAD_BYTES:].copy_(place)
             await_stream(payload)
             if stop == self._buckets[-1][1]:
-                for _ in tensors:  # those that share the memory of others; whoever gives them may refuse yet
+                for _ in tensors:  # tied tensors; the iterator may still raise
                     pass
             yield payload
 
     def _begin(self, payload: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Write the head of a bucket; where its body is to be put together."""
+        """Write the head of a bucket, and return the memory in which to assemble its body."""
         name = "" if self._options.dtype is None else dtype_name(self._options.dtype)
         head = _HEAD.pack(
             _MAGIC, self._options.load_instant, name.encode(), start, stop, self._schema.nbytes
@@ -175,8 +174,8 @@ class _BucketEncoder(Encoder):
             return payload[_HEAD_BYTES:]
         return torch.empty(stop - start, dtype=torch.uint8, device=self._device)
 
-    def _inside(self, start: int, stop: int) -> Iterator[_Piece]:
-        """Position, first and last byte of each (part of a) tensor between two places of the flat buffer."""
+    def _inside(self, start: int, stop: int) -> Iterator[_TensorRange]:
+        """Yield the range of each tensor that lies between two bytes of the flat buffer."""
         for i in self._schema.distinct:
             meta = self._schema.tensors[i]
             first, last = max(start - meta.offset, 0), min(stop - meta.offset, meta.nbytes)
@@ -185,7 +184,7 @@ class _BucketEncoder(Encoder):
 
 
 class _Copies:
-    """Copies to be made: many small ones at once, which is quicker, but keeping few tensors waiting."""
+    """A batch of small copies, which are faster together, while few tensors wait."""
 
     def __init__(self) -> None:
         self._targets: list[torch.Tensor] = []
@@ -193,7 +192,7 @@ class _Copies:
         self._waiting = 0
 
     def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy ``source`` into ``target``, now or later."""
+        """Copy ``source`` into ``target`` now or in :meth:`make`."""
         self._targets.append(target)
         self._sources.append(source)
         self._waiting += target.nbytes
@@ -201,7 +200,7 @@ class _Copies:
             self.make()
 
     def make(self) -> None:
-        """Make all that were not made yet."""
+        """Make all copies that wait."""
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)
         self._targets, self._sources, self._waiting = [], [], 0
@@ -246,7 +245,7 @@ class _BucketDecoder(Decoder):
         return [value if value.dtype == meta.dtype else value.to(meta.dtype) for value, meta in metas]
 
     def _head(self, payload: torch.Tensor, first: bool) -> _Head:
-        """The head of the next bucket; the buckets have to follow each other without a gap."""
+        """Return the head of the next bucket, which must follow the previous one without a gap."""
         head = _Head.of(payload)
         if first:
             self._end = 0
@@ -270,14 +269,14 @@ class _BucketDecoder(Decoder):
         out = []
         for meta in self._sent.tensors:
             last = meta.offset + meta.nbytes
-            pieces = [
+            slices = [
                 payload[
                     _HEAD_BYTES + max(meta.offset, head.start) - head.start : _HEAD_BYTES + last - head.start
                 ]
                 for head, payload in zip(heads, payloads, strict=True)
                 if head.start < last and meta.offset < head.stop
             ]
-            raw = pieces[0] if len(pieces) == 1 else _joined(pieces)
+            raw = slices[0] if len(slices) == 1 else _joined(slices)
             if raw.numel() != meta.nbytes:
                 raise FormatError(f"{meta.name!r} is not whole in the buckets")
             out.append(raw.view(meta.dtype).view(meta.shape))
@@ -285,7 +284,7 @@ class _BucketDecoder(Decoder):
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy bytes; they are there when it returns."""
+    """Copy bytes, and wait until they are copied."""
     if target.is_cuda or source.is_cuda:
         target.copy_(source)
         await_stream(target)
@@ -293,12 +292,12 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
         target.numpy()[:] = source.numpy()
 
 
-def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    if pieces and pieces[0].is_cuda:
-        return torch.cat(list(pieces))
-    whole = torch.empty(sum(piece.numel() for piece in pieces), dtype=torch.uint8)
-    if pieces:  # not torch: its threads hang in forked processes
-        np.concatenate([piece.numpy() for piece in pieces], out=whole.numpy())
+def _joined(slices: Sequence[torch.Tensor]) -> torch.Tensor:
+    if slices and slices[0].is_cuda:
+        return torch.cat(list(slices))
+    whole = torch.empty(sum(one.numel() for one in slices), dtype=torch.uint8)
+    if slices:  # not torch: its threads hang in forked processes
+        np.concatenate([one.numpy() for one in slices], out=whole.numpy())
     return whole
 
 
@@ -328,12 +327,12 @@ class _Head:
 
 @functools.lru_cache(maxsize=16)
 def _as_sent(schema: WeightSchema, dtype: torch.dtype | None) -> WeightSchema:
-    """``schema`` with its floating tensors in ``dtype``."""
+    """Return ``schema`` with its floating tensors in ``dtype``."""
     return schema if dtype is None else schema.with_dtype(dtype)
 
 
 def _cuts(schema: WeightSchema, size: int) -> Iterator[tuple[int, int]]:
-    """First and last byte of each bucket: whole tensors, or a part of one that does not fit."""
+    """Yield first and last + 1 byte of each bucket: whole tensors, or a part of a large one."""
     size = size // ALIGNMENT * ALIGNMENT
     start = end = 0
     for i in schema.distinct:

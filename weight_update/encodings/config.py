@@ -1,4 +1,4 @@
-"""Encodings from the configuration tree that RLinf's YAML files use."""
+"""Encodings from the configuration tree of RLinf's YAML files."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _INIT_SYNC = {
 _PATCH = ["snapshot_device", "transport_device", "delta_encoding", "compression", "layout", "values"]
 _BUCKET = ["bucket_size", "bucket_dtype", "bucket_device", "load_instant"]
 _COLLECTIVES = ["use_ring_sync", "nccl_max_ctas", "nccl_min_ctas"]
-"""Options of RLinf's collective groups, which both of its syncers share; there is no collective here."""
+"""Options of RLinf's collective groups, which both of its syncers share; they have no meaning here."""
 
 
 def encoding_from_config(config: Mapping[str, Any]) -> tuple[Encoding, bool]:
-    """The encoding that ``{"type": ..., "patch" | "bucket": {...}}`` describes, and its ``is_agent``.
+    """Return the encoding that ``{"type": ..., "patch" | "bucket": {...}}`` describes, and its ``is_agent``.
 
-    RLinf's options of collective groups are accepted, with a warning that they change nothing.
+    Options of RLinf's collective groups are accepted, with a warning that they have no effect.
 
     Raises:
-        ValueError: a key or value is unknown; the message lists the known ones.
+        ValueError: a key or value is unknown; the message lists the known keys or values.
     """
     if isinstance(config, Mapping) and set(config) == {"weight_syncer"}:
         config = config["weight_syncer"]

@@ -17,7 +17,7 @@ from weight_update.wire.schema import TensorMeta, WeightSchema
 
 __all__ = ["DenseEncoding"]
 
-_RUN = 8  # tensors from which on one call for all pays
+_JOINED = 8  # number of tensors from which a single call is faster
 
 
 @register_encoding
@@ -45,10 +45,10 @@ class _DenseEncoder(Encoder):
         self._own = [i for i in schema.distinct if schema.tensors[i].nbytes]
         self._some = len(self._own) < len(schema.tensors)
         metas = [schema.tensors[i] for i in self._own]
-        runs = list(_runs(metas))
-        self._together = [run for run in runs if run[1] - run[0] > 1]
-        self._alone = [start for start, stop in runs if stop - start == 1]
-        # the views into a buffer: one for each run, then those of the others
+        groups = list(_groups(metas))
+        self._together = [group for group in groups if group[1] - group[0] > 1]
+        self._alone = [start for start, stop in groups if stop - start == 1]
+        # views into a buffer: one for each group of several entries, then one for each other entry
         order = [*self._together, *((start, start + 1) for start in self._alone)]
         self._joined = ViewCache(WeightSchema(tuple(_joined(metas[a:b]) for a, b in order), schema.nbytes))
         self._single = ViewCache(WeightSchema(tuple(metas), schema.nbytes))
@@ -57,14 +57,14 @@ class _DenseEncoder(Encoder):
         flat = lend(self._schema.nbytes)
         if self._own:
             own = [tensors[i] for i in self._own] if self._some else list(tensors)
-            with torch.inference_mode():  # for many small tensors quicker than without gradients
+            with torch.inference_mode():  # faster than no_grad for many small tensors
                 if not self._join(flat, own):
                     torch._foreach_copy_(self._single.views(flat), own)
             await_stream(flat)
         return [flat]
 
     def _join(self, flat: torch.Tensor, own: list[torch.Tensor]) -> bool:
-        """Copy all, each run by one call; whether that was possible, and quicker than one by one."""
+        """Copy each group with one call; return False if that is not possible or not faster."""
         if not self._together:
             return False
         views = self._joined.views(flat)
@@ -73,19 +73,19 @@ class _DenseEncoder(Encoder):
                 return False
             try:
                 torch.cat(own[start:stop], out=view)
-            except (RuntimeError, TypeError):  # on several devices, or of types that only copies convert
+            except (RuntimeError, TypeError):  # several devices, or dtypes that only copy_ converts
                 return False
         if self._alone:
             torch._foreach_copy_(views[len(self._together) :], [own[i] for i in self._alone])
         return True
 
 
-def _runs(metas: Sequence[TensorMeta]) -> Iterator[tuple[int, int]]:
-    """Cut entries into runs, each from a position to before another, that ``torch.cat`` can copy.
+def _groups(metas: Sequence[TensorMeta]) -> Iterator[tuple[int, int]]:
+    """Yield first and last + 1 positions of groups of entries that one ``torch.cat`` can copy.
 
-    That takes a third of the time that a copy of each takes, unless it has to convert. The tensors of a run
-    follow each other without gaps, of one dtype and equal but for the first dimension. It ends where torch
-    would start threads for it.
+    One call takes a third of the time of single copies, unless it has to convert. The tensors of a group
+    follow each other without gaps, have one dtype, and are equal in all but the first dimension. A group ends
+    where torch would start threads to copy it.
     """
     start = nbytes = 0
     for stop, last in enumerate(metas, 1):
@@ -93,7 +93,7 @@ def _runs(metas: Sequence[TensorMeta]) -> Iterator[tuple[int, int]]:
         joins = stop < len(metas) and _follows(last, metas[stop])
         if joins and nbytes + metas[stop].nbytes < SERIAL * last.dtype.itemsize:
             continue
-        if stop - start >= _RUN:
+        if stop - start >= _JOINED:
             yield start, stop
         else:
             yield from ((one, one + 1) for one in range(start, stop))
@@ -110,7 +110,7 @@ def _follows(last: TensorMeta, one: TensorMeta) -> bool:
 
 
 def _joined(metas: Sequence[TensorMeta]) -> TensorMeta:
-    """One entry in the place of those of a run."""
+    """Return one entry that covers the entries of a group."""
     shape = metas[0].shape
     if len(metas) > 1:
         shape = (sum(meta.shape[0] for meta in metas), *shape[1:])

@@ -1,4 +1,4 @@
-"""Tensors put together from a flat buffer that arrives part by part."""
+"""Reassembly of tensors from a flat buffer that arrives in parts."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ __all__ = ["Joiner"]
 
 
 class Joiner:
-    """Gives each tensor of a flat buffer as soon as the last of its bytes is there.
+    """A joiner of parts of a flat buffer, which returns each tensor with its last byte.
 
     Args:
-        schema: what lies in the buffer.
+        schema: layout of the buffer.
     """
 
     def __init__(self, schema: WeightSchema) -> None:
         self._tensors = schema.tensors
         self._ends = [meta.offset + meta.nbytes for meta in schema.tensors]
         self._order = sorted(range(len(self._ends)), key=self._ends.__getitem__)
-        self._next = 0  # in this order, the first that is not whole yet
-        self._begun: torch.Tensor | None = None  # bytes of that one, if it spans parts
+        self._next = 0  # index into the order of the first incomplete tensor
+        self._begun: torch.Tensor | None = None  # bytes of that tensor, if it spans parts
 
     def take(self, start: int, body: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        """The tensors that end in this part.
+        """Return the tensors that end in this part.
 
         Args:
-            start: place of its first byte in the flat buffer: the end of the part before, or 0 to begin anew.
+            start: position of the first byte in the flat buffer: the end of the previous part, or 0 for the
+                first part of an update.
             body: 1-D uint8 CPU tensor.
 
         Returns:
-            position in the schema and value; the values are views into ``body``, except of those that span
-            parts.
+            Position in the schema and value of each tensor; values are views into ``body``, except of
+            tensors that span parts.
         """
         if start == 0:
             self._next, self._begun = 0, None
@@ -54,18 +55,18 @@ class Joiner:
         if self._begun is not None:
             position = self._order[self._next]
             place = start - self._tensors[position].offset
-            piece = body[: self._ends[position] - start]
+            rest = body[: self._ends[position] - start]
             # Not torch: its threads hang in forked processes.
-            self._begun.numpy()[place : place + piece.numel()] = piece.numpy()
+            self._begun.numpy()[place : place + rest.numel()] = rest.numpy()
 
     def _begin(self, start: int, body: torch.Tensor) -> None:
-        """Keep what is here of a tensor that goes on in the next part."""
+        """Keep the bytes of a tensor that continues in the next part."""
         if self._next == len(self._order):
             self._begun = None
             return
         meta = self._tensors[self._order[self._next]]
         if meta.offset >= start:
-            piece = body[meta.offset - start :]
-            self._begun = torch.empty(meta.nbytes, dtype=torch.uint8) if piece.numel() else None
+            begin = body[meta.offset - start :]
+            self._begun = torch.empty(meta.nbytes, dtype=torch.uint8) if begin.numel() else None
             if self._begun is not None:
-                self._begun.numpy()[: piece.numel()] = piece.numpy()
+                self._begun.numpy()[: begin.numel()] = begin.numpy()

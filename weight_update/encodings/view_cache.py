@@ -1,4 +1,4 @@
-"""Views into flat buffers, remembered."""
+"""A cache of views into flat buffers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["ViewCache"]
 
 
 class ViewCache:
-    """Views into the few buffers that come back again and again; making 5,000 views takes 15 ms.
+    """A cache of views into the few buffers that are used again and again; 5,000 views take 15 ms.
 
-    They are forgotten with the buffer: the tensor object that they were made for.
+    Views are dropped with the tensor object for which they were made.
 
     Args:
-        schema: what lies in the buffers.
+        schema: layout of the buffers.
     """
 
     def __init__(self, schema: WeightSchema) -> None:
@@ -27,11 +27,11 @@ class ViewCache:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], list[torch.Tensor]]] = {}
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """As :meth:`WeightSchema.views`."""
+        """Return :meth:`WeightSchema.views` of ``flat``."""
         found = self._known.get(id(flat))
         if found is None:
             with torch.inference_mode(False):
-                views = self._schema.views(flat.data)  # of another object, which they may keep
+                views = self._schema.views(flat.data)  # views of another tensor object, which they keep alive
             gone = functools.partial(_forget, self._known, id(flat))
             found = self._known[id(flat)] = weakref.ref(flat, gone), views
         return found[1]

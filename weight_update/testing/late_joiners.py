@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import ClassVar
 
 import pytest
@@ -19,6 +18,7 @@ from weight_update.testing.cases import Assemble, SchemeCase, assert_equal
 from weight_update.testing.crew import Crew
 from weight_update.testing.joining import times_index
 from weight_update.testing.models import mlp, scramble
+from weight_update.testing.processes import wait_until
 from weight_update.testing.workers import Worker
 
 __all__ = ["NewcomerContract"]
@@ -185,15 +185,10 @@ def forgotten(crew: Crew, index: int) -> None:
     """Wait until the sender has forgotten a worker."""
     sender = crew.scheme._sender
     assert isinstance(sender, Sender)
-    deadline = time.monotonic() + 10
-    while index in sender.table:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    table = sender.table
+    wait_until(lambda: index not in table)
 
 
 def gone(crew: Crew, index: int) -> None:
-    """Wait until the sender knows that a worker has left."""
-    deadline = time.monotonic() + 10
-    while index in crew.scheme.worker_versions:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    """Wait until the sender knows that a worker left."""
+    wait_until(lambda: index not in crew.scheme.worker_versions)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
@@ -11,6 +10,7 @@ from weight_update.errors import LifecycleError, LinkClosedError, SyncFailedErro
 from weight_update.testing.cases import Assemble, SchemeCase, assert_equal
 from weight_update.testing.crew import context_of
 from weight_update.testing.models import mlp
+from weight_update.testing.processes import eventually
 
 __all__ = ["LifecycleTests"]
 
@@ -62,9 +62,7 @@ class LifecycleTests(SchemeCase):
         crew.scheme.send(mlp(2))
         assert ours(before)
         crew.__exit__()
-        deadline = time.monotonic() + 10
-        while ours(before) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        eventually(lambda: not ours(before))
         assert ours(before) == []
 
     def test_two_schemes_side_by_side(self, assemble: Assemble) -> None:

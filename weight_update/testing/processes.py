@@ -1,32 +1,51 @@
-"""Doing things to processes of a test."""
+"""Stopping processes of a test, and waiting for what they do."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["freeze"]
+__all__ = ["eventually", "freeze", "wait_until"]
+
+
+def eventually(condition: Callable[[], object], seconds: float = 10.0) -> bool:
+    """Return whether ``condition`` becomes true within ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    """Wait until ``condition`` is true.
+
+    Raises:
+        TimeoutError: it was not within ``seconds``.
+    """
+    if not eventually(condition, seconds):
+        raise TimeoutError(f"a condition of the test did not become true within {seconds:g} s")
 
 
 def freeze(pid: int, timeout: float = 10.0) -> None:
-    """Stop a process (SIGSTOP) and wait until every thread of it stands still.
+    """Stop a process (SIGSTOP) and wait until all of its threads have stopped.
 
-    The signal is only delivered when a thread is scheduled next: until then others of the process go on.
+    The signal is only delivered when a thread is scheduled next: until then other threads go on.
 
     Raises:
-        TimeoutError: it did not stop in time.
+        TimeoutError: the process did not stop in time.
     """
     os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + timeout
-    while not all(_stands(stat) for stat in Path(f"/proc/{pid}/task").glob("*/stat")):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"process {pid} did not stop within {timeout:g} s")
-        time.sleep(0.001)
+    tasks = Path(f"/proc/{pid}/task")
+    if not eventually(lambda: all(map(_has_stopped, tasks.glob("*/stat"))), timeout):
+        raise TimeoutError(f"process {pid} did not stop within {timeout:g} s")
 
 
-def _stands(stat: Path) -> bool:
+def _has_stopped(stat: Path) -> bool:
     try:
         return stat.read_text().rpartition(")")[2].split()[0] in "TtZX"
     except OSError:

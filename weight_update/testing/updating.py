@@ -19,6 +19,7 @@ from weight_update.errors import (
 )
 from weight_update.testing.cases import Assemble, SchemeCase, assert_equal
 from weight_update.testing.models import Brittle, Stack, Zoo, fingerprint, mlp, scramble
+from weight_update.testing.processes import wait_until
 from weight_update.testing.workers import Body
 from weight_update.wire.schema import WeightSchema
 
@@ -295,9 +296,7 @@ class UpdatingTests(SchemeCase):
         crew = assemble(source)
         crew.workers[0].call("hold")
         handle = crew.scheme.send_async(mlp(2))
-        deadline = time.monotonic() + 10
-        while crew.scheme.worker_versions[1] != 1 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: crew.scheme.worker_versions[1] == 1)
         assert_equal(crew, mlp(1), mlp(2))
         assert crew.ask("version") == [0, 1]
         crew.workers[0].call("forward")  # inside hold() of the same thread: not a deadlock

@@ -1,8 +1,8 @@
 """Extra state of modules (``get_extra_state``) as JSON, and back.
 
-Extra state is any Python object a module wants saved beside its tensors. What crosses a process here is
-never pickled, so it must be built from: None, bool, int, float, str, bytes, list, tuple, dict (string
-keys) and tensors. Anything else is an error that names its type.
+Extra state is any Python object that a module saves beside its tensors. It is never pickled, so it must be
+built from None, bool, int, float, str, bytes, list, tuple, dict (with string keys) and tensors. Any other
+type is an error that names it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 def encode_extra(value: Any) -> Any:
-    """JSON-able form of one extra state.
+    """Return the JSON-able form of one extra state.
 
     Raises:
-        UnsupportedSourceError: it holds an object of a type not listed above, or itself.
+        UnsupportedSourceError: the state holds an object of a type not listed above, or itself.
     """
     try:
         return _encode(value)
@@ -34,10 +34,10 @@ def encode_extra(value: Any) -> Any:
 
 
 def decode_extra(value: Any) -> Any:
-    """Inverse of :func:`encode_extra`.
+    """Return the extra state that :func:`encode_extra` encoded.
 
     Raises:
-        FormatError: not what :func:`encode_extra` writes.
+        FormatError: ``value`` is not a result of :func:`encode_extra`.
     """
     try:
         return _decode(value)
@@ -96,6 +96,6 @@ def _decode_tensor(name: str, shape: Any, data: str) -> torch.Tensor:
     if not isinstance(shape, list) or any(type(size) is not int or size < 0 for size in shape):
         raise ValueError(f"shape {shape!r:.80}")
     raw = bytearray(base64.b64decode(data, validate=True))
-    if not raw:  # view, not empty: what it costs is what came, whatever the shape says
+    if not raw:  # view, not empty: memory is bounded by the data, whatever the shape says
         return torch.empty(0, dtype=DTYPES[name]).view(shape)
     return torch.frombuffer(raw, dtype=torch.uint8).view(DTYPES[name]).view(shape)

@@ -1,7 +1,7 @@
 """Frames: a described header and raw bytes.
 
-``docs/wire_format.rst`` shows the format byte by byte. Nothing here is ever pickled: the header is JSON,
-the payload is raw memory.
+``docs/wire_format.rst`` describes the format byte by byte. Nothing is pickled: the header is JSON, the
+payload is raw memory.
 
 A frame::
 
@@ -54,22 +54,20 @@ _MAX_NUMBER = 1 << 63
 
 
 class Kind(enum.IntEnum):
-    """What a frame is for. R = receiver, S = sender."""
+    """The purpose of a frame. R = receiver, S = sender."""
 
-    HELLO = 1  # R -> S: who I am, my token, my schema, or why I cannot join
-    WELCOME = 2  # S -> R: you are in; the schema that counts and its layout
-    REFUSED = 3  # S -> R: you are not in, and why
+    HELLO = 1  # R -> S: identity, token and schema of the receiver, or the reason why it cannot join
+    WELCOME = 2  # S -> R: the receiver is admitted; the schema to use and its layout
+    REFUSED = 3  # S -> R: the receiver is not admitted, and the reason
     UPDATE = 4  # S -> R: weights
-    STAGED = 5  # R -> S: the update is here, whole, and waits for COMMIT
-    COMMIT = 6  # S -> R: apply what you staged
-    ABORT = 7  # S -> R: forget what you staged
+    STAGED = 5  # R -> S: the whole update has arrived, and waits for COMMIT
+    COMMIT = 6  # S -> R: apply the staged update
+    ABORT = 7  # S -> R: drop the staged update
     APPLIED = 8  # R -> S: the update is visible
-    FAILED = 9  # R -> S: the update is not visible, and why
+    FAILED = 9  # R -> S: the update is not visible, and the reason
     GOODBYE = 10  # either way: orderly end
-    BEHIND = 11  # R -> S: the update changes a version that I do not have; send all
-    TAKEN = (
-        12  # R -> S: this part of an update is read, its memory is free again; the last is not answered so
-    )
+    BEHIND = 11  # R -> S: the receiver does not have the base of the update; send all weights
+    TAKEN = 12  # R -> S: a chunk, but not the last one, has been read; its memory is free again
 
 
 _REQUIRED: dict[Kind, dict[str, type | tuple[type, ...]]] = {
@@ -116,11 +114,11 @@ _OPTIONAL: dict[Kind, dict[str, type | tuple[type, ...]]] = {Kind.HELLO: {"insta
 
 @dataclass(frozen=True, eq=False)
 class WeightChunk:
-    """One frame: a kind, a JSON header and raw bytes. It checks itself on construction.
+    """One frame: a kind, a JSON header and raw bytes. Fields are validated on construction.
 
     Attributes:
-        kind: what the frame is for.
-        header: JSON-able; the fields of each kind are checked, others are refused.
+        kind: purpose of the frame.
+        header: JSON-able fields; the fields of each kind are checked, others are refused.
         payload: 1-D uint8 tensor on the CPU, or None for no bytes.
 
     Raises:
@@ -155,16 +153,16 @@ class WeightChunk:
         return 0 if self.payload is None else self.payload.numel()
 
     def shows(self, token: str) -> bool:
-        """Whether this HELLO carries ``token``; takes as long for a wrong one as for the right one."""
+        """Whether this HELLO carries ``token``; the comparison takes constant time."""
         shown = self.header["token"].encode(errors="surrogatepass")
         return hmac.compare_digest(shown, token.encode())
 
     def with_token(self, token: str) -> WeightChunk:
-        """Return this HELLO with ``token``, which does not travel where the connection is authenticated."""
+        """Return this HELLO with ``token``, which is not sent over an authenticated connection."""
         return replace(self, header={**self.header, "token": token})
 
     def encode_head(self, *, checksum: bool = True) -> bytes:
-        """Prelude and header: everything but the payload."""
+        """Return prelude and header: everything but the payload."""
         header = compact_json(dict(self.header)).encode()
         size = self.payload_bytes
         covered = checksum and size > 0
@@ -176,7 +174,7 @@ class WeightChunk:
         return start + struct.pack("<II", head_crc, crc) + header
 
     def encode(self, *, checksum: bool = True) -> bytes:
-        """The whole frame as bytes (this copies the payload)."""
+        """Return the whole frame as bytes; this copies the payload."""
         head = self.encode_head(checksum=checksum)
         return head if self.payload is None else head + bytes(byte_view(self.payload))
 
@@ -189,12 +187,12 @@ class WeightChunk:
         """Read a frame that fills ``data`` exactly.
 
         Args:
-            data: the frame; it may be reused when this returns.
-            allocate: gives a 1-D uint8 CPU tensor of exactly so many bytes to copy the payload into; the
-                default is fresh memory.
+            data: the frame; its memory may be reused after this call.
+            allocate: function that returns a 1-D uint8 CPU tensor of a given size for the payload; None for
+                new memory.
 
         Raises:
-            FormatError: too short, too long, or anything in it is not valid.
+            FormatError: the frame is too short, too long, or not valid.
         """
         view = memoryview(data).cast("B")
         prelude = Prelude.decode(view[:PRELUDE_BYTES])
@@ -211,7 +209,7 @@ class WeightChunk:
 
 @dataclass(frozen=True)
 class Prelude:
-    """The fixed first 28 bytes of a frame, for transports that read a stream piece by piece."""
+    """The first 28 bytes of a frame, for transports that read a stream."""
 
     raw: bytes
     kind: Kind
@@ -227,10 +225,10 @@ class Prelude:
 
         Args:
             raw: exactly 28 bytes.
-            max_payload: refuse frames that announce more bytes than this.
+            max_payload: largest payload that is accepted.
 
         Raises:
-            FormatError: it is not a prelude, or announces too much.
+            FormatError: the bytes are not a prelude, or announce too much.
         """
         raw = bytes(raw)
         if len(raw) != PRELUDE_BYTES:
@@ -252,10 +250,10 @@ class Prelude:
 
     @contextmanager
     def naming_version(self, header: bytes) -> Iterator[None]:
-        """Give errors that say that the payload cannot be had the version that ``header`` names.
+        """Add the version in ``header`` to errors about the memory of the payload.
 
         Raises:
-            FormatError: the payload cannot be had, and the header is not valid.
+            FormatError: there is such an error, and the header is not valid.
         """
         try:
             yield
@@ -285,7 +283,7 @@ class Prelude:
 
 
 def _in_range(value: Any) -> bool:
-    """Whether a number fits 64 bits and is one; True for everything else."""
+    """Whether a number fits into 64 bits and is not NaN; True for everything else."""
     return not isinstance(value, int | float) or -_MAX_NUMBER <= value < _MAX_NUMBER
 
 

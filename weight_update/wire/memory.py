@@ -1,4 +1,4 @@
-"""Memory of tensors: views of its bytes, its identity, its digest, and the GPU work that still writes it."""
+"""The memory of tensors: byte views, identity, digest, and waiting for GPU work that writes it."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ __all__ = ["await_stream", "byte_view", "digest", "memory_identity"]
 
 
 def await_stream(tensor: torch.Tensor) -> None:
-    """Wait for all that this thread has queued on the GPU of ``tensor``; nothing to wait for on the CPU."""
+    """Wait for all work that this thread has queued on the GPU of ``tensor``, if it is on one."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """A digest (BLAKE2b, 128 bits, in hex) of the bits of a contiguous CPU tensor."""
+    """Return a digest (BLAKE2b, 128 bits, in hex) of the bits of a contiguous CPU tensor."""
     flat = tensor.as_strided((tensor.numel(),), (1,))  # one element may have any stride
     raw = flat.view(torch.uint8)
     return hashlib.blake2b(byte_view(raw), digest_size=16).hexdigest()
 
 
 def byte_view(flat: torch.Tensor) -> memoryview:
-    """The memory of a contiguous 1-D uint8 CPU tensor, without a copy."""
+    """Return the memory of a contiguous 1-D uint8 CPU tensor, without a copy."""
     return memoryview(flat.numpy()).cast("B")  # type: ignore[arg-type]  # arrays are buffers
 
 
 def memory_identity(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """A key that is equal for two tensors exactly when they are the same view of the same memory.
+    """Return a key that is equal for two tensors exactly if they are the same view of the same memory.
 
-    None where there is no memory to share: empty and meta tensors.
+    Tensors without memory have none: the key of an empty tensor is None, that of a meta tensor is its id.
     """
     if tensor.numel() == 0:
         return None

@@ -23,10 +23,10 @@ from weight_update.wire.memory import memory_identity
 __all__ = ["TensorMeta", "WeightSchema"]
 
 ALIGNMENT = 64
-"""Every tensor starts at a multiple of this many bytes in the flat buffer."""
+"""Bytes to which every tensor is aligned in the flat buffer."""
 
 MAX_PAYLOAD_BYTES = 1 << 42
-_MAX_DIMENSIONS = 64  # of a tensor that torch can compute with
+_MAX_DIMENSIONS = 64  # that torch supports
 _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(_orig_mod|module)\.")
 
 
@@ -59,7 +59,7 @@ _NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The wire name of a dtype, e.g. ``"bfloat16"``.
+    """Return the wire name of a dtype, e.g. ``"bfloat16"``.
 
     Raises:
         UnsupportedSourceError: the dtype has no plain bytes-per-element layout (quantized types, ...).
@@ -74,7 +74,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """Name, shape, dtype and place of one tensor.
+    """Name, shape, dtype and offset of one tensor.
 
     Attributes:
         name: dotted name, e.g. ``"module.0.weight"``.
@@ -94,7 +94,7 @@ class TensorMeta:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def kind(self) -> str:
-        """The family of the dtype; values convert within a family, never across."""
+        """Return the family of the dtype; values are converted only within a family."""
         if self.dtype.is_complex:
             return "complex"
         if self.dtype.is_floating_point:
@@ -109,7 +109,7 @@ class TensorMeta:
 class WeightSchema:
     """Names, shapes, dtypes and offsets of a set of weights in one flat buffer.
 
-    Tied tensors (several names of one memory) share one offset, so their bytes travel once.
+    Tied tensors (several names of one memory) share one offset, so their bytes are sent once.
 
     Attributes:
         tensors: one entry for each name, in order.
@@ -196,23 +196,23 @@ class WeightSchema:
 
     @functools.cached_property
     def digest(self) -> str:
-        """SHA-256 of the schema, in hex: equal exactly when two schemas are equal."""
+        """SHA-256 of the schema, in hex; equal exactly if two schemas are equal."""
         text = compact_json(self.to_header())
         return hashlib.sha256(text.encode()).hexdigest()
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """One tensor for each entry, a view into ``flat`` (1-D uint8, at least ``nbytes`` long)."""
+        """Return a view into ``flat`` (1-D uint8, at least ``nbytes`` long) for each entry."""
         out = []
         for meta in self.tensors:
-            piece = flat[meta.offset : meta.offset + meta.nbytes]
-            out.append(piece.view(meta.dtype).view(meta.shape))
+            raw = flat[meta.offset : meta.offset + meta.nbytes]
+            out.append(raw.view(meta.dtype).view(meta.shape))
         return out
 
     def for_receiver(self, theirs: WeightSchema) -> WeightSchema:
-        """This schema as it best travels to a receiver: in its dtypes where those are not wider.
+        """Return this schema with the receiver's dtypes where those are not wider.
 
-        What is converted before it travels has the same bits as what is converted after. Tied tensors keep
-        our dtype where the receiver has several for them.
+        Weights that the sender converts have the same bits as weights that the receiver converts. Tied
+        tensors keep the sender's dtype if the receiver has several dtypes for them.
         """
         wanted = {meta.name: meta.dtype for meta in theirs.tensors}
         dtypes_at: dict[int, set[torch.dtype]] = {}
@@ -227,7 +227,7 @@ class WeightSchema:
         return self._with_dtypes(dtypes)
 
     def with_dtype(self, dtype: torch.dtype) -> WeightSchema:
-        """This schema with its floating tensors in ``dtype``, laid out anew."""
+        """Return this schema with its floating tensors in ``dtype`` and with new offsets."""
         return self._with_dtypes(
             [dtype if meta.dtype.is_floating_point else meta.dtype for meta in self.tensors]
         )
@@ -242,18 +242,19 @@ class WeightSchema:
         return WeightSchema(tuple(metas), end)
 
     def require_same(self, other: WeightSchema, who: str, *, more: bool = False) -> None:
-        """Check that ``other`` can take or give the tensors of this schema.
+        """Check that ``other`` fits this schema.
 
         Names and shapes must be equal; dtypes may differ within floating point or within complex
-        (values are then converted to the receiver's dtype). ``other`` must not tie what we keep apart.
+        (values are then converted to the receiver's dtype). ``other`` must not tie tensors that are separate
+        here.
 
         Args:
-            other: the schema of ``who``.
-            who: how to call the other side in the message, e.g. ``"worker 1"``.
-            more: whether ``other`` may have more names.
+            other: schema of the other side.
+            who: name of the other side in the message, e.g. ``"worker 1"``.
+            more: whether ``other`` may have further names.
 
         Raises:
-            SchemaMismatchError: with one line for each name that does not fit.
+            SchemaMismatchError: names do not fit; the error has one line for each.
         """
         problems = [*differences(self, other, who, more=more), *untied(other, self, who)]
         if problems:
@@ -264,7 +265,7 @@ class WeightSchema:
             )
 
     def to_header(self) -> dict[str, Any]:
-        """JSON-able form; :meth:`from_header` is its inverse."""
+        """Return the JSON-able form, which :meth:`from_header` reads."""
         return {
             "nbytes": self.nbytes,
             "tensors": [[m.name, list(m.shape), dtype_name(m.dtype), m.offset] for m in self.tensors],
@@ -272,11 +273,11 @@ class WeightSchema:
 
     @classmethod
     def from_header(cls, header: Any) -> WeightSchema:
-        """Read a schema that came over a wire.
+        """Read a schema from the wire.
 
         Raises:
-            FormatError: anything is not as :meth:`to_header` writes it: unknown dtype, negative size,
-                offset outside the buffer, overlapping tensors, a name twice.
+            FormatError: the header is not a result of :meth:`to_header`: it has an unknown dtype, a negative
+                size, an offset outside the buffer, overlapping tensors, or a name twice.
         """
         try:
             nbytes, rows = header["nbytes"], header["tensors"]
@@ -296,9 +297,9 @@ def _align(nbytes: int) -> int:
 
 
 def differences(ours: WeightSchema, theirs: WeightSchema, who: str, *, more: bool = False) -> Iterable[str]:
-    """One line for each name of ``ours`` that ``theirs`` lacks or has otherwise.
+    """Yield a line for each name of ``ours`` that ``theirs`` lacks or has with another shape or dtype.
 
-    And one for each name that it has beyond them, unless it may have ``more``.
+    Unless ``more`` is set, also yield a line for each name that only ``theirs`` has.
     """
     left = {meta.name: meta for meta in ours.tensors}
     right = {meta.name: meta for meta in theirs.tensors}
@@ -316,13 +317,13 @@ def differences(ours: WeightSchema, theirs: WeightSchema, who: str, *, more: boo
 
 
 def wrapper_hint(names: Mapping[str, Sequence[str]]) -> str:
-    """Return the cure, if two sets of names differ only by what a wrapper module puts into them.
+    """Return a hint if two sets of names differ only by the prefix of a wrapper module.
 
     Args:
-        names: those of each of the two sides, by how the message calls the side.
+        names: names of the two sides, by the side's name in the message.
 
     Returns:
-        the text to add to a message; empty if the names differ otherwise.
+        Text to append to a message; empty if the names differ otherwise.
     """
     plain = {side: sorted(_WRAPPERS.sub("", name) for name in given) for side, given in names.items()}
     if len({tuple(given) for given in plain.values()}) > 1:
@@ -342,10 +343,10 @@ def wrapper_hint(names: Mapping[str, Sequence[str]]) -> str:
 
 
 def matching(prefixes: Sequence[str], names: Iterable[str]) -> set[str]:
-    """Names that are one of ``prefixes`` or lie below one (``"head"`` matches ``head`` and ``head.*``).
+    """Return the names that match ``prefixes``; ``"head"`` matches ``head`` and ``head.*``.
 
     Raises:
-        ValueError: a prefix matches nothing; the message names it and what there is.
+        ValueError: a prefix matches nothing; the message names it and the top-level names.
     """
     names = list(names)
     found: set[str] = set()
@@ -359,7 +360,7 @@ def matching(prefixes: Sequence[str], names: Iterable[str]) -> set[str]:
 
 
 def untied(tied: WeightSchema, other: WeightSchema, where: str = "the workers") -> Iterable[str]:
-    """One line for each pair of names that ``tied`` ties and ``other``, the sender, has as two tensors."""
+    """Yield a line for each pair of names that ``tied`` ties but ``other``, the sender, does not."""
     places = {meta.name: meta.offset for meta in other.tensors}
     for first, second in tied.ties:
         a, b = tied.names[first], tied.names[second]

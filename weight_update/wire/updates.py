@@ -17,13 +17,13 @@ __all__ = ["Step", "extra_of", "frame_of", "frames_of", "payloads_of"]
 
 @dataclass(frozen=True)
 class Step:
-    """What is told of an update beside its tensors.
+    """The data of an update beside its tensors.
 
     Attributes:
-        version: its number.
-        extra: extra state of modules, as :func:`~weight_update.wire.extra_state.encode_extra` gives it.
-        commit: False leaves it staged in the workers until COMMIT or ABORT.
-        group_commit: several models that switch together; see :func:`~weight_update.send_together`.
+        version: number of the version.
+        extra: extra state of modules, encoded by :func:`~weight_update.wire.extra_state.encode_extra`.
+        commit: whether workers apply the update at once; if False it is staged until COMMIT or ABORT.
+        group_commit: name of several models that switch together; see :func:`~weight_update.send_together`.
     """
 
     version: int
@@ -33,11 +33,11 @@ class Step:
 
     @classmethod
     def of(cls, version: int, extra: Mapping[str, Any], **how: Any) -> Step:
-        """A step that carries ``extra``, any extra state."""
+        """Return a step that carries the extra state ``extra``."""
         return cls(version, {name: encode_extra(value) for name, value in extra.items()}, **how)
 
     def committed(self) -> Step:
-        """The same for a worker that joins after the commit: it applies it at once, and on its own."""
+        """Return this step for a worker that joins after the commit and applies it at once, on its own."""
         return replace(self, commit=True, group_commit=None)
 
 
@@ -48,14 +48,14 @@ def frames_of(
     payloads: Sequence[torch.Tensor],
     base: int | None = None,
 ) -> list[WeightChunk]:
-    """One frame for each payload; the first carries the extra state.
+    """Return one frame for each payload; the first carries the extra state.
 
     Args:
-        step: which update.
-        schema: of the weights.
-        encoding: name on the wire.
-        payloads: at least one.
-        base: the version that the payloads change; None if they are whole.
+        step: the update.
+        schema: schema of the weights.
+        encoding: wire name of the encoding.
+        payloads: one payload or more.
+        base: version that the payloads change; None if they are whole.
     """
     count = len(payloads)
     return [
@@ -73,7 +73,7 @@ def frame_of(
     payload: torch.Tensor,
     base: int | None = None,
 ) -> WeightChunk:
-    """One of the ``count`` frames of :func:`frames_of`."""
+    """Return one of the ``count`` frames of :func:`frames_of`."""
     header = {
         "version": step.version,
         "base": base,
@@ -89,11 +89,11 @@ def frame_of(
 
 
 def payloads_of(chunks: Sequence[WeightChunk]) -> list[torch.Tensor]:
-    """The payloads of the frames of one update; an absent one is empty."""
+    """Return the payloads of the frames of one update, an empty one where a frame has none."""
     empty = torch.empty(0, dtype=torch.uint8)
     return [empty if chunk.payload is None else chunk.payload for chunk in chunks]
 
 
 def extra_of(chunks: Sequence[WeightChunk]) -> dict[str, Any]:
-    """The extra state that the frames of one update carry."""
+    """Return the extra state that the frames of one update carry."""
     return {name: decode_extra(value) for name, value in chunks[0].header["extra"].items()}

@@ -1,4 +1,4 @@
-"""Whether weights to be sent are those that were agreed on."""
+"""Check of the weights to be sent against the schema that was agreed on."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from weight_update.wire.schema import WeightSchema, differences, untied, wrapper
 
 __all__ = ["require_agreed"]
 
-# asked of thousands of tensors at each update, so without a step of the interpreter for each
+# these run for thousands of tensors in each update, so without interpreted code for each tensor
 _SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
 _LAYOUT, _IS_META = operator.attrgetter("layout"), operator.attrgetter("is_meta")
 
 
 def require_agreed(schema: WeightSchema, tensors: Mapping[str, torch.Tensor], *, more: bool) -> None:
-    """Check that tensors are those of a schema, and have values.
+    """Check that ``tensors`` fit a schema and have values.
 
     Args:
-        schema: what was agreed on.
-        tensors: what was given, by name.
-        more: whether there may be more names.
+        schema: the schema that was agreed on.
+        tensors: tensors by name.
+        more: whether further names are allowed.
 
     Raises:
-        UnsupportedSourceError: some are on the meta device, or cannot be sent at all.
-        SchemaMismatchError: with one line for each name that does not fit.
+        UnsupportedSourceError: tensors are on the meta device, or cannot be sent at all.
+        SchemaMismatchError: names do not fit; the error has one line for each.
     """
     if any(map(_IS_META, tensors.values())):
         hollow = [name for name, tensor in tensors.items() if tensor.is_meta]
@@ -46,7 +46,7 @@ def require_agreed(schema: WeightSchema, tensors: Mapping[str, torch.Tensor], *,
 
 
 def _exact(schema: WeightSchema, tensors: Mapping[str, torch.Tensor], *, more: bool) -> bool:
-    """Whether not even a dtype differs, which can be told quickly."""
+    """Whether nothing differs, not even a dtype; a fast check."""
     values = list(tensors.values())
     if tuple(tensors) != schema.names:
         values = [tensors[name] for name in schema.names if name in tensors]

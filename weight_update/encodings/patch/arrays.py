@@ -1,4 +1,4 @@
-"""The arrays of a patch payload: a table that describes them, then their bytes, each compressed by itself.
+"""The arrays of a patch payload: a table, then the bytes of each array, compressed separately.
 
 ``docs/patch_format.rst`` shows the bytes.
 """
@@ -22,10 +22,10 @@ __all__ = ["Array", "ArrayReader", "ArrayWriter", "narrowest"]
 Array = npt.NDArray[Any]
 
 ALIGNMENT = 8
-"""Every array starts at a multiple of this many bytes, so that it can be viewed where it lies."""
+"""Bytes to which every array is aligned, so that it can be viewed in place."""
 
 UNSIGNED: dict[int, np.dtype[Any]] = {size: np.dtype(f"<u{size}") for size in (1, 2, 4, 8)}
-"""The unsigned integer of so many bytes."""
+"""Unsigned integer dtype by size in bytes."""
 
 _ENTRY = struct.Struct("<B15sQQ")
 ENTRY_BYTES = _ENTRY.size
@@ -34,12 +34,12 @@ _PLAIN = "none/1"
 
 
 def narrowest(largest: int) -> np.dtype[Any]:
-    """The narrowest unsigned integer that holds ``largest``."""
+    """Return the narrowest unsigned integer dtype that holds ``largest``."""
     return next(dtype for dtype in UNSIGNED.values() if largest <= np.iinfo(dtype).max)
 
 
 class ArrayWriter:
-    """Collects arrays, then writes them behind a head into one payload."""
+    """A writer that collects arrays and writes them behind a head into one payload."""
 
     def __init__(self, compression: Compression) -> None:
         self._compression = compression
@@ -50,62 +50,62 @@ class ArrayWriter:
         return len(self._entries)
 
     def integers(self, array: Array) -> None:
-        """Add unsigned integers in the narrowest type that fits them."""
+        """Add unsigned integers in the narrowest type that holds them."""
         largest = int(array.max()) if array.size else 0
         self.add(array.astype(narrowest(largest), copy=False))
 
     def add(self, array: Array) -> None:
         """Add a 1-D array of unsigned integers as it is."""
         data = torch.from_numpy(array.view(np.uint8))
-        self.put(_moved(data, self._compression.device), array.itemsize)
+        self.put(_on_device(data, self._compression.device), array.itemsize)
 
     def put(self, data: torch.Tensor, width: int) -> None:
         """Add the bytes (1-D uint8, on a device that the compression works on) of integers of ``width``."""
         codec, packed = pack(self._compression, data)
         self._enter(width, codec, data.numel() // width, [packed])
 
-    def join(self, pieces: Sequence[Array]) -> None:
-        """Add 1-D arrays of one unsigned type, at least one, one behind the other as a single array."""
+    def join(self, arrays: Sequence[Array]) -> None:
+        """Add one or more 1-D arrays of one unsigned type as a single array."""
         if self._compression.name != _PLAIN:
-            self.add(np.concatenate(pieces))
+            self.add(np.concatenate(arrays))
             return
-        items, bodies = sum(map(len, pieces)), [torch.from_numpy(piece.view(np.uint8)) for piece in pieces]
-        self._enter(pieces[0].itemsize, _PLAIN, items, bodies)  # spares one copy
+        items, bodies = sum(map(len, arrays)), [torch.from_numpy(one.view(np.uint8)) for one in arrays]
+        self._enter(arrays[0].itemsize, _PLAIN, items, bodies)  # spares one copy
 
     def _enter(self, width: int, codec: str, items: int, body: Sequence[torch.Tensor]) -> None:
         name = codec.encode("ascii")
         if len(name) > _MAX_CODEC_NAME:
             raise ValueError(f"the name of a compression has at most {_MAX_CODEC_NAME} bytes: {codec!r}")
-        stored = sum(piece.numel() for piece in body)
+        stored = sum(one.numel() for one in body)
         self._entries.append(_ENTRY.pack(width, name, items, stored))
         self._bodies.append(list(body))
 
     def write(self, head: bytes, lend: Lend) -> torch.Tensor:
-        """Head, table and arrays in memory from ``lend``, 1-D uint8, without a byte to spare."""
+        """Write head, table and arrays into memory from ``lend``; return exactly these bytes, 1-D uint8."""
         table = torch.frombuffer(bytearray(head + b"".join(self._entries)), dtype=torch.uint8)
-        pieces, end = [table], table.numel()
+        buffers, end = [table], table.numel()
         for body in self._bodies:
-            pieces += [torch.zeros(_align(end) - end, dtype=torch.uint8), *body]
-            end = _align(end) + sum(piece.numel() for piece in body)
+            buffers += [torch.zeros(_align(end) - end, dtype=torch.uint8), *body]
+            end = _align(end) + sum(one.numel() for one in body)
         payload = lend(end)[:end]
-        _gather(pieces, payload.numpy())
+        _gather(buffers, payload.numpy())
         return payload
 
 
-def _gather(pieces: Sequence[torch.Tensor], out: Array) -> None:
-    """Copy the pieces one behind the other; what lies on a GPU comes from there in one transfer."""
-    gpu = next((piece.device for piece in pieces if piece.is_cuda), None)
+def _gather(buffers: Sequence[torch.Tensor], out: Array) -> None:
+    """Copy the buffers into ``out``, in order; if any is on a GPU, copy from it in one transfer."""
+    gpu = next((one.device for one in buffers if one.is_cuda), None)
     if gpu is not None:
-        together = torch.cat([piece.to(gpu) for piece in pieces])
-        pieces = [torch.empty(together.shape, dtype=torch.uint8, pin_memory=True).copy_(together)]
+        together = torch.cat([one.to(gpu) for one in buffers])
+        buffers = [torch.empty(together.shape, dtype=torch.uint8, pin_memory=True).copy_(together)]
     at = 0
-    for piece in pieces:
-        out[at : at + piece.numel()] = piece.numpy()
-        at += piece.numel()
+    for one in buffers:
+        out[at : at + one.numel()] = one.numpy()
+        at += one.numel()
 
 
 class ArrayReader:
-    """Gives the arrays of a payload back, one after the other.
+    """A reader of the arrays of a payload, in order.
 
     Args:
         payload: 1-D uint8 CPU tensor.
@@ -125,10 +125,10 @@ class ArrayReader:
         self._entries = _ENTRY.iter_unpack(self._bytes[start : self._at].tobytes())
 
     def exactly(self, items: int, widths: Sequence[int] = (1, 2, 4, 8)) -> Array:
-        """The next array; see :meth:`at_most`.
+        """Read the next array; see :meth:`at_most`.
 
         Raises:
-            FormatError: it does not have ``items`` items, or is not valid.
+            FormatError: the array does not have ``items`` items, or is not valid.
         """
         array = self.at_most(items, widths)
         if array.size != items:
@@ -136,13 +136,13 @@ class ArrayReader:
         return array
 
     def at_most(self, items: int, widths: Sequence[int] = (1, 2, 4, 8)) -> Array:
-        """The next array: 1-D, unsigned, perhaps a view into the payload.
+        """Read the next array: 1-D, unsigned, perhaps a view into the payload.
 
         Its size is checked before memory is allocated.
 
         Raises:
-            FormatError: there is none, it announces more than ``items`` items or items of another width
-                than ``widths``, it does not lie in the payload, or it does not decompress to its size.
+            FormatError: there is no array; or it announces more than ``items`` items, or items of a width not
+                in ``widths``; or it is not inside the payload; or it does not decompress to its size.
         """
         width, name, there, stored = next(self._entries, (0, b"", 0, 0))
         if width not in widths or there > items:
@@ -151,7 +151,7 @@ class ArrayReader:
         codec = decompressor_for(name.rstrip(b"\0").decode("ascii", "replace"))
         if codec.device == "cuda" and not torch.cuda.is_available():
             raise FormatError(f"the patch is compressed with {codec.name}, and torch sees no CUDA device")
-        plain = codec.decompress(_moved(data, codec.device), there * width)
+        plain = codec.decompress(_on_device(data, codec.device), there * width)
         return plain.cpu().numpy().view(UNSIGNED[width])
 
     def _next_bytes(self, stored: int) -> torch.Tensor:
@@ -164,16 +164,16 @@ class ArrayReader:
         return self._payload[start : self._at]
 
     def finish(self) -> None:
-        """Check that all was read.
+        """Check that everything was read.
 
         Raises:
-            FormatError: an array or a byte is left.
+            FormatError: arrays or bytes are left.
         """
         if next(self._entries, None) is not None or self._at != self._payload.numel():
             raise FormatError("a patch has more arrays or bytes than its head announces")
 
 
-def _moved(data: torch.Tensor, device: str) -> torch.Tensor:
+def _on_device(data: torch.Tensor, device: str) -> torch.Tensor:
     return data.cuda() if device == "cuda" else data
 
 

@@ -1,4 +1,4 @@
-"""What differs between two versions of one flat buffer."""
+"""The differences between two versions of one flat buffer."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import torch
 from weight_update.encodings.patch.threads import in_threads, threads_for
 from weight_update.wire.schema import WeightSchema
 
-__all__ = ["Changes", "Run", "Sparse", "Stretch"]
+__all__ = ["ByteRange", "Changes", "Segment", "Sparse"]
 
 Array = npt.NDArray[Any]
 
 BITS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer that holds the bits of an element of so many bytes; 16-byte elements count as two of 8."""
+"""Integer dtype for the bits of an element, by width in bytes; 16-byte elements count as two of 8."""
 
-_BLOCK = 1 << 14
-_SHARE = 1 << 17  # elements that a thread writes at a time
+_CACHED = 1 << 14  # elements that stay in the cache between reading and writing
+_SHARE = 1 << 17  # elements that one thread writes at a time
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
-    """Bytes that are replaced one after the other.
+class ByteRange:
+    """A contiguous range of bytes to replace.
 
     Attributes:
         start: first byte in the flat buffer.
@@ -39,80 +39,80 @@ class Run:
 
 
 @dataclass(frozen=True, eq=False)
-class Stretch:
-    """Consecutive ones of the elements that change.
+class Segment:
+    """A segment of the elements that change.
 
     Attributes:
-        first: the element of the buffer that ``places`` count from.
-        places: 1-D int32 or int64, not empty, not negative, strictly increasing.
-        values: as in :class:`Sparse`, of the shape of ``places``.
+        first: element of the buffer from which ``offsets`` count.
+        offsets: 1-D int32 or int64, not empty, not negative, strictly increasing.
+        values: as in :class:`Sparse`, with the shape of ``offsets``.
     """
 
     first: int
-    places: torch.Tensor
+    offsets: torch.Tensor
     values: torch.Tensor
 
-    def blocks(self, size: int) -> Iterator[Stretch]:
-        """The same in stretches of at most ``size`` elements."""
-        for start in range(0, len(self.places), size):
+    def split(self, size: int) -> Iterator[Segment]:
+        """Split into segments of at most ``size`` elements."""
+        for start in range(0, len(self.offsets), size):
             stop = start + size
-            yield Stretch(self.first, self.places[start:stop], self.values[start:stop])
+            yield Segment(self.first, self.offsets[start:stop], self.values[start:stop])
 
 
 @dataclass(frozen=True, eq=False)
 class Sparse:
-    """Single elements of one width.
+    """The changed elements of one width.
 
     Attributes:
         width: bytes of an element: 1, 2, 4 or 8.
-        stretches: by ascending position, at least one; elements of this width count from the start of the
-            buffer. Their values are new bit patterns, of dtype ``BITS[width]``.
-        relative: the values are not new bits but are added to those that are there, modulo 2**(8 * width).
+        segments: one or more segments by ascending position, in elements of this width from the start of
+            the buffer. Values are new bit patterns of dtype ``BITS[width]``.
+        relative: whether values are added to the old bits, modulo 2**(8 * width), instead of replacing them.
     """
 
     width: int
-    stretches: tuple[Stretch, ...]
+    segments: tuple[Segment, ...]
     relative: bool = False
 
     @classmethod
     def of(cls, width: int, positions: torch.Tensor, values: torch.Tensor, relative: bool = False) -> Sparse:
-        """One stretch; ``positions`` are int64."""
-        return cls(width, (Stretch(0, positions, values),), relative)
+        """Return the changes with one segment; ``positions`` are int64."""
+        return cls(width, (Segment(0, positions, values),), relative)
 
     def __len__(self) -> int:
-        return sum(len(one.places) for one in self.stretches)
+        return sum(len(one.offsets) for one in self.segments)
 
     @functools.cached_property
     def positions(self) -> torch.Tensor:
         """All positions, 1-D int64, strictly increasing."""
-        return torch.cat([one.places.to(torch.int64) + one.first for one in self.stretches])
+        return torch.cat([one.offsets.to(torch.int64) + one.first for one in self.segments])
 
     @functools.cached_property
     def values(self) -> torch.Tensor:
         """All values, of the shape of :attr:`positions`."""
-        return torch.cat([one.values for one in self.stretches])
+        return torch.cat([one.values for one in self.segments])
 
-    def blocks(self, size: int) -> list[Stretch]:
-        """The same in stretches of at most ``size`` elements."""
-        return [block for one in self.stretches for block in one.blocks(size)]
+    def split(self, size: int) -> list[Segment]:
+        """Split into segments of at most ``size`` elements."""
+        return [block for one in self.segments for block in one.split(size)]
 
 
 @dataclass(frozen=True, eq=False)
 class Changes:
-    """All that differs: writing it over the old version gives the new one, bit for bit.
+    """All differences between two versions; written over the old version, they make the new one bit for bit.
 
     Attributes:
-        sparse: at most one for each width, in ascending order of width; none is empty.
-        runs: by ascending start, not overlapping each other nor any position in ``sparse``.
+        sparse: changed elements, at most one entry for each width, by ascending width; none is empty.
+        ranges: replaced bytes by ascending start; they overlap neither each other nor ``sparse``.
     """
 
     sparse: tuple[Sparse, ...] = ()
-    runs: tuple[Run, ...] = ()
+    ranges: tuple[ByteRange, ...] = ()
 
     def write(self, flat: torch.Tensor) -> None:
         """Change ``flat`` (1-D uint8; 8-byte aligned, its size a multiple of 8) from old to new.
 
-        It must be on the device of the tensors given here. Positions are trusted.
+        ``flat`` must be on the device of the changes. Positions are trusted.
         """
         for part in self.sparse:
             words = flat.view(BITS[part.width])
@@ -121,27 +121,27 @@ class Changes:
                 words[positions] = words[positions] + values if part.relative else values
             else:
                 _write_sparse(words.numpy(), part)
-        for run in self.runs:
-            place = flat[run.start : run.start + run.data.numel()]
+        for one in self.ranges:
+            place = flat[one.start : one.start + one.data.numel()]
             if place.is_cuda:
-                place.copy_(run.data)
+                place.copy_(one.data)
             else:
-                place.numpy()[:] = run.data.numpy()
+                place.numpy()[:] = one.data.numpy()
 
     def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Changes:
-        """The same with every tensor replaced by what ``move`` makes of it."""
+        """Return these changes with every tensor replaced by ``move(tensor)``."""
         sparse = []
         for part in self.sparse:
-            stretches = (Stretch(s.first, move(s.places), move(s.values)) for s in part.stretches)
-            sparse.append(replace(part, stretches=tuple(stretches)))
-        return Changes(tuple(sparse), tuple(replace(run, data=move(run.data)) for run in self.runs))
+            segments = (Segment(s.first, move(s.offsets), move(s.values)) for s in part.segments)
+            sparse.append(replace(part, segments=tuple(segments)))
+        return Changes(tuple(sparse), tuple(replace(one, data=move(one.data)) for one in self.ranges))
 
     def to(self, device: torch.device) -> Changes:
-        """The same on ``device``; what is there already is not copied."""
+        """Return these changes on ``device``; tensors that are there already are not copied."""
         return self.map(lambda tensor: tensor.to(device))
 
     def touched(self, schema: WeightSchema) -> list[int]:
-        """Positions of the entries of ``schema`` that change, in ascending order; CPU only."""
+        """Return the positions of the entries of ``schema`` that change, in ascending order; CPU only."""
         metas = schema.tensors
         order = sorted((i for i in range(len(metas)) if metas[i].nbytes), key=lambda i: metas[i].offset)
         starts = np.array([metas[i].offset for i in order])
@@ -151,19 +151,19 @@ class Changes:
             bytes_at = part.positions.numpy() * part.width
             counts = np.searchsorted(bytes_at, ends) - np.searchsorted(bytes_at, starts)
             hit |= counts > 0
-        for run in self.runs:
-            hit |= (starts < run.start + run.data.numel()) & (run.start < ends)
+        for one in self.ranges:
+            hit |= (starts < one.start + one.data.numel()) & (one.start < ends)
         return sorted(order[int(i)] for i in np.flatnonzero(hit))
 
 
 # Not torch: its threads hang in forked processes.
 def _write_sparse(words: Array, part: Sparse) -> None:
-    def write(block: Stretch) -> None:
-        for one in block.blocks(_BLOCK):  # what was read is in the cache when it is written
+    def write(share: Segment) -> None:
+        for one in share.split(_CACHED):
             from_here, values = words[one.first :], one.values.numpy()
-            places = one.places.numpy().astype(np.int64, copy=False)  # int32 would take three times as long
+            offsets = one.offsets.numpy().astype(np.int64, copy=False)  # int32 would take three times as long
             if part.relative:
-                values = values + np.take(from_here, places, mode="clip")
-            from_here[places] = values
+                values = values + np.take(from_here, offsets, mode="clip")
+            from_here[offsets] = values
 
-    in_threads(write, part.blocks(_SHARE), threads_for(len(part)))
+    in_threads(write, part.split(_SHARE), threads_for(len(part)))

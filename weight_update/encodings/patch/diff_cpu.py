@@ -1,50 +1,69 @@
-"""Finding what changed: live tensors against a snapshot, one pass over memory, on all cores.
+"""Find the elements that changed: compare live tensors with a snapshot in one pass, on all cores.
 
-The flat buffer is cut into pieces that stay in caches. A large tensor gives pieces of its own,
-which are compared where they lie unless they must be converted; small neighbours share a piece and are
-first gathered. Each piece is compared in words of 8 bytes, and only words that differ are looked at closer.
+The flat buffer is cut into tiles that fit into caches. A large tensor has tiles of its own, which are
+compared in place unless they must be converted; small neighbours share a tile and are gathered first. Each
+tile is compared in words of 8 bytes, and only words that differ are examined further.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from weight_update.encodings.patch.changes import Changes, Run, Sparse, Stretch
-from weight_update.encodings.patch.differing import INTEGER, Bytes, Found, differing
+from weight_update.encodings.patch.changes import ByteRange, Changes, Segment, Sparse
 from weight_update.encodings.patch.threads import in_threads
-from weight_update.encodings.patch.tiles import Piece, cut, flattened
+from weight_update.encodings.patch.tiles import Tile, cut, flattened
 from weight_update.wire.schema import WeightSchema
 
 __all__ = ["Scan", "Scanner"]
 
-PIECE = 2 << 20
-"""Bytes of a piece: short enough for caches, long enough that threads rarely meet at the interpreter lock."""
+TILE = 2 << 20
+"""Bytes of a tile: short enough for caches, long enough that threads rarely wait for the interpreter lock."""
 
 GROUP = 16 << 20
-"""Bytes of the flat buffer whose changes become one stretch: long enough to go on with in several threads."""
+"""Bytes of the flat buffer whose changes become one segment, large enough for one thread to process."""
 
 LARGE = 64 << 10
-"""Tensors below so many bytes share a piece with their neighbours."""
+"""Bytes below which tensors share a tile with their neighbours."""
 
 LITTLE = 16 << 20
 """Bytes below which one thread is faster than two."""
 
 SERIAL = 32736
-"""Elements that torch copies on one thread, and a whole number of vectors: rests convert NaNs otherwise."""
+"""Elements that torch copies on one thread; whole vectors, because a remainder converts NaNs differently."""
+
+FEW = 0.1
+"""Fraction up to which numpy's ``nonzero`` branches at each hit, and mispredicts most."""
+
+FEW_EIGHTS = 1 - (1 - FEW) ** 8
+"""Fraction of groups of eight that have a hit when the fraction of all is :data:`FEW`."""
+
+INTEGER: dict[int, np.dtype[Any]] = {
+    1: np.dtype(np.uint8),
+    2: np.dtype(np.int16),
+    4: np.dtype(np.int32),
+    8: np.dtype(np.int64),
+}
+"""Integer dtype for comparing elements, by width in bytes."""
+
+Bytes = NDArray[np.uint8]
+ElementDiff = tuple[int, NDArray[Any], NDArray[Any]]
+"""Width, positions from the start of the tile, and values of elements that differ; at least one element."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scan:
-    """What a scan found.
+    """The result of a scan.
 
     Attributes:
-        changes: all that differs; its tensors share no memory with what was scanned.
+        changes: all differences; their tensors share no memory with the scanned tensors.
         changed: number of elements that differ; the halves of a complex128 count as two.
-        total: number of elements looked at.
+        total: number of elements compared.
     """
 
     changes: Changes
@@ -53,18 +72,18 @@ class Scan:
 
 
 class Scanner:
-    """Finds what differs between live tensors and a snapshot of them, bit by bit.
+    """A bitwise comparison of live tensors with a snapshot of them.
 
-    One scan at a time: scans share scratch memory.
+    Run one scan at a time: scans share scratch memory.
 
     Args:
         schema: layout and dtypes of the snapshot. Live tensors may have other dtypes of the same kind and
             are converted as ``Tensor.copy_`` converts.
-        tracked: positions of the schema entries that are compared; None for all. Of tied entries only the
-            first one that is tracked is looked at.
-        dense_above: fraction of changed elements of a piece above which all of the piece is replaced.
-        relative: values are what to add to the old bits instead of the new bits.
-        threads: worker threads; None for as many as torch uses, but one where there is little to do.
+        tracked: positions of the schema entries to compare; None for all. Of tied entries only the first
+            tracked one is compared.
+        dense_above: fraction of changed elements above which the whole tile is replaced.
+        relative: whether values are steps from the old bits instead of the new bits.
+        threads: number of threads; None for as many as torch uses, or one if there is little to do.
 
     Raises:
         ValueError: ``threads`` is below 1.
@@ -83,13 +102,14 @@ class Scanner:
         if threads < 1:
             raise ValueError(f"threads is {threads}, must be at least 1")
         self._schema, self._dense_above, self._relative = schema, dense_above, relative
-        self._pieces = list(cut(schema, tracked, PIECE, LARGE))
-        groups = list(_grouped(self._pieces))
-        self._lanes = [_readers(groups[lane::threads]) for lane in range(min(threads, len(groups)))]
-        self._total = sum(piece.elements for piece in self._pieces)
+        self._tiles = list(cut(schema, tracked, TILE, LARGE))
+        groups = list(_grouped(self._tiles))
+        count = min(threads, len(groups))
+        self._shares = [_readers_of(groups[first::threads]) for first in range(count)]  # one for each thread
+        self._total = sum(tile.elements for tile in self._tiles)
 
     def scan(self, tensors: Sequence[torch.Tensor], snapshot: torch.Tensor) -> Scan:
-        """Compare; nothing is written to either side.
+        """Compare without writing to either side.
 
         Args:
             tensors: one for each schema entry, in order, of any strides; only read.
@@ -99,37 +119,37 @@ class Scanner:
             ValueError: ``snapshot`` or the number of ``tensors`` does not fit the schema.
         """
         check_sizes(self._schema, tensors, snapshot)
-        done = self._each_lane(flattened(tensors, self._pieces), snapshot.numpy())
+        done = self._compare_shares(flattened(tensors, self._tiles), snapshot.numpy())
         groups = [done[i % len(done)][i // len(done)] for i in range(sum(map(len, done)))]
         changed = sum(group.changed for group in groups)
-        return Scan(_together(groups, self._relative), changed, self._total)
+        return Scan(_merge(groups, self._relative), changed, self._total)
 
-    def _each_lane(self, live: Sequence[torch.Tensor], snapshot: Bytes) -> list[list[_Difference]]:
-        def compare(group: Sequence[_Reader]) -> _Difference:
+    def _compare_shares(self, live: Sequence[torch.Tensor], snapshot: Bytes) -> list[list[_GroupDiff]]:
+        def compare(group: Sequence[_TileReader]) -> _GroupDiff:
             each = [_compare(reader, live, snapshot, self._dense_above, self._relative) for reader in group]
-            return _join(group[0].piece.start, each)
+            return _join(group[0].tile.start, each)
 
         @torch.no_grad()  # a setting of each thread
-        def run(lane: Sequence[Sequence[_Reader]]) -> list[_Difference]:
-            return [compare(group) for group in lane]
+        def run(share: Sequence[Sequence[_TileReader]]) -> list[_GroupDiff]:
+            return [compare(group) for group in share]
 
-        return in_threads(run, self._lanes, len(self._lanes))
+        return in_threads(run, self._shares, len(self._shares))
 
 
-def _grouped(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Consecutive ones that lie within :data:`GROUP` bytes."""
-    group: list[Piece] = []
-    for piece in pieces:
-        if group and piece.start + piece.nbytes - group[0].start > GROUP:
+def _grouped(tiles: Sequence[Tile]) -> Iterator[list[Tile]]:
+    """Yield groups of consecutive tiles that lie within :data:`GROUP` bytes."""
+    group: list[Tile] = []
+    for tile in tiles:
+        if group and tile.start + tile.nbytes - group[0].start > GROUP:
             yield group
             group = []
-        group.append(piece)
+        group.append(tile)
     if group:
         yield group
 
 
 def check_sizes(schema: WeightSchema, tensors: Sequence[torch.Tensor], snapshot: torch.Tensor) -> None:
-    """Raise ValueError if ``snapshot`` or the number of ``tensors`` does not fit."""
+    """Raise ValueError if ``snapshot`` or the number of ``tensors`` does not fit the schema."""
     if len(tensors) != len(schema.tensors) or snapshot.numel() != schema.nbytes:
         raise ValueError(
             f"{len(tensors)} tensors and a snapshot of {snapshot.numel()} bytes; the schema has "
@@ -137,18 +157,18 @@ def check_sizes(schema: WeightSchema, tensors: Sequence[torch.Tensor], snapshot:
         )
 
 
-class _Reader:
-    """Gives the bytes of a piece as they are now; ``scratch``, 1-D uint8, may be used by others in turn."""
+class _TileReader:
+    """A reader of the current bytes of a tile; readers of one thread share ``scratch``, 1-D uint8."""
 
-    def __init__(self, piece: Piece, scratch: torch.Tensor) -> None:
-        self.piece, self._scratch = piece, scratch[: piece.nbytes]
-        self._views = [] if piece.flat else piece.views(scratch)
+    def __init__(self, tile: Tile, scratch: torch.Tensor) -> None:
+        self.tile, self._scratch = tile, scratch[: tile.nbytes]
+        self._views = [] if tile.flat else tile.views(scratch)
 
     def read(self, live: Sequence[torch.Tensor], old: Bytes) -> Bytes:
-        return self._slice(live) if self.piece.flat else self._gather(live, old)
+        return self._slice(live) if self.tile.flat else self._gather(live, old)
 
     def _slice(self, live: Sequence[torch.Tensor]) -> Bytes:
-        (part,), dtype = self.piece.of(live), self.piece.parts[0].meta.dtype
+        (part,), dtype = self.tile.of(live), self.tile.slices[0].meta.dtype
         if not _readable(part, dtype):
             into = self._scratch.view(dtype)
             torch._foreach_copy_(torch.split(into, SERIAL), torch.split(part, SERIAL))
@@ -157,82 +177,146 @@ class _Reader:
 
     def _gather(self, live: Sequence[torch.Tensor], old: Bytes) -> Bytes:
         new = self._scratch.numpy()
-        new[:] = old  # so that nothing differs between the parts
-        torch._foreach_copy_(self._views, self.piece.of(live))
+        new[:] = old  # so that nothing differs between the tensors
+        torch._foreach_copy_(self._views, self.tile.of(live))
         return new
 
 
-def _readers(lane: Sequence[Sequence[Piece]]) -> list[list[_Reader]]:
-    scratch = torch.empty(max(piece.nbytes for group in lane for piece in group), dtype=torch.uint8)
-    return [[_Reader(piece, scratch) for piece in group] for group in lane]
+def _readers_of(share: Sequence[Sequence[Tile]]) -> list[list[_TileReader]]:
+    scratch = torch.empty(max(tile.nbytes for group in share for tile in group), dtype=torch.uint8)
+    return [[_TileReader(tile, scratch) for tile in group] for group in share]
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What differs in the piece that starts at byte ``start``; positions count from there."""
+class _TileDiff:
+    """The differences in the tile that starts at byte ``start``; positions count from there."""
 
     start: int
     changed: int
-    found: Sequence[Found] = ()
-    runs: Sequence[Run] = ()
+    found: Sequence[ElementDiff] = ()
+    ranges: Sequence[ByteRange] = ()
 
 
 @dataclass(frozen=True)
-class _Difference:
-    """What differs in a group, by width."""
+class _GroupDiff:
+    """The differences in a group of tiles, by width."""
 
     changed: int
-    stretches: dict[int, Stretch]
-    runs: list[Run]
+    segments: dict[int, Segment]
+    ranges: list[ByteRange]
 
 
 def _compare(
-    reader: _Reader, live: Sequence[torch.Tensor], snapshot: Bytes, dense_above: float, relative: bool
-) -> _Found:
-    piece = reader.piece
-    old = snapshot[piece.start : piece.start + piece.nbytes]
+    reader: _TileReader, live: Sequence[torch.Tensor], snapshot: Bytes, dense_above: float, relative: bool
+) -> _TileDiff:
+    tile = reader.tile
+    old = snapshot[tile.start : tile.start + tile.nbytes]
     new = reader.read(live, old)
-    found = differing(piece, new, old)
+    found = _differing(tile, new, old)
     changed = sum(len(positions) for _, positions, _ in found)
-    if changed > dense_above * piece.elements:
-        runs = [Run(piece.start + a, torch.from_numpy(new[a:b].copy())) for a, b in piece.stretches]
-        return _Found(piece.start, changed, runs=runs)
+    if changed > dense_above * tile.elements:
+        ranges = [ByteRange(tile.start + a, torch.from_numpy(new[a:b].copy())) for a, b in tile.filled]
+        return _TileDiff(tile.start, changed, ranges=ranges)
     if relative:
         for width, positions, values in found:
             values -= old.view(INTEGER[width]).take(positions, mode="wrap")  # from the core's own cache
-    return _Found(piece.start, changed, found)
+    return _TileDiff(tile.start, changed, found)
 
 
-def _join(start: int, pieces: Sequence[_Found]) -> _Difference:
-    """One stretch for each width; ``start`` is the first byte of the first piece."""
-    by_width: dict[int, list[tuple[int, Found]]] = {}
-    for piece in pieces:
-        for found in piece.found:
-            by_width.setdefault(found[0], []).append((piece.start, found))
-    stretches = {}
+def _join(start: int, tiles: Sequence[_TileDiff]) -> _GroupDiff:
+    """Join tiles into one segment for each width; ``start`` is the first byte of the first tile."""
+    by_width: dict[int, list[tuple[int, ElementDiff]]] = {}
+    for tile in tiles:
+        for found in tile.found:
+            by_width.setdefault(found[0], []).append((tile.start, found))
+    segments = {}
     for width, parts in by_width.items():
         values = np.concatenate([values for _, (_, _, values) in parts])
-        places = np.empty(values.shape, np.int32)  # fresh memory is what costs most here
+        offsets = np.empty(values.shape, np.int32)  # fresh memory costs most here
         end = 0
         for at, (_, inside, _) in parts:
-            here = places[end : end + len(inside)]
+            here = offsets[end : end + len(inside)]
             here[:] = inside
             here += (at - start) // width
             end += len(inside)
-        stretches[width] = Stretch(start // width, torch.from_numpy(places), torch.from_numpy(values))
-    changed = sum(piece.changed for piece in pieces)
-    return _Difference(changed, stretches, [run for piece in pieces for run in piece.runs])
+        segments[width] = Segment(start // width, torch.from_numpy(offsets), torch.from_numpy(values))
+    changed = sum(tile.changed for tile in tiles)
+    return _GroupDiff(changed, segments, [one for tile in tiles for one in tile.ranges])
 
 
-def _together(groups: Sequence[_Difference], relative: bool) -> Changes:
+def _merge(groups: Sequence[_GroupDiff], relative: bool) -> Changes:
     sparse = []
-    for width in sorted({width for group in groups for width in group.stretches}):
-        stretches = tuple(group.stretches[width] for group in groups if width in group.stretches)
-        sparse.append(Sparse(width, stretches, relative))
-    return Changes(tuple(sparse), tuple(run for group in groups for run in group.runs))
+    for width in sorted({width for group in groups for width in group.segments}):
+        segments = tuple(group.segments[width] for group in groups if width in group.segments)
+        sparse.append(Sparse(width, segments, relative))
+    return Changes(tuple(sparse), tuple(one for group in groups for one in group.ranges))
 
 
 def _readable(part: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the memory of ``part`` holds its elements as the snapshot would, aligned to words."""
+    """Whether the memory of ``part`` holds its elements as the snapshot does, aligned to words."""
     lazy = part.is_conj() or part.is_neg()
     return part.dtype is dtype and part.is_cpu and part.data_ptr() % 8 == 0 and not lazy
+
+
+def _differing(tile: Tile, new: Bytes, old: Bytes) -> list[ElementDiff]:
+    """Return the elements that differ, by ascending width; an empty list if ``new`` equals ``old``."""
+    if len(tile.widths) == 1:
+        return _of_width(tile.widths[0], new, old)
+    return _mixed(tile, new, old)
+
+
+def _mixed(tile: Tile, new: Bytes, old: Bytes) -> list[ElementDiff]:
+    """Return the elements that differ in a tile of several widths."""
+    words = np.flatnonzero(new.view(np.int64) != old.view(np.int64))
+    starts = np.array([(one.start - tile.start) // 8 for one in tile.slices])
+    widths = np.array([one.width for one in tile.slices])
+    width_of = widths[np.searchsorted(starts, words, side="right") - 1]
+    found = (_inside(width, words[width_of == width], new, old) for width in tile.widths)
+    return [(width, positions, values) for width, positions, values in found if len(positions)]
+
+
+def _of_width(width: int, new: Bytes, old: Bytes) -> list[ElementDiff]:
+    """Return the elements that differ where all have one width."""
+    if len(new) % 8 == 0:
+        differ = new.view(np.int64) != old.view(np.int64)
+        most = 1.0 if width == 8 else 1 - (1 - FEW) ** (8 // width)  # as many as FEW elements
+        words = _where(differ, most)
+        if words is not None:
+            return [_inside(width, words, new, old)] if len(words) else []
+    values = new.view(INTEGER[width])
+    positions = np.flatnonzero(values != old.view(INTEGER[width]))
+    return [(width, positions, values.take(positions))] if len(positions) else []
+
+
+def _where(differ: NDArray[np.bool_], most: float) -> NDArray[np.int64] | None:
+    """Return the positions of True, faster than numpy for few; None if their fraction is above ``most``."""
+    if len(differ) % 8 == 0:
+        eights = differ.view(np.int64)
+        some = eights != 0
+        if np.count_nonzero(some) <= FEW_EIGHTS * len(eights):
+            hits = np.flatnonzero(some)
+            return _spread(hits, np.flatnonzero(_take(eights, hits).view(np.bool_)), 3)
+    return np.flatnonzero(differ) if np.count_nonzero(differ) <= most * len(differ) else None
+
+
+def _inside(width: int, words: NDArray[np.int64], new: Bytes, old: Bytes) -> ElementDiff:
+    """Return the elements of one width that differ within ``words`` of 8 bytes that differ."""
+    values = _take(new.view(np.int64), words)
+    if width == 8:
+        return width, words, values
+    elements = values.view(INTEGER[width])
+    at = np.flatnonzero(elements != _take(old.view(np.int64), words).view(INTEGER[width]))
+    return width, _spread(words, at, (8 // width).bit_length() - 1), _take(elements, at)
+
+
+def _spread(groups: NDArray[np.int64], at: NDArray[np.int64], bits: int) -> NDArray[np.int64]:
+    """Return the positions of members ``at`` of ``groups``, which have ``1 << bits`` members each."""
+    places = _take(groups, at >> bits)
+    places <<= bits
+    places += at & ((1 << bits) - 1)
+    return places
+
+
+def _take(array: NDArray[Any], at: NDArray[np.int64]) -> NDArray[Any]:
+    """Return ``array.take(at)``; no index is out of bounds, and mode "wrap" is the fastest."""
+    return array.take(at, mode="wrap")

@@ -1,12 +1,12 @@
-"""Finding what changed on a CUDA device, where the live tensors lie; the snapshot may lie on the CPU.
+"""Find the elements that changed on the CUDA device of the live tensors; the snapshot may be on the CPU.
 
-What happens to piece ``i`` of a snapshot on the CPU, and in which queue::
+The steps for tile ``i`` of a snapshot on the CPU, and the queue of each::
 
     fetch    snapshot i+1 -> device, while i is compared
     compute  wait for fetch i; compare, nonzero, gather
-    store    after the last piece: positions and values -> pinned memory
-    later    the caller writes the changes into the snapshot, in a thread of its own; what stayed on the
-             device comes to pinned memory first, in queue store
+    store    after the last tile: positions and values -> pinned memory
+    later    the caller writes the changes into the snapshot, in a thread of its own; changes that stayed
+             on the device are copied to pinned memory first, in queue store
 
 Method: the "CPU Snapshot Optimization Path" in the documentation of RLinf's weight syncer.
 """
@@ -18,21 +18,22 @@ from typing import Literal
 
 import torch
 
-from weight_update.encodings.patch.changes import BITS, Changes, Run, Sparse
+from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, Sparse
 from weight_update.encodings.patch.diff_cpu import Scan, check_sizes
-from weight_update.encodings.patch.tiles import Piece, cut, flattened
+from weight_update.encodings.patch.tiles import Tile, cut, flattened
 from weight_update.wire.schema import WeightSchema
 
 __all__ = ["CudaScanner", "Queues"]
 
-PIECE = 32 << 20
-"""Bytes of a piece. Each costs one wait for the device, and three of them lie in its memory."""
+TILE = 32 << 20
+"""Bytes of a tile. Each tile costs one wait for the device, whose memory holds three tiles."""
 
-Found = tuple[int, torch.Tensor, torch.Tensor]  # width, positions, values
+ElementDiff = tuple[int, torch.Tensor, torch.Tensor]
+"""Width, positions and values of elements that differ."""
 
 
 class Queues:
-    """Copies beside the computation, which is whatever the caller's current stream does.
+    """Queues of copies that run beside the computation in the caller's current stream.
 
     Args:
         device: a CUDA device.
@@ -44,7 +45,7 @@ class Queues:
         self._store = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
-        """Copy pinned memory to the device as soon as the computation queued so far is over."""
+        """Copy pinned memory to the device after the computation that is queued so far."""
         self._fetch.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._fetch):
             target.copy_(source, non_blocking=True)
@@ -52,11 +53,11 @@ class Queues:
         return event
 
     def fetched(self, event: torch.cuda.Event) -> None:
-        """Let the computation queued from now on wait for a copy to the device."""
+        """Let computation that is queued from now on wait for a copy to the device."""
         torch.cuda.current_stream(self.device).wait_event(event)
 
     def store(self, source: torch.Tensor) -> torch.Tensor:
-        """Pinned memory that will hold ``source``, as computed so far, after :meth:`finish`."""
+        """Return pinned memory that holds ``source``, as computed so far, after :meth:`finish`."""
         target = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
         self._store.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._store):
@@ -65,9 +66,9 @@ class Queues:
         return target
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Pinned memory that holds ``tensor``, whose computation was over at the last :meth:`finish`.
+        """Return pinned memory that holds ``tensor``, which was computed before the last :meth:`finish`.
 
-        It does not wait in line behind what is computed now.
+        The copy does not wait for computation that is queued now.
         """
         if not tensor.is_cuda:
             return tensor
@@ -83,19 +84,19 @@ class Queues:
 
 
 class CudaScanner:
-    """As :class:`~weight_update.encodings.patch.diff_cpu.Scanner`, for live tensors on a CUDA device.
+    """A :class:`~weight_update.encodings.patch.diff_cpu.Scanner` for live tensors on a CUDA device.
 
-    One scan at a time. Live tensors are read on the caller's current stream.
+    Run one scan at a time. Live tensors are read on the caller's current stream.
 
     Args:
         schema: layout and dtypes of the snapshot.
-        queues: of the device where the live tensors lie and comparisons run.
-        tracked: positions of the schema entries that are compared; None for all.
-        dense_above: fraction of changed elements of a piece above which all of the piece is replaced.
-        relative: values are what to add to the old bits instead of the new bits.
+        queues: queues of the device that holds the live tensors and compares.
+        tracked: positions of the schema entries to compare; None for all.
+        dense_above: fraction of changed elements above which the whole tile is replaced.
+        relative: whether values are steps from the old bits instead of the new bits.
         snapshot_device: ``"cpu"``, best pinned, or ``"cuda"``, the device of ``queues``.
-        transport_device: where positions and values are wanted: in pinned memory of the ``"cpu"``, or on the
-            device, ``"cuda"``.
+        transport_device: device of the resulting positions and values: ``"cpu"`` for pinned memory, or
+            ``"cuda"``.
     """
 
     def __init__(
@@ -111,15 +112,15 @@ class CudaScanner:
         self._schema, self._queues, self._dense_above = schema, queues, dense_above
         self._relative = relative
         self._fetches, self._stores = snapshot_device == "cpu", transport_device == "cpu"
-        self._pieces = list(cut(schema, tracked, PIECE, PIECE))
-        size = max((piece.nbytes for piece in self._pieces), default=0)
+        self._tiles = list(cut(schema, tracked, TILE, TILE))
+        size = max((tile.nbytes for tile in self._tiles), default=0)
         new, *olds = (self._empty(size) for _ in range(3 if self._fetches else 1))
         self._new, self._olds = new, olds
-        self._views = [piece.views(new) for piece in self._pieces]
+        self._views = [tile.views(new) for tile in self._tiles]
 
     @torch.no_grad()
     def scan(self, tensors: Sequence[torch.Tensor], snapshot: torch.Tensor) -> Scan:
-        """Compare; nothing is written to either side.
+        """Compare without writing to either side.
 
         Args:
             tensors: one for each schema entry, in order, of any strides; only read.
@@ -129,81 +130,81 @@ class CudaScanner:
             ValueError: ``snapshot`` or the number of ``tensors`` does not fit the schema.
         """
         check_sizes(self._schema, tensors, snapshot)
-        live = flattened(tensors, self._pieces)
-        found, runs, changed = [], [], 0
+        live = flattened(tensors, self._tiles)
+        found, ranges, changed = [], [], 0
         for index, old in enumerate(self._arriving(snapshot)):
-            piece, new = self._pieces[index], self._new[: len(old)]
-            new.copy_(old)  # so that nothing differs between the parts
-            torch._foreach_copy_(self._views[index], piece.of(live))
-            here = _find(piece, new, old)
+            tile, new = self._tiles[index], self._new[: len(old)]
+            new.copy_(old)  # so that nothing differs between the tensors
+            torch._foreach_copy_(self._views[index], tile.of(live))
+            here = _find(tile, new, old)
             count = sum(len(positions) for _, positions, _ in here)
             changed += count
-            if count > self._dense_above * piece.elements:
-                runs += [Run(piece.start + a, self._hand_over(new[a:b].clone())) for a, b in piece.stretches]
+            if count > self._dense_above * tile.elements:
+                ranges += [ByteRange(tile.start + a, self._store(new[a:b].clone())) for a, b in tile.filled]
                 continue
             for width, at, values in here:
                 if self._relative:
                     values = values - old.view(BITS[width])[at]
-                found.append((width, at + piece.start // width, values))
-        changes = Changes(self._merge(found), tuple(runs))
+                found.append((width, at + tile.start // width, values))
+        changes = Changes(self._merge(found), tuple(ranges))
         self._queues.finish()
-        return Scan(changes, changed, sum(piece.elements for piece in self._pieces))
+        return Scan(changes, changed, sum(tile.elements for tile in self._tiles))
 
     def _empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._queues.device)
 
     def _arriving(self, snapshot: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The snapshot of each piece on the device; the next one is on its way meanwhile."""
-        pieces = [snapshot[piece.start : piece.start + piece.nbytes] for piece in self._pieces]
+        """Yield each tile of the snapshot on the device while the next one is copied."""
+        tiles = [snapshot[tile.start : tile.start + tile.nbytes] for tile in self._tiles]
         if not self._fetches:
-            yield from pieces
+            yield from tiles
             return
-        targets = [self._olds[i % 2][: len(piece)] for i, piece in enumerate(pieces)]
-        coming = [self._queues.fetch(*pair) for pair in zip(targets[:1], pieces[:1], strict=True)]
+        targets = [self._olds[i % 2][: len(tile)] for i, tile in enumerate(tiles)]
+        coming = [self._queues.fetch(*pair) for pair in zip(targets[:1], tiles[:1], strict=True)]
         for i, target in enumerate(targets):
             if i + 1 < len(targets):  # before the comparison of i: it may overtake it
-                coming.append(self._queues.fetch(targets[i + 1], pieces[i + 1]))
+                coming.append(self._queues.fetch(targets[i + 1], tiles[i + 1]))
             self._queues.fetched(coming[i])
             yield target
 
-    def _merge(self, found: Sequence[Found]) -> tuple[Sparse, ...]:
-        """One stream for each width."""
+    def _merge(self, found: Sequence[ElementDiff]) -> tuple[Sparse, ...]:
+        """Join the differences into one set of changes for each width."""
         sparse = []
         for width in sorted({width for width, _, _ in found}):
             positions = torch.cat([positions for w, positions, _ in found if w == width])
             values = torch.cat([values for w, _, values in found if w == width])
-            positions, values = self._hand_over(positions), self._hand_over(values)
+            positions, values = self._store(positions), self._store(values)
             sparse.append(Sparse.of(width, positions, values, self._relative))
         return tuple(sparse)
 
-    def _hand_over(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _store(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._queues.store(tensor) if self._stores else tensor
 
 
-def _find(piece: Piece, new: torch.Tensor, old: torch.Tensor) -> list[Found]:
-    """Elements that differ; positions count from the start of the piece."""
-    if len(piece.widths) == 1:
-        found = [_differing(piece.widths[0], new, old)]
+def _find(tile: Tile, new: torch.Tensor, old: torch.Tensor) -> list[ElementDiff]:
+    """Return the elements that differ; positions count from the start of the tile."""
+    if len(tile.widths) == 1:
+        found = [_differing(tile.widths[0], new, old)]
     else:
-        found = _mixed(piece, new.view(torch.int64), old.view(torch.int64))
+        found = _mixed(tile, new.view(torch.int64), old.view(torch.int64))
     return [(width, positions, values) for width, positions, values in found if len(positions)]
 
 
-def _differing(width: int, new: torch.Tensor, old: torch.Tensor) -> Found:
+def _differing(width: int, new: torch.Tensor, old: torch.Tensor) -> ElementDiff:
     values = new.view(BITS[width])
     positions = (values != old.view(BITS[width])).nonzero().view(-1)
     return width, positions, values[positions]
 
 
-def _mixed(piece: Piece, new: torch.Tensor, old: torch.Tensor) -> list[Found]:
-    """As :func:`_find`, of words of 8 bytes, where there are several widths."""
+def _mixed(tile: Tile, new: torch.Tensor, old: torch.Tensor) -> list[ElementDiff]:
+    """Do the work of :func:`_find` for words of 8 bytes in a tile of several widths."""
     words = (new != old).nonzero().view(-1)
-    starts = words.new_tensor([(part.start - piece.start) // 8 for part in piece.parts])
-    widths = words.new_tensor([part.width for part in piece.parts])
-    kinds = widths[torch.searchsorted(starts, words, right=True) - 1]
+    starts = words.new_tensor([(one.start - tile.start) // 8 for one in tile.slices])
+    widths = words.new_tensor([one.width for one in tile.slices])
+    width_of = widths[torch.searchsorted(starts, words, right=True) - 1]
     out = []
-    for width in piece.widths:
-        mine, each = words[kinds == width], 8 // width
+    for width in tile.widths:
+        mine, each = words[width_of == width], 8 // width
         _, at, values = _differing(width, new[mine], old[mine])
         places = mine[torch.div(at, each, rounding_mode="floor")] * each + at % each
         out.append((width, places, values))

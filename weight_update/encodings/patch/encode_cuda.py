@@ -1,7 +1,7 @@
-"""The patch format written by torch operators, for changes that lie on a GPU.
+"""Write the patch format with torch operators, for changes on a GPU.
 
-Byte for byte what :func:`~weight_update.encodings.patch.format.encode_patch` writes. What the CPU must know
-on the way (sizes) is asked of the device as seldom as possible, since each question waits for it.
+The bytes are those of :func:`~weight_update.encodings.patch.format.encode_patch`. The CPU asks the device for
+sizes as seldom as possible, because each question waits for the device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from weight_update.encodings.base import Lend
 from weight_update.encodings.patch.arrays import ArrayWriter, narrowest
-from weight_update.encodings.patch.changes import Changes, Run, Sparse
+from weight_update.encodings.patch.changes import ByteRange, Changes, Sparse
 from weight_update.encodings.patch.format import PatchOptions, write_patch
 from weight_update.encodings.patch.positions_coo import Grid
 from weight_update.encodings.patch.positions_flat import UNITS, escape_of
@@ -33,16 +33,16 @@ def encode_patch_on_device(
     """Write ``changes`` into one payload.
 
     Args:
-        changes: tensors of one device, any; relative if ``options.values`` is, and only then. Positions are
-            trusted. Work goes to the caller's current stream.
-        schema: the layout of the buffer that changes.
+        changes: tensors of one device; relative exactly if ``options.values`` is. Positions are trusted.
+            Work is queued in the caller's current stream.
+        schema: layout of the buffer that changes.
         base: see :func:`~weight_update.encodings.patch.format.encode_patch`.
         version: likewise.
         options: likewise; the compression works on that device.
         lend: likewise.
 
     Returns:
-        the payload, 1-D uint8, on the CPU.
+        The payload, 1-D uint8, on the CPU.
 
     Raises:
         ValueError: layout ``"coo"`` and a change that lies in no tensor of its width.
@@ -57,8 +57,8 @@ def encode_patch_on_device(
         else:
             _add_integers(out, [part.positions])
         _add_values(out, part)
-    if changes.runs:
-        _add_runs(out, changes.runs)
+    if changes.ranges:
+        _add_ranges(out, changes.ranges)
     return write_patch(out, changes, base, version, options, lend)
 
 
@@ -68,13 +68,13 @@ def _add(out: ArrayWriter, numbers: Tensor, width: int) -> None:
 
 
 def _add_integers(out: ArrayWriter, arrays: Sequence[Tensor]) -> None:
-    """Add each in the narrowest type; none is empty."""
+    """Add each array in its narrowest type; no array is empty."""
     for array, largest in zip(arrays, torch.stack([one.max() for one in arrays]).tolist(), strict=True):
         _add(out, array, narrowest(largest).itemsize)
 
 
 def _add_gaps(out: ArrayWriter, positions: Tensor) -> None:
-    """As :func:`~weight_update.encodings.patch.positions_flat.split_units`."""
+    """Add gaps as :func:`~weight_update.encodings.patch.positions_flat.split_units` writes them."""
     gaps = positions.diff(prepend=positions.new_full((1,), -1)) - 1
     more = torch.stack([(gaps // escape_of(size)).sum() for size in UNITS]).tolist()
     needed = {size: gaps.numel() + escapes for size, escapes in zip(UNITS, more, strict=True)}
@@ -88,13 +88,13 @@ def _add_gaps(out: ArrayWriter, positions: Tensor) -> None:
 
 def _add_values(out: ArrayWriter, part: Sparse) -> None:
     if part.relative:
-        _add_planes(out, part.values.view(_SIGNED[part.width]))
+        _add_byte_planes(out, part.values.view(_SIGNED[part.width]))
     else:
         out.put(part.values.contiguous().view(torch.uint8), part.width)
 
 
-def _add_planes(out: ArrayWriter, steps: Tensor) -> None:
-    """As :func:`~weight_update.encodings.patch.values.encode_steps`."""
+def _add_byte_planes(out: ArrayWriter, steps: Tensor) -> None:
+    """Add byte planes as :func:`~weight_update.encodings.patch.values.encode_steps` writes them."""
     width = steps.itemsize
     zigzag = (steps << 1) ^ (steps >> (8 * width - 1))
     planes = zigzag.view(torch.uint8).view(-1, width).t().contiguous()
@@ -111,7 +111,7 @@ def _add_planes(out: ArrayWriter, steps: Tensor) -> None:
 
 
 def _add_coordinates(out: ArrayWriter, positions: Tensor, grid: Grid, delta: bool) -> None:
-    """As :func:`~weight_update.encodings.patch.positions_coo.encode_coo`."""
+    """Add coordinates as :func:`~weight_update.encodings.patch.positions_coo.encode_coo` writes them."""
     table = np.stack([grid.ordinals, grid.starts, grid.starts + grid.rows * grid.columns, grid.columns])
     ordinals, starts, ends, widths = torch.from_numpy(table).to(positions.device)
     owner = torch.searchsorted(ends, positions, right=True)
@@ -126,7 +126,7 @@ def _add_coordinates(out: ArrayWriter, positions: Tensor, grid: Grid, delta: boo
 
 
 def _differences(rows: Tensor, columns: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
-    """Increments over the change before; a tensor's first row and a row's first column stay as they are."""
+    """Return increments over the previous change; a tensor's first row and a row's first column are kept."""
     steps, gaps = rows.clone(), columns.clone()
     same_tensor = owner[1:] == owner[:-1]
     steps[1:] -= rows[:-1] * same_tensor
@@ -134,8 +134,8 @@ def _differences(rows: Tensor, columns: Tensor, owner: Tensor) -> tuple[Tensor, 
     return steps, gaps
 
 
-def _add_runs(out: ArrayWriter, runs: Sequence[Run]) -> None:
-    home = runs[0].data.device
-    for numbers in ([run.start for run in runs], [run.data.numel() for run in runs]):
+def _add_ranges(out: ArrayWriter, ranges: Sequence[ByteRange]) -> None:
+    home = ranges[0].data.device
+    for numbers in ([one.start for one in ranges], [one.data.numel() for one in ranges]):
         _add(out, torch.tensor(numbers, device=home), narrowest(max(numbers)).itemsize)
-    out.put(torch.cat([run.data for run in runs]), 1)
+    out.put(torch.cat([one.data for one in ranges]), 1)

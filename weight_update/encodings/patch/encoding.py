@@ -1,7 +1,7 @@
-"""The patch encoding: what changed since the last version, and where.
+"""The patch encoding: positions and values of the elements that changed since the last version.
 
-Behaviour and options as in RLinf's patch syncer; the payload's layouts are described byte by byte in
-``docs/patch_format.rst``.
+Behaviour and options follow RLinf's patch syncer; ``docs/patch_format.rst`` describes the payload byte by
+byte.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weight_update.encodings.base import (
     register_encoding,
 )
 from weight_update.encodings.bucket import BucketEncoding, require_bool, require_size
-from weight_update.encodings.patch.changes import Changes, Run
+from weight_update.encodings.patch.changes import ByteRange, Changes
 from weight_update.encodings.patch.diff_cpu import Scanner
 from weight_update.encodings.patch.diff_cuda import CudaScanner, Queues
 from weight_update.encodings.patch.encode_cuda import encode_patch_on_device
@@ -36,7 +36,7 @@ __all__ = ["PatchEncoding"]
 _NOTHING = torch.empty(0)
 _CPU = torch.device("cpu")
 _FEW = 100_000
-"""Changes below so many are written into the snapshot at once: a thread would take longer to start."""
+"""Changes below which the snapshot is written at once: starting a thread would take longer."""
 
 Device = Literal["cpu", "cuda"]
 Layout = Literal["flat", "coo"]
@@ -46,31 +46,32 @@ Values = Literal["raw", "relative"]
 @register_encoding
 @dataclass(frozen=True)
 class PatchEncoding(DeltaEncoding):
-    """Positions and values of what changed; whole weights for receivers that just joined or missed a version.
+    """Positions and values of changed elements; whole weights for receivers that join or miss a version.
 
-    Weights are compared as bits, in the receivers' dtypes, with a snapshot of the last version. An update in
-    which so much changed that a patch would not be smaller is sent whole, and its report says so.
+    Weights are compared as bits, in the receivers' dtypes, with a snapshot of the last version. If so many
+    elements changed that a patch would not be smaller, the update is sent whole, and its report says so.
 
     Args:
-        snapshot_device: where the snapshot lies: ``"cpu"`` (pinned where weights are on a GPU) or
-            ``"cuda"``. It has the size of the model in the receivers' dtypes.
-        transport_device: where a patch is put together and compressed: ``"cpu"``, or ``"cuda"``, the GPU that
-            the weights are on; its bytes are the same. It travels from the memory of the CPU in both cases.
-        delta_encoding: send distances between positions instead of positions.
-        compression: of the patch: ``"none"``, ``"lz4"``, ``"zstd"``, ``"nvcomp_lz4"`` (on the GPU) or a
-            :class:`~weight_update.compression.Compression`. What would not shrink travels as it is.
-        init_sync: send receivers the weights they begin with. False: they must have them already, which is
-            checked by digests; differences are an error.
-        init_sync_prefixes: begin with these weights only (``"head"`` means ``head`` and ``head.*``); the
-            others are checked as with ``init_sync=False``. None: all.
-        init_sync_bucket_size: whole weights travel in buckets of at most so many bytes.
-        layout: ``"flat"``: one stream of positions in the flat buffer; ``"coo"``: rows and columns of each
-            tensor, as RLinf documents it.
-        values: ``"raw"``, or ``"relative"``: as the distance from the value before, which takes fewer bytes
-            and compresses well, but a little longer. None: relative if they are compressed, else raw.
+        snapshot_device: device of the snapshot: ``"cpu"`` (pinned if weights are on a GPU) or ``"cuda"``. The
+            snapshot has the size of the model in the receivers' dtypes.
+        transport_device: device that encodes and compresses a patch: ``"cpu"``, or ``"cuda"`` for the GPU of
+            the weights. The bytes are the same, and are sent from CPU memory in both cases.
+        delta_encoding: whether to send distances between positions instead of positions.
+        compression: compression of the patch: ``"none"``, ``"lz4"``, ``"zstd"``, ``"nvcomp_lz4"`` (on the
+            GPU) or a :class:`~weight_update.compression.Compression`. Data that would not shrink is sent as
+            it is.
+        init_sync: whether to send receivers their initial weights. If False, they must have the weights
+            already; this is checked by digests, and differences are an error.
+        init_sync_prefixes: prefixes of the initial weights to send (``"head"`` means ``head`` and
+            ``head.*``); all others are checked as with ``init_sync=False``. None for all.
+        init_sync_bucket_size: largest number of bytes of a bucket of whole weights.
+        layout: ``"flat"`` for one stream of positions in the flat buffer; ``"coo"`` for rows and columns of
+            each tensor, as RLinf documents it.
+        values: ``"raw"``; or ``"relative"``, the distance from the old value, which takes fewer bytes and
+            compresses well, but takes a little longer. None for relative if compressed, else raw.
 
     Raises:
-        ValueError: an option has a value that is not allowed; the message lists those that are.
+        ValueError: an option has a value that is not allowed; the message lists the allowed values.
     """
 
     name: ClassVar[str] = "patch/1"
@@ -117,7 +118,7 @@ class PatchEncoding(DeltaEncoding):
 
     @property
     def options(self) -> PatchOptions:
-        """What the format needs to know."""
+        """The options of the format."""
         values: Values = "relative" if self.values == "relative" else "raw"
         return PatchOptions(self.layout, self.delta_encoding, values, resolve_compression(self.compression))
 
@@ -141,19 +142,15 @@ class PatchEncoding(DeltaEncoding):
 
 @dataclass(frozen=True)
 class PatchDifference(Difference):
-    """See :class:`Difference`.
-
-    Attributes:
-        changes: what differs.
-    """
+    """A :class:`Difference` with its changes."""
 
     changes: Changes
 
 
 class PatchTracker(Tracker[PatchDifference]):
-    """A snapshot in one flat buffer, and what finds changes to it.
+    """A snapshot in one flat buffer, and the scanner that compares weights with it.
 
-    A large snapshot is advanced in the background; whatever needs it waits for that.
+    A large snapshot is advanced in the background; methods that need the snapshot wait for that.
     """
 
     def __init__(self, options: PatchEncoding, schema: WeightSchema, tracked: Sequence[int] | None) -> None:
@@ -166,7 +163,7 @@ class PatchTracker(Tracker[PatchDifference]):
 
     @torch.no_grad()
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
-        """See :meth:`Tracker.begin`.
+        """Remember ``tensors`` (in schema order, live).
 
         Raises:
             ValueError: ``snapshot_device="cuda"``, and the weights are not on a GPU.
@@ -181,7 +178,7 @@ class PatchTracker(Tracker[PatchDifference]):
         self._written()
 
     def _start(self, gpus: set[torch.device]) -> None:
-        """Make the snapshot's memory, and the scanner for weights on ``gpus``."""
+        """Allocate the snapshot, and create the scanner for weights on ``gpus``."""
         self._gpus = gpus
         kept, relative = self._options.snapshot_device, self._options.values == "relative"
         device = next(iter(gpus)) if kept == "cuda" else None
@@ -217,9 +214,9 @@ class PatchTracker(Tracker[PatchDifference]):
         self._flushed()
         chosen = set(self._options.bootstraps(self._schema))
         metas = [self._schema.tensors[i] for i in self._schema.distinct if i in chosen]
-        runs = [Run(m.offset, self._flat[m.offset : m.offset + m.nbytes]) for m in metas if m.nbytes]
-        runs.sort(key=lambda run: run.start)
-        return self._encode(Changes(runs=tuple(runs)).to(_CPU), version, version, lend)
+        ranges = [ByteRange(m.offset, self._flat[m.offset : m.offset + m.nbytes]) for m in metas if m.nbytes]
+        ranges.sort(key=lambda one: one.start)
+        return self._encode(Changes(ranges=tuple(ranges)).to(_CPU), version, version, lend)
 
     def _encode(self, changes: Changes, base: int, version: int, lend: Lend) -> torch.Tensor:
         return encode_patch(changes, self._flat, self._schema, base, version, self._options.options, lend)
@@ -241,13 +238,13 @@ class PatchTracker(Tracker[PatchDifference]):
         self._written()
 
     def _written(self) -> None:
-        """Wait until the snapshot is what was written: it may be read in another stream next."""
+        """Wait until the snapshot is written; another stream may read it next."""
         if self._flat.is_cuda:
             torch.cuda.current_stream(self._flat.device).synchronize()
 
     def _flushed(self) -> None:
-        """Wait until the snapshot is what the last :meth:`advance` made it."""
-        flush = self._flush  # it stays: several threads may have to wait for it
+        """Wait for the end of the last :meth:`advance`."""
+        flush = self._flush  # not cleared, because several threads may wait for it
         if flush is not None:
             flush.result()
 
@@ -264,17 +261,15 @@ class PatchTracker(Tracker[PatchDifference]):
         return other
 
 
-class PatchDelta:
-    """A patch that arrived; see :class:`Delta`."""
+class PatchDelta(Delta):
+    """The :class:`Delta` of a patch that arrived."""
 
     def __init__(self, patch: Patch) -> None:
         self.base, self.version = patch.base, patch.version
         self._changes = patch.changes
 
     def write(self, flat: torch.Tensor) -> None:
-        """See :meth:`Delta.write`."""
         self._changes.to(flat.device).write(flat)
 
     def touched(self, schema: WeightSchema) -> list[int]:
-        """See :meth:`Delta.touched`."""
         return self._changes.touched(schema)

@@ -1,11 +1,11 @@
-"""The patch format: changes <-> one payload. ``docs/patch_format.rst`` shows it byte by byte.
+"""The patch format: changes <-> one payload. ``docs/patch_format.rst`` describes it byte by byte.
 
 ::
 
     head | one section for each element width | table of arrays | arrays
 
-Little endian throughout. Nothing in it is trusted: lengths, counts and positions are checked against the
-schema before memory is allocated or touched.
+All integers are little endian. A reader trusts nothing: it checks lengths, counts and positions against the
+schema before it allocates or writes memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from weight_update.compression import Compression
 from weight_update.encodings.base import Lend
 from weight_update.encodings.patch.arrays import ALIGNMENT, UNSIGNED, Array, ArrayReader, ArrayWriter
-from weight_update.encodings.patch.changes import BITS, Changes, Run, Sparse, Stretch
+from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, Segment, Sparse
 from weight_update.encodings.patch.positions_coo import Grid, decode_coo, encode_coo
 from weight_update.encodings.patch.positions_flat import decode_flat, encode_flat
 from weight_update.encodings.patch.values import decode_steps, encode_steps
@@ -36,18 +36,18 @@ _MAGIC = b"WUPP"
 _FORMAT = 1
 _LAYOUTS = ("flat", "coo")
 _DELTA, _RELATIVE = 1, 2
-_BLOCK = 1 << 17  # so many values at a time: what is computed from them stays in the cache
+_CACHED = 1 << 17  # values at a time, so that intermediate results stay in the cache
 
 
 @dataclass(frozen=True)
 class PatchOptions:
-    """How a patch is written; a reader learns it from the patch.
+    """The options with which a patch is written; a reader finds them in the patch.
 
     Attributes:
         layout: ``"flat"``, positions in the flat buffer, or ``"coo"``, (tensor, row, column).
-        delta: positions as differences from one to the next.
+        delta: whether positions are written as differences from one to the next.
         values: ``"raw"``, the new bits, or ``"relative"``, their difference from the old ones.
-        compression: what each array is compressed with.
+        compression: compression of each array.
     """
 
     layout: Literal["flat", "coo"]
@@ -58,11 +58,11 @@ class PatchOptions:
 
 @dataclass(frozen=True, eq=False)
 class Patch:
-    """What a payload says.
+    """The content of a payload.
 
     Attributes:
-        base: the version that it changes.
-        version: the version that it makes.
+        base: version that the patch applies to.
+        version: version that the patch makes.
         changes: CPU tensors, perhaps views into the payload.
     """
 
@@ -84,16 +84,16 @@ def encode_patch(
 
     Args:
         changes: CPU tensors; positions are trusted.
-        snapshot: the flat buffer before the change, 1-D uint8, CPU, ``schema.nbytes`` long. It is read only
-            to turn values into relative ones or back.
-        schema: the layout of ``snapshot``.
+        snapshot: flat buffer before the change, 1-D uint8, CPU, ``schema.nbytes`` long. It is read only to
+            convert between raw and relative values.
+        schema: layout of ``snapshot``.
         base: version of ``snapshot``, not negative.
         version: version after the change, not negative.
-        options: how to write.
-        lend: gives the memory; asked once.
+        options: layout, values and compression.
+        lend: source of the payload's memory; called once.
 
     Returns:
-        the payload, 1-D uint8, exactly as long as needed.
+        The payload, 1-D uint8, exactly as long as needed.
 
     Raises:
         ValueError: layout ``"coo"`` and a change that lies in no tensor of its width.
@@ -105,63 +105,65 @@ def encode_patch(
         else:
             encode_coo(out, part.positions.numpy(), Grid.of(schema, part.width), options.delta)
         _encode_values(out, part, snapshot, options.values)
-    if changes.runs:
-        _encode_runs(out, changes.runs)
+    if changes.ranges:
+        _encode_ranges(out, changes.ranges)
     return write_patch(out, changes, base, version, options, lend)
 
 
 def write_patch(
     out: ArrayWriter, changes: Changes, base: int, version: int, options: PatchOptions, lend: Lend
 ) -> torch.Tensor:
-    """The payload whose arrays are in ``out``; see :func:`encode_patch`."""
+    """Return the payload whose arrays are in ``out``; see :func:`encode_patch`."""
     flags = _DELTA * options.delta | _RELATIVE * (options.values == "relative")
     layout, count = _LAYOUTS.index(options.layout), len(changes.sparse)
-    head = _HEAD.pack(_MAGIC, _FORMAT, layout, flags, count, len(changes.runs), len(out), base, version)
+    head = _HEAD.pack(_MAGIC, _FORMAT, layout, flags, count, len(changes.ranges), len(out), base, version)
     return out.write(head + b"".join(_SECTION.pack(part.width, len(part)) for part in changes.sparse), lend)
 
 
 def _encode_values(out: ArrayWriter, part: Sparse, snapshot: torch.Tensor, values: str) -> None:
     kind, relative = UNSIGNED[part.width], values == "relative"
 
-    def bits(block: Stretch) -> Array:
-        given = block.values.numpy().view(kind)
+    def bits(one: Segment) -> Array:
+        given = one.values.numpy().view(kind)
         if part.relative == relative:
             return given
-        # Positions are trusted, so that nothing is clipped: this mode is merely the fastest.
-        old = np.take(snapshot.numpy().view(kind)[block.first :], block.places.numpy(), mode="clip")
+        # Positions are trusted, so nothing is clipped: this mode is the fastest.
+        old = np.take(snapshot.numpy().view(kind)[one.first :], one.offsets.numpy(), mode="clip")
         changed: Array = given - old if relative else given + old
         return changed
 
-    pieces = [bits(block) for block in part.blocks(_BLOCK)]
+    arrays = [bits(one) for one in part.split(_CACHED)]
     if relative:
-        encode_steps(out, pieces)
+        encode_steps(out, arrays)
     else:
-        out.join(pieces)
+        out.join(arrays)
 
 
-def _encode_runs(out: ArrayWriter, runs: Sequence[Run]) -> None:
-    out.integers(np.array([run.start for run in runs], np.uint64))
-    out.integers(np.array([run.data.numel() for run in runs], np.uint64))
-    out.join([run.data.numpy() for run in runs])
+def _encode_ranges(out: ArrayWriter, ranges: Sequence[ByteRange]) -> None:
+    out.integers(np.array([one.start for one in ranges], np.uint64))
+    out.integers(np.array([one.data.numel() for one in ranges], np.uint64))
+    out.join([one.data.numpy() for one in ranges])
 
 
 def decode_patch(payload: torch.Tensor, schema: WeightSchema) -> Patch:
     """Read a payload.
 
     Args:
-        payload: 1-D uint8, CPU; it must outlive the patch and not change under it.
-        schema: the layout of the buffer that the patch will change.
+        payload: 1-D uint8, CPU; it must outlive the patch and must not change.
+        schema: layout of the buffer that the patch will change.
 
     Raises:
-        FormatError: anything does not fit: the head, a length, a count, a position beyond the buffer or the
-            tensor or out of order, a codec that is unknown or fails, bytes that are left.
+        FormatError: the payload is not valid: its head, a length or a count is wrong; a position is out of
+            order or outside the buffer or the tensor; a codec is unknown or fails; or bytes are left.
     """
     if payload.numel() < _HEAD.size:
         raise FormatError(f"a patch has at least {_HEAD.size} bytes, not {payload.numel()}")
     if payload.data_ptr() % ALIGNMENT:
         payload = torch.from_numpy(payload.numpy().copy())
     raw = payload.numpy()
-    magic, form, layout, flags, count, runs, arrays, base, version = _HEAD.unpack(raw[: _HEAD.size].tobytes())
+    magic, form, layout, flags, count, ranges, arrays, base, version = _HEAD.unpack(
+        raw[: _HEAD.size].tobytes()
+    )
     if magic != _MAGIC or form != _FORMAT:
         raise FormatError(f"not a patch of format {_FORMAT}: it starts with {magic!r}, {form}")
     if layout >= len(_LAYOUTS) or flags & ~(_DELTA | _RELATIVE) or base < 0 or version < 0:
@@ -171,7 +173,7 @@ def decode_patch(payload: torch.Tensor, schema: WeightSchema) -> Patch:
     reader = ArrayReader(payload, table, arrays)
     changes = Changes(
         tuple(_decode_sparse(reader, *section, schema, layout, flags) for section in sections),
-        _decode_runs(reader, runs, schema.nbytes),
+        _decode_ranges(reader, ranges, schema.nbytes),
     )
     reader.finish()
     return Patch(base, version, changes)
@@ -203,20 +205,20 @@ def _decode_sparse(
     return Sparse.of(width, torch.from_numpy(positions), bits, relative)
 
 
-def _decode_runs(arrays: ArrayReader, count: int, nbytes: int) -> tuple[Run, ...]:
+def _decode_ranges(arrays: ArrayReader, count: int, nbytes: int) -> tuple[ByteRange, ...]:
     if count == 0:
         return ()
     if count > nbytes:
-        raise FormatError(f"a patch has {count} runs for {nbytes} bytes")
+        raise FormatError(f"a patch has {count} byte ranges for {nbytes} bytes")
     starts, lengths = arrays.exactly(count), arrays.exactly(count)
     data = torch.from_numpy(arrays.at_most(nbytes, (1,)))
     end = at = 0
-    runs = []
+    ranges = []
     for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
         if start < end or length == 0 or start + length > nbytes or at + length > data.numel():
-            raise FormatError(f"a patch has a run of {length} bytes at {start}")
-        runs.append(Run(start, data[at : at + length]))
+            raise FormatError(f"a patch has a range of {length} bytes at {start}")
+        ranges.append(ByteRange(start, data[at : at + length]))
         end, at = start + length, at + length
     if at != data.numel():
-        raise FormatError("a patch has bytes for more runs than it has")
-    return tuple(runs)
+        raise FormatError("a patch has more bytes than its ranges")
+    return tuple(ranges)

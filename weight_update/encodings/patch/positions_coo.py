@@ -19,11 +19,11 @@ __all__ = ["Grid", "decode_coo", "encode_coo"]
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """The tensors of one element width as matrices, in the order of their places.
+    """The tensors of one element width as matrices, in the order of their offsets.
 
-    A scalar is 1 x 1, a vector 1 x N, and what has more than two dimensions is
+    A scalar is 1 x 1, a vector 1 x N, and a tensor of more than two dimensions is
     shape[0] x prod(shape[1:]). Elements of 16 bytes are two of 8, so that complex128 has twice the columns.
-    Attributes are 1-D int64, one item for each tensor that is not empty; of tied ones the first.
+    Attributes are 1-D int64, with one item for each tensor that is neither empty nor tied to an earlier one.
 
     Attributes:
         ordinals: position in ``schema.tensors``.
@@ -39,7 +39,7 @@ class Grid:
 
     @classmethod
     def of(cls, schema: WeightSchema, width: int) -> Grid:
-        """The grid of the tensors whose elements have ``width`` bytes."""
+        """Return the grid of the tensors whose elements have ``width`` bytes."""
         found = []
         for ordinal in schema.distinct:
             meta = schema.tensors[ordinal]
@@ -51,7 +51,7 @@ class Grid:
         return cls(ordinals, starts, rows_, columns_)
 
     def take(self, index: Array) -> Grid:
-        """Some of the tensors."""
+        """Return the grid of some of the tensors."""
         return Grid(self.ordinals[index], self.starts[index], self.rows[index], self.columns[index])
 
 
@@ -76,11 +76,13 @@ def encode_coo(out: ArrayWriter, positions: Array, grid: Grid, delta: bool) -> N
 
 
 def _coordinates(positions: Array, first: Array, grid: Grid) -> tuple[Array, Array]:
-    largest = max(int(positions[-1]), int(grid.columns.max()))  # numpy divides by no number beyond the type
+    largest = max(
+        int(positions[-1]), int(grid.columns.max())
+    )  # numpy cannot divide by a number outside the dtype
     columns = positions.astype(np.uint32 if largest < 1 << 32 else np.uint64)
     rows = np.empty_like(columns)
-    # Tensor by tensor: dividing by one number is many times faster than by an array of them.
-    for (begin, end), start, _, width in _stretches(first, positions.size, grid):
+    # Tensor by tensor: dividing by a scalar is many times faster than by an array.
+    for (begin, end), start, _, width in _tensor_ranges(first, positions.size, grid):
         row, column = rows[begin:end], columns[begin:end]
         column -= start
         np.floor_divide(column, width, out=row)
@@ -88,8 +90,8 @@ def _coordinates(positions: Array, first: Array, grid: Grid) -> tuple[Array, Arr
     return rows, columns
 
 
-def _stretches(first: Array, size: int, grid: Grid) -> Iterator[tuple[tuple[int, int], int, int, int]]:
-    """For each tensor the range of its changes, its start, its rows and its columns."""
+def _tensor_ranges(first: Array, size: int, grid: Grid) -> Iterator[tuple[tuple[int, int], int, int, int]]:
+    """Yield the range of changes, the start, the rows and the columns of each tensor."""
     ranges = pairwise([*first.tolist(), size])
     return zip(ranges, grid.starts.tolist(), grid.rows.tolist(), grid.columns.tolist(), strict=True)
 
@@ -110,8 +112,8 @@ def decode_coo(arrays: ArrayReader, count: int, schema: WeightSchema, width: int
     """Read ``count`` positions, int64.
 
     Raises:
-        FormatError: unknown or repeated tensors, counts or coordinates beyond a tensor, positions that do not
-            increase.
+        FormatError: tensors are unknown or repeated, counts or coordinates are outside a tensor, or positions
+            do not increase.
     """
     grid = Grid.of(schema, width)
     ordinals = arrays.at_most(grid.ordinals.size)
@@ -144,7 +146,7 @@ def _chosen(grid: Grid, ordinals: Array, tensors: int) -> Grid:
 
 def _from_coordinates(rows: Array, columns: Array, counts: Array, grid: Grid) -> Array:
     positions = columns.astype(np.int64)
-    for (begin, end), start, height, width in _stretches(np.cumsum(counts) - counts, rows.size, grid):
+    for (begin, end), start, height, width in _tensor_ranges(np.cumsum(counts) - counts, rows.size, grid):
         row, place = rows[begin:end].astype(np.int64), positions[begin:end]
         if row.max() >= height or place.max() >= width:
             raise FormatError("a patch changes a row or column that its tensor does not have")
@@ -160,7 +162,7 @@ def _from_differences(rows: Array, gaps: Array, counts: Array, grid: Grid) -> Ar
     fresh = rows != 0
     fresh[first] = True
     heads = np.flatnonzero(fresh)  # the first change of each row
-    if max(int(rows.max()), int(gaps.max())) * gaps.size >= 1 << 63:  # no writer has such steps
+    if max(int(rows.max()), int(gaps.max())) * gaps.size >= 1 << 63:  # no writer makes such steps
         raise FormatError("the coordinates of a patch are too far apart")  # their sums could wrap around
     owner = np.searchsorted(first, heads, side="right") - 1
     row = _sum_by_tensor(rows[heads].astype(np.int64), np.searchsorted(heads, first), owner)
@@ -177,6 +179,6 @@ def _from_differences(rows: Array, gaps: Array, counts: Array, grid: Grid) -> Ar
 
 
 def _sum_by_tensor(steps: Array, first: Array, owner: Array) -> Array:
-    """Running sums that start anew at each index in ``first``."""
+    """Return running sums that restart at each index in ``first``."""
     total = np.cumsum(steps)
     return np.asarray(total - (total - steps)[first][owner])

@@ -1,4 +1,4 @@
-"""Increasing positions <-> gaps between them in small units; the layout "flat" of a patch."""
+"""Increasing positions <-> gaps in small units; the layout "flat" of a patch."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ __all__ = [
 UNITS = (1, 2, 4)
 """Bytes of a unit."""
 
-_BLOCK = 1 << 17  # so many numbers at a time: what is computed from them stays in the cache
+_CACHED = 1 << 17  # elements at a time, so that intermediate results stay in the cache
 
 
 def encode_flat(out: ArrayWriter, part: Sparse, delta: bool) -> None:
-    """Write the positions of ``part`` as gaps, or as they are."""
+    """Write the positions of ``part`` as gaps if ``delta``, else as they are."""
     if delta:
-        out.join(split_units([(one.first, one.places.numpy()) for one in part.blocks(_BLOCK)]))
+        out.join(split_units([(one.first, one.offsets.numpy()) for one in part.split(_CACHED)]))
     else:
         out.integers(part.positions.numpy())
 
@@ -39,7 +39,7 @@ def decode_flat(arrays: ArrayReader, count: int, limit: int, delta: bool) -> Arr
     """Read ``count`` positions below ``limit``, int64.
 
     Raises:
-        FormatError: they are not so many, not increasing, or not below ``limit``.
+        FormatError: there are not ``count`` positions, or they do not increase or are not below ``limit``.
     """
     if delta:
         return join_units(arrays.at_most(most_units(count, limit), UNITS), count, limit)
@@ -51,45 +51,45 @@ def decode_flat(arrays: ArrayReader, count: int, limit: int, delta: bool) -> Arr
 
 
 def require_increasing(positions: Array) -> None:
-    """Check that each position is larger than the one before.
+    """Check that each position is larger than the previous one.
 
     Raises:
-        FormatError: one is not.
+        FormatError: a position is not.
     """
     if not (positions[1:] > positions[:-1]).all():
         raise FormatError("the positions of a patch do not increase")
 
 
-def split_units(stretches: Sequence[tuple[int, Array]]) -> list[Array]:
-    """Gaps (position - previous - 1) in units of 1, 2 or 4 bytes, in one array for each stretch.
+def split_units(segments: Sequence[tuple[int, Array]]) -> list[Array]:
+    """Return gaps (position - previous - 1) in units of 1, 2 or 4 bytes, as one array for each segment.
 
-    The largest value of a unit is an escape: "add it and go on with the next unit". The unit is the one that
-    gives the fewest bytes.
+    The largest value of a unit is an escape: "add it and continue with the next unit". The size of a unit is
+    the one that gives the fewest bytes.
 
     Args:
-        stretches: each a first position and places counted from it, int32 or int64, not empty; all together
-            strictly increasing.
+        segments: pairs of a first position and offsets from it, int32 or int64, not empty; all positions
+            together are strictly increasing.
     """
-    ends = [first + int(places[-1]) for first, places in stretches]
-    gaps = [_gaps(*stretch, end) for stretch, end in zip(stretches, [-1, *ends], strict=False)]
+    ends = [first + int(offsets[-1]) for first, offsets in segments]
+    gaps = [_gaps(*segment, end) for segment, end in zip(segments, [-1, *ends], strict=False)]
     needed = [sum(counts) for counts in zip(*map(_needed, gaps), strict=True)]
     unit = min(UNITS, key=lambda size: size * needed[UNITS.index(size)])
     return [_spread(part, unit) for part in gaps]
 
 
-def _gaps(first: int, places: Array, before: int) -> Array:
-    """The gaps of one stretch; ``before`` is the position before its first one."""
-    narrow = first + int(places[-1]) - before < 1 << 32
-    short = places.view(np.uint32) if places.itemsize == 4 else places.astype("u4" if narrow else "u8")
+def _gaps(first: int, offsets: Array, before: int) -> Array:
+    """Return the gaps of one segment; ``before`` is the position before its first one."""
+    narrow = first + int(offsets[-1]) - before < 1 << 32
+    short = offsets.view(np.uint32) if offsets.itemsize == 4 else offsets.astype("u4" if narrow else "u8")
     gaps = np.empty(len(short), np.uint32 if narrow else np.uint64)
     np.subtract(short[1:], short[:-1], out=gaps[1:])
     gaps[1:] -= 1
-    gaps[0] = first + int(places[0]) - before - 1
+    gaps[0] = first + int(offsets[0]) - before - 1
     return gaps
 
 
 def _needed(gaps: Array) -> list[int]:
-    """How many units of each size the gaps take."""
+    """Return the number of units of each size that the gaps take."""
     largest = int(gaps.max())
     escapes = [int((gaps // escape_of(size)).sum()) if largest >= escape_of(size) else 0 for size in UNITS]
     return [gaps.size + more for more in escapes]
@@ -101,40 +101,40 @@ def _spread(gaps: Array, size: int) -> Array:
         return gaps.astype(unit)
     escapes = gaps // escape_of(size)
     rest = gaps.astype(unit)
-    rest += escapes.astype(unit)  # as good as gap - escape * escapes: escape is -1 modulo 2**bits
+    rest += escapes.astype(unit)  # equals gap - escape * escapes, because escape is -1 modulo 2**bits
     ends = escapes.astype(np.int64)
     ends += 1
     ends[0] -= 1
-    # Torch's take two thirds of numpy's time, and start no threads in one dimension.
+    # Torch takes two thirds of numpy's time here, and starts no threads in one dimension.
     places = torch.from_numpy(ends).cumsum(0)
     units = np.full(int(places[-1]) + 1, escape_of(size), unit)
-    signed = f"i{size}"  # torch has no scatter of wider unsigned ones
+    signed = f"i{size}"  # torch cannot scatter wider unsigned integers
     torch.from_numpy(units.view(signed)).scatter_(0, places, torch.from_numpy(rest.view(signed)))
     return units
 
 
-def _blocks(array: Array) -> list[Array]:
-    return [array[start : start + _BLOCK] for start in range(0, array.size, _BLOCK)]
+def _parts(array: Array) -> list[Array]:
+    return [array[start : start + _CACHED] for start in range(0, array.size, _CACHED)]
 
 
 def escape_of(size: int) -> int:
-    """The largest value of a unit of ``size`` bytes."""
+    """Return the largest value of a unit of ``size`` bytes."""
     return (1 << 8 * size) - 1
 
 
 def most_units(count: int, limit: int) -> int:
-    """How many units ``count`` positions below ``limit`` can take."""
+    """Return the largest number of units that ``count`` positions below ``limit`` can take."""
     return count + limit // escape_of(1)
 
 
 def join_units(units: Array, count: int, limit: int) -> Array:
-    """The positions, int64, that :func:`split_units` made ``units`` of.
+    """Return the positions, int64, from the ``units`` that :func:`split_units` made.
 
     Raises:
-        FormatError: they are not ``count``, or not below ``limit``.
+        FormatError: there are not ``count`` positions, or they are not below ``limit``.
     """
     escape = escape_of(units.itemsize)
-    if units.size * escape >= 1 << 63:  # the sum could wrap around; no writer has so many wide units
+    if units.size * escape >= 1 << 63:  # the sum could wrap around; no writer makes so many wide units
         raise FormatError(f"a patch has {units.size} units of {units.itemsize} bytes")
     if not units.size or units[-1] == escape or np.count_nonzero(units != escape) != count:
         raise FormatError(f"the gaps of a patch do not make {count} positions")
@@ -143,9 +143,9 @@ def join_units(units: Array, count: int, limit: int) -> Array:
         raise FormatError(f"a patch changes element {last} of {limit}")
     positions = np.empty(count, np.int64)
     at, reached = 0, -1
-    for part in _blocks(units):
+    for part in _parts(units):
         whole = part != escape
-        ends = (part + whole).astype(np.int64)  # to the next position, or to its next unit: both fit the unit
+        ends = (part + whole).astype(np.int64)  # to the next position or unit; both fit the dtype
         ends[0] += reached
         np.cumsum(ends, out=ends)
         found = ends[whole]

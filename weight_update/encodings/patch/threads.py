@@ -1,7 +1,7 @@
-"""Work on large arrays by all cores: numpy lets go of the interpreter lock while it computes.
+"""Threads for large arrays: numpy releases the interpreter lock while it computes.
 
-That pays where single steps take a tenth of a millisecond. Encoding and decoding a patch are many small
-ones, and took longer by two threads than by one.
+Threads pay where a single step takes a tenth of a millisecond. Encoding and decoding a patch take many
+smaller steps, and were slower with two threads than with one.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 _MANY = 1 << 18
-"""Numbers below which one thread is faster than two."""
+"""Array elements below which one thread is faster than two."""
 
 
 def threads_for(numbers: int) -> int:
-    """How many threads are worth starting for ``numbers`` numbers: at most as many as torch uses."""
+    """Return the number of threads worth starting for ``numbers`` elements: at most as many as torch uses."""
     return torch.get_num_threads() if numbers >= _MANY else 1
 
 
 def in_threads(work: Callable[[_T], _R], items: Sequence[_T], threads: int) -> list[_R]:
-    """``[work(item) for item in items]``, by ``threads`` threads, which set their own ``torch.no_grad``."""
+    """Return ``[work(item) for item in items]``, computed by ``threads`` threads.
+
+    ``work`` sets its own ``torch.no_grad``, which is local to a thread.
+    """
     if min(threads, len(items)) < 2:
         return [work(item) for item in items]
     with ThreadPoolExecutor(threads) as pool:  # not kept: threads do not survive a fork

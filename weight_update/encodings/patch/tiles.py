@@ -1,4 +1,4 @@
-"""Pieces of the flat buffer that are looked at one after the other: which entries lie in each, and where."""
+"""Tiles of the flat buffer, which are compared one after the other, and the schema entries in each."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 from weight_update.wire.schema import ALIGNMENT, TensorMeta, WeightSchema
 
-__all__ = ["Part", "Piece", "cut", "flattened"]
+__all__ = ["EntrySlice", "Tile", "cut", "flattened"]
 
 
 @dataclass(frozen=True)
-class Part:
+class EntrySlice:
     """Consecutive elements of one schema entry.
 
     Attributes:
@@ -42,114 +42,114 @@ class Part:
 
     @property
     def width(self) -> int:
-        """Bytes that are compared as one element; those of 16 bytes are compared by halves."""
+        """Bytes that are compared as one element; elements of 16 bytes are compared by halves."""
         return min(self.meta.dtype.itemsize, 8)
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A stretch of the flat buffer, from its first part to its last with whatever lies between.
+class Tile:
+    """A part of the flat buffer, from its first slice to its last with everything in between.
 
     Attributes:
-        parts: ascending; a single one if ``flat``.
+        slices: ascending; a single one if ``flat``.
         flat: whether it is a slice of one large tensor, which is then read in one dimension; otherwise the
-            parts are small tensors, whole.
+            slices are small tensors, whole.
     """
 
-    parts: tuple[Part, ...]
+    slices: tuple[EntrySlice, ...]
     flat: bool
 
     @property
     def start(self) -> int:
         """The first byte in the flat buffer, a multiple of 64."""
-        return self.parts[0].start
+        return self.slices[0].start
 
     @functools.cached_property
     def nbytes(self) -> int:
         """Number of bytes; a multiple of 64 unless ``flat``."""
-        last = self.parts[-1]
+        last = self.slices[-1]
         return last.nbytes if self.flat else _aligned(last.start + last.nbytes) - self.start
 
     @functools.cached_property
     def elements(self) -> int:
-        """Elements in all parts."""
-        return sum(part.nbytes // part.width for part in self.parts)
+        """Elements in all slices."""
+        return sum(one.nbytes // one.width for one in self.slices)
 
     @functools.cached_property
     def widths(self) -> tuple[int, ...]:
         """Widths of elements that occur, ascending."""
-        return tuple(sorted({part.width for part in self.parts}))
+        return tuple(sorted({one.width for one in self.slices}))
 
     @functools.cached_property
-    def stretches(self) -> list[tuple[int, int]]:
-        """Starts and stops, in bytes of the piece, between which nothing but parts and padding lies."""
+    def filled(self) -> list[tuple[int, int]]:
+        """Starts and stops, in bytes of the tile, of ranges that hold only slices and padding."""
         out: list[tuple[int, int]] = []
-        for part in self.parts:
-            start = part.start - self.start
-            stop = start + part.nbytes
+        for one in self.slices:
+            start = one.start - self.start
+            stop = start + one.nbytes
             if out and _aligned(out[-1][1]) == start:
                 start = out.pop()[0]
             out.append((start, stop))
         return out
 
     def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """The parts as they lie in ``memory``, 1-D uint8, which begins where the piece does."""
+        """Return views of the slices into ``memory``, 1-D uint8, which holds the tile."""
         out = []
-        for part in self.parts:
-            at = part.start - self.start
-            view = memory[at : at + part.nbytes].view(part.meta.dtype)
-            out.append(view if self.flat else view.view(part.meta.shape))
+        for one in self.slices:
+            at = one.start - self.start
+            view = memory[at : at + one.nbytes].view(one.meta.dtype)
+            out.append(view if self.flat else view.view(one.meta.shape))
         return out
 
     def of(self, live: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The parts in ``live``, which comes from :func:`flattened`."""
+        """Return the slices of ``live``, the result of :func:`flattened`."""
         if self.flat:
-            return [live[part.entry][part.first : part.first + part.count] for part in self.parts]
-        return [live[part.entry] for part in self.parts]
+            return [live[one.entry][one.first : one.first + one.count] for one in self.slices]
+        return [live[one.entry] for one in self.slices]
 
 
-def cut(schema: WeightSchema, tracked: Sequence[int] | None, size: int, large: int) -> Iterator[Piece]:
-    """Cut what is tracked into pieces, ascending.
+def cut(schema: WeightSchema, tracked: Sequence[int] | None, size: int, large: int) -> Iterator[Tile]:
+    """Cut the tracked entries into tiles, in ascending order.
 
     Args:
         schema: the layout.
-        tracked: positions of entries; None for all. Of those that are tied the first one stands for all.
-        size: most bytes of a piece, a multiple of 64.
-        large: bytes from which on a tensor gets pieces of its own; at most ``size``.
+        tracked: positions of entries; None for all. The first of several tied entries stands for all.
+        size: largest number of bytes of a tile, a multiple of 64.
+        large: bytes from which a tensor gets tiles of its own; at most ``size``.
     """
-    batch: list[Part] = []
-    for part in _owners(schema, tracked):
-        apart = part.nbytes >= large
-        if batch and (apart or _aligned(part.start + part.nbytes) - batch[0].start > size):
-            yield Piece(tuple(batch), flat=False)
+    batch: list[EntrySlice] = []
+    for one in _owners(schema, tracked):
+        apart = one.nbytes >= large
+        if batch and (apart or _aligned(one.start + one.nbytes) - batch[0].start > size):
+            yield Tile(tuple(batch), flat=False)
             batch = []
         if not apart:
-            batch.append(part)
+            batch.append(one)
             continue
-        step = size // part.meta.dtype.itemsize
-        for first in range(0, part.count, step):
-            count = min(step, part.count - first)
-            yield Piece((Part(part.entry, part.meta, first, count),), flat=True)
+        step = size // one.meta.dtype.itemsize
+        for first in range(0, one.count, step):
+            count = min(step, one.count - first)
+            yield Tile((EntrySlice(one.entry, one.meta, first, count),), flat=True)
     if batch:
-        yield Piece(tuple(batch), flat=False)
+        yield Tile(tuple(batch), flat=False)
 
 
-def flattened(tensors: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> list[torch.Tensor]:
-    """``tensors``, the large ones in one dimension; those of them that are not contiguous are copied."""
+def flattened(tensors: Sequence[torch.Tensor], tiles: Sequence[Tile]) -> list[torch.Tensor]:
+    """Return ``tensors`` with the large ones in one dimension; copy large ones that are not contiguous."""
     live = list(tensors)
-    for entry in {piece.parts[0].entry for piece in pieces if piece.flat}:
+    for entry in {tile.slices[0].entry for tile in tiles if tile.flat}:
         live[entry] = tensors[entry].detach().reshape(-1)
     return live
 
 
-def _owners(schema: WeightSchema, tracked: Sequence[int] | None) -> list[Part]:
-    """Whole entries, one for each place that has bytes, by ascending place."""
-    places: dict[int, Part] = {}
+def _owners(schema: WeightSchema, tracked: Sequence[int] | None) -> list[EntrySlice]:
+    """Return one whole entry for each offset that has bytes, by ascending offset."""
+    owners: dict[int, EntrySlice] = {}
     for entry in range(len(schema.tensors)) if tracked is None else sorted(tracked):
         meta = schema.tensors[entry]
         if meta.nbytes:
-            places.setdefault(meta.offset, Part(entry, meta, 0, math.prod(meta.shape)))
-    return [places[offset] for offset in sorted(places)]
+            owners.setdefault(meta.offset, EntrySlice(entry, meta, 0, math.prod(meta.shape)))
+    return [owners[offset] for offset in sorted(owners)]
 
 
 def _aligned(nbytes: int) -> int:

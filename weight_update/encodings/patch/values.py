@@ -1,4 +1,4 @@
-"""Values of a patch: bits as they are, or steps from the old bits, split into planes of bytes."""
+"""Values of a patch: raw bits, or steps from the old bits that are split into byte planes."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _NONE = np.empty(0, np.uint8)
 def encode_steps(out: ArrayWriter, steps: Sequence[Array]) -> None:
     """Write steps (unsigned: new - old modulo 2**bits) so that small ones of either sign cost little.
 
-    Steps are made zigzag (0, -1, 1, -2, ... become 0, 1, 2, 3, ...). Plane k holds byte k of all of them and
-    travels as two arrays: where it is not zero, and what it is there; or, where that is not shorter, no
-    positions and the whole plane.
+    Steps are zigzag coded (0, -1, 1, -2, ... become 0, 1, 2, 3, ...). Byte plane k holds byte k of all
+    steps and is written as two arrays: the positions of its nonzero bytes, and these bytes. Where that is
+    not shorter, the positions are empty and the second array is the whole plane.
 
     Args:
-        out: where to.
-        steps: arrays, not empty, that are one behind the other.
+        out: writer of the arrays.
+        steps: consecutive arrays, none of them empty.
     """
-    for plane in zip(*map(_planes, steps), strict=True):
+    for plane in zip(*map(_byte_planes, steps), strict=True):
         _encode_plane(out, plane)
 
 
-def _planes(steps: Array) -> list[Array]:
+def _byte_planes(steps: Array) -> list[Array]:
     zigzag = _fold(steps)
     shifts = range(0, 8 * steps.itemsize, 8)
     return [(zigzag >> zigzag.dtype.type(shift)).astype(np.uint8) for shift in shifts]
 
 
 def _encode_plane(out: ArrayWriter, plane: Sequence[Array]) -> None:
-    filled = sum(int(np.count_nonzero(part)) for part in plane)
+    filled = sum(int(np.count_nonzero(one)) for one in plane)
     where: Sequence[Array] = [_NONE]
     if filled == 0:
         plane = [_NONE]
@@ -53,7 +53,7 @@ def decode_steps(arrays: ArrayReader, count: int, width: int) -> Array:
     """Read ``count`` steps of ``width`` bytes, unsigned.
 
     Raises:
-        FormatError: a plane has neither no, nor all, nor properly placed bytes.
+        FormatError: the bytes of a plane are neither none, nor all, nor at valid positions.
     """
     kind = UNSIGNED[width]
     zigzag = np.zeros(count, kind)

@@ -1,17 +1,108 @@
-"""Updates of policies that are being trained, to measure patches on."""
+"""Updates to measure patches on: random ones, and those of policies in training."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
 
-import gymnasium
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.patch_updates import Update
+from weight_update.wire.schema import WeightSchema
 
-__all__ = ["LanguageModel", "trained_cartpole", "trained_language_model"]
+__all__ = [
+    "MOVES",
+    "LanguageModel",
+    "Move",
+    "Update",
+    "by_chance",
+    "change",
+    "layered",
+    "trained_cartpole",
+    "trained_language_model",
+]
+
+
+Move = Literal["1..4 ulp", "random bits"]
+MOVES: tuple[Move, ...] = ("1..4 ulp", "random bits")
+
+_LARGE_MEGABYTES = 50  # from here on matrices are as wide as those of a model of a billion parameters
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """One step of a model from one version to the next.
+
+    Attributes:
+        name: description of the step.
+        old: tensors of the receivers by name, in their dtypes.
+        new: tensors of the trainer afterwards, perhaps in wider dtypes.
+    """
+
+    name: str
+    old: dict[str, torch.Tensor]
+    new: dict[str, torch.Tensor]
+
+    @property
+    def schema(self) -> WeightSchema:
+        """The layout in the receivers' dtypes."""
+        return WeightSchema.of(self.old)
+
+
+def layered(megabytes: float) -> dict[str, torch.Tensor]:
+    """Return bfloat16 weights with the shapes of at least one transformer layer; deviation 0.02."""
+    width = 2048 if megabytes >= _LARGE_MEGABYTES else 256
+    shapes = {
+        "qkv": (3 * width, width),
+        "out": (width, width),
+        "up": (4 * width, width),
+        "down": (width, 4 * width),
+        "norm": (width,),
+    }
+    layer = 2 * sum(math.prod(shape) for shape in shapes.values())
+    random = torch.Generator().manual_seed(0)
+    return {
+        f"{index}.{name}": torch.randn(shape, generator=random).mul_(0.02).to(torch.bfloat16)
+        for index in range(max(1, round(megabytes * 1e6 / layer)))
+        for name, shape in shapes.items()
+    }
+
+
+def by_chance(old: dict[str, torch.Tensor], fraction: float, move: Move) -> Update:
+    """Return an update in which each element changes with probability ``fraction``."""
+    new = {name: value.clone() for name, value in old.items()}
+    change(new, fraction, move, np.random.default_rng(0))
+    return Update(f"{fraction:.2%}, {move}", old, new)
+
+
+def change(
+    weights: dict[str, torch.Tensor], fraction: float, move: Move, random: np.random.Generator
+) -> None:
+    """Change elements of bfloat16 ``weights``, each with probability ``fraction``, in place.
+
+    They move by 1 to 4 steps between neighbouring numbers, up or down, or get other bits.
+    """
+    for value in weights.values():
+        bits = value.view(torch.uint16).numpy().reshape(-1)
+        places = _places(bits.size, fraction, random)
+        if move == "random bits":
+            bits[places] ^= random.integers(1, 1 << 16, places.size, np.uint16)
+        else:
+            steps = random.integers(1, 5, places.size) * random.choice([-1, 1], places.size)
+            bits[places] += steps.astype(np.uint16)  # modulo 2**16
+
+
+def _places(size: int, fraction: float, random: np.random.Generator) -> np.ndarray:
+    """Draw ascending positions below ``size``, each with probability ``fraction``."""
+    expected = size * fraction
+    gaps = random.geometric(fraction, int(expected + 6 * math.sqrt(expected)) + 10)
+    places = np.cumsum(gaps) - 1
+    return places[places < size]
+
 
 _BATCH, _LENGTH = 4, 32  # sequences of a batch, tokens of a sequence
 _FRAMES, _EPOCHS, _MINIBATCH = 256, 10, 128  # of PPO on CartPole, as in examples/train_cartpole.py
@@ -48,16 +139,17 @@ class LanguageModel(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities [batch, length - 1] of all ``tokens`` [batch, length] but the first."""
+        """Return log-probabilities [batch, length - 1] of all ``tokens`` [batch, length] but the first."""
         seen, next_ = tokens[:, :-1], tokens[:, 1:]
         logits = self.head(self.norm(self.blocks(self.tokens(seen) + self.places.weight[: seen.shape[1]])))
         return -F.cross_entropy(logits.flatten(0, 1), next_.flatten(), reduction="none").view_as(next_)
 
 
 def trained_language_model(quick: bool) -> Iterator[Update]:
-    """A transformer of 34 million parameters, pretrained for a moment, then trained by policy gradient.
+    """Yield updates of a transformer that is pretrained briefly, then trained by policy gradient.
 
-    AdamW with float32 masters; receivers hold bfloat16. ``quick``: a hundredth of the size.
+    It has 34 million parameters, or a hundredth of that if ``quick``. The optimizer is AdamW with float32
+    masters; receivers hold bfloat16.
     """
     torch.manual_seed(0)
     vocabulary = 256 if quick else 8192
@@ -85,7 +177,7 @@ def _train(
 
 
 def _text(vocabulary: int) -> torch.Tensor:
-    """Tokens [batch, length]: each is a function of the one before, with some noise."""
+    """Return tokens [batch, length]; each is a function of the one before, with some noise."""
     tokens = [torch.randint(vocabulary, (_BATCH,))]
     for _ in range(_LENGTH):
         tokens.append((5 * tokens[-1] + 1 + torch.randint(8, (_BATCH,))) % vocabulary)
@@ -97,7 +189,7 @@ def _copies(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def trained_cartpole() -> Iterator[Update]:
-    """The policy of ``examples/train_cartpole.py``, float32, learning from one batch."""
+    """Yield float32 updates of the policy of ``examples/train_cartpole.py``, which learns from one batch."""
     torch.manual_seed(0)
     policy = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
     optimizer = torch.optim.Adam(policy.parameters(), lr=3e-4)
@@ -110,7 +202,7 @@ def trained_cartpole() -> Iterator[Update]:
 
 
 def _learn(policy: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """PPO on fresh frames; returns less their mean are the advantages."""
+    """Train by PPO on fresh frames; the advantages are normalized returns."""
     seen, actions, returns = _collect(policy)
     advantages = (returns - returns.mean()) / returns.std()
     with torch.no_grad():
@@ -130,7 +222,9 @@ def _scores(policy: nn.Module, seen: torch.Tensor, actions: torch.Tensor) -> tor
 
 @torch.no_grad()
 def _collect(policy: nn.Module) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Observations [frames, 4], actions and discounted returns [frames]."""
+    """Return observations [frames, 4], actions and discounted returns [frames]."""
+    import gymnasium  # benchmarks gpu runs without it
+
     env = gymnasium.make("CartPole-v1")
     seen, actions, lasts = [], [], []
     observation, _ = env.reset(seed=0)

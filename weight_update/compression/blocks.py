@@ -1,0 +1,141 @@
+"""Compression in blocks on the CPU: the layout that ``lz4/1`` and ``zstd/1`` share.
+
+The data is cut into blocks of 1 MiB; the last may be shorter. The compressed data of N blocks::
+
+    offset  size  field
+    0       4 N   length of each compressed block, uint32, little endian
+    4 N     ...   the compressed blocks, one after the other
+
+A block with the length of the original is stored uncompressed. Empty data has no bytes.
+
+Blocks keep copies in the processor's cache, bound the memory that a forged block can claim, let several
+threads compress, and avoid LZ4's limit of 2 GB.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import numpy as np
+import torch
+
+from weight_update.compression.base import Compression
+from weight_update.errors import FormatError
+from weight_update.wire.memory import byte_view
+
+__all__ = ["BLOCK_BYTES", "BlockCompression"]
+
+BLOCK_BYTES = 1 << 20
+_BLOCKS_FOR_A_THREAD = 4  # starting threads takes half a millisecond, a block one or two
+
+Buffer = bytes | bytearray | memoryview
+Shrink = Callable[[memoryview], Buffer]
+"""Compresses one block."""
+Expand = Callable[[memoryview, int], Buffer]
+"""Decompresses one block; raises FormatError before it uses much more memory than announced."""
+
+
+@dataclass(frozen=True)
+class BlockCompression(Compression):
+    """A compression of separate blocks; a subclass compresses and decompresses one block.
+
+    Args:
+        threads: most threads that compress: at most one for each core and for each 4 MiB. The result does
+            not depend on it. Receivers decompress with one thread, because several of them may share a
+            machine with policies that compute.
+    """
+
+    threads: int = field(default=4, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.threads < 1:
+            raise ValueError(f"it takes at least one thread, got {self.threads}")
+
+    @abstractmethod
+    def shrinker(self) -> Shrink:
+        """Return a function that compresses blocks, one after the other."""
+
+    @classmethod
+    @abstractmethod
+    def expander(cls) -> Expand:
+        """Return a function that decompresses the blocks of one call."""
+
+    def compress(self, data: torch.Tensor) -> torch.Tensor:
+        self.check(data)
+        if not data.numel():
+            return torch.empty(0, dtype=torch.uint8)
+        view = byte_view(data)
+        blocks = self._shrunk([view[start : start + BLOCK_BYTES] for start in _starts(len(view))])
+        table = np.array([len(block) for block in blocks], "<u4").tobytes()
+        return torch.frombuffer(bytearray().join([table, *blocks]), dtype=torch.uint8)
+
+    def _shrunk(self, blocks: Sequence[memoryview]) -> list[Buffer]:
+        threads = min(self.threads, len(blocks) // _BLOCKS_FOR_A_THREAD, len(os.sched_getaffinity(0)))
+        if threads < 2:
+            shrink = self.shrinker()
+            return [_smaller(block, shrink) for block in blocks]
+        spare: SimpleQueue[Shrink] = SimpleQueue()
+        for _ in range(threads):
+            spare.put(self.shrinker())
+
+        def shrunk(block: memoryview) -> Buffer:
+            shrink = spare.get()
+            try:
+                return _smaller(block, shrink)
+            finally:
+                spare.put(shrink)
+
+        # Block by block, not one share for each thread: some blocks take much longer than others.
+        with ThreadPoolExecutor(threads) as pool:
+            return list(pool.map(shrunk, blocks))
+
+    @classmethod
+    def decompress(cls, data: torch.Tensor, nbytes: int) -> torch.Tensor:
+        cls.check(data, nbytes)
+        blocks = _cut(data, nbytes)
+        result = torch.empty(nbytes, dtype=torch.uint8)
+        if nbytes:
+            out, expand = byte_view(result), cls.expander()
+            for start, block in zip(_starts(nbytes), blocks, strict=True):
+                place = out[start : start + BLOCK_BYTES]
+                place[:] = _whole(block, len(place), expand)
+        return result
+
+
+def _starts(nbytes: int) -> range:
+    return range(0, nbytes, BLOCK_BYTES)
+
+
+def _smaller(block: memoryview, shrink: Shrink) -> Buffer:
+    shrunk = shrink(block)
+    return shrunk if len(shrunk) < len(block) else block
+
+
+def _whole(block: memoryview, nbytes: int, expand: Expand) -> Buffer:
+    if len(block) == nbytes:
+        return block
+    found = expand(block, nbytes)
+    if len(found) != nbytes:
+        raise FormatError(f"a block holds {len(found)} bytes where {nbytes} were announced")
+    return found
+
+
+def _cut(data: torch.Tensor, nbytes: int) -> list[memoryview]:
+    """Return the compressed blocks, which must fill ``data`` exactly."""
+    head = 4 * -(-nbytes // BLOCK_BYTES)
+    if not nbytes and not data.numel():
+        return []
+    if data.numel() < head:
+        raise FormatError(f"{data.numel()} bytes cannot hold {nbytes} compressed ones")
+    view = byte_view(data)
+    ends = head + np.cumsum(np.frombuffer(view[:head], "<u4"), dtype=np.int64)
+    if len(view) != (ends[-1] if head else 0):
+        raise FormatError(f"compressed blocks do not fill the {len(view)} bytes that are there")
+    places = [head, *ends.tolist()]
+    return [view[start:end] for start, end in itertools.pairwise(places)]
