@@ -6,13 +6,14 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,14 @@ from soak_worker import REFUSAL, Board, end_passes, start_passes
 
 SLACK = 2.0
 """Seconds that a call may take longer than its timeout, on a machine that others use too."""
-START = 120.0
+START = 300.0
 """Seconds in which a process or a Ray actor must have started; that is no affair of the library."""
 HANG = 15.0
 """Seconds beyond that after which a call counts as hanging, and ends the soak."""
 _GAP = (0.2, 1.5)
 """Seconds between two faults."""
+_PARTICULAR = re.compile(r"Actor\(.*?\)|\b[0-9a-f]{16,}\b|\d+(\.\d+)?")
+"""Names and numbers in an error, without which errors of one kind are equal."""
 
 
 class Sender(threading.Thread):
@@ -46,6 +49,7 @@ class Sender(threading.Thread):
         self.version, self.failed, self.worst = 0, 0, 0.0
         self.since: float | None = None
         self.failures: dict[int, str] = {}
+        self.reasons: Counter[str] = Counter()
         self.refuser: Hired | None = None
         self.finish = threading.Event()
         self.owed: deque[tuple[float, int, list[int] | None, set[int]]] = deque()
@@ -81,6 +85,7 @@ class Sender(threading.Thread):
         if took > self._soak.send_limit:
             self._soak.broken("slow send", f"send() of version {last} took {took:.1f} s")
         for idx, text in failures.items():
+            self.reasons[self._soak.reason_of(idx, text)] += 1
             self._soak.blame(idx, begin, last, text)
         self.owed.append((now, last, worker_ids, set(failures)))
 
@@ -156,6 +161,9 @@ class Soak:
             thread.start()
         for thread in threads:
             thread.join(START)
+        if missing := [one.idx for one in self.everyone() if one.worker is None]:
+            self.broken("lost", f"workers {missing} did not start within {START:g} s; a slow machine?")
+            raise Ended
         joined = [threading.Thread(target=self._join, args=(one,)) for one in self.everyone()]
         for thread in joined:
             thread.start()
@@ -250,6 +258,12 @@ class Soak:
         self.problems.append((kind, text))
         if len(self.problems) <= 10:
             self._tell(f"BROKEN {kind}: {text}")
+
+    def reason_of(self, idx: int, text: str) -> str:
+        """Return the last fault of a worker and what ``send()`` said of it, without numbers and names."""
+        one = self.hired.get(idx)
+        fault = one.fault if one is not None else "late_joiner" if idx >= GUEST else "nobody"
+        return f"{fault}: {re.sub(_PARTICULAR, '…', text.partition(chr(10))[0])[:100]}"
 
     def blame(self, idx: int, begin: float, version: int, text: str) -> None:
         """Check that a worker named by a failure was really disturbed."""
@@ -346,6 +360,7 @@ class Soak:
             "seconds": round(self.took, 1),
             "updates": self.sender.version,
             "failed_updates": self.sender.failed,
+            "failures": dict(self.sender.reasons.most_common(20)),
             "faults": dict(sorted(self.faults.counts.items())),
             "passes": self.board.total("passes"),
             **passes,

@@ -49,6 +49,7 @@ def summary(account: dict[str, Any]) -> str:
     for who in held["last"]:
         rows[f"held by {who}"] = "; ".join(_change(held, who, name) for name in held["last"][who])
     lines += [f"  {name:<20} {text}" for name, text in rows.items()]
+    lines += [f"  failed {number:>6} x  {text}" for text, number in account.get("failures", {}).items()]
     lines += [f"  BROKEN {kind}: {text}" for kind, text in account["problems"][:20]]
     return "\n".join(lines)
 
