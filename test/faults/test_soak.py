@@ -11,17 +11,18 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import soak_run
 import torch
-from soak_sides import Side
+from soak_sides import PeerSide, Side
 from soak_strangers import listeners
 from soak_table import summary, table
 from soak_worker import fill
 
 from weight_update import SyncFailedError
+from weight_update.testing.workers import dumps
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,6 +33,7 @@ def test_a_short_one() -> None:
     assert account["passes"] > 20
     assert account["updates"] > 5
     assert sum(account["faults"].values()) >= 1
+    assert sum(account["failures"].values()) >= account["failed_updates"]
     rows = table([account, account]).splitlines()
     assert len(rows) == 6
     assert len({len(row.split("  ")) for row in rows if row.startswith("=")}) == 1
@@ -80,6 +82,20 @@ def test_strangers_find_every_listener() -> None:
         assert {tcp.getsockname(), name} <= set(listeners(os.getpid()))
 
 
+@pytest.mark.parametrize("cls", [Side, PeerSide])
+def test_a_thread_that_starts_a_worker_handles_no_weights(cls: type[Side]) -> None:
+    """Each such thread may get an arena of glibc of its own, which keeps what is freed there."""
+    sent: list[int] = []
+
+    class Recorder:
+        def call(self, command: str, *arguments: Any) -> None:
+            sent.append(len(dumps((command, arguments))))
+
+    side = cls(options_of(4.0))
+    side.init_worker(cast(Any, Recorder()), 0)
+    assert 0 < sum(sent) < side.options.megabytes * 1e6 / 10
+
+
 class Broken(Side):
     """A scheme that mixes versions, goes back, keeps all that it gets and hides errors."""
 
@@ -119,9 +135,9 @@ class Hanging(Side):
         return super().send(version, worker_ids, 1)
 
 
-def run(cls: type[Side], seconds: float, timeout: float = 1.0) -> dict[str, Any]:
-    """Run a soak here; return its account."""
-    options = argparse.Namespace(
+def options_of(seconds: float, timeout: float = 1.0) -> argparse.Namespace:
+    """Return the options of a small soak."""
+    return argparse.Namespace(
         scheme="shared_mem",
         hosts=False,
         encoding="dense",
@@ -135,6 +151,11 @@ def run(cls: type[Side], seconds: float, timeout: float = 1.0) -> dict[str, Any]
         timeout=timeout,
         every=1.0,
     )
+
+
+def run(cls: type[Side], seconds: float, timeout: float = 1.0) -> dict[str, Any]:
+    """Run a soak here; return its account."""
+    options = options_of(seconds, timeout)
     log: list[str] = []
     account = soak_run.Soak(cls(options), options, log.append).run()
     print(summary(account))
