@@ -16,6 +16,7 @@ from typing import Any, cast
 import pytest
 import soak_run
 import torch
+from soak_measure import give_back, sample
 from soak_sides import PeerSide, Side
 from soak_strangers import listeners
 from soak_table import summary, table
@@ -25,6 +26,8 @@ from weight_update import SyncFailedError
 from weight_update.testing.workers import dumps
 
 ROOT = Path(__file__).parents[2]
+_THREADS, _BLOCKS, _BLOCK = 4, 128, 64 << 10
+"""Threads, and the blocks that each of them takes and frees, of so many bytes."""
 
 
 def test_a_short_one() -> None:
@@ -94,6 +97,39 @@ def test_a_thread_that_starts_a_worker_handles_no_weights(cls: type[Side]) -> No
     side = cls(options_of(4.0))
     side.init_worker(cast(Any, Recorder()), 0)
     assert 0 < sum(sent) < side.options.megabytes * 1e6 / 10
+
+
+def test_memory_that_threads_have_freed_is_not_held() -> None:
+    """Kept memory is; see also :func:`test_what_is_broken_is_found`."""
+    kept: list[Any] = []
+    together = threading.Barrier(_THREADS + 1)
+
+    def work() -> None:
+        blocks = [torch.ones(_BLOCK // 4) for _ in range(_BLOCKS)]
+        kept.append(torch.ones(_BLOCK // 4))  # above the others: what is free below stays in the arena
+        together.wait(30.0)
+        blocks.clear()
+        together.wait(30.0)
+
+    before = held_memory()
+    threads = [threading.Thread(target=work) for _ in range(_THREADS)]
+    for thread in threads:
+        thread.start()
+    together.wait(30.0)
+    during = held_memory()
+    together.wait(30.0)
+    for thread in threads:
+        thread.join()
+    freed = _THREADS * _BLOCKS * _BLOCK
+    assert during - before > 0.8 * freed
+    assert sample([os.getpid()])["memory"] - before > 0.5 * freed, "glibc keeps what was freed"
+    assert held_memory() - before < 0.2 * freed
+
+
+def held_memory() -> int:
+    """Return what a soak's sample of this process says."""
+    give_back()
+    return sample([os.getpid()])["memory"]
 
 
 class Broken(Side):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from soak_faults import GUEST, Faults, Hired
-from soak_measure import LEAST, Sample, growth, median, sample
+from soak_measure import LEAST, Sample, give_back, growth, median, sample
 from soak_sides import PATIENCE, SYNCHRONIZER, Side
 from soak_worker import REFUSAL, Board, end_passes, start_passes
 
@@ -323,6 +323,7 @@ class Soak:
         return [one.pid for one in self.everyone() if one.pid]
 
     def _sample(self) -> dict[str, Sample]:
+        give_back()
         here = [os.getpid()]
         first = self.hired[0].pid
         pids = {"the trainer": here, "worker 0": [first], "all": here + self._pids()}
