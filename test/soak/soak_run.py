@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,7 @@ class Soak:
         self.send_limit = waits * options.timeout + SLACK
         self.sender = Sender(self)
         self._late: set[int] = set()
+        self.slowest = {"start": 0.0, "join": 0.0}
         self._windows: dict[str, list[dict[str, Sample]]] = {"first": [], "last": []}
         self._start = self._told = time.monotonic()
         self.took = 0.0
@@ -366,6 +367,8 @@ class Soak:
             "passes": self.board.total("passes"),
             **passes,
             "worst_send_seconds": round(self.sender.worst, 3),
+            "slowest_start_seconds": round(self.slowest["start"], 1),
+            "slowest_join_seconds": round(self.slowest["join"], 1),
             "timeout": self.options.timeout,
             "hangs": int(self.hung),
             "send_errors": sum(kind == "error" for kind, _ in self.problems),
@@ -388,8 +391,9 @@ class Soak:
     def _start_worker(self, one: Hired) -> None:
         one.starting = True
         try:
-            one.worker = self.side.hire(one.idx)
-            self.side.init_worker(one.worker, one.idx)
+            with self._timing("start"):
+                one.worker = self.side.hire(one.idx)
+                self.side.init_worker(one.worker, one.idx)
         except Exception:  # noqa: BLE001 - told like every other problem
             self.broken("lost", f"worker {one.idx} did not start\n{traceback.format_exc()}")
         one.starting = False
@@ -398,14 +402,21 @@ class Soak:
         """Let a started worker connect and compute."""
         try:
             assert one.worker is not None
-            self.side.join(one.worker)
-            one.worker.answer(PATIENCE)
+            with self._timing("join"):
+                self.side.join(one.worker)
+                one.worker.answer(PATIENCE)
             arguments = self.board.path, self.options.workers + 1, one.row, self.side.numbered
             one.pid = one.worker.call("run", start_passes, *arguments)
         except Exception:  # noqa: BLE001 - told like every other problem
             self.broken("lost", f"worker {one.idx} did not join\n{traceback.format_exc()}")
             return
         self.clear(one)
+
+    @contextlib.contextmanager
+    def _timing(self, part: str) -> Iterator[None]:
+        begin = time.monotonic()
+        yield
+        self.slowest[part] = max(self.slowest[part], time.monotonic() - begin)
 
     def clear(self, one: Hired) -> None:
         """End a fault: soon the worker must take every update again."""

@@ -40,6 +40,9 @@ def summary(account: dict[str, Any]) -> str:
         "passes checked": f"{account['passes']:,}",
         **{f"passes {name.replace('_', ' ')}": f"{account[name]:,}" for name in _BROKEN},
         "worst send": f"{account['worst_send_seconds']:.2f} s, timeout {account['timeout']:g} s",
+        "slowest start, join": "{slowest_start_seconds:.1f} s, {slowest_join_seconds:.1f} s".format(
+            **account
+        ),
         "hangs": str(account["hangs"]),
         "errors of send()": str(account["send_errors"]),
         "workers lost": str(account["lost_workers"]),
