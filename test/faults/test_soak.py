@@ -11,19 +11,23 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import soak_run
 import torch
-from soak_sides import Side
+from soak_measure import give_back, sample
+from soak_sides import PeerSide, Side
 from soak_strangers import listeners
 from soak_table import summary, table
 from soak_worker import fill
 
 from weight_update import SyncFailedError
+from weight_update.testing.workers import dumps
 
 ROOT = Path(__file__).parents[2]
+_THREADS, _BLOCKS, _BLOCK = 4, 128, 64 << 10
+"""Threads, and the blocks that each of them takes and frees, of so many bytes."""
 
 
 def test_a_short_one() -> None:
@@ -32,6 +36,7 @@ def test_a_short_one() -> None:
     assert account["passes"] > 20
     assert account["updates"] > 5
     assert sum(account["faults"].values()) >= 1
+    assert sum(account["failures"].values()) >= account["failed_updates"]
     rows = table([account, account]).splitlines()
     assert len(rows) == 6
     assert len({len(row.split("  ")) for row in rows if row.startswith("=")}) == 1
@@ -80,6 +85,53 @@ def test_strangers_find_every_listener() -> None:
         assert {tcp.getsockname(), name} <= set(listeners(os.getpid()))
 
 
+@pytest.mark.parametrize("cls", [Side, PeerSide])
+def test_a_thread_that_starts_a_worker_handles_no_weights(cls: type[Side]) -> None:
+    """Each such thread may get an arena of glibc of its own, which keeps what is freed there."""
+    sent: list[int] = []
+
+    class Recorder:
+        def call(self, command: str, *arguments: Any) -> None:
+            sent.append(len(dumps((command, arguments))))
+
+    side = cls(options_of(4.0))
+    side.init_worker(cast(Any, Recorder()), 0)
+    assert 0 < sum(sent) < side.options.megabytes * 1e6 / 10
+
+
+def test_memory_that_threads_have_freed_is_not_held() -> None:
+    """Kept memory is; see also :func:`test_what_is_broken_is_found`."""
+    kept: list[Any] = []
+    together = threading.Barrier(_THREADS + 1)
+
+    def work() -> None:
+        blocks = [torch.ones(_BLOCK // 4) for _ in range(_BLOCKS)]
+        kept.append(torch.ones(_BLOCK // 4))  # above the others: what is free below stays in the arena
+        together.wait(30.0)
+        blocks.clear()
+        together.wait(30.0)
+
+    before = held_memory()
+    threads = [threading.Thread(target=work) for _ in range(_THREADS)]
+    for thread in threads:
+        thread.start()
+    together.wait(30.0)
+    during = held_memory()
+    together.wait(30.0)
+    for thread in threads:
+        thread.join()
+    freed = _THREADS * _BLOCKS * _BLOCK
+    assert during - before > 0.8 * freed
+    assert sample([os.getpid()])["memory"] - before > 0.5 * freed, "glibc keeps what was freed"
+    assert held_memory() - before < 0.2 * freed
+
+
+def held_memory() -> int:
+    """Return what a soak's sample of this process says."""
+    give_back()
+    return sample([os.getpid()])["memory"]
+
+
 class Broken(Side):
     """A scheme that mixes versions, goes back, keeps all that it gets and hides errors."""
 
@@ -119,9 +171,9 @@ class Hanging(Side):
         return super().send(version, worker_ids, 1)
 
 
-def run(cls: type[Side], seconds: float, timeout: float = 1.0) -> dict[str, Any]:
-    """Run a soak here; return its account."""
-    options = argparse.Namespace(
+def options_of(seconds: float, timeout: float = 1.0) -> argparse.Namespace:
+    """Return the options of a small soak."""
+    return argparse.Namespace(
         scheme="shared_mem",
         hosts=False,
         encoding="dense",
@@ -135,6 +187,11 @@ def run(cls: type[Side], seconds: float, timeout: float = 1.0) -> dict[str, Any]
         timeout=timeout,
         every=1.0,
     )
+
+
+def run(cls: type[Side], seconds: float, timeout: float = 1.0) -> dict[str, Any]:
+    """Run a soak here; return its account."""
+    options = options_of(seconds, timeout)
     log: list[str] = []
     account = soak_run.Soak(cls(options), options, log.append).run()
     print(summary(account))

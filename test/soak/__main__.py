@@ -22,7 +22,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-_ROUND_EXTRA = 240.0
+_ROUND_EXTRA = 360.0
 
 
 def main() -> int:

@@ -40,6 +40,7 @@ class Hired:
         pid: of its process; 0 before it computes.
         starting: whether a process for it is being started.
         busy: whether a fault lasts.
+        fault: name of the last one.
         since: when that began.
         clear_at: from this moment on the worker must take every update; infinite while a fault lasts.
     """
@@ -50,6 +51,7 @@ class Hired:
         self.pid = 0
         self.starting = False
         self.busy, self.since = True, time.monotonic()
+        self.fault = "late_joiner" if idx >= GUEST else "start"
         self.clear_at = float("inf")
 
     def touch(self, harmless: bool = False) -> None:
@@ -92,6 +94,8 @@ class Faults:
         if name not in _NOBODYS and len(free) < 2:
             return
         arguments = [] if name in _NOBODYS else [self._dice.choice(free)]
+        for one in arguments:
+            one.fault = name
         self.counts[name] += getattr(self, f"_do_{name}")(*arguments) is not False
 
     def undo(self) -> None:

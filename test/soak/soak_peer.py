@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weight_update.testing.ray_workers import RayWorker, _Runner, _Stage
-from weight_update.testing.workers import ANSWER_SECONDS
+from weight_update.testing.ray_workers import START_SECONDS, RayWorker, _Runner, _Stage
 from weight_update.transports.ray.rendezvous import require_ray
 
 
@@ -32,4 +31,4 @@ class PeerWorker(RayWorker):
 
     def begin(self, scheme: Any) -> None:
         """Give the actor a scheme that was initialized on the sender."""
-        require_ray().get(self.actor.begin.remote(scheme, self.index), timeout=ANSWER_SECONDS)
+        require_ray().get(self.actor.begin.remote(scheme, self.index), timeout=START_SECONDS)

@@ -6,30 +6,33 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from soak_faults import GUEST, Faults, Hired
-from soak_measure import LEAST, Sample, growth, median, sample
+from soak_measure import LEAST, Sample, give_back, growth, median, sample
 from soak_sides import PATIENCE, SYNCHRONIZER, Side
 from soak_worker import REFUSAL, Board, end_passes, start_passes
 
 SLACK = 2.0
 """Seconds that a call may take longer than its timeout, on a machine that others use too."""
-START = 120.0
+START = 300.0
 """Seconds in which a process or a Ray actor must have started; that is no affair of the library."""
 HANG = 15.0
 """Seconds beyond that after which a call counts as hanging, and ends the soak."""
 _GAP = (0.2, 1.5)
 """Seconds between two faults."""
+_PARTICULAR = re.compile(r"Actor\(.*?\)|\b[0-9a-f]{16,}\b|\d+(\.\d+)?")
+"""Names and numbers in an error, without which errors of one kind are equal."""
 
 
 class Sender(threading.Thread):
@@ -46,6 +49,7 @@ class Sender(threading.Thread):
         self.version, self.failed, self.worst = 0, 0, 0.0
         self.since: float | None = None
         self.failures: dict[int, str] = {}
+        self.reasons: Counter[str] = Counter()
         self.refuser: Hired | None = None
         self.finish = threading.Event()
         self.owed: deque[tuple[float, int, list[int] | None, set[int]]] = deque()
@@ -81,6 +85,7 @@ class Sender(threading.Thread):
         if took > self._soak.send_limit:
             self._soak.broken("slow send", f"send() of version {last} took {took:.1f} s")
         for idx, text in failures.items():
+            self.reasons[self._soak.reason_of(idx, text)] += 1
             self._soak.blame(idx, begin, last, text)
         self.owed.append((now, last, worker_ids, set(failures)))
 
@@ -119,6 +124,7 @@ class Soak:
         self.send_limit = waits * options.timeout + SLACK
         self.sender = Sender(self)
         self._late: set[int] = set()
+        self.slowest = {"start": 0.0, "join": 0.0}
         self._windows: dict[str, list[dict[str, Sample]]] = {"first": [], "last": []}
         self._start = self._told = time.monotonic()
         self.took = 0.0
@@ -156,6 +162,9 @@ class Soak:
             thread.start()
         for thread in threads:
             thread.join(START)
+        if missing := [one.idx for one in self.everyone() if one.worker is None]:
+            self.broken("lost", f"workers {missing} did not start within {START:g} s; a slow machine?")
+            raise Ended
         joined = [threading.Thread(target=self._join, args=(one,)) for one in self.everyone()]
         for thread in joined:
             thread.start()
@@ -251,6 +260,12 @@ class Soak:
         if len(self.problems) <= 10:
             self._tell(f"BROKEN {kind}: {text}")
 
+    def reason_of(self, idx: int, text: str) -> str:
+        """Return the last fault of a worker and what ``send()`` said of it, without numbers and names."""
+        one = self.hired.get(idx)
+        fault = one.fault if one is not None else "late_joiner" if idx >= GUEST else "nobody"
+        return f"{fault}: {re.sub(_PARTICULAR, '…', text.partition(chr(10))[0])[:100]}"
+
     def blame(self, idx: int, begin: float, version: int, text: str) -> None:
         """Check that a worker named by a failure was really disturbed."""
         one = self.hired.get(idx)
@@ -309,6 +324,7 @@ class Soak:
         return [one.pid for one in self.everyone() if one.pid]
 
     def _sample(self) -> dict[str, Sample]:
+        give_back()
         here = [os.getpid()]
         first = self.hired[0].pid
         pids = {"the trainer": here, "worker 0": [first], "all": here + self._pids()}
@@ -346,10 +362,13 @@ class Soak:
             "seconds": round(self.took, 1),
             "updates": self.sender.version,
             "failed_updates": self.sender.failed,
+            "failures": dict(self.sender.reasons.most_common(20)),
             "faults": dict(sorted(self.faults.counts.items())),
             "passes": self.board.total("passes"),
             **passes,
             "worst_send_seconds": round(self.sender.worst, 3),
+            "slowest_start_seconds": round(self.slowest["start"], 1),
+            "slowest_join_seconds": round(self.slowest["join"], 1),
             "timeout": self.options.timeout,
             "hangs": int(self.hung),
             "send_errors": sum(kind == "error" for kind, _ in self.problems),
@@ -372,8 +391,9 @@ class Soak:
     def _start_worker(self, one: Hired) -> None:
         one.starting = True
         try:
-            one.worker = self.side.hire(one.idx)
-            self.side.init_worker(one.worker, one.idx)
+            with self._timing("start"):
+                one.worker = self.side.hire(one.idx)
+                self.side.init_worker(one.worker, one.idx)
         except Exception:  # noqa: BLE001 - told like every other problem
             self.broken("lost", f"worker {one.idx} did not start\n{traceback.format_exc()}")
         one.starting = False
@@ -382,14 +402,21 @@ class Soak:
         """Let a started worker connect and compute."""
         try:
             assert one.worker is not None
-            self.side.join(one.worker)
-            one.worker.answer(PATIENCE)
+            with self._timing("join"):
+                self.side.join(one.worker)
+                one.worker.answer(PATIENCE)
             arguments = self.board.path, self.options.workers + 1, one.row, self.side.numbered
             one.pid = one.worker.call("run", start_passes, *arguments)
         except Exception:  # noqa: BLE001 - told like every other problem
             self.broken("lost", f"worker {one.idx} did not join\n{traceback.format_exc()}")
             return
         self.clear(one)
+
+    @contextlib.contextmanager
+    def _timing(self, part: str) -> Iterator[None]:
+        begin = time.monotonic()
+        yield
+        self.slowest[part] = max(self.slowest[part], time.monotonic() - begin)
 
     def clear(self, one: Hired) -> None:
         """End a fault: soon the worker must take every update again."""

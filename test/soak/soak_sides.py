@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import socket
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from soak_worker import Noted, Stamped, fill, follow
+from soak_worker import Noted, Stamped, fill, follow, init
 
 from benchmarks.network import Network, why_not
 from weight_update import (
@@ -31,6 +32,7 @@ from weight_update import (
     WeightStrategy,
 )
 from weight_update.testing.crew import start_worker
+from weight_update.testing.ray_workers import keep_spare
 from weight_update.testing.workers import Body, Worker
 
 FAULTS = (
@@ -98,10 +100,15 @@ class Side:
         self.network: Network | None = None
         self.scheme: Any = None
 
-    def model(self) -> Stamped:
-        """Return a model with no version."""
+    @property
+    def model(self) -> Callable[[], Stamped]:
+        """Makes a model with no version, in the worker.
+
+        A model made in each thread that starts a worker would leave memory in the arena that glibc gives the
+        thread: the trainer would grow until all arenas are that large.
+        """
         period = _PERIOD if self.options.encoding == "patch" else 1
-        return self.model_class(self.options.megabytes, 16, period)
+        return functools.partial(self.model_class, self.options.megabytes, 16, period)
 
     def open(self) -> None:
         """Initialize the sender."""
@@ -138,13 +145,17 @@ class Side:
 
     def hire(self, idx: int) -> Worker:
         """Start a worker process that has not joined yet."""
-        return start_worker(self.scheme, idx, "ray" if self.options.scheme == "ray" else "forkserver")
+        if self.options.scheme != "ray":
+            return start_worker(self.scheme, idx, "forkserver")
+        worker = start_worker(self.scheme, idx, "ray")
+        keep_spare()  # an actor that takes the place of a killed one would start for many seconds
+        return worker
 
     def init_worker(self, worker: Worker, idx: int) -> None:
         """Have a worker call ``init_on_receiver``."""
         if self.options.hosts:
             worker.call("run", follow, self.network, self.host_of(idx))
-        worker.call("init", self.model())
+        worker.call("run", init, self.model)
 
     def join(self, worker: Worker) -> None:
         """Have a worker begin to connect; its answer is for the caller."""
@@ -405,7 +416,7 @@ class PeerSide(Side):
 
     def init_worker(self, worker: Worker, idx: int) -> None:
         """See :meth:`Side.init_worker`."""
-        worker.call("run", init_peer, self.model(), self.options.scheme == "distributed", idx)
+        worker.call("run", init_peer, self.model, self.options.scheme == "distributed", idx)
 
     def join(self, worker: Worker) -> None:
         """See :meth:`Side.join`."""
@@ -425,9 +436,10 @@ class PeerSide(Side):
         return version, {}
 
 
-def init_peer(body: Body, model: Stamped, ranks: bool, idx: int) -> None:
+def init_peer(body: Body, make: Callable[[], Stamped], ranks: bool, idx: int) -> None:
     """Have a worker call ``init_on_receiver`` of TorchRL, whose worker index may be a rank."""
-    body.model, body.context = model, Context(model, idx + ranks)
+    body.model = make()
+    body.context = Context(body.model, idx + ranks)
     body.scheme.init_on_receiver(model_id="policy", context=body.context, worker_idx=idx + ranks)
 
 

@@ -40,6 +40,9 @@ def summary(account: dict[str, Any]) -> str:
         "passes checked": f"{account['passes']:,}",
         **{f"passes {name.replace('_', ' ')}": f"{account[name]:,}" for name in _BROKEN},
         "worst send": f"{account['worst_send_seconds']:.2f} s, timeout {account['timeout']:g} s",
+        "slowest start, join": "{slowest_start_seconds:.1f} s, {slowest_join_seconds:.1f} s".format(
+            **account
+        ),
         "hangs": str(account["hangs"]),
         "errors of send()": str(account["send_errors"]),
         "workers lost": str(account["lost_workers"]),
@@ -49,6 +52,7 @@ def summary(account: dict[str, Any]) -> str:
     for who in held["last"]:
         rows[f"held by {who}"] = "; ".join(_change(held, who, name) for name in held["last"][who])
     lines += [f"  {name:<20} {text}" for name, text in rows.items()]
+    lines += [f"  failed {number:>6} x  {text}" for text, number in account.get("failures", {}).items()]
     lines += [f"  BROKEN {kind}: {text}" for kind, text in account["problems"][:20]]
     return "\n".join(lines)
 

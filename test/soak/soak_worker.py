@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,11 @@ def fill(model: Stamped, version: int) -> Stamped:
 
 
 # -- run in a worker -----------------------------------------------------------------------------------
+
+
+def init(body: Body, make: Callable[[], Stamped]) -> None:
+    """Call ``init_on_receiver`` with a new model."""
+    body.init(make())
 
 
 def start_passes(body: Body, path: Path, rows: int, row: int, numbered: bool) -> int:

@@ -18,8 +18,10 @@ from weight_update.testing.workers import (
 )
 from weight_update.transports.ray.rendezvous import require_ray
 
-__all__ = ["RayWorker"]
+__all__ = ["START_SECONDS", "RayWorker", "keep_spare"]
 
+START_SECONDS = 240.0
+"""Seconds that Ray may take to start an actor, which imports torch, on a machine that others use too."""
 _idle: dict[str, list[Any]] = {}
 """Actors that no test uses, by job: to start one takes seconds, for it imports torch."""
 
@@ -50,12 +52,12 @@ class RayWorker(Worker):
     def __init__(self, scheme: WeightSyncScheme, index: int) -> None:
         ray = require_ray()
         self.index = index
-        self._pool = _idle.setdefault(ray.get_runtime_context().get_job_id(), [])
-        self.actor = self._pool.pop() if self._pool else ray.remote(_Stage).options(num_cpus=0).remote()
+        self._pool = _pool()
+        self.actor = self._pool.pop() if self._pool else _new_actor()
         self.runner = _Runner(self.actor)
         self._stopped = False
         self._calls: list[Any] = [self.actor.begin.remote(scheme, index)]
-        ray.get(self._calls.pop(), timeout=ANSWER_SECONDS)
+        ray.get(self._calls.pop(), timeout=START_SECONDS)
 
     def post(self, command: str, *args: Any, **kwargs: Any) -> None:
         self._calls.append(self.actor.do.remote(dumps((command, args, kwargs))))
@@ -87,6 +89,21 @@ class RayWorker(Worker):
             self._pool.append(self.actor)
         except WorkerDiedError:
             self.runner.kill()
+
+
+def keep_spare() -> None:
+    """Begin to start an actor for the next worker, unless there is one; do not wait for it."""
+    pool = _pool()
+    if not pool:
+        pool.append(_new_actor())
+
+
+def _pool() -> list[Any]:
+    return _idle.setdefault(require_ray().get_runtime_context().get_job_id(), [])
+
+
+def _new_actor() -> Any:
+    return require_ray().remote(_Stage).options(num_cpus=0).remote()
 
 
 class _Runner:
