@@ -1,4 +1,4 @@
-"""Several models as one step: the result covers all of them, and is true."""
+"""Group commits: several models switch together, and the report covers all of them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def models() -> Iterator[Models]:
 
 
 def test_an_error_covers_all_models(models: Models) -> None:
-    """The workers compute for too long; the models of one process share a gate."""
+    """The workers compute for too long; the receivers of one process share a gate."""
     first, second = models.schemes
     with models.receivers[0, 1].hold(), pytest.raises(GroupSyncFailedError) as caught:
         in_thread(lambda: send_together({first: mlp(5), second: mlp(6)}))
@@ -124,7 +124,7 @@ def wait_until(condition: Any) -> None:
 
 
 def test_a_slow_switch_is_no_failure() -> None:
-    """Once all members arrived, each waits for the outcome, however long it takes."""
+    """Once all members have arrived, each waits for the outcome, however long the last one takes."""
     came: list[float] = []
 
     def first() -> None:

@@ -1,4 +1,4 @@
-"""A worker that leaves right after an update does not make that update fail."""
+"""Workers that leave as soon as they have an update do not make that update fail."""
 
 import copy
 import threading
@@ -12,7 +12,7 @@ from weight_update import MemoryWeightSyncScheme, SyncFailedError
 
 
 class Cascade:
-    """A context with workers of its own, which delays the answer to an update that is visible already."""
+    """A context with workers of its own, which delays the answer to an update that is already visible."""
 
     _weight_sync_schemes: ClassVar = {"another model": None}
 
@@ -20,8 +20,8 @@ class Cascade:
         time.sleep(0.2)
 
 
-class Pair:
-    """Connect a sender and one receiver."""
+class Connected:
+    """A sender and a receiver that is connected to it."""
 
     def __init__(self, context: object = None) -> None:
         self.sender = MemoryWeightSyncScheme(timeout=10.0)
@@ -36,7 +36,7 @@ class Pair:
 
 def test_answer_goes_before_goodbye() -> None:
     context = Cascade()
-    pair = Pair(context)
+    pair = Connected(context)
     with pair.sender:
         handle = pair.sender.send_async()
         assert pair.receiver.receive(timeout=10.0) is not None
@@ -45,7 +45,7 @@ def test_answer_goes_before_goodbye() -> None:
 
 
 def test_having_applied_outlives_the_worker() -> None:
-    pair = Pair()
+    pair = Connected()
     with pair.sender:
         handle = pair.sender.send_async()
         assert pair.receiver.receive(timeout=10.0) is not None

@@ -85,7 +85,7 @@ def use(crew: Crew, scheme) -> None:
 
 
 def test_no_room_for_a_third_slot(kind, crew: Crew, small_mount: str) -> None:
-    """Two slots are enough: asynchronous sends wait for one instead of failing."""
+    """Two slots are reserved: asynchronous sends wait for one of them instead of failing."""
     scheme, model = crew.scheme(kind, directory=small_mount, timeout=20.0), half_a_megabyte()
     (worker,) = crew.launch(scheme, model, half_a_megabyte, 1)
     worker.call(hold)
@@ -126,7 +126,7 @@ ENCODINGS = {"dense": "dense", "bucket": BucketEncoding(bucket_size=4 << 20)}
 
 @pytest.mark.parametrize("encoding", ["dense", pytest.param("bucket", marks=pytest.mark.slow)])
 def test_a_worker_without_memory_for_a_while(kind, crew: Crew, encoding: str) -> None:
-    """A worker without memory is named, keeps its version, and applies the next update that fits."""
+    """The error names it; it keeps its version, and takes the next update when it has memory again."""
     scheme = crew.scheme(kind, timeout=20.0, strategy=WeightStrategy(encoding=ENCODINGS[encoding]))
     model = large()
     short, other = crew.launch(scheme, model, large, 2)
@@ -165,7 +165,7 @@ def end_limit(me: Worker) -> None:
 
 
 def values_of(me: Worker) -> tuple[int, set[float]]:
-    """Return the version, and the smallest and largest of all weights."""
+    """Return the version and the set of all values."""
     with me.scheme.hold():
         return me.scheme.version, set(me.model(START).tolist())
 

@@ -20,14 +20,15 @@ class GatherShards:
     alike. The first rank of ``group`` leads: it alone talks to the workers.
 
     Args:
-        group: process group of the trainer's ranks; None for the default process group. Messages that keep
-            the ranks in step, and shards on the CPU, travel through a separate group of the same ranks.
-        gather: function for weights that are not DTensors. It takes an iterator of ``(name, tensor)`` with
-            the tensors of this rank, and returns one of names and whole tensors. It runs on every rank, and
-            all ranks ask for the next item together, so it may use collectives; only the leader's items are
+        group: process group of the trainer's ranks; None for the default process group. The messages that
+            keep the ranks in step, and shards in CPU memory, travel through another group with the same
+            ranks.
+        gather: gather function for weights that are not DTensors. It takes an iterator of ``(name, tensor)``
+            with the tensors of this rank, and yields names and whole tensors. It runs on every rank, and all
+            ranks ask for the next item together, so it may use collectives; only its items on the leader are
             used. None gathers DTensors, and takes the leader's value of all other tensors.
-        batch_bytes: number of bytes of weights that are gathered at once, in two batches: one is handed on
-            while the other is on its way. A larger tensor is a batch by itself.
+        batch_bytes: bytes of weights that are gathered at once, in two batches: one that is handed on, and
+            one on its way. A larger tensor is a batch by itself.
 
     Raises:
         ValueError: ``batch_bytes`` is not a positive number.
@@ -42,7 +43,7 @@ class GatherShards:
             raise ValueError(f"batch_bytes is a positive number of bytes: {self.batch_bytes!r}")
 
     def members(self) -> list[int]:
-        """Return the ranks that take part, numbered as in the default process group; the first leads.
+        """Return the numbers, in the default process group, of the ranks that take part; the first leads.
 
         Raises:
             LifecycleError: torch.distributed is not initialized.
