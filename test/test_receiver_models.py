@@ -21,6 +21,7 @@ from weight_update import (
 )
 from weight_update.receiver import flat_buffers
 from weight_update.receiver.flat_buffers import MissingBaseError, OwnCopy
+from weight_update.wire.schema import WeightSchema
 
 WAIT = 20.0
 
@@ -221,9 +222,8 @@ def test_a_dict_within_a_dict(join: Join) -> None:
     assert torch.equal(target["a"]["b"], torch.ones(3))
 
 
-def test_a_parameter_replaced_while_a_change_is_applied_is_noticed() -> None:
-    """``set_extra_state()``, which runs between the two steps, may replace one."""
-    model = linear()
+def own_copy(model: nn.Module) -> OwnCopy:
+    """Return the weights of a receiver whose ``model`` has version 0, and that may be changed."""
     binding = WeightStrategy().bind(model)
     schema = binding.schema()
     weights = OwnCopy(schema, binding)
@@ -231,6 +231,35 @@ def test_a_parameter_replaced_while_a_change_is_applied_is_noticed() -> None:
     binding.write(schema.names, values, stay=False)
     weights.switched(0)
     weights.require(0)
+    return weights
+
+
+class WritingDelta:
+    """A change of nothing, while whose application another thread writes into the model."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self._parameter = parameter
+
+    def write(self, flat: torch.Tensor) -> None:
+        with torch.no_grad():
+            self._parameter.view(-1)[0] = 5.0
+
+    def touched(self, schema: WeightSchema) -> list[int]:
+        return []
+
+
+def test_a_write_while_a_change_is_applied_is_noticed() -> None:
+    model = linear()
+    weights = own_copy(model)
+    weights.apply([WritingDelta(model.weight)], 1)
+    with pytest.raises(MissingBaseError, match="wrote into its weights"):
+        weights.require(1)
+
+
+def test_a_parameter_replaced_while_a_change_is_applied_is_noticed() -> None:
+    """``set_extra_state()``, which runs between the two steps, may replace one."""
+    model = linear()
+    weights = own_copy(model)
     model.weight = nn.Parameter(torch.zeros(4, 4))
     weights.apply([], 1)
     with pytest.raises(MissingBaseError, match="wrote into its weights"):

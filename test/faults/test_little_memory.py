@@ -165,7 +165,7 @@ def end_limit(me: Worker) -> None:
 
 
 def values_of(me: Worker) -> tuple[int, set[float]]:
-    """Return the version, and the smallest and largest of all weights."""
+    """Return the version and the set of all values."""
     with me.scheme.hold():
         return me.scheme.version, set(me.model(START).tolist())
 

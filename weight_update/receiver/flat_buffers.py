@@ -127,6 +127,7 @@ class OwnCopy(Storage):
         self._next: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         self._version: int | None = None
         self._known: tuple[list[int], list[int]] = [], []  # the state of the model's tensors after an update
+        self._overwritten = False  # by this worker, since all weights were switched to
         self._required: list[torch.Tensor] = []  # the model's tensors, from require() to apply()
         self._copies: list[int] = []  # positions of the model's tensors that do not lie in the buffer
         self.values: list[torch.Tensor] = []
@@ -222,7 +223,7 @@ class OwnCopy(Storage):
         """Note that the model now has the weights that :meth:`take` returned, as ``version``."""
         assert self._next is not None
         (self._flat, self.values), self._next = self._next, None
-        self._version = version
+        self._version, self._overwritten = version, False
         self._find_copies()
 
     def bind(self, binding: Binding | None) -> None:
@@ -239,7 +240,7 @@ class OwnCopy(Storage):
         if self._flat is None or base != self._version:
             raise MissingBaseError(f"a change of version {base}; version {self._version} is here")
         tensors = self._tensors()
-        if _state_of(tensors) != self._known:
+        if self._overwritten or _state_of(tensors) != self._known:
             raise MissingBaseError("this worker wrote into its weights")
         self._required = tensors
 
@@ -252,16 +253,18 @@ class OwnCopy(Storage):
         assert self._flat is not None
         for delta in deltas:
             delta.write(self._flat)
+        tensors, self._required = self._required, []
+        written = _state_of(tensors) != self._known  # by this worker, while the changes were applied
         if self._binding is not None:
             if self._copies:
                 touched = {i for delta in deltas for i in delta.touched(self.schema)}
                 stale = [i for i in self._copies if i in touched]
                 names = tuple(self.schema.names[i] for i in stale)
                 self._binding.copy(names, [self.values[i] for i in stale])
-            tensors, self._required = self._required, []
             count_writes(tensors)
             self._known = _state_of(tensors)
         self._version = version
+        self._overwritten = written
 
     @property
     def _device(self) -> torch.device:
