@@ -1,4 +1,4 @@
-"""Contract tests for parts of your own: subclass one, say how to build the part, run pytest.
+"""Contract tests for your own parts: subclass one, implement the method that builds the part, run pytest.
 
 ::
 

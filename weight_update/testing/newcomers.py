@@ -77,7 +77,7 @@ class NewcomerContract(SchemeCase):
             assert_equal(crew, source)
 
     def test_it_leaves_while_an_update_waits_for_it(self, assemble: Assemble) -> None:
-        """That is no error: the update is for those who are here."""
+        """This is no error: the update is for the workers that are present."""
         crew = assemble(mlp(1))
         join(crew, 2).call("hold")
         handle = crew.scheme.send_async(mlp(2))
@@ -138,7 +138,7 @@ class NewcomerContract(SchemeCase):
 
 
 class KilledNewcomerTests(SchemeCase):
-    """For workers that are processes."""
+    """Tests for workers that are processes."""
 
     def test_one_that_dies_is_named_once_at_most(self, assemble: Assemble) -> None:
         """Then it is forgotten, until it comes back."""
@@ -161,7 +161,7 @@ class KilledNewcomerTests(SchemeCase):
         assert_equal(crew, source)
 
     def test_an_update_that_it_missed_names_it(self, assemble: Assemble) -> None:
-        """For as long as somebody holds the handle, also when the late joiner itself is forgotten."""
+        """They live as long as the handle, also after the sender has dropped the late joiner."""
         crew = assemble(mlp(1))
         join(crew, 2).call("hold")
         handle = crew.scheme.send_async(mlp(2))
@@ -175,7 +175,7 @@ class KilledNewcomerTests(SchemeCase):
 
 
 def join(crew: Crew, index: int) -> Worker:
-    """A new worker, connected."""
+    """Start a worker and connect it."""
     worker = crew.hire(index, mlp(200 + index))
     worker.call("connect")
     return worker

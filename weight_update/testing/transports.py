@@ -1,4 +1,4 @@
-"""What every transport must do."""
+"""The contract of every transport."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TransportContract:
     """Tests of one transport; subclass it and write :meth:`make_ends`."""
 
     def make_ends(self) -> Ends:
-        """A new link, both ends in this process: the sender's end and the receiver's.
+        """Return the sender's end and the receiver's end of a new link in this process.
 
         Ends that meet by a HELLO call :func:`greet` here.
         """
@@ -38,7 +38,7 @@ class TransportContract:
 
     @pytest.fixture
     def ends(self) -> Iterator[Ends]:
-        """A link that is closed after the test."""
+        """Yield a link that is closed after the test."""
         sender, receiver = self.make_ends()
         yield sender, receiver
         receiver.close()
@@ -184,7 +184,7 @@ class TransportContract:
         assert fingerprint(got, strategy) == fingerprint(source, strategy)
 
     def test_weights_wait_for_a_slow_receiver(self, ends: Ends) -> None:
-        """What ``send_weights`` handed over stays available, and is not what the model became later."""
+        """Weights passed to ``send_weights`` stay available and do not change with the model."""
         sender, receiver = ends
         source = mlp(1)
         expected = fingerprint(source)
@@ -215,7 +215,7 @@ class TransportContract:
 
 
 def hello(token: str = "token", **header: Any) -> WeightChunk:
-    """What worker 0 says first."""
+    """Return the first chunk of worker 0."""
     who = {"token": token, "worker": 0, "pid": os.getpid()}
     return WeightChunk(Kind.HELLO, {**who, "version": None, "schema": None, "error": None, **header})
 
@@ -229,7 +229,7 @@ def greet(sender: TransportBackend, receiver: TransportBackend, token: str = "to
 
 
 def update_of(end: TransportBackend, size: int, seed: int = 0) -> WeightChunk:
-    """An UPDATE chunk with a payload of random bytes in memory that ``end`` lends."""
+    """Return an UPDATE chunk with random bytes in memory from ``end``."""
     payload = end.allocate(size)
     payload.tensor.copy_(random_bits((size,), torch.uint8, size + seed))
     header = {
@@ -253,7 +253,7 @@ _kept: list[object] = []
 
 
 def number(version: int) -> WeightChunk:
-    """A chunk without a payload."""
+    """Return a chunk without a payload."""
     return WeightChunk(Kind.COMMIT, {"version": version})
 
 
@@ -272,7 +272,7 @@ def exchange(source: TransportBackend, target: TransportBackend, chunk: WeightCh
 
 
 def must_receive(end: TransportBackend) -> WeightChunk:
-    """The next chunk; fails the test if none comes."""
+    """Return the next chunk; fail the test if none comes."""
     chunk = end.recv_chunk(LONG)
     assert chunk is not None, "no chunk came"
     return chunk
