@@ -28,7 +28,7 @@ from weight_update.sender.peer import Holder
 from weight_update.sender.sender import Sender
 from weight_update.testing import Crew, mlp
 from weight_update.testing.crew import context_of
-from weight_update.testing.newcomers import forgotten, gone, join
+from weight_update.testing.late_joiners import forgotten, gone, join
 from weight_update.transports.shared_memory.transport import SharedMemTransport
 from weight_update.wire.frames import Kind
 

@@ -193,14 +193,14 @@ def test_the_leader_can_have_all_of_it(four: Ranks) -> None:
         assert four.all("run", whole_weights, of=2) == [expected, None]
 
 
-def test_a_newcomer_has_the_next_version(four: Ranks) -> None:
+def test_a_late_joiner_has_the_next_version(four: Ranks) -> None:
     four.all("make", 1, 2, of=2)
-    with running(four, size=2, workers=1, encoding="bucket") as crew, added(four, 5) as newcomer:
-        assert newcomer.call("fingerprint") == crew[0].call("fingerprint")
+    with running(four, size=2, workers=1, encoding="bucket") as crew, added(four, 5) as late:
+        assert late.call("fingerprint") == crew[0].call("fingerprint")
         four.all("train", 1, of=2)
         reports = four.all("call", "send", of=2)
         assert [sorted(report.apply_seconds) for report in reports] == [[0, 5]] * 2
-        assert newcomer.call("fingerprint") == crew[0].call("fingerprint")
+        assert late.call("fingerprint") == crew[0].call("fingerprint")
         assert four.all("get", "worker_versions", of=2) == [{0: 1, 5: 1}] * 2
 
 

@@ -19,8 +19,8 @@ from weight_update.testing.apart import Apart, ApartInTwos
 from weight_update.testing.compressions import CompressionContract
 from weight_update.testing.crew import Crew
 from weight_update.testing.encodings import EncodingContract
+from weight_update.testing.late_joiners import LateJoinerContract
 from weight_update.testing.models import Zoo, fingerprint, mlp, random_bits, scramble
-from weight_update.testing.newcomers import NewcomerContract
 from weight_update.testing.schemes import SchemeContract
 from weight_update.testing.strategies import StrategyContract
 from weight_update.testing.transports import TransportContract, greet
@@ -33,6 +33,7 @@ __all__ = [
     "CompressionContract",
     "Crew",
     "EncodingContract",
+    "LateJoinerContract",
     "NewcomerContract",
     "SchemeContract",
     "StrategyContract",
@@ -46,3 +47,6 @@ __all__ = [
     "random_bits",
     "scramble",
 ]
+
+NewcomerContract = LateJoinerContract
+"""The former name of :class:`LateJoinerContract`."""

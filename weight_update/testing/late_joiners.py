@@ -21,10 +21,10 @@ from weight_update.testing.models import mlp, scramble
 from weight_update.testing.processes import wait_until
 from weight_update.testing.workers import Worker
 
-__all__ = ["NewcomerContract"]
+__all__ = ["LateJoinerContract"]
 
 
-class NewcomerContract(SchemeCase):
+class LateJoinerContract(SchemeCase):
     """Workers that nobody counted in ``init_on_sender`` join, leave and come back.
 
     Attributes:
@@ -33,7 +33,7 @@ class NewcomerContract(SchemeCase):
 
     returns: ClassVar[bool] = True
 
-    def test_a_newcomer_gets_the_current_version(self, assemble: Assemble) -> None:
+    def test_a_late_joiner_gets_the_current_version(self, assemble: Assemble) -> None:
         """And every update from then on; the others go on as before."""
         source = mlp(1)
         crew = assemble(source)
@@ -104,7 +104,7 @@ class NewcomerContract(SchemeCase):
             first.stop()
 
     def test_it_must_fit(self, assemble: Assemble) -> None:
-        """A newcomer with another model is refused; nobody else is disturbed."""
+        """A late joiner with another model is refused; nobody else is disturbed."""
         crew = assemble(mlp(1))
         crew.hire(2, mlp(1)[:1])
         with pytest.raises(SchemaMismatchError) as caught:
@@ -116,7 +116,7 @@ class NewcomerContract(SchemeCase):
 
     @pytest.mark.parametrize("own", ["params_map", "device_map_fn"])
     def test_refused_where_each_has_its_own(self, assemble: Assemble, own: str) -> None:
-        """Nobody knows what a newcomer is to have then."""
+        """Nobody knows which version a late joiner is to have then."""
         if own == "params_map":
             crew = assemble(params_map={0: mlp(1), 1: mlp(2)})
         else:
@@ -137,7 +137,7 @@ class NewcomerContract(SchemeCase):
         assert_equal(crew, mlp(1))
 
 
-class KilledNewcomerTests(SchemeCase):
+class KilledLateJoinerTests(SchemeCase):
     """Tests for workers that are processes."""
 
     def test_one_that_dies_is_named_once_at_most(self, assemble: Assemble) -> None:
