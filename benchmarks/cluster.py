@@ -34,17 +34,17 @@ _MANY = 5000
 
 
 def sync_cases(plan: Plan) -> list[tuple[float, int, int]]:
-    """Megabytes, tensors and workers: all sizes and numbers of workers."""
+    """Return megabytes, tensors and workers for all sizes and numbers of workers."""
     return [(megabytes, 16, workers) for megabytes in plan.sizes for workers in plan.workers]
 
 
 def tensors_cases(plan: Plan) -> list[tuple[float, int, int]]:
-    """The same: few and many tensors."""
+    """Return megabytes, tensors and workers for few and many tensors."""
     return [(plan.tensors_megabytes, tensors, plan.tensors_workers) for tensors in plan.tensors]
 
 
 def measure_cluster(plan: Plan, cases: Iterable[tuple[float, int, int]], ray: str | None) -> Found:
-    """Each scheme in turns with its rival and a copy: A B C A B C ..., each time by new processes.
+    """Measure each scheme in turns with its rival and a copy, A B C A B C, each time with new processes.
 
     Only the processes of one side live at a time: TorchRL's idle workers look for news without pause, and
     would take the cores from ours.
@@ -76,7 +76,7 @@ def _ray_of(side: str, address: str | None) -> str | None:
 
 
 def cluster_table(title: str, found: Found) -> Table:
-    """One row for each of our sides and each case."""
+    """Return a table with one row for each of our sides and each case."""
     rows = []
     for side, *case in found:
         if side not in CLUSTER:
@@ -129,7 +129,7 @@ _PRELOAD = ["torch.distributed.rpc", "weight_update", "torchrl.weight_update"]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse, measure, print; returns the exit status."""
+    """Parse, measure, print; return the exit status."""
     options = _parser().parse_args(arguments)
     plan = _plan(options)
     uses_ray = any(scheme.startswith("ray") for scheme in plan.schemes)
@@ -144,7 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _tables(plan: Plan, parts: tuple[str, ...], ray: str | None) -> Iterator[Table]:
-    """The tables of a run, each as soon as it is measured."""
+    """Yield the tables of a run, each as soon as it is measured."""
     sync: Found = {}
     tensors: Found = {}
     if "sync" in parts:
@@ -158,7 +158,7 @@ def _tables(plan: Plan, parts: tuple[str, ...], ray: str | None) -> Iterator[Tab
 
 @contextlib.contextmanager
 def _running_ray(megabytes: float) -> Iterator[str]:
-    """The address of a Ray of our own, with room for four updates of so many megabytes."""
+    """Start Ray with room for four updates of so many megabytes, and yield its address."""
     import ray
 
     # Its workers must find this directory before the `benchmarks` that torchrl installs.

@@ -36,14 +36,14 @@ UNLIMITED = "+fd"
 
 
 def figures_of(sides: Sequence[Group], plan: Plan, order: str = "update") -> list[Figure]:
-    """One figure for each side, taken in turns."""
+    """Measure one figure for each side, in turns."""
     repeats = plan.repeats_for(sides[0].case.megabytes)
     results = interleave(sides, order, repeats, timeout=plan.timeout, budget=plan.budget)
     return [Figure(tuple(values), group.failure) for group, values in zip(sides, results, strict=True)]
 
 
 def measure_sync(plan: Plan) -> dict[Key, Figure]:
-    """All sizes and numbers of workers, 16 tensors."""
+    """Measure all sizes and numbers of workers, with 16 tensors."""
     found: dict[Key, Figure] = {}
     for megabytes in plan.sizes:
         for workers in plan.workers:
@@ -58,7 +58,7 @@ def measure_sync(plan: Plan) -> dict[Key, Figure]:
 
 
 def sync_table(found: dict[Key, Figure]) -> Table:
-    """One row for each size, number of workers and scheme."""
+    """Return a table with one row for each size, number of workers and scheme."""
     rows = []
     for side, megabytes, tensors, workers in found:
         if side not in ("shared", "process"):
@@ -84,7 +84,7 @@ def sync_table(found: dict[Key, Figure]) -> Table:
 
 
 def measure_tensors(plan: Plan) -> dict[Key, Figure]:
-    """5 MB to two workers in few and in many tensors, with the usual limit on open files."""
+    """Measure 5 MB to two workers in few and many tensors, with the usual limit on open files."""
     found: dict[Key, Figure] = {}
     for tensors in plan.tensors:
         limited = Case(plan.tensors_megabytes, tensors, plan.tensors_workers, descriptors=1024)
@@ -101,7 +101,7 @@ def measure_tensors(plan: Plan) -> dict[Key, Figure]:
 
 
 def tensors_table(found: dict[Key, Figure]) -> Table:
-    """One row for each number of tensors and scheme."""
+    """Return a table with one row for each number of tensors and scheme."""
     rows = []
     for side, megabytes, tensors, workers in found:
         if side not in ("shared", "process"):
@@ -133,7 +133,7 @@ StallFigures = dict[tuple[str, str], list[Stall]]
 
 
 def measure_stall(plan: Plan) -> StallFigures:
-    """The largest size, one worker; in turns, as everything."""
+    """Measure the stall of one worker at the largest size, in turns."""
     found: StallFigures = {}
     case = Case(plan.largest, 16, 1)
     for pair in plan.pairs:
@@ -150,13 +150,13 @@ def _in_turns(sides: list[Group], name: str, order: str, plan: Plan) -> StallFig
 
 
 def figure(stalls: list[Stall], what: str) -> Figure:
-    """One attribute of each stall; those that have it."""
+    """Return the figure of one attribute, of all stalls that have it."""
     values = [getattr(stall, what) for stall in stalls]
     return Figure(tuple(value for value in values if value is not None), "not known")
 
 
 def stall_table(found: StallFigures, megabytes: float) -> Table:
-    """One row for each side."""
+    """Return a table with one row for each side."""
     rows = []
     for side in dict.fromkeys(side for side, _ in found):
         update, copy = found.get((side, "update"), []), found.get((side, "copy"), [])
@@ -211,7 +211,7 @@ class Memory:
 
 
 def pss(pid: int) -> int:
-    """Proportional set size of a process in bytes: private pages, and its share of those it shares."""
+    """Return the proportional set size of a process in bytes: private pages and its share of shared pages."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     found = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
     assert found is not None, text
@@ -219,7 +219,7 @@ def pss(pid: int) -> int:
 
 
 def measure_memory(plan: Plan) -> list[Memory]:
-    """The largest size and number of workers, one side after the other, after several updates."""
+    """Measure the largest size and number of workers after several updates, one side after the other."""
     base = _bare_process()
     found = []
     workers = max(plan.workers)
@@ -257,7 +257,7 @@ def _import_only(conn: Connection) -> None:
 
 
 def memory_table(found: list[Memory]) -> Table:
-    """One row for each side."""
+    """Return a table with one row for each side."""
     rows = []
     for memory in found:
         cells = ["-", "-", "-"]
@@ -305,7 +305,7 @@ class Results:
 
 
 def _tables(plan: Plan, parts: tuple[str, ...]) -> Iterator[Table]:
-    """The tables of a run, each as soon as it is measured."""
+    """Yield the tables of a run, each as soon as it is measured."""
     results = Results(plan.largest)
     if "sync" in parts:
         results.sync = measure_sync(plan)

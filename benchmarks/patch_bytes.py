@@ -54,7 +54,7 @@ LAYOUTS = {
 }
 COMPRESSIONS = ("none", "lz4", "zstd")
 VALUES: tuple[Literal["raw", "relative"], ...] = ("raw", "relative")
-_PEERS = {"RLinf": True, "RLinf, no delta": False}
+_RIVALS = {"RLinf": True, "RLinf, no delta": False}
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ def measure_bytes(update: Update) -> Sizes:
             payload = encode_patch(found[options.values].changes, flat, schema, 0, 1, options, _allocate)
             sizes.found[layout, label] = payload.numel()
         if label != "zstd":  # which RLinf does not have
-            for peer, delta in _PEERS.items():
-                sizes.found[peer, label] = documented_bytes(update, delta, compression)
+            for rival, delta in _RIVALS.items():
+                sizes.found[rival, label] = documented_bytes(update, delta, compression)
     return sizes
 
 
@@ -128,7 +128,7 @@ def bytes_table(title: str, found: Iterable[Sizes]) -> Table:
     rows = [
         [sizes.update, f"{sizes.changed / sizes.elements:.3%}", layout, *_cells(sizes, layout)]
         for sizes in found
-        for layout in ("dense", *LAYOUTS, *_PEERS)
+        for layout in ("dense", *LAYOUTS, *_RIVALS)
     ]
     note = (
         "Bytes for each changed element. Dense has no compression in this library: it is there to compare.\n"

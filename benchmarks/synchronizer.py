@@ -1,4 +1,4 @@
-"""How long a synchronization takes by each method, and how much waiting and staleness each style costs.
+"""Latency of a synchronization by each method; waiting and staleness by each style.
 
 ::
 

@@ -20,28 +20,28 @@ from weight_update import (
     WeightSyncScheme,
 )
 from weight_update.sender.sender import Sender
-from weight_update.testing import Crew, NewcomerContract, mlp
+from weight_update.testing import Crew, LateJoinerContract, mlp
 from weight_update.testing.crew import context_of
 from weight_update.testing.late_joiners import KilledLateJoinerTests
 
 
-class TestSharedMem(NewcomerContract, KilledLateJoinerTests):
+class TestSharedMem(LateJoinerContract, KilledLateJoinerTests):
     def make_scheme(self, **options: Any) -> WeightSyncScheme:
         return SharedMemWeightSyncScheme(**options)
 
 
-class TestDistributed(NewcomerContract, KilledLateJoinerTests):
+class TestDistributed(LateJoinerContract, KilledLateJoinerTests):
     def make_scheme(self, **options: Any) -> WeightSyncScheme:
         return DistributedWeightSyncScheme(**options)
 
 
 @pytest.mark.slow
-class TestPatches(NewcomerContract, KilledLateJoinerTests):
+class TestPatches(LateJoinerContract, KilledLateJoinerTests):
     def make_scheme(self, **options: Any) -> WeightSyncScheme:
         return SharedMemWeightSyncScheme(WeightStrategy(encoding=PatchEncoding()), **options)
 
 
-class TestMemory(NewcomerContract):
+class TestMemory(LateJoinerContract):
     method = "thread"
     returns = False
 

@@ -29,7 +29,7 @@ from weight_update import (
     WeightSyncScheme,
 )
 from weight_update.testing import (
-    NewcomerContract,
+    LateJoinerContract,
     SchemeContract,
     TransportContract,
     fingerprint,
@@ -112,7 +112,7 @@ class TestObjectStoreEnds(LifecycleTests):
 
 
 @pytest.mark.slow
-class TestTorch(SchemeContract, NewcomerContract):
+class TestTorch(SchemeContract, LateJoinerContract):
     method = "ray"
 
     def make_scheme(self, **options: Any) -> WeightSyncScheme:
@@ -120,7 +120,7 @@ class TestTorch(SchemeContract, NewcomerContract):
 
 
 @pytest.mark.slow
-class TestObjectStore(SchemeContract, NewcomerContract):
+class TestObjectStore(SchemeContract, LateJoinerContract):
     method = "ray"
 
     def make_scheme(self, **options: Any) -> WeightSyncScheme:

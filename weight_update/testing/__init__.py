@@ -1,4 +1,4 @@
-"""Contract tests for parts of your own: subclass one, say how to build the part, run pytest.
+"""Contract tests for your own parts: subclass one, implement the method that builds the part, run pytest.
 
 ::
 
@@ -19,7 +19,7 @@ from weight_update.testing.apart import Apart, ApartInTwos
 from weight_update.testing.compressions import CompressionContract
 from weight_update.testing.crew import Crew
 from weight_update.testing.encodings import EncodingContract
-from weight_update.testing.late_joiners import NewcomerContract
+from weight_update.testing.late_joiners import LateJoinerContract
 from weight_update.testing.models import Zoo, fingerprint, mlp, random_bits, scramble
 from weight_update.testing.schemes import SchemeContract
 from weight_update.testing.strategies import StrategyContract
@@ -33,7 +33,7 @@ __all__ = [
     "CompressionContract",
     "Crew",
     "EncodingContract",
-    "NewcomerContract",
+    "LateJoinerContract",
     "SchemeContract",
     "StrategyContract",
     "TransportContract",
@@ -46,3 +46,6 @@ __all__ = [
     "random_bits",
     "scramble",
 ]
+
+LateJoinerContract = LateJoinerContract
+"""The former name of :class:`LateJoinerContract`."""

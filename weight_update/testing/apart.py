@@ -1,4 +1,4 @@
-"""Several hosts on one machine."""
+"""Schemes that simulate several hosts on one machine."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["Apart", "ApartInTwos"]
 
 
 class Apart(DistributedWeightSyncScheme):
-    """Its workers believe to be on hosts of their own: weights cross sockets.
+    """A scheme whose workers take themselves for separate hosts, so that weights cross sockets.
 
     Attributes:
-        per_host: so many workers, by index, are on one host.
+        per_host: number of workers, by index, on one host.
     """
 
     per_host: ClassVar[int] = 1

@@ -1,4 +1,4 @@
-"""What the tests of schemes share."""
+"""Common parts of the tests of schemes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Assemble = Callable[..., Crew]
 
 
 class SchemeCase:
-    """How tests build a sender and its workers."""
+    """A base class that builds a sender and its workers."""
 
     method: Method = "fork"
 
     def make_scheme(self, **options: Any) -> WeightSyncScheme:
-        """A fresh scheme; ``options`` are those of WeightSyncScheme."""
+        """Return a new scheme; ``options`` are options of WeightSyncScheme."""
         raise NotImplementedError
 
     @pytest.fixture
     def assemble(self) -> Iterator[Assemble]:
-        """A function that builds a :class:`Crew`; all are closed after the test.
+        """Return a function that builds a :class:`Crew`, which is closed after the test.
 
         Its arguments: ``source``, the sender's model; ``models``, one for each worker; ``options`` of the
         scheme; ``connect``, whether to; all others go to ``init_on_sender``.
@@ -62,7 +62,7 @@ class SchemeCase:
 
 
 def assert_equal(crew: Crew, *expected: nn.Module) -> None:
-    """Every worker has exactly the weights of its model, or all those of the only one."""
+    """Assert that every worker has exactly the weights of its model, or all of the only model."""
     strategy = crew.scheme.strategy
     models = expected * len(crew.workers) if len(expected) == 1 else expected
     assert crew.ask("fingerprint") == [fingerprint(model, strategy) for model in models]

@@ -1,4 +1,4 @@
-"""What every compression must do."""
+"""The contract of every compression."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class CompressionContract:
     """Tests of one compression; subclass it and write :meth:`make_compression`."""
 
     def make_compression(self) -> Compression:
-        """A fresh compression."""
+        """Return a new compression."""
         raise NotImplementedError
 
     def device(self) -> str:
-        """Where its data lies."""
+        """Return the device of its data."""
         place = self.make_compression().device
         return "cpu" if place == "any" else place
 
@@ -70,7 +70,7 @@ class CompressionContract:
         assert torch.equal(compression.decompress(shifted, 5000), data)
 
     def test_it_compresses(self) -> None:
-        """What can shrink, does; what cannot does not grow by much."""
+        """Compressible data shrinks; other data does not grow by much."""
         compression = self.make_compression()
         if isinstance(compression, NoCompression):
             return
@@ -145,7 +145,7 @@ class CompressionContract:
                 assert torch.equal(data, result)
 
     def test_pack(self) -> None:
-        """What is worth it is compressed, what is not comes back as it is; the name tells which."""
+        """Data is compressed if that pays and returned unchanged if not; the name says which."""
         compression = self.make_compression()
         for size in (0, 10, 5000, 2 * MIB):
             for data in (self.few_values(size), self.noise(size)):

@@ -36,21 +36,21 @@ class Crew:
         self.workers: list[Worker] = []
 
     def hire(self, index: int, model: Any, **options: Any) -> Worker:
-        """Start a worker and have it call ``init_on_receiver`` with a copy of ``model``."""
+        """Start a worker that calls ``init_on_receiver`` with a copy of ``model``."""
         worker = start_worker(self.scheme, index, self.method)
         self.workers.append(worker)
         worker.call("init", model, **options)
         return worker
 
     def connect(self) -> None:
-        """Connect both sides; raises the sender's error, else the first of a worker."""
+        """Connect both sides; raise the sender's error, or else the first error of a worker."""
         errors = self.try_connect()
         for error in errors.values():
             if error is not None:
                 raise error
 
     def try_connect(self) -> dict[int | None, BaseException | None]:
-        """Connect both sides; the error of each worker by index and of the sender under None."""
+        """Connect both sides; return the errors of workers by index, and of the sender under None."""
         for worker in self.workers:
             worker.post("connect")
         errors: dict[int | None, BaseException | None] = {None: _error_of(self.scheme.connect)}
@@ -59,7 +59,7 @@ class Crew:
         return errors
 
     def ask(self, command: str, *args: Any) -> list[Any]:
-        """The answers of all workers, in order."""
+        """Call a method of :class:`Body` in all workers, and return their answers in order."""
         return [worker.call(command, *args) for worker in self.workers]
 
     def __enter__(self) -> Crew:
@@ -72,12 +72,12 @@ class Crew:
 
 
 def start_worker(scheme: WeightSyncScheme, index: int, method: Method) -> Worker:
-    """A new worker."""
+    """Start a worker."""
     return RayWorker(scheme, index) if method == "ray" else Worker(scheme, index, method)
 
 
 def context_of(method: Method) -> Any:
-    """The multiprocessing context for ``init_on_sender(ctx=...)``; None where there is none."""
+    """Return the multiprocessing context for ``init_on_sender(ctx=...)``, or None if there is none."""
     return None if method in ("thread", "ray") else multiprocessing.get_context(method)
 
 

@@ -1,4 +1,4 @@
-"""What every encoding must do."""
+"""The contract of every encoding."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class EncodingContract:
     """Tests of one encoding; subclass it and write :meth:`make_encoding`."""
 
     def make_encoding(self) -> Encoding:
-        """A fresh encoding."""
+        """Return a new encoding."""
         raise NotImplementedError
 
     @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ class EncodingContract:
         ids=["zoo", "mlp", "views", "empty tensor", "scalar", "nothing"],
     )
     def test_round_trip(self, named: Named) -> None:
-        """What is decoded equals what was encoded, bit for bit."""
+        """Decoded weights equal the encoded ones, bit for bit."""
         assert fingerprint(Channel(self.make_encoding(), named).send(named)) == fingerprint(named)
 
     def test_many_updates(self) -> None:
@@ -139,7 +139,7 @@ class Channel:
         return [payload]
 
     def decode(self, payloads: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The weights that ``payloads`` lead to."""
+        """Return the weights that ``payloads`` decode to."""
         if self._tracker is None or self._version is None:
             decoder = decoder_for(self.encoding.whole.name, self.schema)
             fed = [decoder.feed(i, payload, self.lend) for i, payload in enumerate(payloads)]

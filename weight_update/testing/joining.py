@@ -63,7 +63,7 @@ class JoiningTests(SchemeCase):
         assert flags_of(crew.scheme) == state("sender", connected=True)
 
     def test_weights_are_read_at_connect(self, assemble: Assemble) -> None:
-        """What the trainer changes between initialization and ``connect`` is in the first weights."""
+        """Changes that the trainer makes between initialization and ``connect`` are in the first weights."""
         source = mlp(1)
         crew = assemble(source, connect=False)
         scramble(source, 2)
@@ -175,7 +175,7 @@ class JoiningTests(SchemeCase):
         assert_equal(crew, mlp(4))
 
     def test_a_model_that_cannot_take_weights(self, assemble: Assemble) -> None:
-        """What a worker finds wrong with its own model reaches the sender at once; both may try again."""
+        """An error of a worker's own model reaches the sender at once; both may try again."""
         bad = mlp(2)
         bad.register_buffer("odd", torch.eye(3).to_sparse())
         crew = assemble(mlp(1), [mlp(2), bad], connect=False)
@@ -218,7 +218,7 @@ class JoiningTests(SchemeCase):
         assert_equal(crew, mlp(1))
 
     def test_copies_are_fresh(self, assemble: Assemble) -> None:
-        """What reaches a worker knows options and addresses, and is not initialized."""
+        """The scheme that a worker gets knows options and addresses, and is not initialized."""
         crew = assemble(mlp(1), connect=False)
         fresh = copy.copy(crew.scheme)
         assert flags_of(fresh) == dict.fromkeys(flags_of(fresh), False)
@@ -280,18 +280,18 @@ class JoiningTests(SchemeCase):
 
 
 def times_index(index: int, weights: Any) -> dict[str, torch.Tensor]:
-    """The weights of ``weights`` times the index of the worker."""
+    """Return ``weights`` multiplied by the index of the worker."""
     return {name: value.detach() * index for name, value in weights.named_parameters()}
 
 
 def flags_of(scheme: Any) -> dict[str, bool]:
-    """The four questions about the state of a scheme."""
+    """Return the four state properties of a scheme."""
     ends = ("sender", "receiver")
     return {f"{done}_on_{end}": getattr(scheme, f"{done}_on_{end}") for done in DONE for end in ends}
 
 
 def state(end: str, *, connected: bool) -> dict[str, bool]:
-    """What :func:`flags_of` should be."""
+    """Return the expected result of :func:`flags_of`."""
     names = {f"{done}_on_{at}": at == end for done in DONE for at in ("sender", "receiver")}
     return {name: value and (connected or name.startswith("init")) for name, value in names.items()}
 

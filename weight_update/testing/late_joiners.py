@@ -21,10 +21,10 @@ from weight_update.testing.models import mlp, scramble
 from weight_update.testing.processes import wait_until
 from weight_update.testing.workers import Worker
 
-__all__ = ["NewcomerContract"]
+__all__ = ["LateJoinerContract"]
 
 
-class NewcomerContract(SchemeCase):
+class LateJoinerContract(SchemeCase):
     """Workers that ``init_on_sender`` was not told of join, leave and come back.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Contract of schemes: how they end."""
+"""The contract of schemes at their end."""
 
 from __future__ import annotations
 
@@ -77,6 +77,6 @@ class LifecycleTests(SchemeCase):
 
 
 def ours(before: set[threading.Thread]) -> list[str]:
-    """Names of threads of this library that were not there before."""
+    """Return the names of new threads of this library."""
     new = set(threading.enumerate()) - before
     return sorted(thread.name for thread in new if thread.name.startswith("weight_update"))

@@ -18,7 +18,7 @@ __all__ = ["Brittle", "Stack", "Zoo", "fingerprint", "mlp", "random_bits", "scra
 
 
 def random_bits(shape: Iterable[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """A tensor of random bits: with floating dtypes NaNs of all payloads, infinities and -0.0 occur."""
+    """Return a tensor of random bits; floating dtypes get NaNs of all payloads, infinities and -0.0."""
     shape = tuple(shape)
     generator = torch.Generator().manual_seed(seed)
     count = int(torch.tensor(shape, dtype=torch.int64).prod())
@@ -76,7 +76,7 @@ class Zoo(nn.Module):
         self.note: Any = {"seed": seed, "blob": bytes([seed % 256, 0, 255]), "pair": (1, None, True, 0.5)}
 
     def get_extra_state(self) -> Any:
-        """What a checkpoint would hold beside the tensors."""
+        """Return the state that a checkpoint holds beside the tensors."""
         return self.note
 
     def set_extra_state(self, state: Any) -> None:
@@ -96,7 +96,7 @@ class Noted(nn.Module):
         self.count = torch.tensor([seed, -1])
 
     def get_extra_state(self) -> torch.Tensor:
-        """The count."""
+        """Return the count."""
         return self.count
 
     def set_extra_state(self, state: torch.Tensor) -> None:
@@ -112,7 +112,7 @@ class Brittle(nn.Module):
         self.net, self.note, self.refuses = mlp(seed), "fresh", refuses
 
     def get_extra_state(self) -> str:
-        """The note."""
+        """Return the note."""
         return self.note
 
     def set_extra_state(self, state: str) -> None:
@@ -130,7 +130,7 @@ class Stack(nn.Module):
         self.layers = nn.ParameterList([nn.Parameter(torch.full((64,), value)) for _ in range(layers)])
 
     def forward(self, pause: float) -> list[float]:
-        """The numbers seen, layer by layer."""
+        """Return the numbers seen, layer by layer."""
         seen = []
         for layer in self.layers:
             seen.append(float(layer.detach()[-1]))
@@ -139,7 +139,7 @@ class Stack(nn.Module):
 
 
 def mlp(seed: int = 0) -> nn.Sequential:
-    """A small ordinary network, the same for the same seed."""
+    """Return a small network, the same for the same seed."""
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     scramble(net, seed, finite=True)
     return net

@@ -23,11 +23,11 @@ __all__ = ["START_SECONDS", "RayWorker", "keep_spare"]
 START_SECONDS = 240.0
 """Seconds that Ray may take to start an actor, which imports torch, on a machine that others use too."""
 _idle: dict[str, list[Any]] = {}
-"""Actors that no test uses, by job: to start one takes seconds, for it imports torch."""
+"""Idle actors by job; starting an actor takes seconds, because it imports torch."""
 
 
 class _Stage:
-    """The actor: it holds one :class:`Body` after another."""
+    """An actor that has one :class:`Body` after another."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -42,7 +42,7 @@ class _Stage:
 
 
 class RayWorker(Worker):
-    """The test's handle of one worker in a Ray actor.
+    """The handle of one worker in a Ray actor.
 
     Args:
         scheme: given to the actor as a user would.
@@ -107,7 +107,7 @@ def _new_actor() -> Any:
 
 
 class _Runner:
-    """What tests do to a process."""
+    """The methods of a process that tests use."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -116,4 +116,4 @@ class _Runner:
         require_ray().kill(self._actor)
 
     def join(self, timeout: float | None = None) -> None:
-        """Nothing to wait for."""
+        """Return at once; there is nothing to wait for."""

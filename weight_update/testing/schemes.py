@@ -1,4 +1,4 @@
-"""What every scheme must do; three groups of tests over real workers."""
+"""The contract of every scheme: three groups of tests with real workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["SchemeContract"]
 
 
 class SchemeContract(JoiningTests, UpdatingTests, LifecycleTests):
-    """Tests of one scheme; subclass it and write ``make_scheme``.
+    """Tests of one scheme; subclass it and implement ``make_scheme``.
 
     Set ``method`` to ``"thread"`` for a scheme whose receivers live in the sender's process.
     """

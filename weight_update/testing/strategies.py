@@ -1,4 +1,4 @@
-"""What every way to read and write weights must do."""
+"""The contract of every way to read and write weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPES = ["module", "tensordict", "nested dict", "dotted dict"]
 
 
 def as_shape(strategy: WeightStrategy, model: nn.Module, shape: str) -> Any:
-    """The weights of ``model`` as another type; tensors are copies, tied like the originals."""
+    """Return the weights of ``model`` as another type; tensors are copies, tied like the originals."""
     if shape == "module":
         return model
     named = strategy.named(model)
@@ -46,7 +46,7 @@ class StrategyContract:
     """Tests of one strategy; subclass it and write :meth:`make_strategy`."""
 
     def make_strategy(self) -> WeightStrategy:
-        """A fresh strategy."""
+        """Return a new strategy."""
         raise NotImplementedError
 
     @pytest.mark.parametrize("source", SHAPES)
@@ -78,7 +78,7 @@ class StrategyContract:
         assert addresses(strategy, target) == addresses(strategy, source)
 
     def test_extract_copies_nothing(self) -> None:
-        """What is extracted is live."""
+        """Extracted weights are live."""
         strategy, model = self.make_strategy(), mlp(1)
         assert addresses(strategy, strategy.extract_weights(model)) == addresses(strategy, model)
 
@@ -256,5 +256,5 @@ class Fuse:
 
 
 def addresses(strategy: WeightStrategy, weights: Any) -> dict[str, int]:
-    """Where each tensor lies."""
+    """Return the address of each tensor."""
     return {name: tensor.data_ptr() for name, tensor in strategy.named(weights).tensors.items()}

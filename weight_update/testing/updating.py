@@ -63,7 +63,7 @@ class UpdatingTests(SchemeCase):
         assert "version 1" in str(report)
 
     def test_trainer_is_not_shared(self, assemble: Assemble) -> None:
-        """What the trainer changes in place reaches nobody before it is sent."""
+        """In-place changes of the trainer reach no worker before they are sent."""
         source = mlp(1)
         crew = assemble(source)
         for version in range(3):
@@ -75,7 +75,7 @@ class UpdatingTests(SchemeCase):
             assert_equal(crew, source)
 
     def test_workers_are_not_shared(self, assemble: Assemble) -> None:
-        """What a worker writes stays its own, and is gone after each of the next updates."""
+        """A worker's own writes stay local, and the next update replaces them."""
         source = mlp(1)
         crew = assemble(source)
         for version in range(6):

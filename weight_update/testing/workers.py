@@ -1,4 +1,4 @@
-"""Real workers for tests: a process or thread that holds one receiver and does what it is told.
+"""Real workers for tests: a process or thread that has one receiver and follows requests.
 
 Everything that passes between a test and its workers is pickled by value, so no memory is ever shared
 by way of the test itself.
@@ -25,15 +25,15 @@ __all__ = ["Body", "Method", "Worker", "WorkerDiedError"]
 Method = Literal["fork", "spawn", "thread", "ray"]
 
 ANSWER_SECONDS = 60.0
-"""How long a test waits for a worker's answer before it fails."""
+"""Seconds that a test waits for a worker's answer."""
 
 
 class WorkerDiedError(Exception):
-    """The worker is gone, or gave no answer in time."""
+    """The worker is gone, or did not answer in time."""
 
 
 class Body:
-    """What lives in the worker: a scheme, a model, and one method for each thing a test may ask."""
+    """The content of a worker: a scheme, a model, and one method for each request of a test."""
 
     def __init__(self, scheme: WeightSyncScheme, index: int) -> None:
         self.scheme, self.index = scheme, index
@@ -41,12 +41,12 @@ class Body:
         self._holding: Any = None
 
     def init(self, model: Any, **options: Any) -> None:
-        """``init_on_receiver``; the index goes in as ``worker_idx`` unless options name it."""
+        """Call ``init_on_receiver``, with the index as ``worker_idx`` unless options name it."""
         self.model = model
         self.scheme.init_on_receiver(model=model, **{"worker_idx": self.index, **options})
 
     def connect(self, **options: Any) -> None:
-        """``connect``."""
+        """Call ``connect``."""
         self.scheme.connect(**options)
 
     def replace_model(self, model: Any) -> None:
@@ -55,44 +55,44 @@ class Body:
         self.scheme.model = model
 
     def fingerprint(self) -> dict[str, str]:
-        """Of the model, read past the scheme."""
+        """Return the fingerprint of the model, read without the scheme."""
         return fingerprint(self.model, self.scheme.strategy)
 
     def pointers(self) -> dict[str, int]:
-        """Address of every tensor of the model."""
+        """Return the address of every tensor of the model."""
         named = self.scheme.strategy.named(self.model)
         return {name: tensor.data_ptr() for name, tensor in named.tensors.items()}
 
     def version(self) -> int | None:
-        """Of the receiver."""
+        """Return the version of the receiver."""
         return self.scheme.version
 
     def forward(self) -> torch.Tensor:
-        """The model's answer to a batch of ones."""
+        """Return the model's output for a batch of ones."""
         with torch.no_grad():
             return torch.as_tensor(self.model(torch.ones(1, 4)))
 
     def fill(self, value: float) -> None:
-        """Write into every tensor of the model in place."""
+        """Fill every tensor of the model in place."""
         with torch.no_grad():
             for tensor in self.scheme.strategy.named(self.model).tensors.values():
                 tensor.fill_(value)
 
     def receive(self, timeout: float | None = None) -> dict[str, str] | None:
-        """Fingerprint of what ``receive`` returns, or its None."""
+        """Call ``receive``, and return the fingerprint of its weights, or None."""
         weights = self.scheme.receive(timeout)
         return None if weights is None else fingerprint(weights, self.scheme.strategy)
 
     def weights(self) -> dict[str, str]:
-        """Fingerprint of ``scheme.weights``."""
+        """Return the fingerprint of ``scheme.weights``."""
         return fingerprint(self.scheme.weights, self.scheme.strategy)
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """``apply_weights``."""
+        """Call ``apply_weights``."""
         self.scheme.apply_weights(weights, inplace)
 
     def hold(self) -> None:
-        """Enter ``hold()``; stays inside until :meth:`release`."""
+        """Enter ``hold()`` until :meth:`release`."""
         self._holding = self.scheme.hold()
         self._holding.__enter__()
 
@@ -101,23 +101,23 @@ class Body:
         self._holding.__exit__(None, None, None)
 
     def shutdown(self) -> None:
-        """``shutdown``."""
+        """Call ``shutdown``."""
         self.scheme.shutdown()
 
     def flags(self) -> dict[str, bool]:
-        """The four questions about the state of the scheme."""
+        """Return the four state properties of the scheme."""
         names = [
             f"{done}_on_{end}" for done in ("initialized", "synchronized") for end in ("sender", "receiver")
         ]
         return {name: getattr(self.scheme, name) for name in names}
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call ``function(self, *args)``; ``function`` is one of a module that the worker can import."""
+        """Call ``function(self, *args)``; the worker must be able to import ``function``."""
         return function(self, *args)
 
 
 class Worker:
-    """The test's handle of one worker.
+    """The handle of one worker.
 
     Args:
         scheme: given to the worker as a user would: as an argument of the process, or copied for a thread.
@@ -140,16 +140,16 @@ class Worker:
             theirs.close()
 
     def call(self, command: str, *args: Any, **kwargs: Any) -> Any:
-        """Have a method of :class:`Body` run in the worker; its result, or its exception, comes back."""
+        """Call a method of :class:`Body` in the worker; return its result or raise its error."""
         self.post(command, *args, **kwargs)
         return self.answer()
 
     def post(self, command: str, *args: Any, **kwargs: Any) -> None:
-        """First half of :meth:`call`."""
+        """Send the request of :meth:`call`."""
         self._pipe.send_bytes(dumps((command, args, kwargs)))
 
     def answer(self, timeout: float = ANSWER_SECONDS) -> Any:
-        """Second half of :meth:`call`.
+        """Wait for the answer of :meth:`call`.
 
         Raises:
             WorkerDiedError: no answer came.
@@ -165,11 +165,11 @@ class Worker:
         raise value
 
     def busy(self, seconds: float = 0.0) -> bool:
-        """Whether there is no answer yet after so many seconds."""
+        """Whether there is no answer within ``seconds``."""
         return not self._pipe.poll(seconds)
 
     def stop(self) -> None:
-        """Shut the scheme down and end the worker; a process that does not end is killed."""
+        """Shut the scheme down and end the worker; kill a process that does not end."""
         with contextlib.suppress(OSError):  # it may have ended on its own
             self._pipe.send_bytes(dumps(None))
         self.runner.join(10.0)
@@ -180,7 +180,7 @@ class Worker:
 
 
 def dumps(value: Any) -> bytes:
-    """By value."""
+    """Serialize by value."""
     # Plain pickle cannot write tensors of the newer dtypes; torch's multiprocessing would share memory.
     buffer = io.BytesIO()
     torch.save(value, buffer)
@@ -188,7 +188,7 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """Inverse of :func:`dumps`."""
+    """Deserialize the result of :func:`dumps`."""
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
@@ -213,7 +213,7 @@ def _serve(pipe: Connection, scheme: WeightSyncScheme, index: int) -> None:
 
 
 def outcome(method: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
-    """What a method returns or raises, for :meth:`Worker.answer`."""
+    """Return the serialized result or error of a method, for :meth:`Worker.answer`."""
     try:
         return dumps((True, method(*args, **kwargs)))
     except Exception as error:  # noqa: BLE001 - raised again in the test
