@@ -74,13 +74,15 @@ class AnswerThreads:
     def _run(self, worker: WorkerState) -> None:
         ended = False
         while not self._table.closed and not ended:
+            connection: int | None = worker.connections
             try:
                 chunk = worker.link.recv_chunk(_ABSENT_SECONDS if worker.late else None)
+                connection = None
                 if chunk is not None:
                     self._handle(worker, chunk)
                     continue
             except (TransportError, FormatError, TimeoutError, NotEnoughMemoryError) as error:
-                self._delivery.lose(worker, error)
+                self._delivery.lose(worker, error, connection)
                 ended = not worker.link.capabilities.allows_rejoin
             except Exception as error:  # noqa: BLE001 - any error must reach the callers that wait
                 _log.exception("the link to worker %d ended", worker.idx)

@@ -97,11 +97,12 @@ class Delivery:
 
         The caller holds ``worker.sending``.
         """
+        connection = worker.connections
         try:
             for chunk in chunks:
                 worker.link.send_chunk(chunk, self.timeout)
         except (TransportError, TimeoutError, NotEnoughMemoryError) as error:
-            self._lose_unless_it_left(worker, error)
+            self._lose_unless_it_left(worker, error, connection)
             return False
         return True
 
@@ -119,14 +120,24 @@ class Delivery:
         for worker in states:
             if not worker.joined:
                 continue
+            connection = worker.connections
             try:
                 self.say(worker, chunk)
             except (TransportError, TimeoutError) as error:
-                self._lose_unless_it_left(worker, error)
+                self._lose_unless_it_left(worker, error, connection)
 
-    def lose(self, worker: WorkerState, error: Exception) -> None:
-        """Mark a worker as lost, and cut its link unless that failed by itself."""
+    def lose(self, worker: WorkerState, error: Exception, connection: int | None = None) -> None:
+        """Mark a worker as lost, and cut its link unless that failed by itself.
+
+        Args:
+            worker: the worker.
+            error: the reason.
+            connection: ``worker.connections`` before the call that failed; None for the present one. A worker
+                that has joined again since is not lost: the connection that failed is not its present one.
+        """
         with self._changed:
+            if connection not in (None, worker.connections):
+                return
             departed = worker.joined and not worker.replaced and not self._closed
             pid, fate = worker.pid, "left" if worker.left else f"was lost: {error}"
             if worker.joined or worker.lost is None:
@@ -138,14 +149,16 @@ class Delivery:
         if not isinstance(error, TransportError):
             worker.link.disconnect()
 
-    def _lose_unless_it_left(self, worker: WorkerState, error: Exception) -> None:
+    def _lose_unless_it_left(self, worker: WorkerState, error: Exception, connection: int) -> None:
         """Mark a worker as lost, unless its GOODBYE, which is read in a moment, tells that it left."""
         if isinstance(error, LinkClosedError):
             if threading.current_thread() is worker.thread:
                 return  # this thread reads on, and finds the end
             with self._changed:
-                self._changed.wait_for(lambda: not worker.joined, _GOODBYE_SECONDS)
-        self.lose(worker, error)
+                self._changed.wait_for(
+                    lambda: not worker.joined or worker.connections != connection, _GOODBYE_SECONDS
+                )
+        self.lose(worker, error, connection)
 
     def close(self) -> None:
         """Note that workers which leave from now on do so because the sender was shut down."""

@@ -61,6 +61,7 @@ class Admission:
         header = hello.header
         receiver, again = ReceiverId(header.get("instance"), header["pid"]), header.get("again", False)
         if worker.receiver == receiver:
+            worker.connections += 1
             return
         misfit = None if again else self._misfit(worker, hello)
         with self._table.changed:
@@ -77,6 +78,7 @@ class Admission:
                 self._give_index(worker, receiver, former)
             elif former is not None and worker.joined:
                 raise JoinRefusedError(str(misfit).partition("\n")[0], getattr(misfit, "problems", ()))
+            worker.connections += 1
         if former is not None and replaces:
             _log.info("worker %d: process %d replaces process %d", worker.idx, receiver.pid, former.pid)
 

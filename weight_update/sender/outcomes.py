@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from weight_update.errors import LinkClosedError, SyncTimeoutError
 from weight_update.report import SyncReport
@@ -88,17 +88,23 @@ class Outcomes:
     ) -> dict[int, Exception]:
         """Wait until workers are ``done``; return the errors of those that are not ``good``.
 
-        ``patient`` leaves out the time during which something is still written to one of the workers.
+        ``patient`` leaves out, for each worker, the time during which something is still written to it. That
+        time counts if the worker joins again meanwhile.
         """
         states, changed = self.table.known(workers), self.table.changed
         deadline = time.monotonic() + timeout
+        later: dict[int, tuple[int, float]] = {}  # connection and deadline of workers that are written to
         with changed:
             while waited_for := [worker for worker in states if not done(worker)]:
-                if patient and any(worker.writing and worker.window is None for worker in waited_for):
-                    deadline = time.monotonic() + timeout
-                if time.monotonic() >= deadline:
+                now = time.monotonic()
+                for worker in waited_for if patient else ():
+                    mine = later.get(worker.idx, (worker.connections,))[0] == worker.connections
+                    if worker.writing and worker.window is None and mine:
+                        later[worker.idx] = worker.connections, now + timeout
+                last = max(_deadline_of(worker, later, deadline) for worker in waited_for)
+                if now >= last:
                     break
-                changed.wait(deadline - time.monotonic())
+                changed.wait(last - now)
             bad = [worker for worker in states if not good(worker) and worker.missed]
             return {worker.idx: _reason(worker, version, timeout) for worker in bad}
 
@@ -135,6 +141,12 @@ class Outcomes:
                 if worker.reached >= report.version:
                     report.apply_seconds[worker.idx] = worker.apply_seconds
                     report.stall_seconds[worker.idx] = worker.stall_seconds
+
+
+def _deadline_of(worker: WorkerState, later: Mapping[int, tuple[int, float]], deadline: float) -> float:
+    """Return the deadline of a worker: that in ``later`` if it is of the present connection."""
+    connection, extended = later.get(worker.idx, (worker.connections, deadline))
+    return extended if connection == worker.connections else deadline
 
 
 def _reason(worker: WorkerState, version: int, timeout: float) -> Exception:

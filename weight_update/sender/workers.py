@@ -55,6 +55,7 @@ class WorkerState:
         replaced: whether another receiver is about to join in its place.
         receiver: the receiver that was last admitted under this index.
         admitted_until: time, on the monotonic clock, by which an admitted connection reaches the link.
+        connections: number of connections admitted; tells an error of one from an error of the next.
         sent_at: time, on the monotonic clock, at which ``inflight`` was set.
         sending: lock of whoever writes to the link.
     """
@@ -75,6 +76,7 @@ class WorkerState:
         self.replaced = False
         self.receiver: ReceiverId | None = None
         self.admitted_until = 0.0
+        self.connections = 0
         self.pid = 0
         self.has: VersionId | None = None
         self.reached = -1
