@@ -79,11 +79,12 @@ class Delivery:
 
         The caller holds ``peer.sending``.
         """
+        arrivals = peer.arrivals
         try:
             for chunk in chunks:
                 peer.link.send_chunk(chunk, self.timeout)
         except (TransportError, TimeoutError, NotEnoughMemoryError) as error:
-            self._lose_unless_it_left(peer, error)
+            self._lose_unless_it_left(peer, error, arrivals)
             return False
         return True
 
@@ -101,14 +102,24 @@ class Delivery:
         for peer in peers:
             if not peer.joined:
                 continue
+            arrivals = peer.arrivals
             try:
                 self.say(peer, chunk)
             except (TransportError, TimeoutError) as error:
-                self._lose_unless_it_left(peer, error)
+                self._lose_unless_it_left(peer, error, arrivals)
 
-    def lose(self, peer: Peer, error: Exception) -> None:
-        """Stop counting on a worker, and cut it off unless its link failed by itself."""
+    def lose(self, peer: Peer, error: Exception, arrivals: int | None = None) -> None:
+        """Stop counting on a worker, and cut it off unless its link failed by itself.
+
+        Args:
+            peer: the worker.
+            error: why.
+            arrivals: ``peer.arrivals`` as it was before the call that failed. A worker that came back since
+                is not lost: the connection that failed is not its present one. None for the present one.
+        """
         with self._moved:
+            if arrivals not in (None, peer.arrivals):
+                return
             departed = peer.joined and not peer.replaced and not self._closed
             pid, what = peer.pid, "left" if peer.left else f"was lost: {error}"
             if peer.joined or peer.lost is None:
@@ -120,14 +131,14 @@ class Delivery:
         if not isinstance(error, TransportError):
             peer.link.disconnect()
 
-    def _lose_unless_it_left(self, peer: Peer, error: Exception) -> None:
+    def _lose_unless_it_left(self, peer: Peer, error: Exception, arrivals: int) -> None:
         """A worker that left before it was sent something has said so, and that will be read in a moment."""
         if isinstance(error, LinkClosedError):
             if threading.current_thread() is peer.thread:
                 return  # it reads on, and finds the end
             with self._moved:
-                self._moved.wait_for(lambda: not peer.joined, _LAST_WORD_SECONDS)
-        self.lose(peer, error)
+                self._moved.wait_for(lambda: not peer.joined or peer.arrivals != arrivals, _LAST_WORD_SECONDS)
+        self.lose(peer, error, arrivals)
 
     def close(self) -> None:
         """Begin nothing more; does not wait for what is being sent."""

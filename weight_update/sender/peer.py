@@ -66,6 +66,7 @@ class Peer:
         replaced: whether another receiver is about to join in its place.
         holder: the receiver that was last admitted under this index.
         admitted: until when, on the monotonic clock, a connection that was admitted may reach the link.
+        arrivals: how many connections were admitted; tells an error of one from an error of the next.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Peer:
         self.replaced = False
         self.holder: Holder | None = None
         self.admitted = 0.0
+        self.arrivals = 0
         self.pid = 0
         self.has: Content | None = None
         self.reached = -1

@@ -221,6 +221,7 @@ class Sender:
         header = hello.header
         who, again = Holder(header.get("instance"), header["pid"]), header.get("again", False)
         if peer.holder == who:
+            peer.arrivals += 1
             return
         misfit = None if again else self._misfit(peer, hello)
         with self.roll.moved:
@@ -235,6 +236,7 @@ class Sender:
                 self._give_index(peer, who, former)
             elif former is not None and peer.joined:
                 raise JoinRefusedError(str(misfit).partition("\n")[0], getattr(misfit, "problems", ()))
+            peer.arrivals += 1
         if former is not None and replaces:
             _log.info("worker %d: process %d replaces process %d", peer.idx, who.pid, former.pid)
 
@@ -573,13 +575,15 @@ class Sender:
         """Thread of one worker: everything that comes from it."""
         ended = False
         while not self._closed and not ended:
+            arrivals: int | None = peer.arrivals
             try:
                 chunk = peer.link.recv_chunk(_ABSENT_SECONDS if peer.guest else None)
+                arrivals = None
                 if chunk is not None:
                     self._answer(peer, chunk)
                     continue
             except (TransportError, FormatError, TimeoutError, NotEnoughMemoryError) as error:
-                self._delivery.lose(peer, error)
+                self._delivery.lose(peer, error, arrivals)
                 ended = not peer.link.rejoins
             except Exception as error:  # noqa: BLE001 - whatever it is, whoever waits must hear of it
                 _log.exception("the link to worker %d ended", peer.idx)
