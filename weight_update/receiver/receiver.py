@@ -41,7 +41,10 @@ from weight_update.wire.schema import WeightSchema
 __all__ = ["Receiver"]
 
 _log = logging.getLogger(__name__)
-_REJOIN_SECONDS = 10.0
+_REJOIN_SECONDS = 180.0
+"""Seconds after which a receiver no longer tries to join again; a link may be down for less."""
+_ATTEMPT_SECONDS = 10.0
+"""Seconds that one attempt to join again may take."""
 _RETRY_SECONDS = 0.2
 _GOODBYE_SECONDS = 1.0
 _IDLE_SECONDS = 0.05
@@ -100,6 +103,7 @@ class Receiver:
         self._unwanted: int | None = None  # a version that failed: the rest of it is not read
         self._left: list[torch.Tensor] = []  # payloads switched away from, not yet released
         self._applied = 0
+        self._greeted = False  # whether the last attempt to join reached the sender
         self._welcomed = False  # whether the last attempt to join was successful
         self._pid = os.getpid()
         self._returned: int | None = None
@@ -147,7 +151,7 @@ class Receiver:
 
     def _join(self, timeout: float, again: bool) -> None:
         deadline = time.monotonic() + timeout
-        self._welcomed = False
+        self._greeted = self._welcomed = False
         try:
             if self._model is not None:
                 self.bind(self._model)
@@ -157,6 +161,7 @@ class Receiver:
                 self._greet(deadline, None, reason, again)
             raise
         self._greet(deadline, wanted, None, again)
+        self._greeted = True
         reply = self._expect(deadline)
         while reply.kind in (Kind.UPDATE, Kind.COMMIT, Kind.ABORT):  # meant for the worker before this one
             reply = self._expect(deadline)
@@ -361,15 +366,12 @@ class Receiver:
             )
 
     def _rejoin(self, lost: Exception) -> Exception | None:
-        """Join again after ``lost``; return the error that ends this receiver, or None.
-
-        While there is too little memory to join, it is tried again.
-        """
+        """Join again after ``lost``; return the error that ends this receiver, or None."""
         deadline = time.monotonic() + _REJOIN_SECONDS
         while True:
             try:
                 with self._busy:
-                    self.connect(deadline - time.monotonic(), again=True)
+                    self.connect(_ATTEMPT_SECONDS, again=True)
                 return None
             except (JoinRefusedError, SchemaMismatchError) as refusal:
                 self.link.disconnect()
@@ -383,13 +385,19 @@ class Receiver:
                     return lost
 
     def _tries_again_after(self, error: Exception, deadline: float) -> bool:
-        """Return whether to join again after an attempt failed; wait a moment first."""
-        if isinstance(_named(error), NotEnoughMemoryError):
-            time.sleep(_RETRY_SECONDS)
-            return time.monotonic() < deadline and not self._closing
-        if not isinstance(error, TransportError | TimeoutError):
-            _log.warning("worker %d could not join again", self.worker, exc_info=error)
-        return False
+        """Return whether to join again after an attempt failed; wait a moment first.
+
+        A sender that answered, or did not answer in time, may still live: a link that fails during an attempt
+        ends only that attempt. A sender that cannot be reached at all is gone.
+        """
+        if not isinstance(_named(error), NotEnoughMemoryError):
+            if not isinstance(error, TransportError | FormatError | TimeoutError):
+                _log.warning("worker %d could not join again", self.worker, exc_info=error)
+                return False
+            if not self._greeted and not isinstance(error, TimeoutError):
+                return False
+        time.sleep(_RETRY_SECONDS)
+        return time.monotonic() < deadline and not self._closing
 
     def _expect(self, deadline: float) -> WeightChunk:
         left = deadline - time.monotonic()

@@ -27,6 +27,7 @@ from weight_update.transports.distributed.relay.host_relay import Keeper
 from weight_update.transports.distributed.relay.router import Route
 from weight_update.transports.distributed.signed_queue import Mailbox, UnsignedError
 from weight_update.transports.distributed.store import Store
+from weight_update.transports.distributed.store_client import DroppedError
 from weight_update.transports.rate_limit import RateLimitedLog
 from weight_update.transports.shared_memory.slot_frames import SlotStream
 from weight_update.transports.shared_memory.slots import SlotTable
@@ -55,6 +56,9 @@ _DOUBT_SECONDS = 1.0
 
 _ASK_SECONDS, _LONGEST_PAUSE = 2.0, 60.0
 """Seconds without an answer after which the sender asks for one; doubled each time."""
+
+_SIGNAL_SECONDS = 0.5
+"""Seconds that a frame may take at least, however long its payload took."""
 
 _LAST_WORDS = 0.5
 """Seconds that a farewell through the store may be slower than the end of the pair."""
@@ -105,7 +109,10 @@ class Line:
         head = chunk.encode_head(checksum=not where)
         inline = bytes(byte_view(chunk.payload)) if chunk.payload is not None and not where else b""
         front = _FRONT.pack(_FRAME, len(head), len(where))
-        self.outbox.put(front + head + where + inline, timeout=seconds_left(deadline))
+        left = seconds_left(deadline)
+        if left is not None:  # what is placed is worth a moment more
+            left = max(left, _SIGNAL_SECONDS)
+        self.outbox.put(front + head + where + inline, timeout=left)
 
     def recv(self, timeout: float | None, allocate: Allocate | None, map_slot: MapSlot) -> WeightChunk | None:
         """See :meth:`TransportBackend.recv_chunk`."""
@@ -361,7 +368,7 @@ class WorkerLine(Line):
 
         Raises:
             LinkClosedError: the store is gone.
-            SyncTimeoutError: the store does not answer in time.
+            SyncTimeoutError: the store does not answer in time, or cannot be reached now.
         """
         deadline = deadline_of(timeout)
         self._asked = hello.header
@@ -369,8 +376,11 @@ class WorkerLine(Line):
         info = json.dumps({"link": self.name, "host": host}).encode()
         message = struct.pack("<I", len(info)) + info + hello.encode()
         door = Mailbox(self.store, DOOR, self.token, ordered=False)
-        door.put(message, timeout=seconds_left(deadline))
-        door.flush(seconds_left(deadline))
+        try:
+            door.put(message, timeout=seconds_left(deadline))
+            door.flush(seconds_left(deadline))
+        except DroppedError as error:  # the link may be down, and come back
+            raise SyncTimeoutError(str(error)) from None
 
     def send(self, chunk: WeightChunk, timeout: float | None) -> None:
         """See :meth:`Line.send`; a HELLO other than that of the knock waits until the knock is answered.
