@@ -201,6 +201,7 @@ def _meet(
     try:
         group = own(ProcessGroupGloo(rendezvous, rank, 2, options))
         sockets.keep_from_programs()
+        sockets.refuse_more()
         return group, sockets, ""
     except (RuntimeError, TransportError, TimeoutError, FormatError) as error:
         sockets.forget()
