@@ -28,10 +28,14 @@ class SignedRendezvous(StoreBase):  # type: ignore[misc] # it has no type stubs
         token: what both ends know.
         rank: 0 or 1.
         sockets: learns the addresses that the two ends of the group listen on.
+        seconds: from now on to wait for what the other end sets, whatever :meth:`wait` is told.
     """
 
-    def __init__(self, store: Store, name: str, token: str, rank: int, sockets: InheritedSockets) -> None:
+    def __init__(
+        self, store: Store, name: str, token: str, rank: int, sockets: InheritedSockets, seconds: float
+    ) -> None:
         super().__init__()
+        self._deadline = time.monotonic() + seconds
         self._outbox = Mailbox(store, f"{name}/{rank}", token)
         self._inbox = Mailbox(store, f"{name}/{1 - rank}", token)
         self._values: dict[str, bytes] = {}
@@ -60,13 +64,13 @@ class SignedRendezvous(StoreBase):  # type: ignore[misc] # it has no type stubs
         Raises:
             SyncTimeoutError: they were not set in time.
         """
-        deadline = time.monotonic() + timeout.total_seconds()
+        del timeout  # that of gloo, which is for each step of a connection
         while not all(key in self._values for key in keys):
-            left = deadline - time.monotonic()
+            left = self._deadline - time.monotonic()
             message = self._take(left) if left > 0 else None
             if message is not None:
                 self._keep(message)
-            elif time.monotonic() >= deadline:
+            elif time.monotonic() >= self._deadline:
                 raise SyncTimeoutError("the other end did not come in time")
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ __all__ = ["Carrier", "NotHeldError", "ship"]
 _log = logging.getLogger(__name__)
 _GONE_AT_ONCE = 64  # names of slots in one note
 _OPENING = 20.0  # seconds that a worker may take to make its pair, beside what updates may take
+_LEAST_PATIENCE = 1.0  # with a host that is sent to directly, if its limit is not less
 _LOOK = 0.5
 _numbers = itertools.count()
 _T = TypeVar("_T")
@@ -156,7 +157,6 @@ class _Stop:
     def __init__(self, carrier: Carrier) -> None:
         self.carrier = carrier
         self.error: Exception | None = None
-        self.result: bytes = b""
 
     def do(self, action: Callable[..., _T], *args: Any) -> _T | None:
         """Call ``action``, unless something went wrong before; what goes wrong now is kept."""
@@ -168,20 +168,28 @@ class _Stop:
         return None
 
 
-def ship(carriers: Sequence[Carrier], payload: torch.Tensor, patience: float) -> list[bytes | Exception]:
+def ship(
+    carriers: Sequence[Carrier],
+    payload: torch.Tensor,
+    patience: float,
+    limit: float,
+    tell: Callable[[int, bytes | Exception], None],
+) -> None:
     """Send a payload to the first keeper, which passes it on to the second while it comes, and so on.
 
     Args:
         carriers: one for each host.
         payload: of a slot.
         patience: seconds without progress after which an end is given up.
-
-    Returns:
-        for each host, where its workers find the payload, or why not: :class:`NotHeldError` where the chain
-        was broken before it, another error where it is lost itself.
+        limit: seconds for a keeper's answer when all was sent.
+        tell: called for each host with its place and, as soon as it is known, where its workers find the
+            payload or why not: :class:`NotHeldError` if the chain was broken before it, another error if the
+            host is lost itself.
     """
     stops = [_Stop(carrier) for carrier in carriers]
-    chain = _chain(stops, patience)
+    chain = _chain(stops, patience, limit)
+    for place, stop in enumerate(stops[len(chain) :], len(chain)):
+        tell(place, stop.error or NotHeldError("the chain is broken before it"))
     number = next(_numbers)
     for stop in chain:
         order = {"do": "take", "number": number, "checksum": CHECKSUM, "patience": patience}
@@ -189,21 +197,21 @@ def ship(carriers: Sequence[Carrier], payload: torch.Tensor, patience: float) ->
         order |= stop.carrier.order_of(payload)
         stop.do(stop.carrier.say, order, patience)
     first = chain[0]
-    total = first.do(first.carrier.send, payload, patience)
+    total = first.do(first.carrier.send, payload, max(patience, min(limit, _LEAST_PATIENCE)))
     for stop in chain:
         stop.do(stop.carrier.say, {"do": "sum", "number": number, "sum": total}, patience)
-    deadline = time.monotonic() + 2 * patience
-    for stop in chain:
-        stop.result = stop.do(_result, stop.carrier, _until(deadline)) or b""
+    deadline = time.monotonic() + limit
+    for place, stop in enumerate(chain):
+        result = stop.do(_result, stop.carrier, _until(deadline)) or b""
         if stop.error is not None:
             stop.carrier.inward = None
-    return [stop.error or stop.result for stop in stops]
+        tell(place, stop.error or result)
 
 
-def _chain(stops: list[_Stop], patience: float) -> list[_Stop]:
+def _chain(stops: list[_Stop], patience: float, limit: float) -> list[_Stop]:
     """The stops, from the first one on, that pass on to each other; all others have an error."""
     for position in range(1, len(stops)):
-        _join(stops[position - 1], stops[position], patience)
+        _join(stops[position - 1], stops[position], patience, limit)
         if stops[position].error is not None:
             for stop in stops[position + 1 :]:
                 stop.error = NotHeldError("the chain is broken before it")
@@ -211,7 +219,7 @@ def _chain(stops: list[_Stop], patience: float) -> list[_Stop]:
     return stops
 
 
-def _join(before: _Stop, after: _Stop, patience: float) -> None:
+def _join(before: _Stop, after: _Stop, patience: float, limit: float) -> None:
     """Have two keepers make a pair, unless they have one."""
     if before.carrier.outward is not None and before.carrier.outward == after.carrier.inward:
         return
@@ -220,7 +228,7 @@ def _join(before: _Stop, after: _Stop, patience: float) -> None:
     for stop, way in ((after, "in"), (before, "out")):
         order = {"do": "link", "way": way, "name": name, "patience": patience}
         stop.do(stop.carrier.say, order, patience)
-    deadline = time.monotonic() + 1.5 * patience  # theirs is ``patience``
+    deadline = time.monotonic() + limit  # they take ``patience``, and half of it to connect
     answers = [stop.do(stop.carrier.answer, _until(deadline)) for stop in (before, after)]
     if all(answer == {} for answer in answers):
         before.carrier.outward = after.carrier.inward = name

@@ -26,6 +26,8 @@ FOREVER = 86400.0 * 3650
 """Seconds; the other end is waited for as long as it lives."""
 
 _DATA, _WATCH = 0, 1  # tags
+_CONNECT_STEPS = 5
+"""Gloo gives up a connection after so many times its timeout."""
 
 
 class Pending:
@@ -51,7 +53,7 @@ class Pair:
         token: what both ends know.
         rank: 0 on one end, 1 on the other.
         address: of the interface that this end listens on.
-        timeout: seconds to wait for the other end.
+        timeout: seconds to wait for the other end; to connect then takes half as long at most.
 
     Raises:
         LinkClosedError: the other end did not come.
@@ -195,9 +197,9 @@ def _meet(
     """Return the group of two, or None; its sockets; and why there is no group."""
     options = ProcessGroupGloo._Options()
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = timedelta(seconds=timeout)
+    options._timeout = timedelta(seconds=timeout / 2 / _CONNECT_STEPS)
     sockets = InheritedSockets()
-    rendezvous = SignedRendezvous(store, name, token, rank, sockets)
+    rendezvous = SignedRendezvous(store, name, token, rank, sockets, timeout)
     try:
         group = own(ProcessGroupGloo(rendezvous, rank, 2, options))
         sockets.keep_from_programs()

@@ -19,7 +19,7 @@ from weight_update.transports.shared_memory.slots import slot_of
 __all__ = ["Remote", "Route"]
 
 _Content = tuple[str, int]  # a slot, and which of the contents that it had one after the other
-_LEAST_PATIENCE = 1.0
+_LEAST_SHARE = 0.25
 _SHARE = 4  # of the timeout: so often can one who does not answer be given up for another
 
 
@@ -118,7 +118,7 @@ class Route:
                 remotes = self._await_turn(content, remote, deadline)
                 if isinstance(remotes, bytes):
                     return remotes
-            self._carry(payload, remotes, self._patience(remotes, timeout))
+            self._carry(payload, remotes, timeout, deadline)
 
     def _await_turn(self, content: _Content, remote: Remote, deadline: float) -> bytes | list[Remote]:
         """Where the payload is, as soon as it is there; or those through whom this thread is to send it."""
@@ -157,31 +157,48 @@ class Route:
         able = [one for one in self._remotes if one.host == host and one.lost is None]
         return next((one for one in able if id(one) not in self._busy), None)
 
-    def _patience(self, chosen: list[Remote], timeout: float | None) -> float:
-        """How long to wait for one that makes no progress: all the time, if there is nobody else."""
-        limit = STALLED if timeout is None else timeout
+    def _patience(self, chosen: list[Remote], timeout: float | None, deadline: float) -> tuple[float, float]:
+        """Return how long to wait for one that makes no progress, and for one that was sent all.
+
+        That is all the time that is left if there is nobody else, and otherwise such a share of the timeout
+        that enough is left for the others.
+        """
+        share = max((STALLED if timeout is None else timeout) / _SHARE, _LEAST_SHARE)
         with self._moved:
             alone = sum(one.host == chosen[0].host for one in self._remotes) == 1
-        return limit if alone and len(chosen) == 1 else max(limit / _SHARE, _LEAST_PATIENCE)
+        if alone and len(chosen) == 1:
+            left = max(deadline - time.monotonic(), share)
+            return left, left
+        return share, 2 * share
 
-    def _carry(self, payload: torch.Tensor, chosen: list[Remote], patience: float) -> None:
+    def _carry(
+        self, payload: torch.Tensor, chosen: list[Remote], timeout: float | None, deadline: float
+    ) -> None:
         content = _content(payload)
-        results: list[bytes | Exception] = [NotHeldError("it was not sent")] * len(chosen)
+        unknown = dict(enumerate(chosen))
+
+        def settle(place: int, result: bytes | Exception) -> None:
+            self._settle(unknown.pop(place), content, result, first=place == 0)
+
         try:
-            results = ship([one.carrier for one in chosen], payload, patience)
+            patience, limit = self._patience(chosen, timeout, deadline)
+            ship([one.carrier for one in chosen], payload, patience, limit, settle)
         finally:
-            with self._moved:
-                for one, result in zip(chosen, results, strict=True):
-                    self._busy.discard(id(one))
-                    self._under_way.discard((one.host, content))
-                    if isinstance(result, bytes) and one in self._remotes:
-                        self._held[one.host, content[0]] = (content[1], one, result)
-                self._moved.notify_all()
-        for place, (one, result) in enumerate(zip(chosen, results, strict=True)):
-            if isinstance(result, NotHeldError) and place == 0:  # nobody stood between us
-                one.lose(LinkClosedError(str(result)))
-            elif isinstance(result, Exception) and not isinstance(result, NotHeldError):
-                one.lose(result)
+            for place in list(unknown):
+                settle(place, NotHeldError("it was not sent"))
+
+    def _settle(self, one: Remote, content: _Content, result: bytes | Exception, *, first: bool) -> None:
+        """Note what became of a payload on one host, whose workers do not wait for the other hosts."""
+        if isinstance(result, NotHeldError) and first:  # nobody stood between us
+            one.lose(LinkClosedError(str(result)))
+        elif isinstance(result, Exception) and not isinstance(result, NotHeldError):
+            one.lose(result)
+        with self._moved:
+            self._busy.discard(id(one))
+            self._under_way.discard((one.host, content))
+            if isinstance(result, bytes) and one in self._remotes:
+                self._held[one.host, content[0]] = (content[1], one, result)
+            self._moved.notify_all()
 
 
 _routes: weakref.WeakKeyDictionary[Store, Route] = weakref.WeakKeyDictionary()
