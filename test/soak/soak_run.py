@@ -115,7 +115,8 @@ class Soak:
         self.problems: list[tuple[str, str]] = []
         self.hung = self.ended = False
         self._shared = options.scheme != "ray" or options.data == "torch"
-        waits = 2 if options.scheme in SYNCHRONIZER else 1  # for explorers, and for the transfer
+        # for explorers, and for the transfer; or until all is sent to other hosts, and for the answers
+        waits = 2 if options.scheme in SYNCHRONIZER or options.hosts else 1
         self.send_limit = waits * options.timeout + SLACK
         self.sender = Sender(self)
         self._late: set[int] = set()

@@ -144,7 +144,8 @@ class Roll:
             version: number of the update.
             workers: indices.
             timeout: seconds.
-            patient: do not count the time in which something is still being written to one of them.
+            patient: do not count, for a worker, the time in which something is still being written to it.
+                That time counts if the worker joins again meanwhile.
         """
 
         def has_it(peer: Peer) -> bool:
@@ -166,13 +167,20 @@ class Roll:
     ) -> dict[int, Exception]:
         peers = self.known(workers)
         deadline = time.monotonic() + timeout
+        later: dict[int, tuple[int, float]] = {}  # connection and deadline of those that are still written to
         with self.moved:
             while waited_for := [peer for peer in peers if not settled(peer)]:
-                if patient and any(peer.writing for peer in waited_for):
-                    deadline = time.monotonic() + timeout
-                if time.monotonic() >= deadline:
+                now = time.monotonic()
+                for peer in waited_for if patient else ():
+                    if peer.writing and later.get(peer.idx, (peer.arrivals,))[0] == peer.arrivals:
+                        later[peer.idx] = peer.arrivals, now + timeout
+                last = deadline
+                if later:
+                    known = ((peer.arrivals, later.get(peer.idx)) for peer in waited_for)
+                    last = max(one[1] if one and one[0] == arrivals else deadline for arrivals, one in known)
+                if now >= last:
                     break
-                self.moved.wait(deadline - time.monotonic())
+                self.moved.wait(last - now)
             bad = [peer for peer in peers if not good(peer) and peer.missed]
             return {peer.idx: _reason(peer, version, timeout) for peer in bad}
 
