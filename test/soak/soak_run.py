@@ -115,8 +115,7 @@ class Soak:
         self.problems: list[tuple[str, str]] = []
         self.hung = self.ended = False
         self._shared = options.scheme != "ray" or options.data == "torch"
-        # for explorers, and for the transfer; or until all is sent to other hosts, and for the answers
-        waits = 2 if options.scheme in SYNCHRONIZER or options.hosts else 1
+        waits = 2 if options.scheme in SYNCHRONIZER else 1  # for explorers, and for the transfer
         self.send_limit = waits * options.timeout + SLACK
         self.sender = Sender(self)
         self._late: set[int] = set()
@@ -317,7 +316,8 @@ class Soak:
 
     def _judge(self) -> None:
         first, last = self._windows["first"], self._windows["last"]
-        for who, processes in (("the trainer", 1), ("worker 0", 1), ("all", 1 + self.options.workers)):
+        roles = 2 if self.options.hosts else 1  # in the middle of a chain a worker has one connection more
+        for who, processes in (("the trainer", 1), ("worker 0", roles), ("all", 1 + self.options.workers)):
             for text in growth(who, processes, [one[who] for one in first], [one[who] for one in last]):
                 self.broken("not flat", text)
 
