@@ -19,8 +19,8 @@ from weight_update import (
     SharedMemWeightSyncScheme,
     SyncFailedError,
     WeightSyncScheme,
-    arena,
 )
+from weight_update.receiver import arena
 from weight_update.testing import Body, Crew, SchemeContract, fingerprint, scramble
 from weight_update.testing.crew import context_of
 

@@ -16,21 +16,22 @@ PACKAGES = (LIBRARY, "collectors", "benchmarks")
 # Not imported at the top of any module, because users may not have them.
 OPTIONAL = {"torchrl", "ray", "gymnasium", "vllm", "sglang"}
 
-# From the top down, as in docs/architecture.rst. A module imports from its own room or from floors below.
+# [floors] From the top down. A package imports from itself and from floors below its own.
 FLOORS: list[set[str]] = [
-    {"collectors", "benchmarks", "testing"},
-    {"__init__"},
-    {"synchronizer"},
-    {"schemes"},
-    {"sharded", "checkpoints"},
-    {"sender", "receiver"},
-    {"transports", "engines"},
-    {"strategy"},
-    {"encodings"},
-    {"compression"},
-    {"convert", "wire"},
-    {"errors", "report"},
+    {"collectors", "benchmarks", "testing"},  # TorchRL's collectors; measurements; contract tests for users
+    {"__init__"},  # the public names, nothing else
+    {"synchronizer"},  # who synchronizes when: state machine, service, clients
+    {"schemes"},  # the lifecycle, then one small file a scheme
+    {"sharded", "checkpoints"},  # a trainer of several ranks; versions in a directory
+    {"sender", "receiver"},  # encode once and serve every worker; stage, switch, acknowledge
+    {"transports", "engines"},  # move chunks and know no models; inference engines as receivers
+    {"strategy"},  # how weights leave and enter a model
+    {"encodings"},  # tensors to payloads and back
+    {"compression"},  # bytes to fewer bytes and back
+    {"convert", "wire"},  # streams of tensors in another format; schemas, frames, checks
+    {"errors", "report"},  # the exception tree, which imports the report; what one update did
 ]
+# [end of floors]
 
 
 def floor_of(room: str) -> int:

@@ -285,7 +285,7 @@ def test_strangers_and_the_end(data: str, troupe: Troupe) -> None:
     start = time.monotonic()
     with pytest.raises(SyncTimeoutError, match="no sender"):
         early.call("connect", timeout=0.5)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30  # an answer of Ray takes seconds on a loaded machine
     scheme.send(mlp(2))
     assert worker.call("fingerprint") == fingerprint(mlp(2))
     worker.post("run", wait_for_more)

@@ -18,8 +18,8 @@ from weight_update import (
     UnsupportedSourceError,
     WeightStrategy,
     WeightSyncScheme,
-    arena,
 )
+from weight_update.receiver import arena
 from weight_update.receiver.flat_buffers import Behind, OwnWeights
 
 WAIT = 20.0

@@ -72,7 +72,7 @@ OFTEN = {
     (SharedMemWeightSyncScheme, "an exception"),
     (DistributedWeightSyncScheme, "unwaited sends"),
 }
-PROMPT = 5.0
+PROMPT = 15.0  # seconds; a process that hangs takes longer than a loaded machine
 
 
 def left_in_shm() -> list[str]:
