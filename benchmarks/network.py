@@ -79,6 +79,11 @@ class Network:
         """End the effect of :meth:`lose`."""
         self._ip("-n", self.namespace(_SWITCH), "link", "set", self._port(host), "master", "br0")
 
+    def hide(self, host: str, other: str) -> None:
+        """From now on all that ``other`` is sent by ``host`` is lost."""
+        nobody = ("lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")
+        self._ip("-n", self.namespace(host), "neigh", "replace", self.address[other], *nobody)
+
     def shape(self, host: str, rate: str) -> None:
         """Limit the cable of ``host`` to ``rate`` (as ``tc`` writes it) each way."""
         ends = ((self.namespace(host), "eth0"), (self.namespace(_SWITCH), self._port(host)))

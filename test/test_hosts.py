@@ -53,8 +53,10 @@ class Large(nn.Module):
 def hire() -> Iterator[Hire]:
     crews: list[Crew] = []
 
-    def build(cls: type[DistributedWeightSyncScheme], count: int, encoding: Any = "dense") -> Crew:
-        scheme = cls(timeout=TIMEOUT, strategy=WeightStrategy(encoding=encoding))
+    def build(
+        cls: type[DistributedWeightSyncScheme], count: int, encoding: Any = "dense", timeout: float = TIMEOUT
+    ) -> Crew:
+        scheme = cls(timeout=timeout, strategy=WeightStrategy(encoding=encoding))
         scheme.init_on_sender(model=Large(0.0), num_workers=count, ctx=context_of("fork"))
         crews.append(Crew(scheme))
         for index in range(count):
@@ -253,6 +255,22 @@ def test_middle_of_a_chain(hire: Hire, end: str) -> None:
     report = crew.scheme.send(Large(3.0))
     assert [value_of(worker) for worker in crew.workers] == [3.0] * 3
     assert crew.scheme.network_bytes - before == report.wire_bytes  # the chain is whole again
+
+
+def test_others_stay_connected_when_a_host_does_not_answer(
+    hire: Hire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crew = hire(Apart, 3, timeout=1.6)
+    crew.scheme.send(Large(1.0))
+    joins: list[Any] = []  # a worker that is cut off joins again at once
+    for index in (0, 2):
+        monkeypatch.setattr(crew.scheme._sender.table[index].link, "on_join_request", joins.append)
+    send_signal(crew.workers[1], signal.SIGSTOP)
+    with pytest.raises(SyncFailedError) as caught:
+        crew.scheme.send(Large(2.0))
+    assert set(caught.value.failures) == {1}
+    assert [value_of(crew.workers[index]) for index in (0, 2)] == [2.0] * 2
+    assert joins == []
 
 
 def test_a_sibling_that_holds_delays_nobody(hire: Hire) -> None:

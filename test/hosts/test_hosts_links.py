@@ -65,6 +65,43 @@ def test_a_link_that_fails_and_comes_back(crew: HostsCrew, size, limit: float, h
         assert_whole(worker.call(end_compute))
 
 
+def test_send_to_the_only_host_ends_in_time(crew: HostsCrew) -> None:
+    """The payload fits into the buffers of the kernel, and no answer comes."""
+    scheme, model = crew.trainer(timeout=2.0), Stripes(8, 3 << 10)
+    crew.launch_on(["one"], scheme, model, lambda: Stripes(8, 3 << 10))
+    for version in range(1, 21):  # so that the buffers grow
+        scheme.send(fill(model, version))
+    crew.network.lose("one")
+    with within(3.0), pytest.raises(SyncFailedError, match="worker 0"):
+        scheme.send(fill(model, 21))
+
+
+def test_a_link_that_fails_while_its_worker_joins_again(crew: HostsCrew) -> None:
+    scheme, model = crew.trainer(timeout=4.0), Stripes(8, 1 << 17)
+    [worker] = crew.launch_on(["one"], scheme, model, lambda: Stripes(8, 1 << 17))
+    scheme.send(fill(model, 1))
+    crew.network.shape("one", "16mbit")  # the weights take two seconds
+    scheme._sender.table[0].link.disconnect()
+    time.sleep(0.7)
+    crew.network.lose("one")
+    time.sleep(6.0)
+    with pytest.raises(SyncFailedError, match="worker 0"):
+        scheme.send(fill(model, 2))
+    crew.network.find("one")
+    assert eventually(lambda: worker.call(version_of) == 2, 25.0)
+
+
+def test_hosts_that_cannot_reach_each_other(crew: HostsCrew) -> None:
+    """The sender reaches both: each gets the update, and stays connected."""
+    scheme, model = crew.trainer(timeout=4.0), Stripes(8, 1 << 17)
+    workers = crew.launch_on(["one", "two"], scheme, model, lambda: Stripes(8, 1 << 17))
+    crew.network.hide("one", "two")
+    crew.network.hide("two", "one")
+    for version in (1, 2, 3):
+        assert scheme.send(fill(model, version)).apply_seconds.keys() == {0, 1}
+        assert [worker.call(version_of) for worker in workers] == [version, version]
+
+
 def join_there(me: Worker, options: dict[str, Any], timeout: float = 10.0) -> int | None:
     """Join with a scheme of the worker's own."""
     me.scheme = DistributedWeightSyncScheme(**options)

@@ -40,8 +40,8 @@ def disturb(pid: int, scheme: Any, dice: random.Random) -> None:
     """Thread: send rubbish to all listeners, keep the connections for a while, and leave."""
     with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
         for address in listeners(pid):
-            for _ in range(dice.randrange(1, 12)):
-                with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # the ports for payloads let nobody in
+                for _ in range(dice.randrange(1, 12)):
                     stranger = stack.enter_context(_connect(address))
                     stranger.sendall(_rubbish(dice))
         _disturb_store(scheme, dice)

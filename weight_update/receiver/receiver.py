@@ -30,7 +30,10 @@ from weight_update.wire.schema import WeightSchema
 __all__ = ["Receiver"]
 
 _log = logging.getLogger(__name__)
-_REJOIN_SECONDS = 10.0
+_REJOIN_SECONDS = 180.0
+"""Seconds after which a receiver no longer tries to join again; a link may be down for less."""
+_ATTEMPT_SECONDS = 10.0
+"""Seconds that one attempt to join again may take."""
 _RETRY_SECONDS = 0.2
 _GOODBYE_SECONDS = 1.0
 _IDLE_SECONDS = 0.05
@@ -59,6 +62,7 @@ class Receiver:
         self._closing = threading.Event()
         self._updates = UpdateHandler(options, self._closing)
         self._staging = self._updates.staging
+        self._greeted = False  # whether the last attempt to join reached the sender
         self._welcomed = False  # whether the last attempt to join was successful
         self._pid = os.getpid()
         self._returned: int | None = None  # the version that receive() returned last
@@ -103,7 +107,7 @@ class Receiver:
 
     def _join(self, timeout: float, again: bool) -> None:
         deadline = time.monotonic() + timeout
-        self._welcomed = False
+        self._greeted = self._welcomed = False
         try:
             if self._model is not None:
                 self.bind(self._model)
@@ -113,6 +117,7 @@ class Receiver:
                 self._greet(deadline, None, reason, again)
             raise
         self._greet(deadline, expected, None, again)
+        self._greeted = True
         reply = self._await_frame(deadline)
         while reply.kind in (Kind.UPDATE, Kind.COMMIT, Kind.ABORT):  # meant for the worker before this one
             reply = self._await_frame(deadline)
@@ -286,15 +291,12 @@ class Receiver:
             self._staging.forget()
 
     def _rejoin(self, lost: Exception) -> Exception | None:
-        """Join again after ``lost``; return the error that ends this receiver, or None.
-
-        Joining is tried again while there is too little memory for it.
-        """
+        """Join again after ``lost``; return the error that ends this receiver, or None."""
         deadline = time.monotonic() + _REJOIN_SECONDS
         while True:
             try:
                 with self._updates.busy:
-                    self.connect(deadline - time.monotonic(), again=True)
+                    self.connect(_ATTEMPT_SECONDS, again=True)
                 return None
             except (JoinRefusedError, SchemaMismatchError) as refusal:
                 self.link.disconnect()
@@ -308,13 +310,19 @@ class Receiver:
                     return lost
 
     def _tries_again_after(self, error: Exception, deadline: float) -> bool:
-        """Return whether to join again after an attempt failed; wait a moment first."""
-        if isinstance(as_memory_error(error), NotEnoughMemoryError):
-            time.sleep(_RETRY_SECONDS)
-            return time.monotonic() < deadline and not self._closing.is_set()
-        if not isinstance(error, TransportError | TimeoutError):
-            _log.warning("worker %d could not join again", self.worker, exc_info=error)
-        return False
+        """Return whether to join again after an attempt failed; wait a moment first.
+
+        A sender that answered, or did not answer in time, may still live: a link that fails during an attempt
+        ends only that attempt. A sender that cannot be reached at all is gone.
+        """
+        if not isinstance(as_memory_error(error), NotEnoughMemoryError):
+            if not isinstance(error, TransportError | FormatError | TimeoutError):
+                _log.warning("worker %d could not join again", self.worker, exc_info=error)
+                return False
+            if not self._greeted and not isinstance(error, TimeoutError):
+                return False
+        time.sleep(_RETRY_SECONDS)
+        return time.monotonic() < deadline and not self._closing.is_set()
 
 
 def _refusal(reply: WeightChunk) -> Exception:

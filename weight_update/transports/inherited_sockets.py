@@ -6,6 +6,7 @@ An open copy in a child hides the death of this process from the other end.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
 import stat
@@ -13,6 +14,10 @@ import struct
 from collections.abc import Iterator
 
 __all__ = ["InheritedSockets", "listening_sockets", "packed_address"]
+
+_SO_ATTACH_FILTER = 26  # of Linux; the socket module has no name for it
+_RETURN_0 = struct.pack("HBBI", 6, 0, 0, 0)
+"""A filter of one instruction: keep 0 bytes of each packet."""
 
 
 class InheritedSockets:
@@ -40,6 +45,17 @@ class InheritedSockets:
         for fd, sock in _sockets():
             if self._matches(sock):
                 os.set_inheritable(fd, False)
+
+    def refuse_more(self) -> None:
+        """Admit no further connections: those that the listening sockets were opened for exist.
+
+        The kernel drops further attempts to connect. A library that accepts connections of strangers may keep
+        them open.
+        """
+        for _, sock in _sockets():
+            listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if listens and self._matches(sock):
+                _drop_all(sock)
 
     def _matches(self, sock: socket.socket) -> bool:
         if any(packed_address(sock.getsockname()).startswith(one) for one in self.local):
@@ -80,6 +96,14 @@ def _sockets() -> Iterator[tuple[int, socket.socket]]:
                 inet = sock.family in (socket.AF_INET, socket.AF_INET6)
                 if inet and sock.type == socket.SOCK_STREAM:
                     yield fd, sock
+
+
+def _drop_all(sock: socket.socket) -> None:
+    """Have the kernel drop every packet to a listening socket; accepted connections stay open."""
+    drop = ctypes.create_string_buffer(_RETURN_0)
+    program = struct.pack("HP", 1, ctypes.addressof(drop))
+    with contextlib.suppress(OSError):  # no filters in this kernel
+        sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
 
 def _close_inherited() -> None:

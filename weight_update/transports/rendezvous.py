@@ -28,10 +28,15 @@ class SignedRendezvous(StoreBase):  # type: ignore[misc] # it has no type stubs
         token: secret of both ends.
         rank: 0 or 1.
         sockets: receives the addresses that the two ends of the group listen on.
+        seconds: time, from now on, to wait for the values of the other end. The timeout that gloo gives to
+            :meth:`wait` is meant for one step of a connection.
     """
 
-    def __init__(self, store: Store, name: str, token: str, rank: int, sockets: InheritedSockets) -> None:
+    def __init__(
+        self, store: Store, name: str, token: str, rank: int, sockets: InheritedSockets, seconds: float
+    ) -> None:
         super().__init__()
+        self._deadline = time.monotonic() + seconds
         self._outbox = SignedQueue(store, f"{name}/{rank}", token)
         self._inbox = SignedQueue(store, f"{name}/{1 - rank}", token)
         self._values: dict[str, bytes] = {}
@@ -60,13 +65,13 @@ class SignedRendezvous(StoreBase):  # type: ignore[misc] # it has no type stubs
         Raises:
             SyncTimeoutError: they were not set in time.
         """
-        deadline = time.monotonic() + timeout.total_seconds()
+        del timeout
         while not all(key in self._values for key in keys):
-            left = deadline - time.monotonic()
+            left = self._deadline - time.monotonic()
             message = self._take(left) if left > 0 else None
             if message is not None:
                 self._keep(message)
-            elif time.monotonic() >= deadline:
+            elif time.monotonic() >= self._deadline:
                 raise SyncTimeoutError("the other end did not come in time")
 
     def close(self) -> None:

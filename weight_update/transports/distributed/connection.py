@@ -27,6 +27,7 @@ from weight_update.transports.distributed.relay.host_relay import HostRelay
 from weight_update.transports.distributed.relay.router import Router
 from weight_update.transports.distributed.signed_queue import SignedQueue, UnsignedError
 from weight_update.transports.distributed.store import Store
+from weight_update.transports.distributed.store_client import DroppedError
 from weight_update.transports.rate_limit import RateLimitedLog
 from weight_update.transports.shared_memory.slot_frames import SlotStream
 from weight_update.transports.shared_memory.slots import SlotTable
@@ -67,6 +68,9 @@ _VERIFY_SECONDS = 1.0
 
 _ASK_SECONDS, _LONGEST_PAUSE = 2.0, 60.0
 """Seconds without a message after which the sender asks for one; doubled each time."""
+
+_SIGNAL_SECONDS = 0.5
+"""Least number of seconds that a frame may take, however long its payload took."""
 
 _LAST_WORDS = 0.5
 """Seconds that the last message through the store may take longer than the end of the group."""
@@ -117,7 +121,10 @@ class Connection:
         head = chunk.encode_head(checksum=not where)
         inline = bytes(byte_view(chunk.payload)) if chunk.payload is not None and not where else b""
         front = _FRONT.pack(_FRAME, len(head), len(where))
-        self.outbox.put(front + head + where + inline, timeout=seconds_left(deadline))
+        left = seconds_left(deadline)
+        if left is not None:  # the payload has arrived: its frame is worth a moment more
+            left = max(left, _SIGNAL_SECONDS)
+        self.outbox.put(front + head + where + inline, timeout=left)
 
     def recv(self, timeout: float | None, allocate: Allocate | None, map_slot: MapSlot) -> WeightChunk | None:
         """Return the next chunk or None; raise as :meth:`TransportBackend.recv_chunk`."""
@@ -318,7 +325,7 @@ class WorkerConnection(Connection):
 
         Raises:
             LinkClosedError: the store is gone.
-            SyncTimeoutError: the store does not answer in time.
+            SyncTimeoutError: the store does not answer in time, or cannot be reached now.
         """
         deadline = deadline_of(timeout)
         self._asked = hello.header
@@ -326,8 +333,11 @@ class WorkerConnection(Connection):
         info = json.dumps({"link": self.name, "host": host}).encode()
         message = struct.pack("<I", len(info)) + info + hello.encode()
         requests = SignedQueue(self.store, JOIN_QUEUE, self.token, ordered=False)
-        requests.put(message, timeout=seconds_left(deadline))
-        requests.flush(seconds_left(deadline))
+        try:
+            requests.put(message, timeout=seconds_left(deadline))
+            requests.flush(seconds_left(deadline))
+        except DroppedError as error:  # the link may be down, and come back
+            raise SyncTimeoutError(str(error)) from None
 
     def send(self, chunk: WeightChunk, timeout: float | None) -> None:
         """Send a chunk; a HELLO other than that of the join request waits for the sender's answer.

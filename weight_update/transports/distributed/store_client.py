@@ -10,7 +10,7 @@ import time
 import weakref
 
 from weight_update.errors import LinkClosedError, SyncTimeoutError
-from weight_update.transports.shared_memory.unix_stream import SHORTAGES, close_in_children
+from weight_update.transports.shared_memory.unix_stream import close_in_children
 
 __all__ = ["LARGEST_VALUE", "DroppedError", "StoreClient", "keep_alive"]
 
@@ -46,7 +46,7 @@ class StoreClient:
 
     Raises:
         LinkClosedError: no process listens there, or it is not a TCPStore.
-        DroppedError: this process is short of descriptors or memory.
+        DroppedError: no way leads there now, or this process is short of descriptors or memory.
         SyncTimeoutError: the server was reached, and did not answer in time.
     """
 
@@ -60,7 +60,7 @@ class StoreClient:
         try:
             self._sock = socket.create_connection((host, port), max(timeout, _LEAST_SECONDS))
         except OSError as error:
-            kind = DroppedError if error.errno in SHORTAGES else LinkClosedError
+            kind = LinkClosedError if isinstance(error, ConnectionRefusedError) else DroppedError
             raise kind(f"no process answers at {self._where} ({error})") from None
         weakref.finalize(self, self._sock.close).atexit = False
         close_in_children(self._sock)

@@ -27,6 +27,7 @@ __all__ = ["NotDeliveredError", "RelayClient", "send_along_chain"]
 _log = logging.getLogger(__name__)
 _GONE_AT_ONCE = 64  # names of released slots in one command
 _OPENING = 20.0  # seconds in which a worker has to make its group, if updates may not take longer
+_LEAST_PATIENCE = 1.0  # seconds for a host that is sent to directly, unless its limit is less
 _LOOK = 0.5
 _numbers = itertools.count()
 _T = TypeVar("_T")
@@ -153,12 +154,11 @@ class RelayClient:
 
 
 class _Hop:
-    """One host of a chain, with its result or its first error."""
+    """One host of a chain, with its first error."""
 
     def __init__(self, client: RelayClient) -> None:
         self.client = client
         self.error: Exception | None = None
-        self.result: bytes = b""
 
     def do(self, action: Callable[..., _T], *args: Any) -> _T | None:
         """Call ``action`` unless an earlier one failed; keep the error if this one fails."""
@@ -171,21 +171,27 @@ class _Hop:
 
 
 def send_along_chain(
-    clients: Sequence[RelayClient], payload: torch.Tensor, patience: float
-) -> list[bytes | Exception]:
+    clients: Sequence[RelayClient],
+    payload: torch.Tensor,
+    patience: float,
+    limit: float,
+    on_result: Callable[[int, bytes | Exception], None],
+) -> None:
     """Send a payload to the first host relay, which forwards each piece to the second on arrival, and so on.
 
     Args:
         clients: one for each host.
         payload: tensor of a slot.
         patience: seconds without progress after which an end is given up.
-
-    Returns:
-        for each host, where its workers find the payload, or an error: :class:`NotDeliveredError` where the
-        chain was broken before it, another error where the host itself is lost.
+        limit: seconds for the answer of a host relay after the whole payload was sent.
+        on_result: called for each host with its place in ``clients`` and, as soon as it is known, where its
+            workers find the payload, or an error: :class:`NotDeliveredError` if the chain was broken before
+            the host, another error if the host itself is lost.
     """
     hops = [_Hop(client) for client in clients]
-    chain = _chain(hops, patience)
+    chain = _chain(hops, patience, limit)
+    for place, hop in enumerate(hops[len(chain) :], len(chain)):
+        on_result(place, hop.error or NotDeliveredError("the chain is broken before it"))
     number = next(_numbers)
     for hop in chain:
         command = {"do": "take", "number": number, "checksum": CHECKSUM, "patience": patience}
@@ -193,21 +199,21 @@ def send_along_chain(
         command |= hop.client.take_command_for(payload)
         hop.do(hop.client.send_command, command, patience)
     first = chain[0]
-    total = first.do(first.client.send_payload, payload, patience)
+    total = first.do(first.client.send_payload, payload, max(patience, min(limit, _LEAST_PATIENCE)))
     for hop in chain:
         hop.do(hop.client.send_command, {"do": "sum", "number": number, "sum": total}, patience)
-    deadline = time.monotonic() + 2 * patience
-    for hop in chain:
-        hop.result = hop.do(_result, hop.client, _time_left(deadline)) or b""
+    deadline = time.monotonic() + limit
+    for place, hop in enumerate(chain):
+        result = hop.do(_result, hop.client, _time_left(deadline)) or b""
         if hop.error is not None:
             hop.client.incoming_link = None
-    return [hop.error or hop.result for hop in hops]
+        on_result(place, hop.error or result)
 
 
-def _chain(hops: list[_Hop], patience: float) -> list[_Hop]:
+def _chain(hops: list[_Hop], patience: float, limit: float) -> list[_Hop]:
     """Return the first hops, which forward to each other; set an error in all other hops."""
     for position in range(1, len(hops)):
-        _join(hops[position - 1], hops[position], patience)
+        _join(hops[position - 1], hops[position], patience, limit)
         if hops[position].error is not None:
             for hop in hops[position + 1 :]:
                 hop.error = NotDeliveredError("the chain is broken before it")
@@ -215,7 +221,7 @@ def _chain(hops: list[_Hop], patience: float) -> list[_Hop]:
     return hops
 
 
-def _join(before: _Hop, after: _Hop, patience: float) -> None:
+def _join(before: _Hop, after: _Hop, patience: float, limit: float) -> None:
     """Link two host relays, unless they are linked already."""
     if before.client.outgoing_link is not None and before.client.outgoing_link == after.client.incoming_link:
         return
@@ -224,7 +230,7 @@ def _join(before: _Hop, after: _Hop, patience: float) -> None:
     for hop, way in ((after, "in"), (before, "out")):
         command = {"do": "link", "way": way, "name": name, "patience": patience}
         hop.do(hop.client.send_command, command, patience)
-    deadline = time.monotonic() + 1.5 * patience  # the two ends wait ``patience``
+    deadline = time.monotonic() + limit  # the two ends take ``patience``, and half of it to connect
     answers = [hop.do(hop.client.receive_answer, _time_left(deadline)) for hop in (before, after)]
     if all(answer == {} for answer in answers):
         before.client.outgoing_link = after.client.incoming_link = name

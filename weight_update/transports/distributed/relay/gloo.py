@@ -26,6 +26,8 @@ FOREVER = 86400.0 * 3650
 """Seconds; long enough to wait for the other end as long as it lives."""
 
 _DATA, _WATCH = 0, 1  # tags
+_CONNECT_STEPS = 5
+"""Multiple of its timeout after which gloo gives up a connection."""
 
 
 class Pending:
@@ -52,7 +54,7 @@ class PointToPointGroup:
         token: secret of both ends.
         rank: 0 on one end, 1 on the other.
         address: address of the interface that this end listens on.
-        timeout: seconds to wait for the other end.
+        timeout: seconds to wait for the other end; connecting to it then takes at most half as long.
 
     Raises:
         LinkClosedError: the other end did not come.
@@ -196,12 +198,13 @@ def _make_process_group(
     """Make the process group of two; return it or None, its sockets, and why there is no group."""
     options = ProcessGroupGloo._Options()
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = timedelta(seconds=timeout)
+    options._timeout = timedelta(seconds=timeout / 2 / _CONNECT_STEPS)
     sockets = InheritedSockets()
-    rendezvous = SignedRendezvous(store, name, token, rank, sockets)
+    rendezvous = SignedRendezvous(store, name, token, rank, sockets, timeout)
     try:
         group = own(ProcessGroupGloo(rendezvous, rank, 2, options))
         sockets.keep_from_programs()
+        sockets.refuse_more()
         return group, sockets, ""
     except (RuntimeError, TransportError, TimeoutError, FormatError) as error:
         sockets.forget()

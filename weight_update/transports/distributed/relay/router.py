@@ -19,7 +19,7 @@ from weight_update.transports.shared_memory.slots import slot_of
 __all__ = ["RelayedConnection", "Router"]
 
 _SlotUse = tuple[str, int]  # key of a slot, and how often it was lent to be written
-_LEAST_PATIENCE = 1.0
+_LEAST_SHARE = 0.25  # seconds
 _SHARE = 4  # a worker that does not answer is given up after this share of the timeout
 
 
@@ -118,7 +118,7 @@ class Router:
                 remotes = self._await_turn(slot_use, remote, deadline)
                 if isinstance(remotes, bytes):
                     return remotes
-            self._send(payload, remotes, self._patience(remotes, timeout))
+            self._send(payload, remotes, timeout, deadline)
 
     def _await_turn(
         self, slot_use: _SlotUse, remote: RelayedConnection, deadline: float
@@ -163,31 +163,52 @@ class Router:
         able = [one for one in self._remotes if one.host == host and one.lost is None]
         return next((one for one in able if id(one) not in self._busy), None)
 
-    def _patience(self, chosen: list[RelayedConnection], timeout: float | None) -> float:
-        """Return how long to wait without progress: all of ``timeout`` if no other worker can take over."""
-        limit = STALLED if timeout is None else timeout
+    def _patience(
+        self, chosen: list[RelayedConnection], timeout: float | None, deadline: float
+    ) -> tuple[float, float]:
+        """Return the seconds to wait without progress, and for the answer after the whole payload was sent.
+
+        Both are all the time that is left if no other worker can take over. Otherwise they are a share of
+        the timeout, so that enough is left for the other workers.
+        """
+        share = max((STALLED if timeout is None else timeout) / _SHARE, _LEAST_SHARE)
         with self._changed:
             alone = sum(one.host == chosen[0].host for one in self._remotes) == 1
-        return limit if alone and len(chosen) == 1 else max(limit / _SHARE, _LEAST_PATIENCE)
+        if alone and len(chosen) == 1:
+            left = max(deadline - time.monotonic(), share)
+            return left, left
+        return share, 2 * share
 
-    def _send(self, payload: torch.Tensor, chosen: list[RelayedConnection], patience: float) -> None:
+    def _send(
+        self, payload: torch.Tensor, chosen: list[RelayedConnection], timeout: float | None, deadline: float
+    ) -> None:
         slot_use = _slot_use_of(payload)
-        results: list[bytes | Exception] = [NotDeliveredError("it was not sent")] * len(chosen)
+        unknown = dict(enumerate(chosen))
+
+        def note(place: int, result: bytes | Exception) -> None:
+            self._note(unknown.pop(place), slot_use, result, first=place == 0)
+
         try:
-            results = send_along_chain([one.relay_client for one in chosen], payload, patience)
+            patience, limit = self._patience(chosen, timeout, deadline)
+            send_along_chain([one.relay_client for one in chosen], payload, patience, limit, note)
         finally:
-            with self._changed:
-                for one, result in zip(chosen, results, strict=True):
-                    self._busy.discard(id(one))
-                    self._under_way.discard((one.host, slot_use))
-                    if isinstance(result, bytes) and one in self._remotes:
-                        self._delivered[one.host, slot_use[0]] = (slot_use[1], one, result)
-                self._changed.notify_all()
-        for place, (one, result) in enumerate(zip(chosen, results, strict=True)):
-            if isinstance(result, NotDeliveredError) and place == 0:  # no other host was involved
-                one.lose(LinkClosedError(str(result)))
-            elif isinstance(result, Exception) and not isinstance(result, NotDeliveredError):
-                one.lose(result)
+            for place in list(unknown):
+                note(place, NotDeliveredError("it was not sent"))
+
+    def _note(
+        self, one: RelayedConnection, slot_use: _SlotUse, result: bytes | Exception, *, first: bool
+    ) -> None:
+        """Note the result of a payload for one host, whose workers do not wait for the other hosts."""
+        if isinstance(result, NotDeliveredError) and first:  # no other host was involved
+            one.lose(LinkClosedError(str(result)))
+        elif isinstance(result, Exception) and not isinstance(result, NotDeliveredError):
+            one.lose(result)
+        with self._changed:
+            self._busy.discard(id(one))
+            self._under_way.discard((one.host, slot_use))
+            if isinstance(result, bytes) and one in self._remotes:
+                self._delivered[one.host, slot_use[0]] = (slot_use[1], one, result)
+            self._changed.notify_all()
 
 
 _routers: weakref.WeakKeyDictionary[Store, Router] = weakref.WeakKeyDictionary()
