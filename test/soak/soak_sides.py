@@ -211,6 +211,7 @@ class Side:
             object_store_memory=300 << 20,
             log_to_driver=False,
             logging_level="error",
+            _system_config={"worker_niceness": 0},  # by default 15: other programs would starve the workers
         )
         self.stack.callback(ray.shutdown)
 
