@@ -19,7 +19,7 @@ from weight_update.transports.shared_memory.slots import slot_of
 __all__ = ["RelayedConnection", "Router"]
 
 _SlotUse = tuple[str, int]  # key of a slot, and how often it was lent to be written
-_LEAST_SHARE = 0.25  # seconds
+_LEAST_SHARE = 0.25  # seconds; also how long a chain waits for a host that is busy with another payload
 _SHARE = 4  # a worker that does not answer is given up after this share of the timeout
 
 
@@ -124,6 +124,7 @@ class Router:
         self, slot_use: _SlotUse, remote: RelayedConnection, deadline: float
     ) -> bytes | list[RelayedConnection]:
         """Return where the payload is as soon as its host has it, or the connections to send it through."""
+        gather_until = time.monotonic() + _LEAST_SHARE
         while True:
             if remote.lost is not None:
                 raise remote.lost
@@ -131,11 +132,19 @@ class Router:
             delivered = self._delivered.get((remote.host, slot))
             if delivered is not None and delivered[0] == use:
                 return delivered[2]
-            if (remote.host, slot_use) not in self._under_way and (first := self._idle(remote.host)):
+            now, first = time.monotonic(), None
+            if (remote.host, slot_use) not in self._under_way:
+                first = self._idle(remote.host)
+            if first is not None and (now >= gather_until or not self._some_busy(slot_use)):
                 return self._reserve(slot_use, first)
-            left = deadline - time.monotonic()
-            if left <= 0 or not self._changed.wait(left):
+            if now >= deadline:
                 raise SyncTimeoutError("the other workers of its host are busy with other payloads")
+            self._changed.wait((deadline if first is None else gather_until) - now)
+
+    def _some_busy(self, slot_use: _SlotUse) -> bool:
+        """Return whether all workers of a host that needs ``slot_use`` are busy; the chain would lack the host."""
+        hosts = {one.host for one in self._remotes if one.lost is None}
+        return any(host in hosts and self._idle(host) is None for host in self._expected.get(slot_use, ()))
 
     def _reserve(self, slot_use: _SlotUse, first: RelayedConnection) -> list[RelayedConnection]:
         """Reserve ``first`` and one idle worker of each other host that needs ``slot_use``."""
