@@ -19,7 +19,7 @@ from weight_update.transports.shared_memory.slots import slot_of
 __all__ = ["RelayedConnection", "Router"]
 
 _SlotUse = tuple[str, int]  # key of a slot, and how often it was lent to be written
-_LEAST_SHARE = 0.25  # seconds; also how long a chain waits for a host that is busy with another payload
+_LEAST_SHARE = 0.25  # seconds; also how long a payload waits for the usual chain of hosts
 _SHARE = 4  # a worker that does not answer is given up after this share of the timeout
 
 
@@ -135,16 +135,20 @@ class Router:
             now, first = time.monotonic(), None
             if (remote.host, slot_use) not in self._under_way:
                 first = self._idle(remote.host)
-            if first is not None and (now >= gather_until or not self._some_busy(slot_use)):
+            if first is not None and (
+                now >= gather_until or self._usual_chain_is_idle(slot_use, remote.host)
+            ):
                 return self._reserve(slot_use, first)
             if now >= deadline:
                 raise SyncTimeoutError("the other workers of its host are busy with other payloads")
             self._changed.wait((deadline if first is None else gather_until) - now)
 
-    def _some_busy(self, slot_use: _SlotUse) -> bool:
-        """Return whether all workers of a host that needs ``slot_use`` are busy; the chain would lack the host."""
-        hosts = {one.host for one in self._remotes if one.lost is None}
-        return any(host in hosts and self._idle(host) is None for host in self._expected.get(slot_use, ()))
+    def _usual_chain_is_idle(self, slot_use: _SlotUse, host: str) -> bool:
+        """Return whether the first worker of each host that needs ``slot_use`` is idle: they are linked already."""
+        hosts = {host, *self._expected.get(slot_use, ())}
+        able = [one for one in reversed(self._remotes) if one.lost is None and one.host in hosts]
+        usual = {one.host: one for one in able}
+        return not any(id(one) in self._busy for one in usual.values())
 
     def _reserve(self, slot_use: _SlotUse, first: RelayedConnection) -> list[RelayedConnection]:
         """Reserve ``first`` and one idle worker of each other host that needs ``slot_use``."""
