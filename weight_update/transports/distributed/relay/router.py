@@ -144,7 +144,7 @@ class Router:
             self._changed.wait((deadline if first is None else gather_until) - now)
 
     def _usual_chain_is_idle(self, slot_use: _SlotUse, host: str) -> bool:
-        """Return whether the first worker of each host that needs ``slot_use`` is idle: they are linked already."""
+        """Return whether the first worker of each host that needs ``slot_use`` is idle; they are linked."""
         hosts = {host, *self._expected.get(slot_use, ())}
         able = [one for one in reversed(self._remotes) if one.lost is None and one.host in hosts]
         usual = {one.host: one for one in able}
