@@ -44,7 +44,7 @@ _SHORTAGES = ("can't allocate memory", "can't start new thread", _NO_MEMORY)  # 
 
 @dataclass(frozen=True)
 class ReceiverOptions:
-    """How one receiver joins its sender and applies updates.
+    """Options with which one receiver joins its sender and applies updates.
 
     Attributes:
         link: receiver's end of the link.
