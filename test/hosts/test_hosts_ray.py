@@ -78,7 +78,7 @@ raise SystemExit(len(ray.nodes()) < {count})"""
     def _run(self, host: str, program: list[str], **pipes: Any) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             ["ip", "netns", "exec", self.network.namespace(host), *program],
-            env=_environment(),
+            env=_environment() | {"WEIGHT_UPDATE_HOST": host},
             stderr=subprocess.DEVNULL,
             text=True,
             **pipes,
