@@ -123,7 +123,7 @@ class Encoding(ABC):
         return self.name.partition("/")[0]
 
     @property
-    def keeps(self) -> bool:
+    def receiver_copies(self) -> bool:
         """Whether receivers copy weights out of payloads, which are free once an update is applied."""
         return False
 
@@ -244,7 +244,7 @@ class DeltaEncoding(Encoding):
     """An encoding that sends changes; receivers that join or miss a version get a whole update."""
 
     @property
-    def keeps(self) -> bool:
+    def receiver_copies(self) -> bool:
         """True, because deltas are written into the receiver's own memory."""
         return True
 

@@ -89,7 +89,7 @@ class BucketEncoding(WholeEncoding):
             raise ValueError(f"unknown bucket_device {self.bucket_device!r} (known: None, cpu, cuda)")
 
     @property
-    def keeps(self) -> bool:
+    def receiver_copies(self) -> bool:
         return self.load_instant
 
     def encoder(self, schema: WeightSchema) -> Encoder:

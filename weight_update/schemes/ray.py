@@ -114,7 +114,7 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         super()._reset()
         self.actors: dict[int, Any] = {}
         self._watch = ActorWatch(self.actors)
-        self._actor: Any = None
+        self._rendezvous: Any = None
         self._object_store = ObjectStore()
 
     def init_on_sender(
@@ -175,25 +175,25 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
         self.namespace = self.namespace or require_ray().get_runtime_context().namespace
-        self._actor = start_rendezvous(self.name, self.namespace)
+        self._rendezvous = start_rendezvous(self.name, self.namespace)
         try:
             if self.data == "torch":
                 links = super().open_sender(workers, ctx)
             else:
                 stored = {idx: self._store_link(idx) for idx in workers}
-                self._listener = RayListener(self._actor, self._token, stored, self.newcomers())
+                self._listener = RayListener(self._rendezvous, self._token, stored, self.newcomers())
                 links = dict(stored)
         except BaseException:
-            stop_rendezvous(self._actor)
+            stop_rendezvous(self._rendezvous)
             raise
         assert self._listener is not None, "a listener was made for either kind of data"
-        self._listener = _ListenerAndActor(self._listener, self._actor)
+        self._listener = _ListenerAndActor(self._listener, self._rendezvous)
         return links
 
     def announce(self, where: Whereabouts) -> None:
         """Announce the address of the sender at the actor. The token travels with the scheme, not here."""
         node = require_ray().util.get_node_ip_address()
-        self._actor.announce.remote((where.address, where.port, node))
+        self._rendezvous.announce.remote((where.address, where.port, node))
 
     def look_up(self, timeout: float) -> Whereabouts:
         deadline = time.monotonic() + timeout
@@ -216,13 +216,13 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
             return super().create_transport(worker_idx=worker_idx, end=end)
         if end == "sender":
             return self._store_link(worker_idx)
-        return RayTransport(self._find_actor)
+        return RayTransport(self._find_rendezvous)
 
     def _find_sender(self, timeout: float) -> None:
         if self.data == "torch":
             super()._find_sender(timeout)
 
-    def _find_actor(self, timeout: float | None) -> Any:
+    def _find_rendezvous(self, timeout: float | None) -> Any:
         return find_rendezvous(
             self.name, self.namespace, self.connect_timeout if timeout is None else timeout
         )

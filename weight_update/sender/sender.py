@@ -82,7 +82,7 @@ class Sender(Outcomes):
             self._delivery,
             self._admission,
             self._publishing,
-            copies=strategy.encoding.keeps,
+            copies=strategy.encoding.receiver_copies,
         )
         for worker in table:
             self._admission.watch(worker)
@@ -102,7 +102,7 @@ class Sender(Outcomes):
         if limit is not None:
             sizes = Counter({max(sizes): min(limit, sizes.total())})
         for nbytes, count in sizes.items():
-            self._pool.reserve(nbytes, count if encoding.keeps else 2 * count)
+            self._pool.reserve(nbytes, count if encoding.receiver_copies else 2 * count)
 
     @property
     def serving(self) -> bool:

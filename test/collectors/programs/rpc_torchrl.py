@@ -12,7 +12,7 @@ from torch import multiprocessing as torch_multiprocessing
 from torchrl.collectors import Collector
 from torchrl.collectors.distributed import RPCCollector
 
-from collectors.rpc import _free_port
+from collectors.nodes import free_port
 from weight_update import RPCWeightSyncScheme
 
 
@@ -27,7 +27,7 @@ def main():
         frames_per_batch=20,
         total_frames=10**6,
         launcher="mp",
-        tcp_port=_free_port(),
+        tcp_port=free_port(),
         sync=True,
         collector_class=Collector,
         collector_kwargs=OPTIONS,
