@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,13 @@ from weight_update import (
     SharedMemWeightSyncScheme,
     WeightSyncScheme,
 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts() -> None:
+    """Let interrupts reach the tests and their workers, even if the shell ignores interrupts."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(
