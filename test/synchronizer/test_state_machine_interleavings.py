@@ -173,6 +173,7 @@ class Interleavings(RuleBasedStateMachine):
             return
         ran, needs = explorer.status is RunningStatus.RUNNING, self.machine.explorer_needs_sync(id)
         self.machine.explorer_announces(id)
+        self.waiters = [one for one in self.waiters if one is not explorer]  # they read it
         if luck % 2 and explorer.status is REQUIRE_SYNC:
             self.machine.explorer_withdraws(id)
             assert explorer.status is RunningStatus.RUNNING
