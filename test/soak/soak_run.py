@@ -82,7 +82,10 @@ class Sender(threading.Thread):
         self.since, took = None, now - begin
         self.version, self.failures = last, failures
         self.worst, self.failed = max(self.worst, took), self.failed + bool(failures)
-        if took > self._soak.send_limit:
+        limit = (
+            self._soak.send_limit + (burst - 1) * self._soak.options.timeout
+        )  # each may wait for a free slot
+        if took > self._soak.send_limit + waits:
             self._soak.broken("slow send", f"send() of version {last} took {took:.1f} s")
         for idx, text in failures.items():
             self.reasons[self._soak.reason_of(idx, text)] += 1
