@@ -82,9 +82,7 @@ class Sender(threading.Thread):
         self.since, took = None, now - begin
         self.version, self.failures = last, failures
         self.worst, self.failed = max(self.worst, took), self.failed + bool(failures)
-        limit = (
-            self._soak.send_limit + (burst - 1) * self._soak.options.timeout
-        )  # each may wait for a free slot
+        waits = (burst - 1) * self._soak.options.timeout  # for free slots
         if took > self._soak.send_limit + waits:
             self._soak.broken("slow send", f"send() of version {last} took {took:.1f} s")
         for idx, text in failures.items():

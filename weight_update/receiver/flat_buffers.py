@@ -254,7 +254,7 @@ class OwnCopy(Storage):
         for delta in deltas:
             delta.write(self._flat)
         tensors, self._required = self._required, []
-        written = _state_of(tensors) != self._known  # by this worker, while the changes were applied
+        written = _writes_of(tensors) != self._known[0]  # by this worker, while the changes were applied
         if self._binding is not None:
             if self._copies:
                 touched = {i for delta in deltas for i in delta.touched(self.schema)}
@@ -293,8 +293,12 @@ def _places_of(tensors: list[torch.Tensor]) -> list[int]:
 
 def _state_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
     """Return how often torch has seen each tensor written to, and the address of each."""
-    counted = itertools.filterfalse(torch.Tensor.is_inference, tensors)
-    return list(map(_WRITES, counted)), list(map(torch.Tensor.data_ptr, tensors))
+    return _writes_of(tensors), list(map(torch.Tensor.data_ptr, tensors))
+
+
+def _writes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return how often torch has seen each tensor written to; inference tensors have no count."""
+    return list(map(_WRITES, itertools.filterfalse(torch.Tensor.is_inference, tensors)))
 
 
 def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
