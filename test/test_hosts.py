@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from weight_update.transports.distributed.checksum import BLOCK, Checksum
 from weight_update.transports.distributed.relay.gloo import PointToPointGroup
 from weight_update.transports.distributed.relay.host_relay import SlotReplicas
 from weight_update.transports.distributed.relay.protocol import ControlChannel
+from weight_update.transports.distributed.relay.router import Router
 from weight_update.transports.distributed.signed_queue import find_store, open_store
 from weight_update.transports.distributed.store import Store
 
@@ -454,3 +456,19 @@ def have_no_memory(body: Body, on: bool) -> None:
 
 def _too_small(self: SlotReplicas, slot: str, nbytes: int) -> Any:
     raise NotEnoughMemoryError("too small")
+
+
+def test_a_payload_that_cannot_wait_for_the_usual_chain_takes_an_idle_worker() -> None:
+    usual, other = (SimpleNamespace(host="there", lost=None) for _ in range(2))
+    router = Router()
+    router.add(usual)
+    router.add(other)
+    router._busy.add(id(usual))
+
+    def wake() -> None:
+        with router._changed:
+            router._changed.notify_all()
+
+    threading.Timer(0.1, wake).start()  # after the deadline
+    with router._changed:
+        assert router._await_turn(("slot", 1), other, time.monotonic() + 0.05) == [other]

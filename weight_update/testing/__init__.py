@@ -46,6 +46,3 @@ __all__ = [
     "random_bits",
     "scramble",
 ]
-
-LateJoinerContract = LateJoinerContract
-"""The former name of :class:`LateJoinerContract`."""

@@ -124,7 +124,7 @@ class Router:
         self, slot_use: _SlotUse, remote: RelayedConnection, deadline: float
     ) -> bytes | list[RelayedConnection]:
         """Return where the payload is as soon as its host has it, or the connections to send it through."""
-        gather_until = time.monotonic() + _LEAST_SHARE
+        gather_until = min(time.monotonic() + _LEAST_SHARE, deadline)
         while True:
             if remote.lost is not None:
                 raise remote.lost
