@@ -44,7 +44,8 @@ class InheritedSockets:
         """Close these sockets also in programs that this process starts."""
         for fd, sock in _sockets():
             if self._matches(sock):
-                os.set_inheritable(fd, False)
+                with contextlib.suppress(OSError):  # another thread closed it, perhaps a copy made by _sockets
+                    os.set_inheritable(fd, False)
 
     def refuse_more(self) -> None:
         """Admit no further connections: those that the listening sockets were opened for exist.
