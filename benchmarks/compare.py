@@ -115,14 +115,14 @@ def tensors_table(found: dict[Key, Figure]) -> Table:
                 str(tensors),
                 ours.show(1e3),
                 theirs.show(1e3),
-                "as before" if free is None else free.show(1e3),
+                "as at left" if free is None else free.show(1e3),
                 show_ratio(ours, theirs if free is None else free),
             ]
         )
     megabytes, workers = next(iter(found))[1], next(iter(found))[3]
     return Table(
         f"Many tensors: {megabytes:g} MB to {workers} workers",
-        "Milliseconds; every process may open 1,024 files, except in the column that says otherwise.",
+        "Milliseconds. Every process may open 1,024 files, except in the column *torchrl, more files*.",
         ["scheme", "tensors", "ours", "torchrl", "torchrl, more files", "ours/torchrl"],
         rows,
     )
@@ -172,10 +172,12 @@ def stall_table(found: StallFigures, megabytes: float) -> Table:
         )
     return Table(
         f"A worker that computes while {megabytes:g} MB in 16 tensors arrive",
-        "Time from the start of one forward pass to the next: usual (microseconds); then how much longer "
-        "(milliseconds) the one is in which the version changed, the stall in the SyncReport, the longest "
-        "one between send() and its return, and the longest one while the trainer makes a plain copy and "
-        "sends nothing, which is what sharing the cores costs by itself.",
+        "Time from the start of one forward pass to the next. *usual*: microseconds, without an "
+        "update. The other columns show how much longer it takes (milliseconds). *at the switch*: "
+        "the pass in which the version changes. *SyncReport*: the stall that the report states. "
+        "*longest in update*: the longest pass between the call of send() and its return. "
+        "*longest in a copy*: the longest pass while the trainer makes a plain copy and sends "
+        "nothing, which shows the cost of sharing the cores.",
         ["side", "usual us", "at the switch", "SyncReport", "longest in update", "longest in a copy"],
         rows,
     )
@@ -272,8 +274,8 @@ def memory_table(found: list[Memory]) -> Table:
     return Table(
         f"Memory of all processes, {found[0].model / 1e6:g} MB in 16 tensors",
         f"MB, PSS of sender and workers after {_UPDATES} updates. One process with torch and tensordict "
-        f"imported has {found[0].base / 1e6:.0f} MB; what is beyond that in each process, in model sizes. "
-        "Allowed: 3 model sizes and 300 MB a process.",
+        f"imported has {found[0].base / 1e6:.0f} MB. *models beyond base*: memory beyond that in all "
+        "processes, divided by the size of the model. *allowed*: 3 model sizes and 300 MB per process.",
         ["side", "processes", "total", "models beyond base", "within", "allowed"],
         rows,
     )

@@ -110,9 +110,9 @@ def _table(megabytes: int, rounds: int) -> Table:
         found = measure(torch.from_numpy(make(nbytes, random)), rounds)
         rows += [row(kind, name, nbytes, one) for name, one in found.items()]
     note = (
-        "MB of original data a second, median (least .. most). Up to 4 threads compress, one decompresses.\n"
-        "It pays on links slower than the last column (MB/s) if compressing, sending and decompressing\n"
-        "happen one after the other."
+        "MB of uncompressed data per second, median (min .. max). Up to 4 threads compress, one decompresses.\n"
+        "Compression pays on links slower than the last column (MB/s), if compressing, sending and\n"
+        "decompressing happen one after the other."
     )
     head = ["data", "compression", "ratio", "compress", "decompress", "pays below"]
     return Table(f"Compression of {megabytes} MB", note, head, rows)

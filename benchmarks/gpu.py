@@ -77,7 +77,7 @@ def _sync_table(megabytes: float, update: str, found: dict[Key, list[Sent]]) -> 
         times = [figure.show(1e3, 1) for figure in figures]
         of_dense = f"{ratio(figures[0], stages(found[scheme, 'dense'])[0]) or 0.0:.2f}"
         rows.append([scheme, label, f"{sent[-1][1].wire_bytes / 1e6:.2f}", *times, of_dense])
-    note = f"Milliseconds, median (least .. most); {update}. Trainer and worker share one GPU."
+    note = f"Milliseconds, median (min .. max); {update}. Trainer and worker share one GPU."
     head = ["scheme", "encoding", "MB sent", "send()", "encode", "ack", "stall", "of dense"]
     return Table(f"send() until applied, {megabytes:.0f} MB", note, head, rows)
 
@@ -129,7 +129,7 @@ def _colocated_table(megabytes: float, copy: Figure, found: dict[Key, list[Sent]
         against = [ratio(figures[0], stages(found[HOST, label])[0]), ratio(figures[0], copy)]
         rows.append([place, label, *times, *(f"{value or 0.0:.2f}" for value in against)])
     note = (
-        "Milliseconds, median (least .. most). Weights of trainer and worker lie on one GPU. One plain copy\n"
+        "Milliseconds, median (min .. max). Weights of trainer and worker lie on one GPU. One plain copy\n"
         f"there: {copy.show(1e3, 2)}."
     )
     head = ["slots in", "encoding", "send()", "encode", "ack", "stall", "of host memory", "of one copy"]

@@ -111,7 +111,7 @@ def dense_table(megabytes: float, times: Times) -> Table:
         plain = times.figure(f"plain: one buffer {'from' if ' from ' in what else 'to'} pinned memory")
         speed = times.nbytes["model"] / (figure.median or 1.0) / 1e9
         rows.append([what, figure.show(1e3, 2), f"{speed:.1f}", f"{ratio(figure, plain) or 0.0:.2f}"])
-    note = "Milliseconds, median (least .. most). Weights on the GPU; shared slots are not pinned."
+    note = "Milliseconds, median (min .. max). Weights on the GPU; shared slots are not pinned."
     return Table(f"Dense, {megabytes:.0f} MB", note, ["copy", "ms", "GB/s", "of a pinned copy"], rows)
 
 
@@ -197,7 +197,7 @@ def build_table(update: str, times: Times) -> Table:
             ]
         )
     note = (
-        "Milliseconds, median (least .. most). B: bytes for each changed element. Build is scan and encode,\n"
+        "Milliseconds, median (min .. max). B: bytes for each changed element. Build is scan and encode,\n"
         "into a shared slot; apply is decode and write, into weights on the GPU. The obvious way finds\n"
         "positions and values with (a != b).nonzero() and leaves them on the GPU."
     )

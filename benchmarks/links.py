@@ -111,7 +111,7 @@ def _encodings_table(plan: Plan, sent: dict[str, Sent]) -> Table:
             ]
         )
     note = (
-        f"Milliseconds, median (least .. most) of {plan.turns} turns. {_FRACTION:.0%} of all elements\n"
+        f"Milliseconds, median (min .. max) of {plan.turns} turns. {_FRACTION:.0%} of all elements\n"
         "change by 1 to 4 ulp in bfloat16."
     )
     head = ["encoding", "MB sent", "send() until applied", "encode", "apply", "times sooner than dense"]
@@ -129,7 +129,7 @@ def _hosts_table(plan: Plan) -> Table:
             times = ratio(one.seconds, first[label].seconds) or 0.0
             row += [one.seconds.show(1e3, 0), f"{times:.2f}"]
         rows.append(row)
-    note = "Milliseconds, as above; only the sender's own link is shaped. One worker on each host."
+    note = "Milliseconds, as above. Only the sender's link is slow. Each host has one worker."
     head = ["hosts", "dense", "of one host", "patch", "of one host"]
     return Table(f"{plan.hosts_megabytes:.0f} MB to several hosts behind one link", note, head, rows)
 

@@ -183,10 +183,10 @@ def _turn(bench: _Bench, times: Times, variant: Variant, options: PatchOptions) 
 def times_table(megabytes: float, found: Iterable[Times]) -> Table:
     """Return a table with one row for each update and variant."""
     note = (
-        "Milliseconds, median (least .. most). B: bytes for each changed element. Build is scan and encode,\n"
-        "apply is decode and write. A copy is one of all tensors in the receivers' dtype, by all threads or\n"
-        "by one, whichever was faster. A patch pays on links slower than the last column (MB/s) if it is\n"
-        "built, sent and applied one after the other and dense costs one copy."
+        "Milliseconds, median (min .. max). B: bytes per changed element. *build* is scan and encode, and\n"
+        "*apply* is decode and write. *one copy* copies all tensors in the workers' dtype, with all threads\n"
+        "or one thread, whichever is faster. *pays below* is a link speed (MB/s): on slower links a patch is\n"
+        "faster than dense, if it is built, sent and applied one after the other."
     )
     head = ["update", "layout", "compression", "B", "scan", "build", "apply", "build/copy", "obvious/build"]
     head += ["apply/copy", "pays below"]
@@ -233,8 +233,8 @@ def _pays_below(times: Times, variant: Variant) -> str:
 def links_table(megabytes: float, found: Iterable[Times]) -> Table:
     """Return the computed time of an update over links of several speeds."""
     note = (
-        "Milliseconds, computed from the medians above: building, the bytes at the full speed of the link,\n"
-        "and applying, one after the other; for dense one copy and the bytes. The best has a star."
+        "Milliseconds, computed from the medians above. A patch is built, sent at the full speed of the\n"
+        "link, and applied, one after the other. Dense is one copy and the transfer. * marks the fastest."
     )
     head = ["update", "sent as", "MB", *(f"{speed} Gbit/s" for speed in _LINKS)]
     rows = [row for times in found for row in _link_rows(times)]
@@ -286,8 +286,8 @@ def _sync_table(megabytes: float, found: dict[Key, list[Sent]]) -> Table:
         of_dense = f"{ratio(figures[0], stages(found[scheme, 'dense'])[0]) or 0.0:.2f}"
         rows.append([scheme, label, megabytes_sent, *(figure.show(1e3, 1) for figure in figures), of_dense])
     note = (
-        "Milliseconds, median (least .. most); 1 % of the elements change by 1 to 4 ulp in bfloat16. One\n"
-        "worker process on the same machine: there is no network that a smaller update could save."
+        "Milliseconds, median (min .. max). 1 % of the elements change by 1 to 4 ulp in bfloat16. The worker\n"
+        "is a process on the same machine, so there is no network where a smaller update would save time."
     )
     head = ["scheme", "encoding", "MB sent", "send()", "encode", "ack", "stall", "of dense"]
     return Table(f"send() until applied, {megabytes:.0f} MB", note, head, rows)
@@ -346,7 +346,7 @@ def _tables(plan: Plan) -> Iterator[Table]:
     megabytes = min(plan.megabytes, _MOST_SYNC_MEGABYTES)
     say(f"send() until applied, {megabytes:g} MB")
     yield _sync_table(megabytes, _measure_sync(megabytes, plan.turns))
-    note = "A time is within its limit if the ratios of medians and of fastest turns both are."
+    note = "A time meets its limit if both the ratio of medians and the ratio of fastest turns do."
     one = times[_TARGET]
     yield targets_table(_targets(one), note=f"{one.update}. {note}")
 

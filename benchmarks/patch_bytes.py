@@ -131,9 +131,9 @@ def bytes_table(title: str, found: Iterable[Sizes]) -> Table:
         for layout in ("dense", *LAYOUTS, *_RIVALS)
     ]
     note = (
-        "Bytes for each changed element. Dense has no compression in this library: it is there to compare.\n"
-        "RLinf's bytes follow from its document, with our LZ4 in the place of nvCOMP's. Where a patch would\n"
-        "be above nine tenths of dense, all weights are sent instead."
+        "Bytes per changed element. This library does not compress dense updates; they are shown compressed\n"
+        "for comparison. RLinf's bytes are computed from its documentation, with this library's LZ4 instead\n"
+        "of nvCOMP's. If a patch would be larger than 90 % of dense, all weights are sent instead."
     )
     head = ["update", "changed", "layout", "MB, none", *COMPRESSIONS]
     return Table(title, note, head, rows)

@@ -305,8 +305,9 @@ def main(arguments: list[str] | None = None) -> int:
     facts = machine(("torch", "tensordict"))
     computing, copying = both_cores()
     facts.append(
-        f"Two processes at once, of one after the other: {computing:.2f} where one computes and one copies, "
-        f"{copying:.2f} where both copy. A pipeline within this machine cannot do better"
+        f"Time of two processes at once, divided by their time one after the other: {computing:.2f} if one "
+        f"computes and one copies, {copying:.2f} if both copy. A pipeline within this machine cannot be faster "
+        "than that"
     )
     return publish("pipeline", facts, _tables(options.megabytes, options.turns), options.rst)
 
@@ -325,9 +326,7 @@ def _tables(all_megabytes: float, turns: int) -> Iterator[Table]:
         ratios |= {(route.name, work): rates for work, rates in found.items()}
         yield table
     yield _memory_table(memory)
-    note = (
-        "A chunk for each in flight, and the one that is being filled may lie twice: converted, and copied."
-    )
+    note = "The memory limit allows one chunk for each in flight, and one more for converted tensors."
     yield targets_table(_targets(ratios, memory), note=note)
 
 
@@ -365,8 +364,8 @@ def _times(
     for side in sides:
         head += [side.name, *([] if side is serial else ["of serial"])]
     note = (
-        f"Milliseconds from send() until applied, median (least .. most) of {turns} turns, interleaved.\n"
-        f"Bfloat16, {_CHUNKS} chunks. The second and third column are of the serial side."
+        f"Milliseconds from send() until applied, median (min .. max) of {turns} turns, interleaved.\n"
+        f"Bfloat16, {_CHUNKS} chunks. The second and third columns are times of *serial*."
     )
     return Table(f"{megabytes:.0f} MB through {route.name}", note, head, rows), found
 
@@ -383,8 +382,8 @@ def _memory(route: Route, sides: list[Side]) -> list[list[str]]:
 
 def _memory_table(rows: list[list[str]]) -> Table:
     note = (
-        "MB: the largest chunk; the slots that chunks lie in; the most that converted tensors took which\n"
-        'were not yet copied into one. "whole" keeps a version for whoever comes later.'
+        "MB. *chunk*: the largest chunk. *slots*: all slots of the sender. *converted*: converted tensors that\n"
+        'were not yet copied into a slot, at their peak. The side "whole" keeps a version for late workers.'
     )
     return Table(
         "Memory of the sender while it sends", note, ["place", "side", "chunk", "slots", "converted"], rows

@@ -133,5 +133,5 @@ def _table(sizes: Sequence[float], fractions: Sequence[float], repeats: int) -> 
     cases.append(Case("5 MB fp32 to bf16, 5000 tensors", 5, 5000, torch.float32))
     found = [row for case in cases for row in rows(case, fractions, repeats)]
     head = ["weights", "changed", "copy", "scan", "obvious", "scan/copy", "obvious/scan"]
-    note = "Milliseconds, median (least .. most); MB are those of the snapshot."
+    note = "Milliseconds, median (min .. max); MB are those of the snapshot."
     return Table("Finding the elements that changed", note, head, found)

@@ -164,13 +164,14 @@ def styles_table(seconds: float) -> Table:
     rows = [[name, method.name, *_row(some)] for (name, method), some in loops.items()]
     slow, fast = _EXPLORER_STEPS[1], _EXPLORER_STEPS[0]
     note = (
-        f"Threads that sleep instead of computing: a step of the trainer takes {_TRAINER_STEP * 1e3:.0f}\n"
-        f"ms and two samples; a step of an explorer makes one, in {fast * 1e3:.0f} or {slow * 1e3:.0f} ms\n"
-        f"on average, each time between a half and one and a half of that; {_ROOM} samples may lie between\n"
-        f"them. A model of 1 MB. Median (least .. most) of {_TURNS} turns of {seconds:g} s. *Age*: trainer\n"
-        "steps between the weights that made a sample and those that learned from it. Shares of the time:\n"
-        "the trainer *starves* (no samples), or *synchronizes*; the explorers, on average, *synchronize*,\n"
-        "or wait for *room*."
+        "Trainer and explorers are threads that sleep instead of computing. A step of the trainer takes "
+        f"{_TRAINER_STEP * 1e3:.0f} ms\n"
+        f"and two samples. A step of an explorer makes one sample, in {fast * 1e3:.0f} or {slow * 1e3:.0f} ms"
+        " on average; each step takes\n"
+        f"50 to 150 % of that. The sample buffer holds {_ROOM} samples. The model has 1 MB. Median (min .. max) "
+        f"of\n{_TURNS} turns of {seconds:g} s. *age*: trainer steps between the weights that made a sample and "
+        "the weights that learn\nfrom it. The other columns are shares of time: the trainer *starves* (waits "
+        "for samples) or\n*synchronizes*; explorers, on average, *synchronize* or wait for *room* in the buffer."
     )
     head = ["style", "method", "steps/s", "mean age", "oldest", "starves %", "synchronizes %"]
     head += ["explorers synchronize %", "room %"]
@@ -382,13 +383,13 @@ def methods_table(plan: Plan) -> Table:
                 shown = [Figure(tuple(one)).show(1e3, 1) if one else "-" for one in columns]
                 rows.append([label, f"{megabytes:g}", str(explorers), *shown])
     note = (
-        "Milliseconds, median (least .. most). *Delivered*: explorers wait; from the trainer's call of\n"
-        "``sync_weight()`` until the last of them has returned from its own. *Trainer*: how long that\n"
-        "call took it. *Nobody waits*: the trainer's call when explorers are busy. *Later*: then all\n"
-        "explorers come at once; how long the slowest of them waits. With NCCL both sides must meet, so\n"
-        "the last two do not exist. Each side is a process, all on one machine, where NCCL goes through\n"
-        "shared memory; in the rows *a host each* explorers believe to be on other hosts, so that gloo\n"
-        f"carries the weights through sockets. Files: {_file_system(tempfile.gettempdir())}."
+        "Milliseconds, median (min .. max). *delivered*: explorers already wait; time from the trainer's call\n"
+        "of ``sync_weight()`` until the last explorer's call has returned. *trainer*: time of the trainer's\n"
+        "call. *nobody waits*: time of the trainer's call while explorers are busy. *later*: all explorers\n"
+        "then call at once; time of the slowest call. NCCL needs both sides at the same time, so it has no\n"
+        "figures in the last two columns. Each side is a process on the same machine. NCCL uses shared memory\n"
+        "there. In the rows *a host each*, explorers have different host names, so gloo carries the weights\n"
+        f"through sockets. File system: {_file_system(tempfile.gettempdir())}."
     )
     head = ["method", "MB", "explorers", "delivered", "trainer", "nobody waits", "later"]
     return Table("Methods: how long a synchronization takes", note, head, rows)

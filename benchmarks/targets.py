@@ -79,7 +79,7 @@ def target(template: str, reached: float | None, fastest: float | None = None, *
 def targets_table(
     targets: Iterable[Target],
     title: str = "Targets",
-    note: str = "Medians of this run, except where it says otherwise.",
+    note: str = "Medians of this run, unless stated otherwise.",
 ) -> Table:
     """Return a table with one row for each target."""
     targets = list(targets)
