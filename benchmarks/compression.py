@@ -110,7 +110,8 @@ def _table(megabytes: int, rounds: int) -> Table:
         found = measure(torch.from_numpy(make(nbytes, random)), rounds)
         rows += [row(kind, name, nbytes, one) for name, one in found.items()]
     note = (
-        "MB of uncompressed data per second, median (min .. max). Up to 4 threads compress, one decompresses.\n"
+        "MB of uncompressed data per second, median (min .. max). Up to 4 threads compress, one "
+        "decompresses.\n"
         "Compression pays on links slower than the last column (MB/s), if compressing, sending and\n"
         "decompressing happen one after the other."
     )

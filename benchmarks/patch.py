@@ -185,7 +185,8 @@ def times_table(megabytes: float, found: Iterable[Times]) -> Table:
     note = (
         "Milliseconds, median (min .. max). B: bytes per changed element. *build* is scan and encode, and\n"
         "*apply* is decode and write. *one copy* copies all tensors in the workers' dtype, with all threads\n"
-        "or one thread, whichever is faster. *pays below* is a link speed (MB/s): on slower links a patch is\n"
+        "or one thread, whichever is faster. *pays below* is a link speed (MB/s): on slower links a "
+        "patch is\n"
         "faster than dense, if it is built, sent and applied one after the other."
     )
     head = ["update", "layout", "compression", "B", "scan", "build", "apply", "build/copy", "obvious/build"]
@@ -286,7 +287,8 @@ def _sync_table(megabytes: float, found: dict[Key, list[Sent]]) -> Table:
         of_dense = f"{ratio(figures[0], stages(found[scheme, 'dense'])[0]) or 0.0:.2f}"
         rows.append([scheme, label, megabytes_sent, *(figure.show(1e3, 1) for figure in figures), of_dense])
     note = (
-        "Milliseconds, median (min .. max). 1 % of the elements change by 1 to 4 ulp in bfloat16. The worker\n"
+        "Milliseconds, median (min .. max). 1 % of the elements change by 1 to 4 ulp in bfloat16. The "
+        "worker\n"
         "is a process on the same machine, so there is no network where a smaller update would save time."
     )
     head = ["scheme", "encoding", "MB sent", "send()", "encode", "ack", "stall", "of dense"]

@@ -306,7 +306,8 @@ def main(arguments: list[str] | None = None) -> int:
     computing, copying = both_cores()
     facts.append(
         f"Time of two processes at once, divided by their time one after the other: {computing:.2f} if one "
-        f"computes and one copies, {copying:.2f} if both copy. A pipeline within this machine cannot be faster "
+        f"computes and one copies, {copying:.2f} if both copy. A pipeline within this machine cannot be "
+        "faster "
         "than that"
     )
     return publish("pipeline", facts, _tables(options.megabytes, options.turns), options.rst)
@@ -382,7 +383,8 @@ def _memory(route: Route, sides: list[Side]) -> list[list[str]]:
 
 def _memory_table(rows: list[list[str]]) -> Table:
     note = (
-        "MB. *chunk*: the largest chunk. *slots*: all slots of the sender. *converted*: converted tensors that\n"
+        "MB. *chunk*: the largest chunk. *slots*: all slots of the sender. *converted*: converted "
+        "tensors that\n"
         'were not yet copied into a slot, at their peak. The side "whole" keeps a version for late workers.'
     )
     return Table(

@@ -168,10 +168,13 @@ def styles_table(seconds: float) -> Table:
         f"{_TRAINER_STEP * 1e3:.0f} ms\n"
         f"and two samples. A step of an explorer makes one sample, in {fast * 1e3:.0f} or {slow * 1e3:.0f} ms"
         " on average; each step takes\n"
-        f"50 to 150 % of that. The sample buffer holds {_ROOM} samples. The model has 1 MB. Median (min .. max) "
-        f"of\n{_TURNS} turns of {seconds:g} s. *age*: trainer steps between the weights that made a sample and "
+        f"50 to 150 % of that. The sample buffer holds {_ROOM} samples. The model has 1 MB. Median (min "
+        ".. max) "
+        f"of\n{_TURNS} turns of {seconds:g} s. *age*: trainer steps between the weights that made a "
+        "sample and "
         "the weights that learn\nfrom it. The other columns are shares of time: the trainer *starves* (waits "
-        "for samples) or\n*synchronizes*; explorers, on average, *synchronize* or wait for *room* in the buffer."
+        "for samples) or\n*synchronizes*; explorers, on average, *synchronize* or wait for *room* in "
+        "the buffer."
     )
     head = ["style", "method", "steps/s", "mean age", "oldest", "starves %", "synchronizes %"]
     head += ["explorers synchronize %", "room %"]
@@ -383,11 +386,13 @@ def methods_table(plan: Plan) -> Table:
                 shown = [Figure(tuple(one)).show(1e3, 1) if one else "-" for one in columns]
                 rows.append([label, f"{megabytes:g}", str(explorers), *shown])
     note = (
-        "Milliseconds, median (min .. max). *delivered*: explorers already wait; time from the trainer's call\n"
+        "Milliseconds, median (min .. max). *delivered*: explorers already wait; time from the "
+        "trainer's call\n"
         "of ``sync_weight()`` until the last explorer's call has returned. *trainer*: time of the trainer's\n"
         "call. *nobody waits*: time of the trainer's call while explorers are busy. *later*: all explorers\n"
         "then call at once; time of the slowest call. NCCL needs both sides at the same time, so it has no\n"
-        "figures in the last two columns. Each side is a process on the same machine. NCCL uses shared memory\n"
+        "figures in the last two columns. Each side is a process on the same machine. NCCL uses shared "
+        "memory\n"
         "there. In the rows *a host each*, explorers have different host names, so gloo carries the weights\n"
         f"through sockets. File system: {_file_system(tempfile.gettempdir())}."
     )

@@ -207,7 +207,7 @@ def test_threads_change_no_byte(codec):
     packed = codec(threads=1).compress(data)
     for threads in (2, 3, 4, 50):
         assert torch.equal(codec(threads=threads).compress(data), packed)
-    with pytest.raises(ValueError, match="at least one thread, got 0"):
+    with pytest.raises(ValueError, match="threads must be at least 1, got 0"):
         codec(threads=0)
 
 

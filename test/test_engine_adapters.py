@@ -209,7 +209,7 @@ def tensors_of(source: Any) -> dict[str, str]:
 def test_vllm(llm: StandInLLM, connected: Any, batch_bytes: int, in_chunks: bool) -> None:
     source = mlp(1)
     engine = VLLMEngine(llm, batch_bytes=batch_bytes, loads_in_chunks=in_chunks)
-    with pytest.raises(LifecycleError, match="no whole version"):
+    with pytest.raises(LifecycleError, match="no complete version"):
         engine.generate(["hello"])
     scheme = connected(source, engine, limit=2 if in_chunks else None)
     for seed in range(2, 4):
@@ -229,7 +229,7 @@ def test_vllm_that_does_not_know_a_weight(llm: StandInLLM, connected: Any) -> No
     llm.collective_rpc("refuse", args=("2.weight",))
     with pytest.raises(SyncFailedError, match=r"no parameter named '2\.weight'"):
         scheme.send()
-    with pytest.raises(LifecycleError, match="no whole version"):
+    with pytest.raises(LifecycleError, match="no complete version"):
         engine.generate(["hello"])
     llm.collective_rpc("refuse", args=(None,))
     scheme.send()
@@ -270,7 +270,7 @@ def test_sglang_that_fails(connected: Any) -> None:
     stand_in.flushes = False
     with pytest.raises(SyncFailedError, match="did not flush its cache"):
         scheme.send()
-    with pytest.raises(LifecycleError, match="no whole version"):
+    with pytest.raises(LifecycleError, match="no complete version"):
         engine.generate("hello")
     stand_in.flushes = True
     scheme.send()

@@ -165,7 +165,7 @@ def test_what_fails_inside_the_gate_changes_nothing(hire: Hire) -> None:
     crew = hire(source)
     before = ask(crew, "run", rest_of)
     handle = send_while_held(source, crew, lose_one_when_it_waits)
-    with pytest.raises(SyncFailedError, match="'steps' is no longer in the destination"):
+    with pytest.raises(SyncFailedError, match="'steps' is no longer in the target"):
         handle.wait()
     assert ask(crew, "run", rest_of) == before
 

@@ -307,7 +307,7 @@ def test_exiting_in_the_middle_of_an_update_is_an_error_of_that_update(join: Joi
 def test_a_model_of_inference_tensors_is_refused(join: Join, path: str) -> None:
     with torch.inference_mode():
         target = linear()
-    with pytest.raises(UnsupportedSourceError, match=r"'weight' of the destination is an inference tensor"):
+    with pytest.raises(UnsupportedSourceError, match=r"'weight' of the target is an inference tensor"):
         join(linear(), target, **PATHS[path])
 
 

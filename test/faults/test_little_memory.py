@@ -196,7 +196,11 @@ HELLO, WELCOME = (Receiver, "_greet"), (Staging, "begin_with")
 SHORTAGES: dict[str, tuple[tuple[type, str], Exception, dict[str, Any]]] = {
     "memory": (HELLO, MemoryError(), {}),
     "thread": (HELLO, RuntimeError("can't start new thread"), {}),
-    "reader": (HELLO, LinkClosedError("no thread to read the store with (can't start new thread)"), {}),
+    "reader": (
+        HELLO,
+        LinkClosedError("no thread could be started to read the store (can't start new thread)"),
+        {},
+    ),
     "welcome": (WELCOME, MemoryError(), {}),
     "welcome without a version": (WELCOME, MemoryError(), {"encoding": "bucket", "max_in_flight": 2}),
 }

@@ -157,7 +157,7 @@ def test_a_call_that_is_cancelled_after_close_is_cancelled() -> None:
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        with pytest.raises(LifecycleError, match="make a new one"):
+        with pytest.raises(LifecycleError, match="create a new one"):
             await explorer.need_sync()
 
     with Synchronizer(SyncMethod.MEMORY) as where:

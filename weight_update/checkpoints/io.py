@@ -56,7 +56,7 @@ class Remover:
         except OSError as error:
             if str(path) not in self._failed:
                 self._failed.add(str(path))
-                _log.warning("old checkpoints stay for now: %s", error)
+                _log.warning("old checkpoints could not be removed yet: %s", error)
             return False
         self._failed.discard(str(path))
         return True

@@ -66,7 +66,7 @@ def _renew(path: Path, ended: threading.Event, pause: float) -> None:
             os.utime(path)  # the time of the file server, if there is one
         except FileNotFoundError:
             if not ended.is_set():
-                _log.warning("the lease %s was taken for dead; its file may be removed", path)
+                _log.warning("the lease %s was considered expired; its file may be removed", path)
             return
         except OSError as error:  # a server that is away for a moment
             _log.debug("the lease %s was not renewed: %s", path, error)

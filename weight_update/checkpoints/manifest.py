@@ -75,7 +75,7 @@ class Manifest:
             found = json.loads(raw)
             fields = found["manifest"]
             if found["format"] != _FORMAT or found["sha256"] != _checksum(fields):
-                raise ValueError("its format is unknown or its checksum does not hold")
+                raise ValueError("its format is unknown or its checksum is wrong")
             if {name: type(value) for name, value in fields.items()} != _TYPES:
                 raise ValueError(f"its fields are not {', '.join(_TYPES)}")
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:

@@ -76,7 +76,7 @@ def pack(weights: Mapping[str, Any]) -> tuple[WeightSchema, list[memoryview]]:
         ValueError: a tensor has the name that the format reserves.
     """
     if _METADATA in weights:
-        raise ValueError(f"no tensor can be called {_METADATA!r} in a safetensors file")
+        raise ValueError(f"no tensor may be named {_METADATA!r} in a safetensors file")
     named = from_items(iter(weights.items()))
     tensors, schema = named.tensors, WeightSchema.of(named.tensors)
     # The widest dtypes first: without holes, each tensor then begins at a multiple of its element size.

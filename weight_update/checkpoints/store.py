@@ -220,7 +220,7 @@ class CheckpointStore:
         fd = open_regular(self.directory / manifest.file)
         try:
             if digest(fd, manifest.nbytes) != manifest.digest:
-                raise CorruptCheckpointError(f"the digest of {manifest.file} does not hold")
+                raise CorruptCheckpointError(f"the digest of {manifest.file} is wrong")
             mapping = mmap.mmap(fd, manifest.nbytes, access=mmap.ACCESS_COPY)
         finally:
             os.close(fd)
@@ -254,7 +254,7 @@ class GarbageCollector:
             self._hide_old_versions()
             self._remove_unnamed_files()
         except OSError as error:
-            _log.warning("old checkpoints stay for now: %s", error)
+            _log.warning("old checkpoints could not be removed yet: %s", error)
 
     def _hide_old_versions(self) -> None:
         in_use, complete = self._leases.in_use(), 0

@@ -55,7 +55,7 @@ class BlockCompression(Compression):
 
     def __post_init__(self) -> None:
         if self.threads < 1:
-            raise ValueError(f"it takes at least one thread, got {self.threads}")
+            raise ValueError(f"threads must be at least 1, got {self.threads}")
 
     @abstractmethod
     def shrinker(self) -> Shrink:
@@ -122,7 +122,7 @@ def _whole(block: memoryview, nbytes: int, expand: Expand) -> Buffer:
         return block
     found = expand(block, nbytes)
     if len(found) != nbytes:
-        raise FormatError(f"a block holds {len(found)} bytes where {nbytes} were announced")
+        raise FormatError(f"a block holds {len(found)} bytes, expected {nbytes}")
     return found
 
 
@@ -132,10 +132,10 @@ def _cut(data: torch.Tensor, nbytes: int) -> list[memoryview]:
     if not nbytes and not data.numel():
         return []
     if data.numel() < head:
-        raise FormatError(f"{data.numel()} bytes cannot hold {nbytes} compressed ones")
+        raise FormatError(f"{data.numel()} bytes are too few for the block table of {nbytes} bytes of data")
     view = byte_view(data)
     ends = head + np.cumsum(np.frombuffer(view[:head], "<u4"), dtype=np.int64)
     if len(view) != (ends[-1] if head else 0):
-        raise FormatError(f"compressed blocks do not fill the {len(view)} bytes that are there")
+        raise FormatError(f"the compressed blocks do not add up to the {len(view)} bytes of the data")
     places = [head, *ends.tolist()]
     return [view[start:end] for start, end in itertools.pairwise(places)]

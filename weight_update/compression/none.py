@@ -29,5 +29,5 @@ class NoCompression(Compression):
     def decompress(cls, data: torch.Tensor, nbytes: int) -> torch.Tensor:
         cls.check(data, nbytes)
         if data.numel() != nbytes:
-            raise FormatError(f"{data.numel()} bytes where {nbytes} were announced")
+            raise FormatError(f"{data.numel()} bytes, expected {nbytes}")
         return data

@@ -55,7 +55,7 @@ class NvcompLz4Compression(Compression):
         cls.check(data, nbytes)
         if not nbytes or not data.numel():
             if nbytes or data.numel():
-                raise FormatError(f"{data.numel()} bytes cannot stand for {nbytes}")
+                raise FormatError(f"{data.numel()} compressed bytes cannot decompress to {nbytes}")
             return torch.empty_like(data)
         try:
             return _decode(data, nbytes)
@@ -69,7 +69,7 @@ def _decode(data: torch.Tensor, nbytes: int) -> torch.Tensor:
     with _session(data) as session:
         found = session.codec.get_uncomp_buffer_size(session.source)
         if found != nbytes:
-            raise FormatError(f"the data holds {found} bytes where {nbytes} were announced")
+            raise FormatError(f"the data holds {found} bytes, expected {nbytes}")
         result = torch.empty(nbytes, dtype=torch.uint8, device=data.device)
         session.stream.wait_stream(torch.cuda.current_stream())
         session.codec.decode(session.source, out=result)

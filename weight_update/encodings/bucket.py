@@ -240,7 +240,7 @@ class _BucketDecoder(Decoder):
             values = self._from_buckets(payloads)
         self._flat = None
         if self._end != self._sent.nbytes:
-            raise FormatError(f"buckets up to byte {self._end} of {self._sent.nbytes}")
+            raise FormatError(f"the buckets end at byte {self._end} of {self._sent.nbytes}")
         metas = zip(values, self._schema.tensors, strict=True)
         return [value if value.dtype == meta.dtype else value.to(meta.dtype) for value, meta in metas]
 
@@ -253,7 +253,7 @@ class _BucketDecoder(Decoder):
             if sent.digest != self._sent.digest:
                 self._sent, self._views, self._joiner = sent, None, None
         if head.total != self._sent.nbytes or head.start != self._end or head.stop > head.total:
-            raise FormatError(f"bucket of bytes {head.start} to {head.stop} where {self._end} was next")
+            raise FormatError(f"got a bucket of bytes {head.start} to {head.stop}, expected byte {self._end}")
         self._end = head.stop
         return head
 
@@ -265,7 +265,7 @@ class _BucketDecoder(Decoder):
     def _from_buckets(self, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         heads = [self._head(payload, index == 0) for index, payload in enumerate(payloads)]
         if not heads:
-            raise FormatError("no buckets")
+            raise FormatError("the update has no buckets")
         out = []
         for meta in self._sent.tensors:
             last = meta.offset + meta.nbytes
@@ -278,7 +278,7 @@ class _BucketDecoder(Decoder):
             ]
             raw = slices[0] if len(slices) == 1 else _joined(slices)
             if raw.numel() != meta.nbytes:
-                raise FormatError(f"{meta.name!r} is not whole in the buckets")
+                raise FormatError(f"the buckets do not contain all of {meta.name!r}")
             out.append(raw.view(meta.dtype).view(meta.shape))
         return out
 

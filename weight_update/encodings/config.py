@@ -56,7 +56,7 @@ def encoding_from_config(config: Mapping[str, Any]) -> tuple[Encoding, bool]:
 
 def _tree(given: Any, keys: list[str], where: str) -> dict[str, Any]:
     if given is not None and not isinstance(given, Mapping):
-        raise ValueError(f"{where} has the keys {', '.join(keys)}, it is not {given!r}")
+        raise ValueError(f"{where} must be a dict with the keys {', '.join(keys)}, not {given!r}")
     unknown = sorted(map(str, set(given or {}) - set(keys)))
     if unknown:
         raise ValueError(f"unknown keys in {where}: {', '.join(unknown)} (known: {', '.join(keys)})")

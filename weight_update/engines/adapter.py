@@ -69,7 +69,7 @@ class Loading:
         if found:
             self.load((schema.names[i], value) for i, value in found)
         if header["index"] == header["count"] - 1 and self.count != len(schema.tensors):
-            raise FormatError(f"{self.count} of {len(schema.tensors)} weights came")
+            raise FormatError(f"{self.count} of {len(schema.tensors)} weights arrived")
 
     def finish(self) -> None:
         """Tell the engine that the version is complete."""

@@ -52,7 +52,7 @@ class ExclusiveEngine(InferenceEngine):
             raise SyncTimeoutError(f"an update took longer than {self.timeout:g} s (raise timeout=)")
         try:
             if self.version is None:
-                raise LifecycleError("this engine has no whole version of the weights; wait for an update")
+                raise LifecycleError("this engine has no complete version of the weights; wait for an update")
             yield
         finally:
             self._turn.release()

@@ -190,7 +190,7 @@ class OwnCopy(Storage):
         )
         if different:
             raise SchemaMismatchError(
-                "the receiver starts from other weights than the sender; load the same ones, or let "
+                "the receiver's first weights differ from the sender's; load the same weights, or let "
                 "init_sync send them:",
                 different,
             )
@@ -238,7 +238,9 @@ class OwnCopy(Storage):
             MissingBaseError: another version is in force, or the worker wrote into its weights.
         """
         if self._flat is None or base != self._version:
-            raise MissingBaseError(f"a change of version {base}; version {self._version} is here")
+            raise MissingBaseError(
+                f"the delta applies to version {base}, but version {self._version} is in force"
+            )
         tensors = self._tensors()
         if self._overwritten or _state_of(tensors) != self._known:
             raise MissingBaseError("this worker wrote into its weights")

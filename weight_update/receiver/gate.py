@@ -230,7 +230,9 @@ class Gate:
         with self._lock:
             self._drop_ended()
             if interrupted or self._last(lambda _: True) or self._has_thread(thread):
-                raise LifecycleError("an update cannot land inside hold() or a forward pass of this thread")
+                raise LifecycleError(
+                    "an update cannot be applied inside hold() or a forward pass of this thread"
+                )
         if thread != threading.main_thread().ident:
             return self._run(action, timeout, given_up)
         left: list[bool] = []

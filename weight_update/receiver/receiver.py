@@ -265,13 +265,15 @@ class Receiver:
                 _log.warning("worker %d keeps version %s: %s", self.worker, self.version, error)
             except (TransportError, FormatError, TimeoutError) as error:
                 if isinstance(error, FormatError):
-                    _log.warning("worker %d joins again, because of what came: %s", self.worker, error)
+                    _log.warning(
+                        "worker %d joins again, because it received an invalid frame: %s", self.worker, error
+                    )
                 reason = error if self._closing.is_set() else self._rejoin(error)
                 if reason is not None:
                     self._end(reason)
                     return
             except Exception as error:  # noqa: BLE001 - the thread ends in order, whatever it is
-                _log.exception("worker %d: receiving updates ended", self.worker)
+                _log.exception("worker %d stopped receiving updates", self.worker)
                 try:
                     self.link.disconnect()  # tells the sender, if it lives
                 finally:

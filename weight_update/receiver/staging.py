@@ -87,7 +87,7 @@ class Staging:
         target = target_for(model, self._strategy, self._stable)
         if self.current is not None and (target.takes_over or self.target.takes_over):
             raise LifecycleError(
-                "an engine cannot be exchanged while connected; make a receiver of the new one"
+                "the engine of a connected receiver cannot be replaced; create a receiver for the new engine"
             )
         self.unguard()
         self.target = target
@@ -171,9 +171,9 @@ class Staging:
         """
         header = chunk.header
         if self._schema is None or header["schema"] != self._schema.digest:
-            raise FormatError("an update for another schema")
+            raise FormatError("the update is for another schema")
         if header["index"] != len(self.parts):
-            raise FormatError(f"chunk {header['index']} came, {len(self.parts)} was next")
+            raise FormatError(f"got chunk {header['index']}, expected chunk {len(self.parts)}")
         engine = self.target.chunk_loader(header, self._decoder) if self._own is None else None
         if engine is not None:
             return self._load_chunk(engine, chunk, self._schema)
@@ -275,11 +275,11 @@ class Staging:
         """Return the update that changes weights in force."""
         header, payloads = parts[0].header, payloads_of(parts)
         if self._own is None:
-            raise FormatError("a change, though no weights are kept here")
+            raise FormatError("got a delta, but this receiver keeps no weights to apply it to")
         deltas = [read_delta(header["encoding"], payload, schema) for payload in payloads]
         chain = [header["base"], *(delta.version for delta in deltas)]
         if chain[:-1] != [delta.base for delta in deltas] or chain[-1] != header["version"]:
-            raise FormatError(f"changes that do not lead from {header['base']} to {header['version']}")
+            raise FormatError(f"the deltas do not lead from version {header['base']} to {header['version']}")
         return StagedUpdate(
             header["version"],
             header["group"],

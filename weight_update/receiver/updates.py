@@ -272,7 +272,7 @@ class UpdateHandler:
             except LifecycleError:  # shutdown() inside hold(): this thread computes nothing now
                 self.staging.leave_payloads()
         except LinkClosedError:
-            _log.debug("worker %d: left to shutdown(), which has begun", self._worker)
+            _log.debug("worker %d: shutdown() has begun and leaves the payloads", self._worker)
         except (SyncTimeoutError, torch.OutOfMemoryError) as error:
             _log.warning(
                 "worker %d: the weights stay in the sender's memory, and are gone when its process ends: %s",

@@ -271,7 +271,9 @@ class Sources:
         lacking = [i for i in chosen if is_per_worker(weights) and i not in weights]
         unknown = [i for i in chosen if i not in self.by_worker] + lacking
         if unknown:
-            raise UnknownWorkerError(f"no weights or no such worker: {unknown} (known workers: {known})")
+            raise UnknownWorkerError(
+                f"unknown workers, or no weights for them: {unknown} (known workers: {known})"
+            )
         return list(dict.fromkeys(chosen))
 
     def _workers_of(self, item: Any) -> list[int]:

@@ -125,7 +125,7 @@ class BufferPool:
                     return slot
                 if time.monotonic() > deadline:
                     raise NotEnoughMemoryError(
-                        f"no memory for {nbytes / 1e6:.1f} MB, and workers did not let go of any in time"
+                        f"no memory for {nbytes / 1e6:.1f} MB, and workers did not release any in time"
                     )
                 self._changed.wait(_CHECK_SECONDS)
 

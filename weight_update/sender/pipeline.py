@@ -236,10 +236,10 @@ class Pipeline:
             name, tensor = next(items, (None, None))
             self.seconds["convert"] += time.perf_counter() - start
             if tensor is None:
-                raise _mismatch(f"{meta.name!r} was expected, and nothing came")
+                raise _mismatch(f"expected {meta.name!r}, but there are no more weights")
             if (name, tensor.shape, tensor.dtype) != (meta.name, meta.shape, meta.dtype):
                 found = f"{name!r} {tuple(tensor.shape)} {tensor.dtype}"
-                raise _mismatch(f"{found} came where {meta.name!r} {meta.shape} {meta.dtype} was expected")
+                raise _mismatch(f"got {found}, expected {meta.name!r} {meta.shape} {meta.dtype}")
             if position in tied and places.setdefault(meta.offset, memory_identity(tensor)) != (
                 memory_identity(tensor)
             ):
@@ -247,7 +247,7 @@ class Pipeline:
             yield tensor
             del tensor
         for name, _ in items:
-            raise _mismatch(f"{name!r} came after the last")
+            raise _mismatch(f"got {name!r} after the last expected weight")
 
     def _lend(self, nbytes: int) -> torch.Tensor:
         start = time.perf_counter()

@@ -93,7 +93,7 @@ class Binding:
         frozen = [name for name, one in tensors.items() if one.is_inference() and not one.is_meta]
         if frozen:
             raise UnsupportedSourceError(
-                f"{frozen[0]!r} of the destination is an inference tensor ({len(frozen)} of {len(tensors)} "
+                f"{frozen[0]!r} of the target is an inference tensor ({len(frozen)} of {len(tensors)} "
                 "are): make the model outside torch.inference_mode(), and compute with it there if you like"
             )
         return WeightSchema.of(tensors)
@@ -194,7 +194,7 @@ class Binding:
         if isinstance(self.destination, nn.Module):
             unknown = [f"{name}: no such extra state" for name in extra if name not in self.extra_owners]
             if unknown:
-                raise SchemaMismatchError("extra state does not fit the destination:", tuple(unknown))
+                raise SchemaMismatchError("extra state does not fit the target:", tuple(unknown))
 
     def exchange_extra(self, extra: Mapping[str, Any]) -> Callable[[], None]:
         """Give each extra state to its owner, or raise and give none; return a function that reverts it."""
@@ -223,7 +223,7 @@ class Binding:
         owner, key = self._places[name]
         tensor = owner.get(key)
         if not isinstance(tensor, torch.Tensor):
-            raise SchemaMismatchError(f"{name!r} is no longer in the destination")
+            raise SchemaMismatchError(f"{name!r} is no longer in the target")
         return tensor
 
     def _targets(self, names: tuple[str, ...]) -> list[torch.Tensor]:
@@ -335,7 +335,7 @@ def _require_own_elements(names: Sequence[str], targets: Sequence[torch.Tensor])
             step == 0 and size > 1 for step, size in zip(target.stride(), target.shape, strict=True)
         ):
             raise UnsupportedSourceError(
-                f"{name!r} of the destination is an expanded view; its elements cannot be written one by one"
+                f"{name!r} of the target is an expanded view; its elements cannot be written one by one"
             )
 
 

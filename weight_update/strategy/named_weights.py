@@ -159,7 +159,7 @@ def from_items(items: Iterator[tuple[str, Any]]) -> NamedWeights:
     extra: dict[str, Any] = {}
     for name, value in items:
         if name in tensors or name in extra:
-            raise UnsupportedSourceError(f"{name!r} stands for two different entries")
+            raise UnsupportedSourceError(f"{name!r} is the name of two different entries")
         if name.endswith(EXTRA) and name.rpartition(".")[2] == EXTRA:
             extra[name] = value
         elif isinstance(value, torch.Tensor):

@@ -202,7 +202,7 @@ class CheckpointService(Service):
         self._reserved = store.last_number()
         if (newest := store.latest()) is not None:
             _log.info(
-                "going on after version %d (step %d) that %s holds; a new run wants a new directory",
+                "continuing after version %d (step %d), which %s holds; use a new directory for a new run",
                 newest.version,
                 newest.step,
                 directory,

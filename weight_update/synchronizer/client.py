@@ -190,7 +190,7 @@ class ClientBase:
     def _retry(self, name: str, args: dict[str, Any], limit: float, wait: bool) -> Reply:
         while True:
             if self.closed.is_set():
-                raise LifecycleError(f"this {self.role} is closed; make a new one")
+                raise LifecycleError(f"this {self.role} is closed; create a new one")
             left = max(limit - time.monotonic(), 0.0)
             if wait:
                 args["timeout"] = left

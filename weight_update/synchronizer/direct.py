@@ -82,7 +82,7 @@ class DirectTrainer(TrainerMethod):
                 if not transfers:
                     raise
                 _log.warning(
-                    "step %d: explorers that did not wait were not sent weights: %s", client.step, error
+                    "step %d: weights were not sent to explorers that did not wait: %s", client.step, error
                 )
         return transfers
 

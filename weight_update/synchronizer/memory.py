@@ -93,7 +93,7 @@ class WeightCache:
         """
         if self._publisher is not None and self._address != address:
             raise LifecycleError(
-                "the synchronizer already hands weights out on another interface; call serve() before the "
+                "the synchronizer already sends weights on another interface; call serve() before the "
                 "trainer publishes"
             )
         self._address = address

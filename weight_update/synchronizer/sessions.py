@@ -109,8 +109,8 @@ class SessionTable:
             raise Closed("the synchronizer was closed")
         if name in self._replaced:
             raise Refused(
-                "another client has taken this one's place: of several trainers, or explorers of one id, "
-                "the newest counts"
+                "another client has replaced this one: of several trainers, or several explorers with one "
+                "id, only the newest may stay"
             )
 
     def remove(self, name: str) -> Session | None:
@@ -145,7 +145,7 @@ class SessionTable:
                 now = time.monotonic()
                 for name, session in sessions.items():
                     if now - session.seen >= lease:
-                        _log.warning("a client was not heard of for %g s", lease)
+                        _log.warning("no call of a client for %g s; it counts as gone", lease)
                         self._on_lapsed(name, f"it was not heard of for {lease:g} s")
                 first = min(session.seen for session in sessions.values())
                 pause = max(first + lease - now, 0.01)

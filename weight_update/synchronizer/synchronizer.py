@@ -89,7 +89,7 @@ class Synchronizer:
         """The service that answers calls; made when it is first needed."""
         with self._making:  # clients may be made by several threads at once
             if self._closed:
-                raise LifecycleError("this synchronizer is closed; make a new one")
+                raise LifecycleError("this synchronizer is closed; create a new one")
             if self._service is None:
                 self._service = self._make_service()
             return self._service
@@ -148,7 +148,9 @@ class Synchronizer:
             ImportError: Ray is not installed.
         """
         if self._service is not None:
-            raise LifecycleError("this synchronizer serves this process; make another for an actor")
+            raise LifecycleError(
+                "this synchronizer already serves this process; create another one for an actor"
+            )
         make = functools.partial(type(self), self.plan, directory=self._directory, **self._options)
         host = RayHost.start(make, name, namespace, options)
         self._servers.append(host)

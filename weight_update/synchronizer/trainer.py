@@ -81,11 +81,11 @@ class BlockingTrainer(ClientBase):
             return
         if given is None:
             self.step = newest
-            _log.info("the trainer goes on at step %d, at which version %s was made", newest, self.version)
+            _log.info("the trainer continues at step %d, the step of version %s", newest, self.version)
         else:
             _log.warning(
-                "the trainer begins at step %d, but version %s was made at step %d; explorers that are ahead "
-                "of it wait until it catches up (step=None goes on at %d)",
+                "the trainer begins at step %d, but version %s is from step %d; explorers that are ahead "
+                "wait until the trainer catches up (step=None continues at step %d)",
                 given,
                 self.version,
                 newest,

@@ -99,7 +99,9 @@ class Listener:
                 self._step()
             except Exception as error:  # noqa: BLE001 - without this thread no one could join
                 if not self._closed.is_set():
-                    self._log.warning("the listener continues after %r", error, exc_info=True)
+                    self._log.warning(
+                        "the listener continues after an unexpected error: %r", error, exc_info=True
+                    )
                     self._closed.wait(_BACK_OFF_SECONDS)
         for pending in list(self._pending.values()):
             self._remove(pending)

@@ -89,12 +89,12 @@ def _decode(value: Any) -> Any:
         return {key: _decode(item) for key, item in body.items()}
     if tag == "$tensor":
         return _decode_tensor(*body)
-    raise ValueError(f"{tag!r:.40} with a {type(body).__name__}")
+    raise ValueError(f"unknown tag {tag!r:.40} with a {type(body).__name__}")
 
 
 def _decode_tensor(name: str, shape: Any, data: str) -> torch.Tensor:
     if not isinstance(shape, list) or any(type(size) is not int or size < 0 for size in shape):
-        raise ValueError(f"shape {shape!r:.80}")
+        raise ValueError(f"invalid shape {shape!r:.80}")
     raw = bytearray(base64.b64decode(data, validate=True))
     if not raw:  # view, not empty: memory is bounded by the data, whatever the shape says
         return torch.empty(0, dtype=DTYPES[name]).view(shape)

@@ -243,7 +243,7 @@ class Prelude:
         if flags & ~_HAS_CHECKSUM:
             raise FormatError(f"unknown frame flags {flags:#x}")
         if crc and not flags & _HAS_CHECKSUM:
-            raise FormatError("a payload checksum stands where the flags say that there is none")
+            raise FormatError("the frame has a payload checksum, but its flags say that there is none")
         if header > MAX_HEADER_BYTES or payload > max_payload:
             raise FormatError(f"frame announces {header} + {payload} bytes, more than is allowed")
         return cls(raw, Kind(kind), flags, header, payload, head_crc, crc)
@@ -268,11 +268,11 @@ class Prelude:
             FormatError: a checksum does not hold, the header is not JSON, or its fields are wrong.
         """
         if zlib.crc32(header, zlib.crc32(self.raw[:20])) != self.head_crc:
-            raise FormatError("the header's checksum does not hold")
+            raise FormatError("the header's checksum is wrong")
         if self.flags & _HAS_CHECKSUM:
             data = byte_view(payload) if payload is not None else b""
             if zlib.crc32(data) != self.payload_crc:
-                raise FormatError("the payload's checksum does not hold")
+                raise FormatError("the payload's checksum is wrong")
         try:
             fields = json.loads(header.decode())
         except (ValueError, RecursionError) as error:

@@ -287,7 +287,7 @@ class WeightSchema:
         if type(nbytes) is not int or not 0 <= nbytes <= MAX_PAYLOAD_BYTES:
             raise FormatError(f"not a schema: nbytes is {nbytes!r}")
         if len({meta.name for meta in metas}) != len(metas):
-            raise FormatError("not a schema: a name stands twice")
+            raise FormatError("not a schema: a name occurs twice")
         _check_places(metas, nbytes)
         return cls(metas, nbytes)
 
@@ -371,15 +371,15 @@ def untied(tied: WeightSchema, other: WeightSchema, where: str = "the workers") 
 def _meta_from_row(row: Sequence[Any]) -> TensorMeta:
     name, shape, dtype, offset = row
     if not isinstance(name, str) or type(offset) is not int or not isinstance(shape, list):
-        raise ValueError(f"entry {row!r:.80}")
+        raise ValueError(f"invalid entry {row!r:.80}")
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r:.40} (known: {', '.join(DTYPES)})")
     if len(shape) > _MAX_DIMENSIONS or any(
         type(size) is not int or not 0 <= size <= MAX_PAYLOAD_BYTES for size in shape
     ):
-        raise ValueError(f"shape {shape!r:.80}")
+        raise ValueError(f"invalid shape {shape!r:.80}")
     if math.prod(size or 1 for size in shape) > MAX_PAYLOAD_BYTES:  # also where another size is 0
-        raise ValueError(f"shape {shape!r:.80}")
+        raise ValueError(f"invalid shape {shape!r:.80}")
     return TensorMeta(name, tuple(shape), DTYPES[dtype], offset)
 
 

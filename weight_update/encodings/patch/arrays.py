@@ -121,7 +121,7 @@ class ArrayReader:
         self._bytes = payload.numpy()
         self._at = start + arrays * ENTRY_BYTES
         if self._at > payload.numel():
-            raise FormatError(f"a patch of {payload.numel()} bytes has no room for {arrays} arrays")
+            raise FormatError(f"a patch of {payload.numel()} bytes is too short for {arrays} arrays")
         self._entries = _ENTRY.iter_unpack(self._bytes[start : self._at].tobytes())
 
     def exactly(self, items: int, widths: Sequence[int] = (1, 2, 4, 8)) -> Array:
@@ -146,7 +146,9 @@ class ArrayReader:
         """
         width, name, there, stored = next(self._entries, (0, b"", 0, 0))
         if width not in widths or there > items:
-            raise FormatError(f"a patch has {there} items of {width} bytes where {items} of {widths} can be")
+            raise FormatError(
+                f"an array has {there} items of {width} bytes, expected at most {items} of {widths}"
+            )
         data = self._next_bytes(stored)
         codec = decompressor_for(name.rstrip(b"\0").decode("ascii", "replace"))
         if codec.device == "cuda" and not torch.cuda.is_available():

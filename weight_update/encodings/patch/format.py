@@ -167,7 +167,9 @@ def decode_patch(payload: torch.Tensor, schema: WeightSchema) -> Patch:
     if magic != _MAGIC or form != _FORMAT:
         raise FormatError(f"not a patch of format {_FORMAT}: it starts with {magic!r}, {form}")
     if layout >= len(_LAYOUTS) or flags & ~(_DELTA | _RELATIVE) or base < 0 or version < 0:
-        raise FormatError(f"a patch of layout {layout}, flags {flags:#x}, from {base} to {version}")
+        raise FormatError(
+            f"unknown layout {layout} or flags {flags:#x}, or a negative version: from {base} to {version}"
+        )
     table = _HEAD.size + count * _SECTION.size
     sections = _read_sections(raw[_HEAD.size : table], count, schema.nbytes)
     reader = ArrayReader(payload, table, arrays)
@@ -181,11 +183,11 @@ def decode_patch(payload: torch.Tensor, schema: WeightSchema) -> Patch:
 
 def _read_sections(raw: Array, count: int, nbytes: int) -> list[tuple[int, int]]:
     if raw.size != count * _SECTION.size:
-        raise FormatError(f"a patch has no room for {count} sections")
+        raise FormatError(f"a patch is too short for {count} sections")
     sections = list(_SECTION.iter_unpack(raw.tobytes()))
     widths = [width for width, _ in sections]
     if not set(widths) <= set(BITS) or widths != sorted(set(widths)):
-        raise FormatError(f"a patch has elements of {widths} bytes")
+        raise FormatError(f"a patch has sections of widths {widths}")
     for width, items in sections:
         if not 0 < items <= nbytes // width:
             raise FormatError(f"a patch changes {items} of {nbytes // width} elements of {width} bytes")
@@ -209,16 +211,16 @@ def _decode_ranges(arrays: ArrayReader, count: int, nbytes: int) -> tuple[ByteRa
     if count == 0:
         return ()
     if count > nbytes:
-        raise FormatError(f"a patch has {count} byte ranges for {nbytes} bytes")
+        raise FormatError(f"a patch has {count} byte ranges in a buffer of {nbytes} bytes")
     starts, lengths = arrays.exactly(count), arrays.exactly(count)
     data = torch.from_numpy(arrays.at_most(nbytes, (1,)))
     end = at = 0
     ranges = []
     for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
         if start < end or length == 0 or start + length > nbytes or at + length > data.numel():
-            raise FormatError(f"a patch has a range of {length} bytes at {start}")
+            raise FormatError(f"a patch has an invalid range of {length} bytes at byte {start}")
         ranges.append(ByteRange(start, data[at : at + length]))
         end, at = start + length, at + length
     if at != data.numel():
-        raise FormatError("a patch has more bytes than its ranges")
+        raise FormatError("a patch has more bytes than its byte ranges need")
     return tuple(ranges)

@@ -122,10 +122,10 @@ def decode_coo(arrays: ArrayReader, count: int, schema: WeightSchema, width: int
     columns = arrays.exactly(count)
     grid = _chosen(grid, ordinals, len(schema.tensors))
     if (counts == 0).any() or (counts > (grid.rows * grid.columns).astype(np.uint64)).any():
-        raise FormatError("a patch changes no element of a tensor, or more than there are")
+        raise FormatError("a patch lists a tensor with no changed elements, or with more than it has")
     counts = counts.astype(np.int64)
     if counts.sum() != count:
-        raise FormatError(f"the tensors of a patch have {counts.sum()} changes together, not {count}")
+        raise FormatError(f"the tensors of a patch have {counts.sum()} changes in total, not {count}")
     if int(rows.max()) >= int(grid.rows.max()) or int(columns.max()) >= int(grid.columns.max()):
         raise FormatError("a patch changes a row or column that no tensor has")
     place = _from_differences if delta else _from_coordinates
@@ -136,7 +136,7 @@ def _chosen(grid: Grid, ordinals: Array, tensors: int) -> Grid:
     index = np.full(tensors, -1)
     index[grid.ordinals] = np.arange(grid.ordinals.size)
     if not ordinals.size or int(ordinals.max()) >= tensors:
-        raise FormatError("a patch names a tensor that is not there")
+        raise FormatError("a patch names a tensor that does not exist")
     chosen = index[ordinals.astype(np.int64)]
     if (chosen < 0).any():
         raise FormatError("a patch names a tensor that is empty, tied or of another width")

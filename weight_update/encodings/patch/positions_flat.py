@@ -45,7 +45,7 @@ def decode_flat(arrays: ArrayReader, count: int, limit: int, delta: bool) -> Arr
         return join_units(arrays.at_most(most_units(count, limit), UNITS), count, limit)
     positions = arrays.exactly(count)
     if int(positions[-1]) >= limit:
-        raise FormatError(f"a patch changes element {positions[-1]} of {limit}")
+        raise FormatError(f"a patch changes element {positions[-1]}, but there are only {limit}")
     require_increasing(positions)
     return positions.astype(np.int64)
 
@@ -135,12 +135,12 @@ def join_units(units: Array, count: int, limit: int) -> Array:
     """
     escape = escape_of(units.itemsize)
     if units.size * escape >= 1 << 63:  # the sum could wrap around; no writer makes so many wide units
-        raise FormatError(f"a patch has {units.size} units of {units.itemsize} bytes")
+        raise FormatError(f"a patch has too many gap units: {units.size} of {units.itemsize} bytes")
     if not units.size or units[-1] == escape or np.count_nonzero(units != escape) != count:
-        raise FormatError(f"the gaps of a patch do not make {count} positions")
+        raise FormatError(f"the gaps of a patch do not give {count} positions")
     last = int(units.sum(dtype=np.uint64)) + count - 1
     if last >= limit:
-        raise FormatError(f"a patch changes element {last} of {limit}")
+        raise FormatError(f"a patch changes element {last}, but there are only {limit}")
     positions = np.empty(count, np.int64)
     at, reached = 0, -1
     for part in _parts(units):

@@ -411,7 +411,7 @@ class WorkerConnection(Connection):
 
 def _front_of(message: bytes) -> tuple[int, int, int]:
     if len(message) < _FRONT.size:
-        raise FormatError(f"a message of {len(message)} bytes")
+        raise FormatError(f"a message of {len(message)} bytes is too short")
     kind, size, where = _FRONT.unpack(message[: _FRONT.size])
     return kind, size, where
 
@@ -424,7 +424,7 @@ def read_join_request(message: bytes, token: str) -> tuple[str, str, WeightChunk
     """
     (size,) = struct.unpack_from("<I", message) if len(message) >= 4 else (0,)
     if not 0 < size <= min(_LARGEST_INFO, len(message) - 4):
-        raise FormatError(f"a join request does not begin with {size} bytes of {len(message)}")
+        raise FormatError(f"a join request of {len(message)} bytes cannot begin with {size} bytes of JSON")
     try:
         info = json.loads(message[4 : 4 + size])
         link, host = info["link"], info["host"]
@@ -436,7 +436,7 @@ def read_join_request(message: bytes, token: str) -> tuple[str, str, WeightChunk
     if hello.kind is not Kind.HELLO or not all(isinstance(value, kind) for value, kind in kinds):
         raise FormatError("not a join request")
     if not _LINK.fullmatch(link):
-        raise FormatError("a join request names its connection by 32 hexadecimal digits")
+        raise FormatError("the connection name of a join request must have 32 hexadecimal digits")
     return link, host, hello.with_token(token)
 
 

@@ -156,7 +156,7 @@ class SignedQueue:
             )
         deadline = time.monotonic() + (REPLY_SECONDS if timeout is None else timeout)
         if not self._putting.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
-            raise SyncTimeoutError("the store is busy with what another thread sends here")
+            raise SyncTimeoutError("another thread is still writing to the store")
         try:
             front = _FRONT.pack(self.count, self._sign(self.count, message, last), last)
             self.count += 1
@@ -205,7 +205,7 @@ class SignedQueue:
             reader.start()
         except RuntimeError as error:
             self._reading = False
-            raise LinkClosedError(f"no thread to read the store with ({error})") from None
+            raise LinkClosedError(f"no thread could be started to read the store ({error})") from None
         self._reader = reader
 
     def _checked(self, item: _Item) -> bytes | None:
@@ -213,7 +213,7 @@ class SignedQueue:
         if not item.genuine:
             raise UnsignedError(item.message)
         if self._ordered and item.number > self._taken:
-            raise FormatError(f"message {item.number} came, {self._taken} was next")
+            raise FormatError(f"got message {item.number}, expected {self._taken}")
         if self._ordered and item.number < self._taken:
             return None  # another client put it back
         self._taken += 1

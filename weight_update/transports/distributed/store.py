@@ -158,7 +158,7 @@ class Store:
     def _use(self, action: Callable[[StoreClient, float], _T], timeout: float | None) -> _T:
         deadline = time.monotonic() + (REPLY_SECONDS if timeout is None else timeout)
         if not self._using.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
-            raise SyncTimeoutError("the store is busy with what other threads send")
+            raise SyncTimeoutError("other threads are still writing to the store")
         try:
             if self._client is not None:
                 try:

@@ -53,7 +53,7 @@ class RayListener(JoinListener[RayTransport]):
         try:
             return ask(self._actor.next_join_request.remote(POLL_SECONDS), None)
         except LinkClosedError as error:  # the actor is unreachable, perhaps only for a moment
-            self._log.warning("the listener continues after this: %s", error)
+            self._log.warning("the listener continues after an unexpected error: %s", error)
             self._closed.wait(BACK_OFF_SECONDS)
             return None
 

@@ -223,7 +223,9 @@ class SlotMapping:
             FormatError: the slot is smaller.
         """
         if nbytes > self._whole.numel():
-            raise FormatError(f"a payload of {nbytes} bytes in a slot of {self._whole.numel()}")
+            raise FormatError(
+                f"a payload of {nbytes} bytes does not fit into a slot of {self._whole.numel()}"
+            )
         if self._shown.numel() != nbytes:
             self._shown = self._whole[:nbytes]
         return self._shown
@@ -251,7 +253,7 @@ class HostSlotMapping(SlotMapping):
     def __init__(self, fd: int) -> None:
         size = os.fstat(fd).st_size
         if size == 0:
-            raise FormatError("a slot without memory")
+            raise FormatError("the sender's slot is empty")
         with _naming_memory(f"the sender's slot of {size / 1e6:.1f} MB"):
             self._map = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
         with contextlib.suppress(OSError, ValueError):
