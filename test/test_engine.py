@@ -275,7 +275,7 @@ def test_an_engine_is_not_written_past_its_scheme(hire: Any) -> None:
     with pytest.raises(UnsupportedSourceError, match="Notebook"):
         crew.workers[0].call("apply_weights", mlp(2).state_dict())
     for other in (Notebook(), mlp(2)):
-        with pytest.raises(LifecycleError, match="make a receiver of the new one"):
+        with pytest.raises(LifecycleError, match="create a receiver for the new engine"):
             crew.workers[0].call("replace_model", other)
     crew.scheme.send()
 

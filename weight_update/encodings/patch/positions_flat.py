@@ -135,7 +135,7 @@ def join_units(units: Array, count: int, limit: int) -> Array:
     """
     escape = escape_of(units.itemsize)
     if units.size * escape >= 1 << 63:  # the sum could wrap around; no writer makes so many wide units
-        raise FormatError(f"a patch has too many gap units: {units.size} of {units.itemsize} bytes")
+        raise FormatError(f"a patch has {units.size} units of {units.itemsize} bytes, which is too many")
     if not units.size or units[-1] == escape or np.count_nonzero(units != escape) != count:
         raise FormatError(f"the gaps of a patch do not give {count} positions")
     last = int(units.sum(dtype=np.uint64)) + count - 1
