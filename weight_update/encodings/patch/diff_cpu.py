@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from weight_update.encodings.base import Difference
 from weight_update.encodings.patch.changes import ByteRange, Changes, Segment, Sparse
 from weight_update.encodings.patch.threads import in_threads
 from weight_update.encodings.patch.tiles import Tile, cut, flattened
@@ -57,18 +58,14 @@ ElementDiff = tuple[int, NDArray[Any], NDArray[Any]]
 
 
 @dataclass(frozen=True, eq=False)
-class Scan:
-    """The result of a scan.
+class Scan(Difference):
+    """The result of a scan. The halves of a complex128 count as two elements.
 
     Attributes:
         changes: all differences; their tensors share no memory with the scanned tensors.
-        changed: number of elements that differ; the halves of a complex128 count as two.
-        total: number of elements compared.
     """
 
     changes: Changes
-    changed: int
-    total: int
 
 
 class Scanner:
@@ -122,7 +119,7 @@ class Scanner:
         done = self._compare_shares(flattened(tensors, self._tiles), snapshot.numpy())
         groups = [done[i % len(done)][i // len(done)] for i in range(sum(map(len, done)))]
         changed = sum(group.changed for group in groups)
-        return Scan(_merge(groups, self._relative), changed, self._total)
+        return Scan(changed, self._total, _merge(groups, self._relative))
 
     def _compare_shares(self, live: Sequence[torch.Tensor], snapshot: Bytes) -> list[list[_GroupDiff]]:
         def compare(group: Sequence[_TileReader]) -> _GroupDiff:

@@ -148,7 +148,7 @@ class CudaScanner:
                 found.append((width, at + tile.start // width, values))
         changes = Changes(self._merge(found), tuple(ranges))
         self._queues.finish()
-        return Scan(changes, changed, sum(tile.elements for tile in self._tiles))
+        return Scan(changed, sum(tile.elements for tile in self._tiles), changes)
 
     def _empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._queues.device)

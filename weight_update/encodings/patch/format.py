@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from weight_update.compression import Compression
-from weight_update.encodings.base import Lend
+from weight_update.encodings.base import Delta, Lend
 from weight_update.encodings.patch.arrays import ALIGNMENT, UNSIGNED, Array, ArrayReader, ArrayWriter
 from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, Segment, Sparse
 from weight_update.encodings.patch.positions_coo import Grid, decode_coo, encode_coo
@@ -56,19 +56,23 @@ class PatchOptions:
     compression: Compression
 
 
-@dataclass(frozen=True, eq=False)
-class Patch:
+@dataclass(eq=False)
+class Patch(Delta):
     """The content of a payload.
 
     Attributes:
-        base: version that the patch applies to.
-        version: version that the patch makes.
         changes: CPU tensors, perhaps views into the payload.
     """
 
     base: int
     version: int
     changes: Changes
+
+    def write(self, flat: torch.Tensor) -> None:
+        self.changes.to(flat.device).write(flat)
+
+    def touched(self, schema: WeightSchema) -> list[int]:
+        return self.changes.touched(schema)
 
 
 def encode_patch(
