@@ -25,10 +25,7 @@ def error_to_wire(error: BaseException) -> Message:
 def error_from_wire(wire: Message, who: str | None = None, *, foreign: bool = False) -> Exception:
     """Return the error that another process raised; errors of this library keep their type.
 
-    Args:
-        wire: result of :func:`error_to_wire`.
-        who: name of the process; None for a worker.
-        foreign: whether the message names the process in any case.
+    ``who`` names the process; None stands for a worker. With ``foreign`` the message names it in any case.
     """
     text, known = wire["text"], vars(known_errors).get(wire["type"])
     if foreign and known is not None:

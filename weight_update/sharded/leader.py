@@ -24,10 +24,6 @@ class Leader(Sender):
 
     ``connect``, ``publish`` and ``whole_weights`` are called within a step of all ranks; the other methods
     that wait make one of their own.
-
-    Args:
-        ranks: the connection to the others.
-        arguments: as for :class:`~weight_update.sender.sender.Sender`.
     """
 
     def __init__(self, ranks: Ranks, *arguments: Any) -> None:

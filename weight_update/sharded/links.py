@@ -43,10 +43,6 @@ class RankLinks:
     Attributes:
         broken: error that every later call raises, once a rank was lost or this was closed.
         patience: seconds that the leader may be silent, on the other ranks.
-
-    Raises:
-        LifecycleError: this rank is not one of the members.
-        SyncTimeoutError: not all ranks called in time.
     """
 
     def __init__(self, members: Sequence[int], timeout: float, rendezvous_timeout: float) -> None:

@@ -137,10 +137,8 @@ def _in_order_of_cuts(placements: Sequence[Any]) -> list[int]:
 def plan(ranks: Sequence[Sequence[Row]], members: Sequence[int], batch_bytes: int) -> list[Batch]:
     """Return the batches to gather, in the leader's order, with tied weights together.
 
-    Args:
-        ranks: the rows of each rank, the leader's first.
-        members: number of each rank in the default process group, for messages.
-        batch_bytes: size of the largest batch, unless one tensor is larger.
+    ``ranks`` has the rows of each rank, the leader's first; ``members`` their numbers, for messages. A batch
+    has at most ``batch_bytes``, unless one tensor is larger.
 
     Raises:
         SchemaMismatchError: the ranks do not hold parts of the same weights; the error lists the differences.
