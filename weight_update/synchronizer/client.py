@@ -27,20 +27,13 @@ _GRACE_SECONDS = 5.0
 class ClientBase:
     """A trainer or an explorer that introduces itself to the synchronizer and asks it.
 
-    Calls are repeated, after another hello, until the synchronizer is back or the time is over.
-
-    Args:
-        channel: channel to the synchronizer.
-        strategy: how weights leave and enter the model.
-        timeout: seconds that ``sync_weight`` waits, and any call for a synchronizer that is away.
-        transfer_timeout: seconds that a transfer may take.
-        step: number of steps done already.
+    Calls are repeated, after another hello, until the synchronizer is back or the time is over. Arguments and
+    methods for users are those of :class:`~weight_update.TrainerClient` and
+    :class:`~weight_update.ExplorerClient`.
 
     Attributes:
-        step: number of steps done so far.
         version: explorer: version in force; trainer: newest version that it published. None before the first.
         id: id of the explorer; None for a trainer.
-        plan: plan of the synchronizer.
         closed: event that is set when the client is closed.
     """
 
@@ -75,11 +68,7 @@ class ClientBase:
     # -- for users ---------------------------------------------------------------------------------
 
     def notify(self, status: RunningStatus | str) -> None:
-        """Tell the synchronizer what this side is doing.
-
-        REQUIRE_SYNC announces that this side wants to synchronize, without waiting. RUNNING takes that back.
-        STOPPED wakes all that wait for this side; the next ``need_sync`` or ``sync_weight`` brings it back.
-        """
+        """Tell the synchronizer what this side is doing."""
         self.ask("notify", step=self.step, status=RunningStatus(status).value)
 
     def latest_version(self) -> int | None:
@@ -88,13 +77,7 @@ class ClientBase:
         return None if version is None else int(version)
 
     def status(self) -> dict[str, Any]:
-        """Return the state of the trainer and of all explorers.
-
-        Returns:
-            ``"trainer"``: a :class:`RunningStatus`; ``"explorers"``: one for each id; ``"versions"``: version
-            in force in each explorer, by id; ``"version"`` and ``"step"``: the newest published version and
-            the trainer step at which it was made.
-        """
+        """Return the state of the trainer and of all explorers."""
         reply = self._status()
         return {
             "trainer": RunningStatus(reply["trainer"]),
@@ -207,15 +190,7 @@ class ClientBase:
             self.closed.wait(_RETRY_SECONDS)
 
     def _call(self, name: str, args: dict[str, Any], left: float) -> Reply | None:
-        """Call once; return None if the synchronizer had to be told first who calls.
-
-        Args:
-            name: name of the call.
-            args: arguments of the call.
-            left: seconds until the deadline.
-
-        Raises: the errors of :meth:`ask`.
-        """
+        """Call once; return None if the synchronizer had to be told first who calls. Raise as :meth:`ask`."""
         patience = max(left, self.grace)
         reply = self.channel.call(name, args, patience, 2 * self.transfer_timeout)
         known = reply.get("refused") != "unknown"

@@ -26,13 +26,7 @@ _log = logging.getLogger(__name__)
 class DirectTrainer(TrainerMethod):
     """The trainer's part: a publisher that explorers join.
 
-    Args:
-        client: the trainer's client.
-        source: module, TensorDict, dict or callable that weights are read from.
-        address: address of the interface on which explorers reach this process; None for the one that leads
-            to the synchronizer.
-        served: address by which other machines reach the synchronizer; None if there is none.
-        backend: see :class:`~weight_update.TrainerClient`.
+    ``served`` is the address by which other machines reach the synchronizer, if there is one.
     """
 
     def __init__(
@@ -135,15 +129,10 @@ class DirectService(Service):
     def met(
         self, session: str, step: int, version: int, numbers: list[int], ids: list[int], failures: Reply
     ) -> Reply:
-        """Note how a transfer ended.
+        """Note how a transfer to the explorers ``ids`` ended.
 
-        Args:
-            session: name of the trainer's session.
-            step: step of the trainer.
-            version: version that :meth:`meet` returned.
-            numbers: numbers of the updates that carried it.
-            ids: ids of the explorers that were sent it.
-            failures: reasons of those that do not have it, by id.
+        ``version`` is the one that :meth:`meet` returned, ``numbers`` are those of the updates that carried
+        it, and ``failures`` are the reasons of the explorers that do not have it, by id.
         """
         with self.changed:
             self._trainer(session, step)

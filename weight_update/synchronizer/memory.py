@@ -29,14 +29,7 @@ _SYNCHRONIZER = 0
 
 
 class MemoryTrainer(StoringTrainer):
-    """The trainer's part: a publisher that the synchronizer subscribes to.
-
-    Args:
-        client: the trainer's client.
-        source: module, TensorDict, dict or callable that weights are read from.
-        address: address of the interface on which the synchronizer reaches this process; None for the one
-            that leads to it.
-    """
+    """The trainer's part: a publisher that the synchronizer subscribes to."""
 
     def __init__(self, client: ClientBase, source: Any, address: str | None) -> None:
         found = address or client.channel.address
@@ -69,10 +62,6 @@ class WeightCache:
     It takes weights from the trainer once, and sends them to explorers, which may come when the trainer is
     gone.
 
-    Args:
-        strategy: see :class:`~weight_update.WeightSyncScheme`.
-        timeout: seconds that a transfer may take.
-
     Attributes:
         newest: the newest version; None before the first weights.
     """
@@ -104,11 +93,7 @@ class WeightCache:
         return None if self._publisher is None else self._publisher.endpoint
 
     def subscribe(self, endpoint: Endpoint) -> None:
-        """Join the trainer's publisher.
-
-        Raises:
-            LinkClosedError: it cannot be reached.
-        """
+        """Join the trainer's publisher; raise LinkClosedError if it cannot be reached."""
         with self._taking:
             if self._subscriber is not None:
                 self._subscriber.close()
@@ -121,9 +106,6 @@ class WeightCache:
 
         Returns:
             whether these are the first weights: explorers may join from now on.
-
-        Raises:
-            LinkClosedError: there is no link to the trainer.
         """
         with self._taking:
             if self._subscriber is None:
@@ -135,10 +117,7 @@ class WeightCache:
             return first
 
     def send(self, ids: Iterable[int] | None = None) -> tuple[CachedVersion, Transfer]:
-        """Send the newest version to explorers, without waiting for them.
-
-        Args:
-            ids: ids of the explorers; None for all that joined.
+        """Send the newest version to the explorers ``ids``, or to all that joined, without waiting for them.
 
         Raises:
             WeightSyncError: there are no weights, or they cannot be sent.
@@ -163,16 +142,7 @@ class WeightCache:
 
 
 class MemoryService(Service):
-    """The synchronizer's part: a cache of the newest weights, for explorers that wait and those that come.
-
-    Args:
-        plan: see :class:`Service`.
-        strategy: see :class:`~weight_update.WeightSyncScheme`.
-        options: other arguments of :class:`Service`.
-
-    Attributes:
-        cache: the newest weights.
-    """
+    """The synchronizer's part: a cache of the newest weights, for explorers that wait and those that come."""
 
     calls = (*Service.calls, "take_from", "trainer_published")
 

@@ -62,10 +62,6 @@ class SessionTable:
         changed: the lock; notified when a client came or left.
         lease: seconds after which a leased client that is not heard of counts as gone; None for never.
         on_lapsed: called for such a client with the name of its session and the reason.
-
-    Attributes:
-        lease: seconds, as given.
-        closed: whether the synchronizer was closed.
     """
 
     def __init__(
@@ -165,14 +161,11 @@ class SessionManager:
         version_file: keeps the number of the newest version; None to remember nothing.
 
     Attributes:
-        plan: the rules.
-        machine: the state machine.
         changed: the lock of all this; notified when anything changed.
-        table: the sessions.
         trainer_endpoint: endpoint of the trainer's publisher; None while there is none.
         directory: directory of the checkpoints; None for methods that have none.
-        address: address of the interface by which clients on other machines reach this one; None if there
-            are no such clients.
+        address: address of the interface by which clients on other machines reach this one; None if there are
+            no such clients.
     """
 
     def __init__(self, plan: SyncPlan, lease: float | None, version_file: VersionFile | None) -> None:
@@ -301,12 +294,7 @@ class SessionManager:
     # -- for the service ---------------------------------------------------------------------------
 
     def gone(self, session: str, how: str | None = "its connection ended") -> None:
-        """Remove a client that left or is missed, and wake those that wait for it.
-
-        Args:
-            session: name of its session.
-            how: reason, for those that wait; None if the client said goodbye.
-        """
+        """Remove a client that left (``how`` is None) or is missed, and wake those that wait for it."""
         with self.changed:
             ended = self.table.remove(session)
             if ended is None:
@@ -366,9 +354,7 @@ class VersionFile:
     """A small file that keeps the number of the newest version, so that a restarted synchronizer goes on.
 
     It is replaced as a whole at each new version and survives the death of the process. It holds no weights.
-
-    Args:
-        directory: directory of the file; made if it does not exist, for this user alone.
+    Its directory is made, for this user alone, if it does not exist.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:

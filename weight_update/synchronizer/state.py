@@ -148,8 +148,7 @@ class State:
     def may_transfer(self, late: bool = False) -> tuple[int, ...]:
         """Return the explorers that are to get weights now (NCCL); none if the trainer is to wait.
 
-        Args:
-            late: whether the trainer has waited long enough, and goes on without those that are not ready.
+        ``late`` says that the trainer has waited long enough, and goes on without those that are not ready.
         """
         ready = self.ready()
         if self.trainer is None or self.trainer.status is not REQUIRE_SYNC:

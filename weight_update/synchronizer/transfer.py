@@ -32,11 +32,7 @@ _PLACEHOLDER = (1 << 31) - 1
 
 
 class Transfer:
-    """Weights that were sent to explorers.
-
-    Args:
-        handle: handle of the update.
-        gone: ids of explorers that were meant but are not connected.
+    """Weights that were sent to explorers. Those with an id in ``gone`` were meant but are not connected.
 
     Attributes:
         ids: ids of the explorers that it was sent to.
@@ -50,14 +46,7 @@ class Transfer:
         self.number, self.nbytes = handle.version, handle.report.wire_bytes
 
     def settle(self, ids: Iterable[int]) -> dict[int, str]:
-        """Wait until explorers have it in force, or have failed.
-
-        Args:
-            ids: ids of the explorers.
-
-        Returns:
-            the reasons of those that failed, by id.
-        """
+        """Wait until explorers have it in force or have failed; return the reasons of failed ones, by id."""
         wanted = set(ids)
         failures = dict.fromkeys(wanted & self._gone, "it is not connected to the sender")
         try:
@@ -86,8 +75,7 @@ class Publisher:
             shared memory.
         strategy: see :class:`~weight_update.WeightSyncScheme`.
         timeout: seconds that an explorer may take to apply an update.
-        backend: library that carries weights to other hosts; see
-            :class:`~weight_update.DistributedWeightSyncScheme`.
+        backend: see :class:`~weight_update.DistributedWeightSyncScheme`.
 
     Attributes:
         endpoint: where subscribers find it.
@@ -131,11 +119,7 @@ class Publisher:
         return [idx for idx in self._scheme.worker_versions if idx != _PLACEHOLDER]
 
     def send(self, ids: Iterable[int], weights: Any = None) -> Transfer:
-        """Send weights to explorers, without waiting for them.
-
-        Args:
-            ids: ids of the explorers.
-            weights: None reads the source.
+        """Send ``weights``, or the source, to explorers, without waiting for them.
 
         Raises:
             WeightSyncError: the weights cannot be sent at all; no explorer has them.
@@ -170,16 +154,8 @@ class Publisher:
 class Subscriber:
     """The receiving end at one explorer, or at a synchronizer that holds the newest weights.
 
-    Args:
-        endpoint: endpoint of the publisher.
-        id: id of the explorer.
-        model: model to keep current; None keeps the weights only.
-        strategy: see :class:`~weight_update.WeightSyncScheme`.
-        timeout: seconds that an update waits for the model's forward pass to end.
-
-    Attributes:
-        endpoint: endpoint of the publisher.
-        scheme: the scheme underneath.
+    ``model`` is kept current; None keeps the weights only. ``timeout`` is the number of seconds that an
+    update waits for the model's forward pass to end.
     """
 
     def __init__(
