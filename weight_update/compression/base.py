@@ -78,11 +78,7 @@ class Compression(ABC):
 
 
 def optional(module: str, extra: str) -> Any:
-    """Import ``module``, which an extra of this package installs.
-
-    Raises:
-        ImportError: the module is missing or does not load; the message names the extra.
-    """
+    """Import ``module``; raise an ImportError that names the extra of this package that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -27,12 +27,7 @@ _SHARE = 1 << 17  # elements that one thread writes at a time
 
 @dataclass(frozen=True, eq=False)
 class ByteRange:
-    """A contiguous range of bytes to replace.
-
-    Attributes:
-        start: first byte in the flat buffer.
-        data: new bytes, 1-D uint8.
-    """
+    """New bytes (1-D uint8) for a contiguous range that begins at byte ``start`` of the flat buffer."""
 
     start: int
     data: torch.Tensor

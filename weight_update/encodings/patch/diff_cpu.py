@@ -74,16 +74,13 @@ class Scanner:
     Run one scan at a time: scans share scratch memory.
 
     Args:
-        schema: layout and dtypes of the snapshot. Live tensors may have other dtypes of the same kind and
-            are converted as ``Tensor.copy_`` converts.
+        schema: layout and dtypes of the snapshot. Live tensors may have other dtypes of the same kind and are
+            converted as ``Tensor.copy_`` converts.
         tracked: positions of the schema entries to compare; None for all. Of tied entries only the first
             tracked one is compared.
         dense_above: fraction of changed elements above which the whole tile is replaced.
         relative: whether values are steps from the old bits instead of the new bits.
         threads: number of threads; None for as many as torch uses, or one if there is little to do.
-
-    Raises:
-        ValueError: ``threads`` is below 1.
     """
 
     def __init__(

@@ -84,20 +84,17 @@ def encode_patch(
     options: PatchOptions,
     lend: Lend,
 ) -> torch.Tensor:
-    """Write ``changes`` into one payload.
+    """Write ``changes`` into one payload, 1-D uint8, exactly as long as needed.
 
     Args:
         changes: CPU tensors; positions are trusted.
-        snapshot: flat buffer before the change, 1-D uint8, CPU, ``schema.nbytes`` long. It is read only to
-            convert between raw and relative values.
+        snapshot: flat buffer of ``schema`` before the change, 1-D uint8, CPU. It is read only to convert
+            between raw and relative values.
         schema: layout of ``snapshot``.
         base: version of ``snapshot``, not negative.
         version: version after the change, not negative.
         options: layout, values and compression.
         lend: source of the payload's memory; called once.
-
-    Returns:
-        The payload, 1-D uint8, exactly as long as needed.
 
     Raises:
         ValueError: layout ``"coo"`` and a change that lies in no tensor of its width.

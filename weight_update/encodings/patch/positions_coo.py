@@ -21,15 +21,13 @@ __all__ = ["Grid", "decode_coo", "encode_coo"]
 class Grid:
     """The tensors of one element width as matrices, in the order of their offsets.
 
-    A scalar is 1 x 1, a vector 1 x N, and a tensor of more than two dimensions is
-    shape[0] x prod(shape[1:]). Elements of 16 bytes are two of 8, so that complex128 has twice the columns.
-    Attributes are 1-D int64, with one item for each tensor that is neither empty nor tied to an earlier one.
+    A scalar is 1 x 1, a vector 1 x N, and a tensor of more than two dimensions is shape[0] x prod(shape[1:]).
+    Elements of 16 bytes are two of 8, so that complex128 has twice the columns. Attributes are 1-D int64,
+    with one item for each tensor that is neither empty nor tied to an earlier one.
 
     Attributes:
         ordinals: position in ``schema.tensors``.
         starts: first element in the flat buffer, in elements of this width.
-        rows: rows of the matrix.
-        columns: columns of the matrix.
     """
 
     ordinals: Array

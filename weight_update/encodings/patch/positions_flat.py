@@ -51,11 +51,7 @@ def decode_flat(arrays: ArrayReader, count: int, limit: int, delta: bool) -> Arr
 
 
 def require_increasing(positions: Array) -> None:
-    """Check that each position is larger than the previous one.
-
-    Raises:
-        FormatError: a position is not.
-    """
+    """Raise FormatError unless each position is larger than the previous one."""
     if not (positions[1:] > positions[:-1]).all():
         raise FormatError("the positions of a patch do not increase")
 
@@ -64,11 +60,8 @@ def split_units(segments: Sequence[tuple[int, Array]]) -> list[Array]:
     """Return gaps (position - previous - 1) in units of 1, 2 or 4 bytes, as one array for each segment.
 
     The largest value of a unit is an escape: "add it and continue with the next unit". The size of a unit is
-    the one that gives the fewest bytes.
-
-    Args:
-        segments: pairs of a first position and offsets from it, int32 or int64, not empty; all positions
-            together are strictly increasing.
+    the one that gives the fewest bytes. A segment is a first position and offsets from it, int32 or int64,
+    not empty; all positions together are strictly increasing.
     """
     ends = [first + int(offsets[-1]) for first, offsets in segments]
     gaps = [_gaps(*segment, end) for segment, end in zip(segments, [-1, *ends], strict=False)]

@@ -18,13 +18,9 @@ _NONE = np.empty(0, np.uint8)
 def encode_steps(out: ArrayWriter, steps: Sequence[Array]) -> None:
     """Write steps (unsigned: new - old modulo 2**bits) so that small ones of either sign cost little.
 
-    Steps are zigzag coded (0, -1, 1, -2, ... become 0, 1, 2, 3, ...). Byte plane k holds byte k of all
-    steps and is written as two arrays: the positions of its nonzero bytes, and these bytes. Where that is
-    not shorter, the positions are empty and the second array is the whole plane.
-
-    Args:
-        out: writer of the arrays.
-        steps: consecutive arrays, none of them empty.
+    Steps are zigzag coded (0, -1, 1, -2, ... become 0, 1, 2, 3, ...). Byte plane k holds byte k of all steps
+    and is written as two arrays: the positions of its nonzero bytes, and these bytes. Where that is not
+    shorter, the positions are empty and the second array is the whole plane. None of ``steps`` is empty.
     """
     for plane in zip(*map(_byte_planes, steps), strict=True):
         _encode_plane(out, plane)
