@@ -12,11 +12,7 @@ __all__ = ["Arrivals"]
 
 
 class Arrivals:
-    """A receiver of batches, one at a time from each worker.
-
-    Args:
-        example: example of a batch.
-        num_workers: number of workers, with the ranks 1 to ``num_workers``.
+    """A receiver of batches like ``example``, one at a time from each worker; worker 0 has the rank 1.
 
     Attributes:
         batches: last batch of each worker.

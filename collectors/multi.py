@@ -54,15 +54,12 @@ class MultiCollector(Updating, torchrl.collectors.MultiCollector, metaclass=_Cho
     """TorchRL's ``MultiCollector``, whose workers are our :class:`~collectors.Collector`.
 
     Args:
-        create_env_fn: as in TorchRL.
-        policy: as in TorchRL.
         sync: whether to make a :class:`MultiSyncCollector` or a :class:`MultiAsyncCollector`.
         collector_class: collector class of each worker; None for our :class:`~collectors.Collector`.
         track_policy_version: see :class:`~collectors.Collector`. The version on a frame is the one that
             ``update_policy_weights_`` reported.
-        weight_sync_schemes: schemes by model id; None for a
-            :class:`~weight_update.SharedMemWeightSyncScheme` if the policy is a module. They are shut down
-            with the collector.
+        weight_sync_schemes: schemes by model id; None for a :class:`~weight_update.SharedMemWeightSyncScheme`
+            if the policy is a module. They are shut down with the collector.
         weight_updater: one of TorchRL's legacy updaters, instead of schemes. It counts no versions.
         frames_timeout: seconds that the collector waits for batches while a worker delivers none;
             ``math.inf`` for no limit. Time that the program spends between two batches does not count.

@@ -167,12 +167,7 @@ class ProcessGroupCollector(Remote):
         self._arrivals.ask(idx)
 
     def _next_arrival(self) -> int:
-        """Wait for a batch, and return its worker.
-
-        Raises:
-            WorkerError: a worker has ended, or its connection broke.
-            SyncTimeoutError: a worker is late.
-        """
+        """Wait for a batch and return its worker; raise if a worker ended (WorkerError) or is late."""
         self._waits.require_in_time()
         while (found := self._take()) is None:
             self._nodes.require_alive()

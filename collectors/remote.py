@@ -33,18 +33,15 @@ class Remote(Updating, torchrl.collectors.BaseCollector):
     2. It calls :meth:`_begin`, which is TorchRL's ``__init__`` unless a subclass extends it. When ``_begin``
        returns, workers run and the schemes are initialized, and connected where TorchRL connects them there.
        If it raises, :meth:`_give_up` is called.
-    3. ``weight_recv_schemes`` are registered last, so that received weights reach connected workers.
-    4. :meth:`shutdown` is TorchRL's, and ends all schemes afterwards. It is also called at exit.
+    3. ``weight_recv_schemes`` are registered last, so that received weights reach connected workers. 4.
+    :meth:`shutdown` is TorchRL's, and ends all schemes afterwards. It is also called at exit.
 
     A subclass implements :meth:`_default_scheme`, and :meth:`_worker_alive` and :meth:`_give_up` if it can.
 
     Args:
         create_env_fn: as in TorchRL: a list, one for each worker.
-        policy: as in TorchRL.
-        policy_factory: as in TorchRL.
         collector_class: collector of each worker: a class, or ``"single"``, ``"sync"`` or ``"async"`` for
             ours. None for ``"single"``, or for ``"sync"`` if each worker has several environments.
-        collector_kwargs: as in TorchRL.
         num_workers_per_collector: as in TorchRL.
         weight_sync_schemes: schemes by model id; None for the default. They are shut down with the collector.
         weight_recv_schemes: receivers of this collector, if it is a worker itself; weights are passed on.

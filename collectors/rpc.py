@@ -39,22 +39,13 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
     """TorchRL's ``RPCCollector``, whose workers run our collectors.
 
     It needs no process group: with ``launcher="mp"`` or ``"submitit"`` it makes none, and an existing one is
-    left alone.
+    left alone. Arguments that are not listed here are those of :class:`DistributedCollector`.
 
     Args:
-        create_env_fn: as in TorchRL: a list, one for each worker.
-        policy: as in TorchRL.
-        policy_factory: as in TorchRL.
-        collector_class: see :class:`~collectors.remote.Remote`.
         weight_sync_schemes: schemes by model id; None for a :class:`~weight_update.RPCWeightSyncScheme` if
             the policy has weights. They are shut down with the collector.
-        weight_recv_schemes: receivers of this collector, if it is a worker itself; weights are passed on.
-        weight_updater: legacy updater, instead of schemes.
-        total_frames: number of frames; -1 for no end.
         tcp_port: port of the rendezvous; None for the environment's ``TCP_PORT``, or for a free one with
             ``launcher="mp"``.
-        max_weight_update_interval: see :class:`~collectors.intervals.Intervals`.
-        options: all other options of TorchRL's ``RPCCollector``.
 
     Raises:
         WorkerError: workers could not start. Also raised while iterating, when a worker fails or ends.
@@ -232,12 +223,7 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
             self.collector_rrefs[idx].rpc_async().next().then(lambda future: arrived.put((idx, future)))
 
     def _take(self) -> tuple[int, TensorDictBase]:
-        """Return the next worker and its batch, with trajectory numbers that no other worker uses.
-
-        Raises:
-            WorkerError: a worker failed or has ended.
-            SyncTimeoutError: a worker is late.
-        """
+        """Return the next worker and its batch, with trajectory numbers that no other worker uses."""
         self._waits.require_in_time()
         while (found := self._next_answer()) is None:
             self._nodes.require_alive()
