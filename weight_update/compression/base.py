@@ -60,12 +60,7 @@ class Compression(ABC):
 
     @classmethod
     def check(cls, data: torch.Tensor, nbytes: int = 0) -> None:
-        """Check the arguments of :meth:`compress` and :meth:`decompress`.
-
-        Raises:
-            FormatError: ``nbytes`` is negative.
-            ValueError: see :meth:`compress`.
-        """
+        """Check the arguments of :meth:`compress` and :meth:`decompress`; raise as they do."""
         if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous():
             raise ValueError(f"expected contiguous 1-D uint8 data, got {list(data.shape)} of {data.dtype}")
         if cls.device not in ("any", data.device.type):
