@@ -42,10 +42,10 @@ class ClientBase:
     def __init__(
         self,
         channel: Channel,
-        strategy: str | WeightStrategy,
-        timeout: float,
-        transfer_timeout: float,
-        step: int,
+        strategy: str | WeightStrategy = "tensordict",
+        timeout: float = 60.0,
+        transfer_timeout: float = 60.0,
+        step: int = 0,
     ) -> None:
         for name, seconds in (("timeout", timeout), ("transfer_timeout", transfer_timeout)):
             if not seconds > 0:
@@ -73,12 +73,12 @@ class ClientBase:
 
     def latest_version(self) -> int | None:
         """Return the newest published version; None before the first."""
-        version = self._status()["version"]
-        return None if version is None else int(version)
+        version: int | None = self.status()["version"]
+        return version
 
     def status(self) -> dict[str, Any]:
         """Return the state of the trainer and of all explorers."""
-        reply = self._status()
+        reply = self._retry("status", {}, time.monotonic() + self.timeout, wait=False)
         return {
             "trainer": RunningStatus(reply["trainer"]),
             "explorers": {int(id): RunningStatus(value) for id, value in reply["explorers"].items()},
@@ -166,9 +166,6 @@ class ClientBase:
             reply = self.channel.call("beat", {"session": self._session}, lease)
             if reply.get("refused") == "unknown" and not self._stopped:
                 self._say_hello(lease)
-
-    def _status(self) -> Reply:
-        return self._retry("status", {}, time.monotonic() + self.timeout, wait=False)
 
     def _retry(self, name: str, args: dict[str, Any], limit: float, wait: bool) -> Reply:
         while True:

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-from weight_update.synchronizer.addresses import is_loopback
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.methods import OUTAGES, TrainerMethod
 from weight_update.synchronizer.plan import RunningStatus, SyncStyle
 from weight_update.synchronizer.service import Service, has_ended, outcome_of
 from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.state import ExplorerState
-from weight_update.synchronizer.transfer import Endpoint, Publisher, Transfer, key_of
+from weight_update.synchronizer.transfer import Endpoint, Publisher, Transfer, is_loopback, key_of
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
 __all__ = ["DirectService", "DirectTrainer"]
@@ -103,9 +102,8 @@ class DirectService(Service):
     def meet(self, session: str, step: int, timeout: float) -> Reply:
         """Wait for the explorers that are to get weights now.
 
-        Returns:
-            their ``ids``, and the ``version`` that the weights will have; or the newest ``version`` and the
-            ``reason`` for which there is no transfer.
+        Return their ``ids`` and the ``version`` that the weights will have; or the newest ``version`` and the
+        ``reason`` for which there is no transfer.
         """
         machine, deadline = self.machine, deadline_of(timeout)
         with self.changed:

@@ -11,14 +11,13 @@ from typing import Any
 
 from weight_update.errors import LifecycleError, LinkClosedError, WeightSyncError
 from weight_update.strategy.strategy import WeightStrategy
-from weight_update.synchronizer.addresses import is_loopback
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.methods import StoringTrainer
 from weight_update.synchronizer.plan import SyncPlan, SyncStyle
 from weight_update.synchronizer.service import Service, has_ended, outcome_of
 from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.state import ExplorerState
-from weight_update.synchronizer.transfer import Endpoint, Publisher, Subscriber, Transfer, key_of
+from weight_update.synchronizer.transfer import Endpoint, Publisher, Subscriber, Transfer, is_loopback, key_of
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
 __all__ = ["CachedVersion", "MemoryService", "MemoryTrainer", "WeightCache"]
@@ -75,11 +74,7 @@ class WeightCache:
         self._taking = threading.Lock()
 
     def listen_on(self, address: str) -> None:
-        """Let explorers of other machines in, too; call it before the first weights come.
-
-        Raises:
-            LifecycleError: explorers of this machine were let in already.
-        """
+        """Let explorers of other machines in, too; raise LifecycleError if others were let in already."""
         if self._publisher is not None and self._address != address:
             raise LifecycleError(
                 "the synchronizer already hands weights out on another interface; call serve() before the "
@@ -102,11 +97,7 @@ class WeightCache:
                 raise LinkClosedError(f"the synchronizer does not reach the trainer: {reason}")
 
     def keep(self, version: int, step: int) -> bool:
-        """Keep a copy of the weights that the trainer has just sent.
-
-        Returns:
-            whether these are the first weights: explorers may join from now on.
-        """
+        """Keep a copy of the weights that the trainer has just sent; return whether these are the first."""
         with self._taking:
             if self._subscriber is None:
                 raise LinkClosedError("the synchronizer has no link to the trainer")
@@ -117,11 +108,7 @@ class WeightCache:
             return first
 
     def send(self, ids: Iterable[int] | None = None) -> tuple[CachedVersion, Transfer]:
-        """Send the newest version to the explorers ``ids``, or to all that joined, without waiting for them.
-
-        Raises:
-            WeightSyncError: there are no weights, or they cannot be sent.
-        """
+        """Send the newest version to the explorers ``ids`` (None: all that joined), and do not wait."""
         newest, publisher = self.newest, self._publisher
         if newest is None or publisher is None:
             raise LinkClosedError("the synchronizer holds no weights")

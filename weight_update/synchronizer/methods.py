@@ -34,11 +34,7 @@ class TrainerMethod(ABC):
 
     @abstractmethod
     def give(self, client: ClientBase, step: int) -> dict[str, Any]:
-        """Give the weights of now away; ``step`` is the trainer's.
-
-        Returns:
-            ``version``, and perhaps ``bytes``, ``waited`` and ``reason``, as ``sync_weight`` does.
-        """
+        """Give the weights of now away; return ``version``, perhaps ``bytes``, ``waited``, ``reason``."""
 
     def close(self) -> None:
         """Close the publisher, after the client was closed."""
@@ -76,15 +72,10 @@ class ExplorerMethod(ABC):
 
     @abstractmethod
     def sync(self, client: ClientBase, step: int, metrics: dict[str, Any]) -> Reply:
-        """Wait for new weights and take them.
+        """Wait for new weights and take them; raise WeightSyncError if the model is not the trainer's.
 
-        ``metrics`` gets ``waited``, the seconds until the weights were here.
-
-        Returns:
-            the ``version`` in force, and the ``reason`` if it is the one before.
-
-        Raises:
-            WeightSyncError: the model is not the trainer's.
+        ``metrics`` gets ``waited``, the seconds until the weights were here. Return the ``version`` in force,
+        and the ``reason`` if it is the one before.
         """
 
     @abstractmethod

@@ -74,12 +74,7 @@ class RpcConnection:
         self._sent = self._received = 0
 
     def send(self, message: dict[str, Any], timeout: float | None = _SEND_SECONDS) -> None:
-        """Send a JSON object. After an error the connection is of no more use.
-
-        Raises:
-            LinkClosedError: the other end is gone.
-            SyncTimeoutError: the other end did not read in time.
-        """
+        """Send a JSON object. After an error the connection is of no more use."""
         body = json.dumps(message, allow_nan=False).encode()
         tag = self._sign(self._mine, self._sent, body)
         self._sent += 1
@@ -92,8 +87,8 @@ class RpcConnection:
     def receive(self, timeout: float | None) -> dict[str, Any]:
         """Return the next message. After an error the connection is of no more use.
 
-        Args:
-            timeout: seconds for all of the message; None waits for its first byte without a limit.
+        ``timeout`` is the number of seconds for all of the message; None waits for its first byte without a
+        limit.
 
         Raises:
             LinkClosedError: the other end is gone.

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from weight_update.errors import WeightSyncError
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan, SyncStyle
 from weight_update.synchronizer.sessions import Closed, Refused, Reply, Session, SessionManager, VersionFile
-from weight_update.synchronizer.state import ExplorerState, TrainerState
+from weight_update.synchronizer.state import ExplorerState, MemberState, TrainerState
 from weight_update.synchronizer.transfer import Endpoint, key_of
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
@@ -197,11 +197,9 @@ class Service(SessionManager, ABC):
         timeout: float,
         ready: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Wait until there is something to do for a waiting explorer, or its wait is over.
+        """Wait until there is something to do for a waiting explorer (return True), or its wait is over.
 
-        Returns:
-            whether ``ready()``; else the outcome of the explorer says how its wait ended. ``timeout`` is the
-            number of seconds until the deadline at the start, for the reason.
+        ``timeout`` is the number of seconds that it had, for the reason.
         """
         self.wait_for(lambda: has_ended(explorer) or ready(), deadline)
         if not has_ended(explorer) and not ready():
@@ -236,7 +234,7 @@ class Service(SessionManager, ABC):
         self.changed.notify_all()
 
 
-def has_ended(member: TrainerState | ExplorerState) -> bool:
+def has_ended(member: MemberState) -> bool:
     """Return whether a trainer or an explorer waits no longer."""
     return member.status is not RunningStatus.REQUIRE_SYNC
 

@@ -14,11 +14,10 @@ from typing import Any
 
 from weight_update.checkpoints.io import read_regular
 from weight_update.errors import LifecycleError
-from weight_update.synchronizer.addresses import is_loopback
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan
-from weight_update.synchronizer.state import TRAINER_STOPPED, ExplorerState, TrainerState
+from weight_update.synchronizer.state import TRAINER_STOPPED, ExplorerState, MemberState, TrainerState
 from weight_update.synchronizer.state_machine import StateMachine
-from weight_update.synchronizer.transfer import Endpoint
+from weight_update.synchronizer.transfer import Endpoint, is_loopback
 
 __all__ = ["Closed", "Refused", "Reply", "Session", "SessionManager", "SessionTable", "VersionFile"]
 
@@ -47,7 +46,7 @@ class Session:
         seen: time on the monotonic clock when the client was last heard of.
     """
 
-    member: TrainerState | ExplorerState
+    member: MemberState
     leased: bool = False
     linked: str | None = None
     seen: float = field(default_factory=time.monotonic)
@@ -76,7 +75,7 @@ class SessionTable:
     def __contains__(self, name: str) -> bool:
         return name in self._sessions
 
-    def add(self, name: str, member: TrainerState | ExplorerState, leased: bool) -> None:
+    def add(self, name: str, member: MemberState, leased: bool) -> None:
         """Add the session of a client that has come."""
         self._sessions[name] = Session(member, leased=leased and self.lease is not None)
         if self._leased() and not self._watching and self.lease is not None:
@@ -86,12 +85,7 @@ class SessionTable:
         self._changed.notify_all()
 
     def of(self, name: str) -> Session:
-        """Return a session, and renew its lease.
-
-        Raises:
-            Refused: no client has said hello under this name, or another client has taken its place.
-            Closed: the synchronizer was closed.
-        """
+        """Return a session, and renew its lease; raise Refused if there is none, and Closed after the end."""
         self.require_not_replaced(name)
         if name not in self._sessions:
             raise Refused("unknown")
@@ -114,7 +108,7 @@ class SessionTable:
         self._changed.notify_all()
         return self._sessions.pop(name, None)
 
-    def replace(self, member: TrainerState | ExplorerState | None) -> None:
+    def replace(self, member: MemberState | None) -> None:
         """Remove the session of ``member``, whose place a new client takes. Its later calls are refused."""
         for name, session in list(self._sessions.items()):
             if session.member is member:
@@ -269,7 +263,7 @@ class SessionManager:
                     self.machine.trainer_announces()
                 else:
                     self.machine.trainer_withdraws()
-            else:
+            elif isinstance(member, ExplorerState):
                 self.machine.explorer_at(member.id, step)
                 if status == RunningStatus.REQUIRE_SYNC.value:
                     self.machine.explorer_announces(member.id)

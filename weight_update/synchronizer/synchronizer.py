@@ -10,7 +10,6 @@ from typing import Any
 
 from weight_update.errors import LifecycleError
 from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
-from weight_update.synchronizer.addresses import is_loopback, require_reachable
 from weight_update.synchronizer.checkpoint import CheckpointService
 from weight_update.synchronizer.direct import DirectService
 from weight_update.synchronizer.memory import MemoryService
@@ -19,6 +18,7 @@ from weight_update.synchronizer.ray_actor import RayHost
 from weight_update.synchronizer.rpc import Server
 from weight_update.synchronizer.service import Service
 from weight_update.synchronizer.sessions import VersionFile
+from weight_update.synchronizer.transfer import is_loopback, require_reachable
 
 __all__ = ["Synchronizer"]
 

@@ -9,8 +9,6 @@ from typing import Any
 from torch import nn
 
 from weight_update.errors import TransportError
-from weight_update.strategy.strategy import WeightStrategy
-from weight_update.synchronizer.addresses import require_reachable
 from weight_update.synchronizer.checkpoint import CheckpointTrainer
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.direct import DirectTrainer
@@ -20,7 +18,7 @@ from weight_update.synchronizer.metrics import Metrics
 from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncStyle
 from weight_update.synchronizer.rpc import Channel
 from weight_update.synchronizer.sessions import Reply
-from weight_update.synchronizer.transfer import Endpoint
+from weight_update.synchronizer.transfer import Endpoint, require_reachable
 from weight_update.transports.distributed.relay.nccl import group_class
 
 __all__ = ["BlockingTrainer"]
@@ -40,12 +38,10 @@ class BlockingTrainer(ClientBase):
         *,
         address: str | None = None,
         backend: str = "gloo",
-        strategy: str | WeightStrategy = "tensordict",
-        timeout: float = 60.0,
-        transfer_timeout: float = 60.0,
         step: int | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(channel, strategy, timeout, transfer_timeout, step or 0)
+        super().__init__(channel, step=step or 0, **options)
         if address is not None:
             require_reachable(address)
         self._method: TrainerMethod | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import ipaddress
 import logging
 import secrets
 import threading
@@ -21,7 +22,7 @@ from weight_update.schemes import DistributedWeightSyncScheme, SharedMemWeightSy
 from weight_update.sender.handle import SendHandle
 from weight_update.strategy.strategy import WeightStrategy
 
-__all__ = ["Endpoint", "Publisher", "Subscriber", "Transfer", "key_of"]
+__all__ = ["Endpoint", "Publisher", "Subscriber", "Transfer", "is_loopback", "key_of", "require_reachable"]
 
 Endpoint = dict[str, Any]
 """Where a subscriber finds a :class:`Publisher`: plain values."""
@@ -119,11 +120,7 @@ class Publisher:
         return [idx for idx in self._scheme.worker_versions if idx != _PLACEHOLDER]
 
     def send(self, ids: Iterable[int], weights: Any = None) -> Transfer:
-        """Send ``weights``, or the source, to explorers, without waiting for them.
-
-        Raises:
-            WeightSyncError: the weights cannot be sent at all; no explorer has them.
-        """
+        """Send ``weights``, or the source, to explorers, and do not wait; after an error none has them."""
         wanted = frozenset(ids)
         with self._sending:
             while True:
@@ -194,6 +191,29 @@ class Subscriber:
     def close(self) -> None:
         """Leave; the model keeps its weights."""
         self.scheme.shutdown()
+
+
+def is_loopback(address: str | None) -> bool:
+    """Return whether only processes of this machine reach ``address``; None is no address at all."""
+    if address is None or address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False  # a name
+
+
+def require_reachable(address: str) -> None:
+    """Raise ValueError for an address that stands for all interfaces: no other machine can connect to it."""
+    try:
+        wildcard = address == "" or ipaddress.ip_address(address).is_unspecified
+    except ValueError:
+        return  # a name
+    if wildcard:
+        raise ValueError(
+            f"address={address!r} stands for all interfaces, and other machines cannot connect to it; give "
+            "the address by which they reach this machine, such as '10.0.0.5'"
+        )
 
 
 def key_of(endpoint: Endpoint) -> str:
