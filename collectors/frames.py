@@ -155,13 +155,7 @@ class BatchQueue(Substitute):
         self._missing = set(range(len(processes)))
 
     def get(self, timeout: float) -> Any:
-        """Return the next batch, or raise after ``timeout`` seconds.
-
-        Raises:
-            queue.Empty: none came in time, and no worker is lost or late.
-            WorkerError: a worker has ended.
-            WorkersLateError: workers are late.
-        """
+        """Return the next batch; raise ``queue.Empty`` after ``timeout`` seconds, or as :meth:`look` does."""
         self.look()
         start = time.monotonic()
         try:

@@ -60,12 +60,7 @@ class Nodes:
         return process
 
     def await_ready(self, timeout: float) -> None:
-        """Wait until all processes have read their arguments.
-
-        Raises:
-            WorkerError: processes ended before that.
-            SyncTimeoutError: processes are late.
-        """
+        """Wait until all processes have read their arguments; raise if one ends (WorkerError) or is late."""
         deadline = time.monotonic() + timeout
         while late := [idx for idx, node in enumerate(self._nodes) if not node.ready]:
             self.require_alive()

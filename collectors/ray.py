@@ -106,11 +106,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
             self.update_policy_weights_(worker_ids=worker_ids)
 
     def _next_of(self, pending: dict[Any, int]) -> tuple[int, Any]:
-        """Remove the first finished batch from ``pending``, and return its actor and its reference.
-
-        Raises:
-            SyncTimeoutError: an actor is late.
-        """
+        """Remove the first finished batch from ``pending``; return its actor and reference."""
         import ray
 
         ready: list[Any] = []

@@ -63,11 +63,7 @@ class Remover:
 
 
 def open_regular(path: Path) -> int:
-    """Open a file for reading and return its descriptor. Never wait: a FIFO of that name is an error.
-
-    Raises:
-        OSError: the file cannot be opened, or is not a regular file.
-    """
+    """Open a regular file for reading and return its descriptor; OSError for all others, without waiting."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)

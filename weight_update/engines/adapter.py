@@ -51,12 +51,7 @@ class Loading:
             raise SchemaMismatchError("load_weights() returned before it took all weights; it left:", left)
 
     def take(self, chunk: WeightChunk, decoder: Decoder, schema: WeightSchema) -> None:
-        """Have the engine load the weights that are complete with ``chunk``.
-
-        Raises:
-            FormatError: the chunk does not fit, or weights are missing after the last one.
-            SchemaMismatchError: as :meth:`load`.
-        """
+        """Have the engine load the weights that ``chunk`` completes; FormatError if it does not fit."""
         header, (payload,) = chunk.header, payloads_of([chunk])
         found = decoder.stream(header["index"], payload)
         if found:

@@ -28,9 +28,7 @@ class Row:
     """One rank's description of one of its weights.
 
     Attributes:
-        name: dotted name.
         shape: shape of the whole tensor.
-        dtype: name of the dtype.
         layout: description of the placements, equal on all ranks; None for a plain tensor.
         box: the part that this rank holds; None if that is no box.
         on_cpu: whether the part lies in CPU memory, which can be sent from directly.
@@ -55,10 +53,9 @@ class Row:
 
 @dataclass
 class GatherItem:
-    """One tensor to be gathered.
+    """A tensor to be gathered, under its name and those tied to it.
 
     Attributes:
-        names: names of the tensor and of the tensors tied to it.
         boxes: the box to take from each rank that gives one; empty for a plain tensor; None if only
             ``full_tensor()`` on all ranks can gather it.
     """

@@ -105,10 +105,9 @@ def _gather(buffers: Sequence[torch.Tensor], out: Array) -> None:
 
 
 class ArrayReader:
-    """A reader of the arrays of a payload, in order, whose table of ``arrays`` entries begins at ``start``.
+    """A reader of the arrays of a payload, in order.
 
-    Raises:
-        FormatError: the table does not fit into the payload.
+    Their table of ``arrays`` entries begins at ``start``; FormatError is raised if it does not fit in.
     """
 
     def __init__(self, payload: torch.Tensor, start: int, arrays: int) -> None:

@@ -35,12 +35,10 @@ class ByteRange:
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A segment of the elements that change.
+    """A segment of the elements that change; ``offsets`` count from the element ``first`` of the buffer.
 
-    Attributes:
-        first: element of the buffer from which ``offsets`` count.
-        offsets: 1-D int32 or int64, not empty, not negative, strictly increasing.
-        values: as in :class:`Sparse`, with the shape of ``offsets``.
+    ``offsets`` are 1-D int32 or int64, not empty, not negative, strictly increasing, and ``values`` as in
+    :class:`Sparse`, of their shape.
     """
 
     first: int

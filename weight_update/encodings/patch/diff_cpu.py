@@ -59,11 +59,7 @@ ElementDiff = tuple[int, NDArray[Any], NDArray[Any]]
 
 @dataclass(frozen=True, eq=False)
 class Scan(Difference):
-    """The result of a scan. The halves of a complex128 count as two elements.
-
-    Attributes:
-        changes: all differences; their tensors share no memory with the scanned tensors.
-    """
+    """The result of a scan, in memory of its own. The halves of a complex128 count as two elements."""
 
     changes: Changes
 

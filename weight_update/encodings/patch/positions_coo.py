@@ -54,11 +54,7 @@ class Grid:
 
 
 def encode_coo(out: ArrayWriter, positions: Array, grid: Grid, delta: bool) -> None:
-    """Write ``positions`` (int64, strictly increasing, not empty): ordinals, counts, rows, columns.
-
-    Raises:
-        ValueError: a position lies in no tensor of this width.
-    """
+    """Write ``positions`` (int64, strictly increasing, not empty): ordinals, counts, rows, columns."""
     ends = grid.starts + grid.rows * grid.columns
     counts = np.searchsorted(positions, ends) - np.searchsorted(positions, grid.starts)
     if counts.sum() != positions.size:
@@ -107,12 +103,7 @@ def _differences(rows: Array, columns: Array, first: Array) -> tuple[Array, Arra
 
 
 def decode_coo(arrays: ArrayReader, count: int, schema: WeightSchema, width: int, delta: bool) -> Array:
-    """Read ``count`` positions, int64.
-
-    Raises:
-        FormatError: tensors are unknown or repeated, counts or coordinates are outside a tensor, or positions
-            do not increase.
-    """
+    """Read ``count`` positions, int64; raise FormatError unless they increase and lie in the tensors."""
     grid = Grid.of(schema, width)
     ordinals = arrays.at_most(grid.ordinals.size)
     counts = arrays.exactly(ordinals.size)

@@ -36,11 +36,7 @@ def encode_flat(out: ArrayWriter, part: Sparse, delta: bool) -> None:
 
 
 def decode_flat(arrays: ArrayReader, count: int, limit: int, delta: bool) -> Array:
-    """Read ``count`` positions below ``limit``, int64.
-
-    Raises:
-        FormatError: there are not ``count`` positions, or they do not increase or are not below ``limit``.
-    """
+    """Read ``count`` positions, int64; raise FormatError unless they increase and are below ``limit``."""
     if delta:
         return join_units(arrays.at_most(most_units(count, limit), UNITS), count, limit)
     positions = arrays.exactly(count)
@@ -121,11 +117,7 @@ def most_units(count: int, limit: int) -> int:
 
 
 def join_units(units: Array, count: int, limit: int) -> Array:
-    """Return the positions, int64, from the ``units`` that :func:`split_units` made.
-
-    Raises:
-        FormatError: there are not ``count`` positions, or they are not below ``limit``.
-    """
+    """Return the positions that ``units`` stand for, int64; FormatError unless ``count`` below ``limit``."""
     escape = escape_of(units.itemsize)
     if units.size * escape >= 1 << 63:  # the sum could wrap around; no writer makes so many wide units
         raise FormatError(f"a patch has {units.size} units of {units.itemsize} bytes")

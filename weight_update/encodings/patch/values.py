@@ -46,11 +46,7 @@ def _encode_plane(out: ArrayWriter, plane: Sequence[Array]) -> None:
 
 
 def decode_steps(arrays: ArrayReader, count: int, width: int) -> Array:
-    """Read ``count`` steps of ``width`` bytes, unsigned.
-
-    Raises:
-        FormatError: the bytes of a plane are neither none, nor all, nor at valid positions.
-    """
+    """Read ``count`` steps of ``width`` bytes, unsigned; raise FormatError for a plane that is not valid."""
     kind = UNSIGNED[width]
     zigzag = np.zeros(count, kind)
     for plane in range(width):
