@@ -93,13 +93,17 @@ class RankLinks:
         sent: list[tuple[int, Any]] = []
         for to, message in messages.items():
             if to not in self._gone:
-                with _collect(problems):
+                try:
                     sent += [(to, work) for work in self._send(to, {**message, "number": self._told})]
+                except WeightSyncError as error:
+                    problems.append(error)
         deadline = time.monotonic() + self.timeout
         for to, work in sent:
             if to not in self._gone:
-                with _collect(problems):
+                try:
                     self._wait(to, work, self.timeout, deadline)
+                except WeightSyncError as error:
+                    problems.append(error)
         if problems:
             raise problems[0]
 
@@ -232,14 +236,6 @@ class RankLinks:
                 f"({_brief(error)})"
             ) from None
         return own(group)
-
-
-@contextlib.contextmanager
-def _collect(problems: list[Exception]) -> Iterator[None]:
-    try:
-        yield
-    except WeightSyncError as error:
-        problems.append(error)
 
 
 def _brief(error: Exception) -> str:

@@ -169,13 +169,9 @@ def _differences(mine: Sequence[Row], theirs: Mapping[str, Row], them: str, me: 
         other = theirs.get(row.name)
         if other is None or row.layout is None:
             continue
-        here, there = ((one.dtype, list(one.shape), one.layout or "whole") for one in (row, other))
+        here, there = (f"{one.dtype}{list(one.shape)} {one.layout or 'whole'}" for one in (row, other))
         if here != there:
-            yield f"{row.name}: {them} has {_text(*there)}, {me} {_text(*here)}"
-
-
-def _text(dtype: str, shape: list[int], layout: str) -> str:
-    return f"{dtype}{shape} {layout}"
+            yield f"{row.name}: {them} has {there}, {me} {here}"
 
 
 def _boxes(row: Row, others: Sequence[Row]) -> dict[int, Box] | None:

@@ -70,9 +70,8 @@ def encode_coo(out: ArrayWriter, positions: Array, grid: Grid, delta: bool) -> N
 
 
 def _coordinates(positions: Array, first: Array, grid: Grid) -> tuple[Array, Array]:
-    largest = max(
-        int(positions[-1]), int(grid.columns.max())
-    )  # numpy cannot divide by a number outside the dtype
+    # Numpy cannot divide by a number outside the dtype.
+    largest = max(int(positions[-1]), int(grid.columns.max()))
     columns = positions.astype(np.uint32 if largest < 1 << 32 else np.uint64)
     rows = np.empty_like(columns)
     # Tensor by tensor: dividing by a scalar is many times faster than by an array.
