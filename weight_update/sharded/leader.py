@@ -12,8 +12,7 @@ from typing import Any
 from weight_update.report import SyncReport
 from weight_update.sender.outcomes import Outcome
 from weight_update.sender.sender import Sender
-from weight_update.sharded.errors import error_to_wire
-from weight_update.sharded.links import Message
+from weight_update.sharded.links import Message, error_to_wire
 from weight_update.sharded.ranks import Ranks
 from weight_update.strategy.named_weights import NamedWeights
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from weight_update.errors import LifecycleError, WeightSyncError
-from weight_update.sharded.errors import error_from_wire, error_to_wire
-from weight_update.sharded.links import Message, RankLinks
+from weight_update.sharded.links import Message, RankLinks, error_from_wire, error_to_wire
 
 __all__ = ["Ranks"]
 

@@ -184,13 +184,11 @@ class ExplorerClient(_AsyncClient[BlockingExplorer]):
 
     Call ``if await explorer.need_sync(): await explorer.sync_weight()`` after each step. Without asyncio:
     ``explorer.blocking.need_sync()``, and so on; call ``blocking`` from threads that stay, see
-    :class:`TrainerClient`.
+    :class:`TrainerClient`, also for ``where`` and ``token``.
 
     Args:
-        where: see :class:`TrainerClient`.
         model: module, TensorDict or dict to keep current; updates land between its forward passes.
         id: a number from 0 on, the same after a restart; None takes the first that is free.
-        token: see :class:`TrainerClient`.
         strategy: how weights enter the model; the same as the trainer's.
         timeout: seconds that ``sync_weight`` waits for weights, and any call for a synchronizer that is away.
         transfer_timeout: seconds that a transfer may take.

@@ -93,7 +93,6 @@ class State:
     """The state of one trainer and any number of explorers.
 
     Attributes:
-        plan: the rules.
         trainer: the trainer; None before it came.
         explorers: explorers that are here, by id.
         newest: newest published version; None before the first.
