@@ -213,16 +213,16 @@ class Faults:
 
     def _do_link_down(self, one: Hired) -> None:
         one.touch(harmless=True)
-        self._cut(one, self._short())
+        self._cut(one, self._short(), losing=True)  # after a cable was out for 0.2 s, TCP waits 1.2 s
 
     def _do_long_link_down(self, one: Hired) -> None:
         one.touch()
-        self._cut(one, self._long())
+        self._cut(one, self._long(), losing=self._dice.random() < 0.5)
 
-    def _cut(self, one: Hired, seconds: float) -> None:
+    def _cut(self, one: Hired, seconds: float, losing: bool) -> None:
         network, host = self._side.network, self._side.host_of(one.idx)
         assert network is not None
-        down, up = self._dice.choice([(network.pull, network.plug), (network.lose, network.find)])
+        down, up = (network.lose, network.find) if losing else (network.pull, network.plug)
         down(host)
 
         def mend() -> None:
