@@ -48,11 +48,12 @@ class CheckpointStore:
     the client's attribute cache allows (mount option ``acdirmax``, 60 s unless set).
 
     Args:
-        directory: path of the directory. If it does not exist, it is made for this user alone; in one that
-            exists, checkpoints are open to those who may read it. Other files in it are left alone.
+        directory: path of the directory. If it does not exist, it is created for this user only. In an
+            existing directory, users who may read the directory may read checkpoints. Other files in it are
+            not touched.
         keep: number of complete versions that stay, at least 1.
-        lease_seconds: seconds that a reader or writer may give no sign of life before it counts as dead; the
-            same on all sides, and longer than a process is ever stopped.
+        lease_seconds: seconds without a renewed lease after which a reader or writer counts as dead; the same
+            on all sides, and longer than a process is ever stopped.
 
     Attributes:
         directory: path of the directory.

@@ -67,7 +67,7 @@ class ExclusiveEngine(InferenceEngine):
             raise SyncTimeoutError(f"generation took longer than {self.timeout:g} s (raise timeout=)")
 
     def finish_update(self, version: int) -> None:
-        """Let generation go on. A subclass that overrides this calls it last."""
+        """Let generation continue. A subclass that overrides this calls it last."""
         self.version = version
         self._turn.release()
 

@@ -66,7 +66,7 @@ class SGLangEngine(ExclusiveEngine):
                 raise RuntimeError(f"SGLang did not load {batch[0][0]!r} to {batch[-1][0]!r}: {message}")
 
     def finish_update(self, version: int) -> None:
-        """Drop cached prefixes, which were computed with other weights, and let generation go on.
+        """Drop cached prefixes, which were computed with other weights, and let generation continue.
 
         Raises:
             RuntimeError: SGLang did not drop them.

@@ -75,7 +75,7 @@ class VLLMEngine(ExclusiveEngine):
             os.close(fd)
 
     def finish_update(self, version: int) -> None:
-        """Drop cached prefixes, which were computed with other weights, and let generation go on.
+        """Drop cached prefixes, which were computed with other weights, and let generation continue.
 
         Raises:
             RuntimeError: vLLM did not drop them.

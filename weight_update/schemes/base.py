@@ -298,7 +298,7 @@ class WeightSyncScheme(SchemeUpdates):
 
         Args:
             worker_idx: on a receiver, its index, if ``init_on_receiver`` was not given one.
-            weights: on the sender, first weights to send instead of those of its source.
+            weights: on the sender, first weights to send instead of the weights of its source.
             timeout: seconds, above 0; None uses the scheme's ``connect_timeout``.
 
         Raises:

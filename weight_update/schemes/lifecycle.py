@@ -163,8 +163,8 @@ class SchemeLifecycle(ABC):
     def shutdown(self) -> None:
         """End all threads and free all memory. Models keep their weights.
 
-        Calling it twice is fine. A scheme that is used as a context manager, or collected as garbage, is
-        shut down by itself, and so is one that is left when the process exits.
+        Calling it twice is fine. A scheme is shut down automatically at the end of its ``with`` block, when
+        it is garbage-collected, and when the process exits.
         """
         self._connected = False
         if self._owner == os.getpid() and self._finalizer is not None:

@@ -132,20 +132,21 @@ class TrainerClient(_AsyncClient[BlockingTrainer]):
     Call ``if await trainer.need_sync(): await trainer.sync_weight()`` after each step and while waiting for
     samples, as Trinity-RFT's trainer does. Without asyncio: ``trainer.blocking.need_sync()``, and so on.
 
-    Call ``blocking`` from threads that stay. ``lease`` seconds (see :class:`Synchronizer`) after the end of
-    the thread that used it last, the client counts as gone until its next call: with a new, short thread for
-    each ``blocking.sync_weight()``, that happens between calls. Calls with ``await`` run in threads of the
-    client, which live until it is closed.
+    Call ``blocking`` from long-lived threads. ``lease`` seconds (see :class:`Synchronizer`) after the thread
+    that last used the client has ended, the client counts as gone until its next call. If each
+    ``blocking.sync_weight()`` runs in a new, short thread, that happens between calls. Calls with ``await``
+    run in threads of the client, which live until it is closed.
 
     Args:
         where: a :class:`Synchronizer` of this process; a server or its address, ``"host:port"``; or an actor
             or its address, ``"ray:<name>"``.
         model: module, TensorDict, dict or callable that weights are read from.
         token: token of the server; None takes the environment's ``WEIGHT_UPDATE_TOKEN``.
-        address: address of the interface on which explorers or the synchronizer reach this process; None for
-            the one that leads to the synchronizer.
-        backend: NCCL: library that carries weights to explorers on other hosts: ``"gloo"``, or ``"nccl"``,
-            for which each process needs a CUDA device of its own. On one host they share memory.
+        address: address at which explorers or the synchronizer reach this process; None for the address of
+            the interface that leads to the synchronizer.
+        backend: library that carries weights to explorers on other hosts, with NCCL as the method: ``"gloo"``
+            or ``"nccl"``, which needs a different CUDA device for each process. On one host, processes share
+            memory.
         strategy: how weights leave the model and travel; see :class:`~weight_update.WeightSyncScheme`.
         timeout: seconds that ``sync_weight`` waits for explorers, and any call for a synchronizer that is
             away.

@@ -88,7 +88,7 @@ class BlockingExplorer(ClientBase):
     def close(self) -> None:
         """Leave, and wake all that wait for this side. The model keeps its weights, also those of now.
 
-        With files this waits for one that is just being read, up to ``transfer_timeout`` seconds.
+        With CHECKPOINT, this waits up to ``transfer_timeout`` seconds for the end of a read.
         """
         try:
             super().close()

@@ -51,7 +51,7 @@ class RunningStatus(_Name):
     """The present activity of a trainer or an explorer."""
 
     STOPPED = "stopped"
-    """It has ended, or has not come yet."""
+    """It has ended, or has not connected yet."""
 
     RUNNING = "running"
     """It trains or explores."""
@@ -62,7 +62,7 @@ class RunningStatus(_Name):
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """A method and a style with their numbers. It checks itself.
+    """A method and a style, with their options. Invalid combinations raise.
 
     Attributes:
         method: a :class:`SyncMethod` or its value, such as ``"memory"``.
@@ -71,7 +71,7 @@ class SyncPlan:
             the trainer.
         sync_offset: FIXED: number of steps that the explorer runs before its first synchronization.
         max_staleness: FULLY_ASYNC: number of published versions that an explorer may be behind without
-            waiting. By NCCL a version counts when it was sent off, even if no explorer is known to have it.
+            waiting. With NCCL, a version counts when it was sent, even if no explorer has confirmed it.
 
     Raises:
         ValueError: an unknown method or style, a number out of range, or one that this style does not use.

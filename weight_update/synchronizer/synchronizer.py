@@ -26,13 +26,13 @@ __all__ = ["Synchronizer"]
 class Synchronizer:
     """The one object of a run that decides when a trainer and its explorers synchronize.
 
-    Threads of this process make their clients with it: ``TrainerClient(synchronizer, model)``,
-    ``ExplorerClient(synchronizer, model)``. :meth:`serve` lets other processes in. With Ray it may live in an
-    actor, see :meth:`as_ray_actor`.
+    Threads of this process create their clients with it: ``TrainerClient(synchronizer, model)``,
+    ``ExplorerClient(synchronizer, model)``. :meth:`serve` admits clients of other processes. With Ray, the
+    synchronizer may run in an actor; see :meth:`as_ray_actor`.
 
-    With a ``directory`` a synchronizer that is started again goes on after the last published version, and
-    clients find it by themselves if it has the same address and token. Weights that it held (MEMORY) are gone
-    then: it asks the trainer for new ones, which is right also if the trainer has gone on.
+    With a ``directory``, a restarted synchronizer continues after the last published version. Clients
+    reconnect automatically if it has the same address and token. With MEMORY, a restart loses the weights
+    that the synchronizer held; it then asks the trainer for its current weights.
 
     Args:
         plan: a :class:`SyncPlan`; or a :class:`SyncMethod` (or its name), with the other fields of the plan
@@ -40,8 +40,8 @@ class Synchronizer:
         directory: where the number of the newest version is kept. CHECKPOINT needs a directory that all
             share, and keeps its files there.
         strategy: MEMORY: how weights travel to explorers; see :class:`~weight_update.WeightSyncScheme`.
-        lease: seconds after which a client that is not heard of counts as gone: its process or machine has
-            stopped, or the thread that used it last has ended without closing it.
+        lease: seconds without a message after which a client counts as gone: its process or machine has
+            stopped, or the thread that last used the client has ended without closing it.
         transfer_timeout: seconds that a transfer may take.
 
     Raises:
@@ -102,11 +102,11 @@ class Synchronizer:
         return DirectService(plan, version_file=file, **options)
 
     def serve(self, address: str = "127.0.0.1", port: int = 0, token: str | None = None) -> Server:
-        """Let clients of other processes in, of this machine or others.
+        """Admit clients of other processes, on this machine or on others.
 
         Args:
-            address: address of the interface to listen on, as other machines name it; the default, loopback,
-                lets in processes of this machine.
+            address: address at which other machines reach this one. The default, loopback, admits only
+                processes of this machine.
             port: port to listen on; 0 takes a free one.
             token: secret that clients must show; None takes the environment's ``WEIGHT_UPDATE_TOKEN``, or
                 makes one. To start a synchronizer again, give port and token.
@@ -117,7 +117,7 @@ class Synchronizer:
 
         Raises:
             ValueError: the address stands for all interfaces, as 0.0.0.0 does; no client could connect to it.
-            LifecycleError: weights are already handed out on an interface that only this machine reaches.
+            LifecycleError: weights are already sent on an interface that only this machine reaches.
             OSError: the address is not of this machine, or the port is taken.
         """
         require_reachable(address)
