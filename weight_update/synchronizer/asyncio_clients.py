@@ -75,7 +75,8 @@ class _AsyncClient(Generic[_P]):
             logger gets.
 
         Raises:
-            SchemaMismatchError: the model is not the trainer's, or not the trainer's at the start.
+            SchemaMismatchError: the model is not the trainer's (explorer), or the weights have other names,
+                shapes or dtypes than at the start (trainer).
             LifecycleError: this side is closed, or another client took its place.
         """
         try:
