@@ -19,10 +19,9 @@ from weight_update.receiver.targets import EngineTarget, Target, target_for
 from weight_update.strategy.binding import Binding
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
-from weight_update.wire.frames import WeightChunk
+from weight_update.wire.frames import WeightChunk, extra_of, payloads_of
 from weight_update.wire.memory import await_stream, memory_identity
 from weight_update.wire.schema import WeightSchema
-from weight_update.wire.updates import extra_of, payloads_of
 
 __all__ = ["Staging"]
 

@@ -20,10 +20,9 @@ from weight_update.sender.groups.assignment import GroupAssignment
 from weight_update.sender.workers import WorkerState, WorkerTable
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
-from weight_update.wire.frames import Kind, WeightChunk
+from weight_update.wire.frames import Kind, Step, WeightChunk, frame_of
 from weight_update.wire.memory import memory_identity
 from weight_update.wire.schema import WeightSchema
-from weight_update.wire.updates import Step, frame_of
 
 __all__ = ["PipelineSender"]
 

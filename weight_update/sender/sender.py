@@ -24,9 +24,8 @@ from weight_update.sender.workers import WorkerState, WorkerTable
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
-from weight_update.wire.frames import Kind, WeightChunk
+from weight_update.wire.frames import Kind, Step, WeightChunk
 from weight_update.wire.schema import WeightSchema
-from weight_update.wire.updates import Step
 from weight_update.wire.verify import require_agreed
 
 __all__ = ["Sender"]

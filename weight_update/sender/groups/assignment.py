@@ -12,8 +12,8 @@ from weight_update.sender.groups.delta import DeltaGroup
 from weight_update.sender.groups.full import FullGroup
 from weight_update.sender.workers import WorkerState, WorkerTable
 from weight_update.strategy.named_weights import NamedWeights
+from weight_update.wire.frames import Step
 from weight_update.wire.schema import WeightSchema
-from weight_update.wire.updates import Step
 
 __all__ = ["GroupAssignment"]
 

@@ -12,8 +12,8 @@ import torch
 
 from weight_update.encodings import Lend
 from weight_update.sender.buffers import EncodedUpdate, Slot, VersionId
+from weight_update.wire.frames import Step
 from weight_update.wire.schema import WeightSchema
-from weight_update.wire.updates import Step
 
 __all__ = ["Borrow", "SendGroup", "UpdateStats"]
 

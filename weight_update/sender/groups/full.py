@@ -10,8 +10,8 @@ import torch
 from weight_update.encodings import Encoder, WholeEncoding
 from weight_update.sender.buffers import EncodedUpdate, Slot, VersionId, give_back
 from weight_update.sender.groups.base import Borrow, SendGroup, UpdateStats
+from weight_update.wire.frames import Step, frames_of
 from weight_update.wire.schema import WeightSchema
-from weight_update.wire.updates import Step, frames_of
 
 __all__ = ["FullGroup"]
 
