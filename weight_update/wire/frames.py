@@ -139,7 +139,8 @@ class WeightChunk:
         for name, value in self.header.items():
             expected = fields.get(name) or optional[name]
             wrong_bool = isinstance(value, bool) and expected is not bool
-            if wrong_bool or not isinstance(value, expected) or not _in_range(value):
+            too_large = isinstance(value, int | float) and not -_MAX_NUMBER <= value < _MAX_NUMBER  # or NaN
+            if wrong_bool or too_large or not isinstance(value, expected):
                 raise FormatError(f"{self.kind.name} frame: {name} is {value!r:.80}")
         if (self.header.get("version") or 0) < 0 or self.header.get("index", 0) < 0:
             raise FormatError(f"{self.kind.name} frame: negative version or index")
@@ -281,11 +282,6 @@ class Prelude:
         if not isinstance(fields, dict):
             raise FormatError("the header is not a JSON object")
         return WeightChunk(self.kind, fields, payload)
-
-
-def _in_range(value: Any) -> bool:
-    """Whether a number fits into 64 bits and is not NaN; True for everything else."""
-    return not isinstance(value, int | float) or -_MAX_NUMBER <= value < _MAX_NUMBER
 
 
 def _fresh_bytes(nbytes: int) -> torch.Tensor:
