@@ -7,9 +7,8 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 from weight_update.encodings import DeltaEncoding, Encoding
-from weight_update.sender.groups.base import Borrow, SendGroup
+from weight_update.sender.groups.base import Borrow, FullGroup, SendGroup
 from weight_update.sender.groups.delta import DeltaGroup
-from weight_update.sender.groups.full import FullGroup
 from weight_update.sender.workers import WorkerState, WorkerTable
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.wire.frames import Step
