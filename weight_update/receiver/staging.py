@@ -14,8 +14,7 @@ from weight_update.encodings import Decoder, decoder_for, read_delta
 from weight_update.errors import FormatError, LifecycleError
 from weight_update.receiver.flat_buffers import FlatBuffer, OwnCopy
 from weight_update.receiver.gate import Gate
-from weight_update.receiver.storage import StagedUpdate, Storage
-from weight_update.receiver.targets import EngineTarget, Target, target_for
+from weight_update.receiver.targets import EngineTarget, StagedUpdate, Storage, Target, target_for
 from weight_update.strategy.binding import Binding
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy

@@ -28,7 +28,7 @@ from weight_update.receiver.flat_buffers import MissingBaseError
 from weight_update.receiver.gate import Gate
 from weight_update.receiver.group_commit import commit_group
 from weight_update.receiver.staging import Staging
-from weight_update.receiver.storage import StagedUpdate
+from weight_update.receiver.targets import StagedUpdate
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
