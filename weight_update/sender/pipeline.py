@@ -13,8 +13,7 @@ import torch
 from weight_update.encodings import Encoder
 from weight_update.errors import SchemaMismatchError, SyncTimeoutError
 from weight_update.report import SyncReport
-from weight_update.sender.buffers import EncodedUpdate, Slot, VersionId
-from weight_update.sender.chunk_window import ChunkWindow
+from weight_update.sender.buffers import ChunkWindow, EncodedUpdate, Slot, VersionId
 from weight_update.sender.delivery import Delivery
 from weight_update.sender.groups.assignment import GroupAssignment
 from weight_update.sender.workers import WorkerState, WorkerTable

@@ -17,8 +17,8 @@ from weight_update.sender.buffers import BufferPool
 from weight_update.sender.delivery import Delivery
 from weight_update.sender.groups.assignment import GroupAssignment
 from weight_update.sender.groups.base import SendGroup, UpdateStats
+from weight_update.sender.handle import Outcomes
 from weight_update.sender.joining import Admission
-from weight_update.sender.outcomes import Outcomes
 from weight_update.sender.pipeline import PipelineSender
 from weight_update.sender.workers import WorkerState, WorkerTable
 from weight_update.strategy.named_weights import NamedWeights

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from weight_update.errors import LinkClosedError, SchemaMismatchError, SyncFailedError, SyncTimeoutError
-from weight_update.sender.buffers import MIXED, EncodedUpdate, VersionId
-from weight_update.sender.chunk_window import ChunkWindow
+from weight_update.sender.buffers import MIXED, ChunkWindow, EncodedUpdate, VersionId
 from weight_update.sender.groups.base import SendGroup
 from weight_update.sender.outbox import Outbox
 from weight_update.transports.base import TransportBackend

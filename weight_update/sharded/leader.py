@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weight_update.report import SyncReport
-from weight_update.sender.outcomes import Outcome
+from weight_update.sender.handle import Outcome
 from weight_update.sender.sender import Sender
 from weight_update.sharded.errors import error_to_wire
 from weight_update.sharded.links import Message
