@@ -12,9 +12,8 @@ from contextlib import ExitStack
 from weight_update.encodings import DeltaEncoding, WholeEncoding
 from weight_update.errors import JoinRefusedError
 from weight_update.report import SyncReport
-from weight_update.sender.answers import AnswerThreads
 from weight_update.sender.buffers import BufferPool
-from weight_update.sender.delivery import Delivery
+from weight_update.sender.delivery import AnswerThreads, Delivery
 from weight_update.sender.groups.assignment import GroupAssignment
 from weight_update.sender.groups.base import SendGroup, UpdateStats
 from weight_update.sender.handle import Outcomes
@@ -77,9 +76,9 @@ class Sender(Outcomes):
         self._admission = Admission(table, self._delivery, strategy, token, self._group_to_join)
         self._answers = AnswerThreads(
             table,
-            self._groups,
             self._delivery,
-            self._admission,
+            self._admission.welcome,
+            self._groups.leave,
             self._publishing,
             copies=strategy.encoding.receiver_copies,
         )
