@@ -17,7 +17,7 @@ from weight_update.sender.delivery import AnswerThreads, Delivery
 from weight_update.sender.groups.assignment import GroupAssignment
 from weight_update.sender.groups.base import SendGroup, UpdateStats
 from weight_update.sender.handle import Outcomes
-from weight_update.sender.joining import Admission
+from weight_update.sender.joining import Admission, absent, require_weights, wait_for_none, without_weights
 from weight_update.sender.pipeline import PipelineSender
 from weight_update.sender.workers import WorkerState, WorkerTable
 from weight_update.strategy.named_weights import NamedWeights
@@ -157,7 +157,7 @@ class Sender(Outcomes):
         if self._strategy.max_in_flight is not None:
             for worker in self.table:
                 self._answers.start(worker)
-            self.table.wait_for_none(lambda: self.table.absent, deadline, alive)
+            wait_for_none(self.table, absent, deadline, alive)
             with self._publishing:
                 self._number += 1
                 report = self._pipelines.send(self._of_known(weights), Step(self._number), self.timeout)
@@ -170,8 +170,8 @@ class Sender(Outcomes):
                 self._delivery.update(worker)
                 self._answers.start(worker)
         try:
-            self.table.wait_for_none(lambda: self.table.without_weights, deadline, alive)
-            self.table.require_weights(timeout, self.refusals)
+            wait_for_none(self.table, without_weights, deadline, alive)
+            require_weights(self.table, timeout, self.refusals)
         finally:
             with self._publishing:
                 self._end_connect(weights)

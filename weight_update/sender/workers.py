@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from weight_update.errors import LinkClosedError, SchemaMismatchError, SyncFailedError, SyncTimeoutError
 from weight_update.sender.buffers import MIXED, ChunkWindow, EncodedUpdate, VersionId
 from weight_update.sender.groups.base import SendGroup
 from weight_update.sender.outbox import Outbox
@@ -240,90 +239,3 @@ class WorkerTable:
         """Return the number of workers that have had an update for longer than ``timeout`` seconds."""
         now = time.monotonic()
         return sum(worker.inflight is not None and now - worker.sent_at > timeout for worker in self)
-
-    @property
-    def initial(self) -> list[WorkerState]:
-        """The workers that ``init_on_sender`` was told of."""
-        return [worker for worker in self if not worker.late]
-
-    @property
-    def absent(self) -> list[WorkerState]:
-        """The initial workers that have neither joined nor an error."""
-        return [worker for worker in self.initial if not worker.joined and worker.error is None]
-
-    @property
-    def without_weights(self) -> list[WorkerState]:
-        """The initial workers that have neither weights nor an error."""
-        return [
-            worker
-            for worker in self.initial
-            if worker.error is None and (not worker.joined or worker.version is None)
-        ]
-
-    def wait_for_none(
-        self,
-        missing: Callable[[], list[WorkerState]],
-        deadline: float,
-        alive: Callable[[int], bool] | None,
-    ) -> None:
-        """Wait until ``missing()`` is empty or the deadline has passed.
-
-        Args:
-            missing: returns the workers to wait for.
-            deadline: time on the monotonic clock.
-            alive: tells whether the process of a worker index lives, if the caller knows.
-        """
-        with self.changed:
-            while missing() and time.monotonic() < deadline:
-                for worker in missing():
-                    if alive is not None and not alive(worker.idx):
-                        worker.lost = LinkClosedError("its process died before it connected")
-                self.changed.wait(_CHECK_SECONDS)
-
-    def require_weights(self, timeout: float, refusals: Iterable[str] = ()) -> None:
-        """Raise an error if initial workers have no weights.
-
-        Args:
-            timeout: seconds that were waited.
-            refusals: reasons for which join requests were refused meanwhile.
-
-        Raises:
-            SchemaMismatchError: a worker's model has other weights.
-            SyncTimeoutError: workers did not connect in time.
-            SyncFailedError: workers failed or were lost.
-        """
-        with self.changed:
-            failures = {worker.idx: error for worker in self.initial if (error := worker.error) is not None}
-            overdue = [worker.idx for worker in self.without_weights]
-            late = [worker for worker in self if worker.late]
-            others = [worker.idx for worker in late if worker.joined]
-            refused = [f"worker {worker.idx}: {worker.lost}" for worker in late if worker.lost]
-        _raise_connect(failures, overdue, others, timeout, [*refusals, *refused])
-
-
-def _raise_connect(
-    failures: Mapping[int, Exception],
-    overdue: list[int],
-    others: list[int],
-    timeout: float,
-    refusals: list[str],
-) -> None:
-    """Raise the error of ``connect()``, if there is one; ``others`` are late joiners that did connect."""
-    refused = "".join(f"\n  {reason}" for reason in dict.fromkeys(refusals))
-    if refused:
-        refused = f"\njoin requests were refused meanwhile:{refused}"
-    mismatches = [error for error in failures.values() if isinstance(error, SchemaMismatchError)]
-    if mismatches:
-        problems = tuple(line for error in mismatches for line in error.problems)
-        raise SchemaMismatchError(str(mismatches[0]).partition("\n")[0], problems)
-    if failures:
-        silent = {idx: SyncTimeoutError(f"did not connect within {timeout:g} s") for idx in overdue}
-        failures = {**failures, **silent}
-        lines = "".join(f"\n  worker {idx}: {error}" for idx, error in sorted(failures.items()))
-        raise SyncFailedError(f"workers could not connect:{lines}{refused}", failures)
-    if overdue:
-        joined = f" (others did: {others}; do the indices match?)" if others else ""
-        raise SyncTimeoutError(
-            f"workers {overdue} did not connect within {timeout:g} s{joined}"
-            f"{refused or '; have they called connect()?'}"
-        )
