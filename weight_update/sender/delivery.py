@@ -19,8 +19,7 @@ from weight_update.errors import (
     without_frames,
 )
 from weight_update.sender.buffers import MIXED, EncodedUpdate
-from weight_update.sender.outbox import Outbox
-from weight_update.sender.workers import WorkerState, WorkerTable
+from weight_update.sender.workers import Outbox, WorkerState, WorkerTable
 from weight_update.transports.base import TransportBackend
 from weight_update.wire.frames import Kind, WeightChunk
 
@@ -28,6 +27,9 @@ __all__ = ["AnswerThreads", "Delivery"]
 
 _log = logging.getLogger(__name__)
 _GOODBYE_SECONDS = 1.0
+_ABSENT_SECONDS = 60.0
+"""Seconds that a late joiner which was refused, or lost, has to come back on its connection."""
+_END_SECONDS = 5.0
 
 
 class Delivery:
@@ -213,9 +215,6 @@ def _announce(loads: list[tuple[WorkerState, EncodedUpdate]]) -> None:
 
 
 _log = logging.getLogger(__name__)
-_ABSENT_SECONDS = 60.0
-"""Seconds that a late joiner which was refused, or lost, has to come back on its connection."""
-_END_SECONDS = 5.0
 
 
 class AnswerThreads:

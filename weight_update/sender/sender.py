@@ -14,12 +14,11 @@ from weight_update.errors import JoinRefusedError
 from weight_update.report import SyncReport
 from weight_update.sender.buffers import BufferPool
 from weight_update.sender.delivery import AnswerThreads, Delivery
-from weight_update.sender.groups.assignment import GroupAssignment
 from weight_update.sender.groups.base import SendGroup, UpdateStats
 from weight_update.sender.handle import Outcomes
 from weight_update.sender.joining import Admission, absent, require_weights, wait_for_none, without_weights
 from weight_update.sender.pipeline import PipelineSender
-from weight_update.sender.workers import WorkerState, WorkerTable
+from weight_update.sender.workers import GroupAssignment, WorkerState, WorkerTable
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
