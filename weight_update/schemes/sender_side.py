@@ -18,9 +18,8 @@ from weight_update.schemes.sources import Sources
 from weight_update.sender.handle import SendHandle, failed
 from weight_update.sender.sender import Sender
 from weight_update.sharded import Follower, Gathering, Leader, Ranks
-from weight_update.strategy.gather import GatherShards
 from weight_update.strategy.named_weights import NamedWeights
-from weight_update.strategy.strategy import WeightStrategy
+from weight_update.strategy.strategy import GatherShards, WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.rate_limit import Refusals
 from weight_update.wire.schema import WeightSchema

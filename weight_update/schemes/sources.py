@@ -14,7 +14,6 @@ from torch import nn
 from weight_update.errors import NothingToSendError, UnknownWorkerError, UnsupportedSourceError
 from weight_update.schemes.collector import devices_of, factories_of, resolve_model
 from weight_update.sharded import Gathering
-from weight_update.strategy.gather import holds_shards
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
 
@@ -168,7 +167,7 @@ class Sources:
     def sharded(self, strategy: WeightStrategy) -> bool:
         """Return whether other processes hold parts of the weights of a source."""
         distinct = {id(one): one for one in self.by_worker.values() if one is not None}
-        return any(holds_shards(strategy.named(one).tensors) for one in distinct.values())
+        return any(strategy.named(one).sharded for one in distinct.values())
 
     def survey(self, strategy: WeightStrategy) -> dict[int, tuple[NamedWeights, NamedWeights | None]]:
         """Return the weights that each worker is to have, and those that updates carry (None for all).
@@ -230,7 +229,7 @@ class Sources:
         if self.gathering is not None:
             return self.gathering.read(strategy, source, chosen)
         named = strategy.outgoing(source, chosen)
-        if holds_shards(named.tensors):
+        if named.sharded:
             raise UnsupportedSourceError(
                 "these weights are sharded (DTensor): give init_on_sender a sharded model on every rank, or "
                 "WeightStrategy(gather=GatherShards())"

@@ -24,7 +24,6 @@ from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.wire.frames import Kind, Step, WeightChunk
 from weight_update.wire.schema import WeightSchema
-from weight_update.wire.verify import require_agreed
 
 __all__ = ["Sender"]
 
@@ -304,13 +303,13 @@ class Sender(Outcomes):
             worker = self.table[idx]
             alike.setdefault((id(named), id(worker.schema), id(worker.tracked), worker.group is None), idx)
         for idx in alike.values():
-            worker, tensors = self.table[idx], weights[idx].tensors
+            worker, named = self.table[idx], weights[idx]
             schema = worker.schema
             if worker.tracked is not None and worker.group is not None:
-                tracked = worker.tracked
-                needed = (meta for meta in schema.tensors if meta.name in tracked or meta.name in tensors)
+                names = worker.tracked.union(named.tensors)
+                needed = (meta for meta in schema.tensors if meta.name in names)
                 schema = WeightSchema(tuple(needed), schema.nbytes)
-            require_agreed(schema, tensors, more=self._strategy.partial)
+            named.require_agreed(schema, more=self._strategy.partial)
 
     def whole_weights(self, weights: Mapping[int, NamedWeights]) -> NamedWeights | None:
         """Return the whole weights of one worker; None on a rank of a sharded trainer that does not lead."""
