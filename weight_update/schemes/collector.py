@@ -112,7 +112,7 @@ class ContextObserver:
 
     def switched(self) -> None:
         """Raise the policy version of a context that counts updates itself."""
-        context = self._context()
+        context: Any = self._context()
         if not _has_own_schemes(context) and hasattr(context, "increment_version"):
             context.increment_version()
 
@@ -121,7 +121,7 @@ class ContextObserver:
 
         Workers that have not connected yet get the weights when they do.
         """
-        context = self._context()
+        context: Any = self._context()
         if _has_own_schemes(context):
             scheme = context._weight_sync_schemes.get(self._model_id)
             if scheme is None or scheme.synchronized_on_sender:
