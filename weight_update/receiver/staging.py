@@ -175,13 +175,7 @@ class Staging:
         engine = self.target.chunk_loader(header, self._decoder) if self._own is None else None
         if engine is not None:
             return self._load_chunk(engine, chunk, self._schema)
-        if header["base"] is None and chunk.payload is not None:
-            allocate = functools.partial(self.allocate, device=self.target.device_for(chunk.payload))
-            fed = self._decoder(header["encoding"]).feed(header["index"], chunk.payload, allocate)
-            if fed is not chunk.payload:
-                self._release(chunk.payload)
-                chunk = replace(chunk, payload=fed)
-        self.parts.append(chunk)
+        self.parts.append(self._fed(chunk) if header["base"] is None else chunk)
         if len(self.parts) < header["count"]:
             return None
         parts, self.parts = self.parts, []
@@ -192,6 +186,18 @@ class Staging:
         update.storage.stage(update, self.target)
         self.staged = update
         return update
+
+    def _fed(self, chunk: WeightChunk) -> WeightChunk:
+        """Return a chunk whose payload the decoder has read on arrival; flat payloads are left as they are."""
+        header, payload = chunk.header, chunk.payload
+        if payload is None or (decoder := self._decoder(header["encoding"])).is_flat:
+            return chunk
+        allocate = functools.partial(self.allocate, device=self.target.device_for(payload))
+        fed = decoder.feed(header["index"], payload, allocate)
+        if fed is payload:
+            return chunk
+        self._release(payload)
+        return replace(chunk, payload=fed)
 
     def forget(self, version: int | None = None) -> bool:
         """Drop everything that arrived and is not in force; if ``version`` is given, only its parts.
@@ -245,8 +251,8 @@ class Staging:
         header, payloads = parts[0].header, payloads_of(parts)
         decoder = self._decoder(header["encoding"])
         values = decoder.decode(payloads)
-        for value in values[:1]:
-            await_stream(value)  # other threads read on other streams
+        if values and values[0].is_cuda:
+            await_stream(values[0])  # other threads read on other streams
         storage: Storage | None = self._own
         if storage is None and decoder.is_flat and payloads[0].is_cpu:
             storage = self._flat_buffer(schema)

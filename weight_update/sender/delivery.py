@@ -68,17 +68,22 @@ class Delivery:
         Returns:
             the updates that were sent, or are being sent.
         """
-        slow = [
-            (worker, self._load_or_lose(worker))
-            for worker in states
-            if not worker.link.capabilities.send_never_blocks
-        ]
-        loads = [(worker, update) for worker, update in slow if update is not None]
+        others: list[WorkerState] = []
+        loads: list[tuple[WorkerState, EncodedUpdate]] = []
+        for worker in states:
+            if worker.link.capabilities.send_never_blocks:
+                others.append(worker)
+            elif (update := self._load_or_lose(worker)) is not None:
+                loads.append((worker, update))
         _announce(loads)
+        sent: list[EncodedUpdate] = []
         for worker, update in loads:
             self.post(worker, partial(self._transmit, worker, update))
-        sent = [self.update(worker) for worker in states if worker.link.capabilities.send_never_blocks]
-        return [one for one in (*sent, *(update for _, update in loads)) if one is not None]
+            sent.append(update)
+        for worker in others:
+            if (update := self.update(worker)) is not None:
+                sent.append(update)
+        return sent
 
     def post(self, worker: WorkerState, write: Callable[[], None]) -> None:
         """Have the outbox of a worker whose link may block call ``write``; an error loses the worker."""

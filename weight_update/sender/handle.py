@@ -46,10 +46,11 @@ class SendHandle:
     Attributes:
         version: number of the update.
         workers: indices of the workers that are sent it.
+        report: the report, as far as it is known.
     """
 
     def __init__(self, sender: UpdateOwner, report: SyncReport, workers: tuple[int, ...]) -> None:
-        self._sender, self._report, self.workers = sender, report, workers
+        self._sender, self.report, self.workers = sender, report, workers
         self._members = sender.members(workers)
         self.version = report.version
 
@@ -70,15 +71,15 @@ class SendHandle:
             SyncFailedError: workers failed, died or were late; it names them, and all others have it.
         """
         start = time.perf_counter()
-        failures = self._sender.wait(self._report, self.workers, timeout)
-        self._report.seconds["ack"] = time.perf_counter() - start
+        failures = self._sender.wait(self.report, self.workers, timeout)
+        self.report.seconds["ack"] = time.perf_counter() - start
         if failures:
-            raise failed(self.version, failures, self._report)
-        return self._report
+            raise failed(self.version, failures, self.report)
+        return self.report
 
     def of(self, *workers: int) -> SendHandle:
         """Return a handle of the same update for some of its workers."""
-        return SendHandle(self._sender, self._report, workers)
+        return SendHandle(self._sender, self.report, workers)
 
     def wait_staged(self) -> dict[int, Exception]:
         """Wait until the workers have staged the update; return the errors of all others."""
@@ -95,11 +96,6 @@ class SendHandle:
     def failures(self) -> dict[int, Exception]:
         """Return the errors known by now, by worker index, without waiting."""
         return self._sender.failures(self.version, self.workers)
-
-    @property
-    def report(self) -> SyncReport:
-        """The report, as far as it is known."""
-        return self._report
 
 
 def failed(version: int, failures: Mapping[int, Exception], report: SyncReport | None) -> SyncFailedError:

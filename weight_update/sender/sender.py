@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 
-from weight_update.encodings import DeltaEncoding, WholeEncoding
+from weight_update.encodings import DeltaEncoding
 from weight_update.errors import JoinRefusedError
 from weight_update.report import SyncReport
 from weight_update.sender.buffers import BufferPool
@@ -198,13 +198,13 @@ class Sender(Outcomes):
 
     def _assign_first(self, worker: WorkerState, wire: WeightSchema, named: NamedWeights | None) -> None:
         self._groups.assign_first(worker, wire, self._number, named)
-        self._trim_to([wire])
+        assert worker.group is not None
+        self._trim_to([worker.group])
 
-    def _trim_to(self, schemas: Iterable[WeightSchema]) -> None:
-        """Free buffers beyond the size of an update that carries all weights of the largest schema."""
-        whole = self._strategy.encoding.whole
+    def _trim_to(self, groups: Iterable[SendGroup]) -> None:
+        """Free buffers beyond the size of the largest update that carries all weights of a group."""
         with self.table.changed:
-            self._pool.trim(max(_update_bytes(whole, schema) for schema in schemas))
+            self._pool.trim(max(group.whole_bytes for group in groups))
 
     # -- sending -----------------------------------------------------------------------------------
 
@@ -239,10 +239,13 @@ class Sender(Outcomes):
             start = time.perf_counter()
             sent = self._delivery.update_all([self.table[idx] for idx in weights])
             report.seconds["send"] = time.perf_counter() - start
-            chunks = [chunk for update in sent for chunk in update.chunks]
-            if self._shares_memory:
-                chunks = list({id(chunk.payload): chunk for chunk in chunks}.values())
-            report.wire_bytes = sum(chunk.payload_bytes for chunk in chunks)
+            shared: set[int] = set()
+            for update in sent:
+                for chunk in update.chunks:
+                    if id(chunk.payload) not in shared:
+                        report.wire_bytes += chunk.payload_bytes
+                    if self._shares_memory:
+                        shared.add(id(chunk.payload))
             return report
 
     def continue_from(self, version: int) -> None:
@@ -263,7 +266,7 @@ class Sender(Outcomes):
         start = time.perf_counter()
         self._require_agreed(weights)
         self._number += 1
-        report = SyncReport(self._number, self._strategy.encoding.label)
+        report = SyncReport(self._number, "")
         # an update that may be aborted does not unite groups
         parts = self._groups.partition(weights, apart=not commit)
         groups: list[SendGroup] = []
@@ -286,7 +289,9 @@ class Sender(Outcomes):
                 group.commit()
         if groups:  # else no worker has joined, and forked ones still hold the memory that would be freed
             _enter(report, groups, staged)
-            self._trim_to(group.schema for group in groups)
+            self._trim_to(groups)
+        else:
+            report.encoding = self._strategy.encoding.label
         report.seconds["encode"] = time.perf_counter() - start
         return report
 
@@ -394,15 +399,16 @@ class Sender(Outcomes):
         self._pool.close()
 
 
-def _update_bytes(encoding: WholeEncoding, schema: WeightSchema) -> int:
-    """Return the size of all payloads of an update that carries all weights."""
-    return max(schema.nbytes, sum(encoding.payload_sizes(schema)))
-
-
 def _enter(report: SyncReport, groups: list[SendGroup], staged: list[UpdateStats]) -> None:
     """Enter the facts about the staged updates into ``report``."""
-    report.dense_bytes = sum(group.schema.dense_bytes for group in groups)
-    report.encoding = "+".join(sorted({one.label for one in staged}))
-    report.compression = "+".join(sorted({one.compression for one in staged} - {""}))
-    total = sum(one.total for one in staged)
-    report.changed_fraction = sum(one.changed for one in staged) / total if total else 0.0
+    changed = total = 0
+    labels, compressions = set(), set()
+    for group, one in zip(groups, staged, strict=True):
+        report.dense_bytes += group.schema.dense_bytes
+        labels.add(one.label)
+        compressions.add(one.compression)
+        changed += one.changed
+        total += one.total
+    report.encoding = "+".join(sorted(labels))
+    report.compression = "+".join(sorted(compressions - {""}))
+    report.changed_fraction = changed / total if total else 0.0

@@ -159,7 +159,8 @@ class WorkerState:
         target = None if self.group is None else self.group.target(self.has)
         if target is None or target in self.failures:
             return None
-        return None if self.version is not None and self.version >= target else target
+        version = self.version
+        return None if version is not None and version >= target else target
 
     @property
     def writing(self) -> bool:
@@ -269,9 +270,13 @@ class WorkerTable:
 
     def known(self, workers: Iterable[int]) -> list[WorkerState]:
         """Return the workers of these indices; late joiners that were forgotten are left out."""
+        found: list[WorkerState] = []
         with self.changed:
-            found = [self._states.get(idx) or self._removed.get(idx) for idx in workers]
-        return [worker for worker in found if worker is not None]
+            for idx in workers:
+                worker = self._states.get(idx) or self._removed.get(idx)
+                if worker is not None:
+                    found.append(worker)
+        return found
 
     def removed(self, idx: int) -> WorkerState | None:
         """Return a removed late joiner if it is still remembered."""
@@ -280,7 +285,8 @@ class WorkerTable:
     @property
     def present(self) -> list[WorkerState]:
         """All initial workers and the late joiners that are connected, by index."""
-        return sorted((one for one in self if one.joined or not one.late), key=lambda one: one.idx)
+        states = self._states
+        return [states[idx] for idx in sorted(states) if states[idx].joined or not states[idx].late]
 
     def count_overdue(self, timeout: float) -> int:
         """Return the number of workers that have had an update for longer than ``timeout`` seconds."""

@@ -21,7 +21,7 @@ Borrow = Callable[[list[Slot]], Lend]
 """Returns a ``lend`` function that appends each slot it lends to the list, and counts one user for it."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class UpdateStats:
     """Facts about a staged update, for reports.
 
@@ -48,15 +48,20 @@ class SendGroup(ABC):
         schema: the tensors as they travel, in the receivers' dtypes.
         borrow: lends memory for payloads.
         lock: the sender's lock; it guards versions and the number of users of each slot.
+        whole: encoding of updates that carry all weights.
 
     Attributes:
+        whole_bytes: size of all payloads of an update that carries all weights.
         version_id: the weights that were committed last.
         pending: number of the update that is staged and neither committed nor discarded.
         source: key of the weights that the group was last given; equal for groups that were given the same.
     """
 
-    def __init__(self, schema: WeightSchema, borrow: Borrow, lock: threading.Condition) -> None:
+    def __init__(
+        self, schema: WeightSchema, borrow: Borrow, lock: threading.Condition, whole: WholeEncoding
+    ) -> None:
         self.schema = schema
+        self.whole_bytes = max(schema.nbytes, sum(whole.payload_sizes(schema)))
         self.version_id: VersionId | None = None
         self.pending: int | None = None
         self.source: Hashable = None
@@ -135,8 +140,9 @@ class FullGroup(SendGroup):
         encoding: WholeEncoding,
         encoder: Encoder | None = None,
     ) -> None:
-        super().__init__(schema, borrow, lock)
+        super().__init__(schema, borrow, lock, encoding)
         self._encoding = encoding
+        self._stats = UpdateStats(encoding.label, schema.elements, schema.elements)
         self._encoder = encoder or encoding.encoder(schema)
         self._step = Step(-1)
         self._latest: EncodedUpdate | None = None
@@ -164,8 +170,7 @@ class FullGroup(SendGroup):
             self.discard()
             self._staged = EncodedUpdate(VersionId(step.version), chunks, slots)
             self._step, self.pending = step, step.version
-        elements = self.schema.elements
-        return UpdateStats(self._encoding.label, elements, elements)
+        return self._stats
 
     def commit(self) -> None:
         with self._lock:

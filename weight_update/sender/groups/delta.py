@@ -50,7 +50,7 @@ class DeltaGroup(SendGroup):
         tracked: Sequence[int] | None = None,
         tracker: Tracker[Any] | None = None,
     ) -> None:
-        super().__init__(schema, borrow, lock)
+        super().__init__(schema, borrow, lock, encoding.whole)
         self._encoding, self._tracked = encoding, tracked
         self._tracker = tracker or encoding.tracker(schema, tracked)
         self._remembering = threading.Lock()  # held while the tracker is read or changed
