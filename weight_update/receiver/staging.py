@@ -188,7 +188,7 @@ class Staging:
         return update
 
     def _fed(self, chunk: WeightChunk) -> WeightChunk:
-        """Return a chunk whose payload the decoder has read on arrival; flat payloads are left as they are."""
+        """Return a chunk whose payload the decoder has read on arrival, unless it is flat."""
         header, payload = chunk.header, chunk.payload
         if payload is None or (decoder := self._decoder(header["encoding"])).is_flat:
             return chunk

@@ -193,4 +193,4 @@ class SocketStream:
             poller.register(self.sock, event)
         except (ValueError, OSError):
             raise LinkClosedError("this end was closed") from None
-        return bool(poller.poll(None if seconds is None else seconds * 1e3))
+        return bool(poller.poll(None if seconds is None else max(seconds, 0.0) * 1e3))
