@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 from weight_update.errors import LifecycleError
 from weight_update.receiver.receiver import Receiver
 from weight_update.report import SyncReport
-from weight_update.schemes.liveness import WorkerAlive
 from weight_update.schemes.receiver_side import ReceiverSide
 from weight_update.schemes.sender_side import SenderListener, SenderSide
+from weight_update.sender.joining import WorkerAlive
 from weight_update.sender.sender import Sender
 from weight_update.sharded import Follower
 from weight_update.strategy.strategy import WeightStrategy

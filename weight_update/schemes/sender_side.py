@@ -20,9 +20,9 @@ from weight_update.errors import (
 )
 from weight_update.report import SyncReport
 from weight_update.schemes.collector import resolve_path
-from weight_update.schemes.liveness import WorkerAlive, liveness
 from weight_update.schemes.sources import Sources
 from weight_update.sender.handle import SendHandle, failed
+from weight_update.sender.joining import WorkerAlive, liveness
 from weight_update.sender.sender import Sender
 from weight_update.sharded import Follower, Gathering, Leader, Ranks
 from weight_update.strategy.named_weights import NamedWeights

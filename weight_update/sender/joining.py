@@ -6,7 +6,8 @@ import functools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from weight_update.errors import (
     FormatError,
@@ -24,7 +25,15 @@ from weight_update.strategy.strategy import WeightStrategy
 from weight_update.wire.frames import Kind, WeightChunk
 from weight_update.wire.schema import WeightSchema
 
-__all__ = ["Admission", "absent", "require_weights", "wait_for_none", "without_weights"]
+__all__ = [
+    "Admission",
+    "WorkerAlive",
+    "absent",
+    "liveness",
+    "require_weights",
+    "wait_for_none",
+    "without_weights",
+]
 
 _log = logging.getLogger(__name__)
 _CHECK_SECONDS = 0.2
@@ -257,3 +266,33 @@ def _raise_connect(
             f"workers {overdue} did not connect within {timeout:g} s{joined}"
             f"{refused or '; have they called connect()?'}"
         )
+
+
+WorkerAlive = Callable[[int], bool] | Sequence[Any] | Mapping[int, Any]
+"""A function of the worker index, or processes of ``multiprocessing`` or ``subprocess`` by worker index."""
+
+
+def liveness(workers: WorkerAlive | None) -> Callable[[int], bool] | None:
+    """Return a function that tells whether the process of a worker index lives; None if that is not known.
+
+    Raises:
+        TypeError: an entry is no process.
+    """
+    if workers is None or callable(workers):
+        return workers
+    processes = dict(workers if isinstance(workers, Mapping) else enumerate(workers))
+    for process in processes.values():
+        _lives(process)
+
+    def lives(worker_idx: int) -> bool:
+        return worker_idx not in processes or _lives(processes[worker_idx])
+
+    return lives
+
+
+def _lives(process: Any) -> bool:
+    if hasattr(process, "is_alive"):  # of multiprocessing, or a thread
+        return bool(process.is_alive())
+    if hasattr(process, "poll"):  # of subprocess
+        return process.poll() is None
+    raise TypeError(f"worker_alive takes processes or a function of the worker index, not {process!r}")
