@@ -67,8 +67,8 @@ class Decoder(ABC):
     def feed(self, index: int, payload: torch.Tensor, allocate: Lend) -> torch.Tensor:
         """Handle a payload when it arrives; the result is later passed to :meth:`decode`.
 
-        Called for each payload, in order. A payload that is not returned must have been read, also on a GPU,
-        because its memory is reused.
+        Called for each payload, in order, unless :attr:`is_flat`. A payload that is not returned must have
+        been read, also on a GPU, because its memory is reused.
 
         Args:
             index: position among the payloads of the update, from 0.

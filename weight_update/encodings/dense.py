@@ -10,10 +10,9 @@ import torch
 
 from weight_update.encodings.base import Decoder, Encoder, Lend, WholeEncoding, register_encoding
 from weight_update.encodings.patch.diff_cpu import SERIAL
-from weight_update.encodings.view_cache import ViewCache
 from weight_update.errors import FormatError
 from weight_update.wire.memory import await_stream
-from weight_update.wire.schema import TensorMeta, WeightSchema
+from weight_update.wire.schema import TensorMeta, ViewCache, WeightSchema
 
 __all__ = ["DenseEncoding"]
 
@@ -60,7 +59,8 @@ class _DenseEncoder(Encoder):
             with torch.inference_mode():  # faster than no_grad for many small tensors
                 if not self._join(flat, own):
                     torch._foreach_copy_(self._single.views(flat), own)
-            await_stream(flat)
+            if flat.is_cuda:
+                await_stream(flat)
         return [flat]
 
     def _join(self, flat: torch.Tensor, own: list[torch.Tensor]) -> bool:

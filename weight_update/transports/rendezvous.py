@@ -87,7 +87,7 @@ class SignedRendezvous(StoreBase):  # type: ignore[misc] # it has no type stubs
 
     def _keep(self, message: bytes) -> None:
         if len(message) < _SIZE.size:
-            raise FormatError(f"a message of {len(message)} bytes")
+            raise FormatError(f"a message of {len(message)} bytes is too short")
         end = _SIZE.size + _SIZE.unpack_from(message)[0]
         key, value = message[_SIZE.size : end].decode(), message[end:]
         self._values[key] = value

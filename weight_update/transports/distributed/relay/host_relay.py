@@ -200,7 +200,7 @@ class HostRelay:
         if replica is None:  # each worker of this host reports it and keeps its version
             return {"fd": -1, "key": problem[:_MAX_ERROR_CHARS]}
         if command["checksum"] == CHECKSUM and total != expected:
-            return {"error": "the payload's checksum does not hold"}
+            return {"error": "the payload's checksum is wrong"}
         return {"fd": replica.fd, "key": replica.key}
 
     def _payload(
