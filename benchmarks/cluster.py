@@ -1,11 +1,6 @@
 """Compare the schemes that leave the machine with TorchRL's, in one run and in turns.
 
-    python -m benchmarks cluster                        # everything; about ten minutes on two cores
-    python -m benchmarks cluster --scheme rpc           # one scheme
-    python -m benchmarks cluster --quick                # Distributed only, to see that it works
-    python -m benchmarks cluster --rst docs/benchmark_cluster.rst
-
-All processes are on this machine, and nothing else should run on it.
+All processes are on this machine.
 """
 
 from __future__ import annotations

@@ -1,13 +1,4 @@
-"""Compare this library's schemes with TorchRL's, in one run and in turns.
-
-    python -m benchmarks compare                   # everything; about half an hour on two cores
-    python -m benchmarks compare --only stall      # one part
-    python -m benchmarks compare --quick           # a minute, to see that it works
-    python -m benchmarks compare --rst docs/benchmark_results.rst
-    python -m benchmarks compare --against main    # this library alone, on two commits
-
-Nothing else should run on the machine.
-"""
+"""Compare this library's schemes with TorchRL's, in one run and in turns."""
 
 from __future__ import annotations
 

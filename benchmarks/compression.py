@@ -1,10 +1,4 @@
-"""Ratio and speed of the compressions, on the kinds of data that patches consist of.
-
-::
-
-    python -m benchmarks compression            # half a minute on an idle machine
-    python -m benchmarks compression --quick    # to see that it works
-"""
+"""Ratio and speed of the compressions, on the kinds of data that patches consist of."""
 
 from __future__ import annotations
 

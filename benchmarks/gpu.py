@@ -1,11 +1,5 @@
 """Weights on a GPU: dense and patch, to the CPU's memory and to a worker on the GPU, also by CUDA IPC.
 
-::
-
-    python -m benchmarks gpu                        # some minutes on one GPU
-    python -m benchmarks gpu --quick                # half a minute, to see that it works
-    python -m benchmarks gpu --rst docs/benchmark_gpu.rst
-
 Needs torch and tensordict alone; ``nvcomp_lz4`` is measured where the extra ``nvcomp`` is installed. Without
 a CUDA device it says so and exits with status 2.
 """

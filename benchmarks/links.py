@@ -1,11 +1,5 @@
 """Updates over a slow link: what a patch saves there, and what each further host costs.
 
-::
-
-    python -m benchmarks links                  # about ten minutes, as root: hosts are network namespaces
-    python -m benchmarks links --quick          # half a minute, to see that it works
-    python -m benchmarks links --rst docs/benchmark_links.rst
-
 The hosts are those of :class:`Network`: network namespaces joined by a switch, whose cables can be pulled.
 """
 

@@ -1,11 +1,5 @@
 """Bytes and time of patches, on real updates and on random ones, beside what one would have otherwise.
 
-::
-
-    python -m benchmarks patch                  # about five minutes on two cores
-    python -m benchmarks patch --quick          # half a minute, to see that it works
-    python -m benchmarks patch --rst docs/benchmark_patch.rst
-
 RLinf's document gives the fields of its patches (ordinals, nnz_per_tensor, rows, cols, values), the 2-D view
 of every tensor, and the rule of delta encoding. Where it leaves things open we take what costs RLinf fewer
 bytes:

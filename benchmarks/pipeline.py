@@ -1,11 +1,4 @@
-"""Updates that are converted on the way: strictly serial against chunks in a pipeline.
-
-::
-
-    python -m benchmarks pipeline                  # about six minutes; as root, to have a slow link too
-    python -m benchmarks pipeline --quick          # half a minute, to see that it works
-    python -m benchmarks pipeline --rst docs/benchmark_pipeline.rst
-"""
+"""Updates that are converted on the way: strictly serial against chunks in a pipeline."""
 
 from __future__ import annotations
 

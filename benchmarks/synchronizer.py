@@ -1,13 +1,4 @@
-"""Latency of a synchronization by each method; waiting and staleness by each style.
-
-::
-
-    python -m benchmarks synchronizer               # about five minutes on two cores
-    python -m benchmarks synchronizer --quick       # half a minute, to see that it works
-    python -m benchmarks synchronizer --rst docs/benchmark_synchronizer.rst
-
-Nothing else should run on the machine.
-"""
+"""Latency of a synchronization by each method; waiting and staleness by each style."""
 
 from __future__ import annotations
 

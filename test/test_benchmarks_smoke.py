@@ -500,7 +500,7 @@ def test_the_exit_status_says_whether_this_checkout_is_slower(at, slower, status
 
 
 @needs_git
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_a_tiny_benchmark_against_its_own_commit(at, capsys):
     pytest.importorskip("lz4")
     pytest.importorskip("zstandard")
@@ -516,7 +516,7 @@ def test_a_tiny_benchmark_against_its_own_commit(at, capsys):
 
 @needs_git
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_each_run_imports_the_library_of_its_commit(repository, at, capsys):
     pytest.importorskip("lz4")
     pytest.importorskip("zstandard")
