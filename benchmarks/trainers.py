@@ -260,6 +260,8 @@ def _stall(passes: Passes, begin: float, end: float, reported: float | None) -> 
     gaps = starts[1:] - starts[:-1]
     usual = float(gaps[starts[1:] < begin].median())
     during = (starts[1:] >= begin) & (starts[:-1] <= end)
+    if not during.any():
+        raise RuntimeError("the worker made no forward pass during the update, the machine is too busy")
     longest = float(gaps[during].max()) - usual
     pairs = list(zip(passes.versions, passes.versions[1:], strict=False))
     changes = [i for i, (old, new) in enumerate(pairs) if old != new]
