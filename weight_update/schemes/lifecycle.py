@@ -32,6 +32,7 @@ class SchemeLifecycle(ABC):
     """
 
     strategy: WeightStrategy
+    _token: str
 
     def _reset(self) -> None:
         """Set every attribute that one process knows and another must not inherit.
@@ -157,6 +158,25 @@ class SchemeLifecycle(ABC):
     @context.setter
     def context(self, context: Any) -> None:
         self._context = None if context is None else weakref.ref(context)
+
+    # -- for subclasses ----------------------------------------------------------------------------
+
+    @property
+    def listener(self) -> SenderListener | None:
+        """Sender: the listener that admits workers, which :meth:`WeightSyncScheme.open_sender` may set.
+
+        ``connect()`` starts it, and ``shutdown()`` closes it.
+        """
+        return self._listener
+
+    @listener.setter
+    def listener(self, listener: SenderListener) -> None:
+        self._listener = listener
+
+    @property
+    def token(self) -> str:
+        """Secret that workers show when they join; it travels with the scheme."""
+        return self._token
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import re
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from weight_update.errors import (
     FormatError,
     JoinRefusedError,
     LinkClosedError,
+    NotEnoughMemoryError,
     SyncTimeoutError,
 )
 from weight_update.transports.base import Allocate
@@ -30,7 +31,7 @@ from weight_update.transports.distributed.store import Store
 from weight_update.transports.distributed.store_client import DroppedError
 from weight_update.transports.rate_limit import RateLimitedLog
 from weight_update.transports.shared_memory.slot_frames import SlotStream
-from weight_update.transports.shared_memory.slots import SlotTable
+from weight_update.transports.shared_memory.slots import SlotTable, open_slot
 from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
 from weight_update.wire.frames import PRELUDE_BYTES, Kind, Prelude, WeightChunk
 from weight_update.wire.memory import byte_view
@@ -40,7 +41,6 @@ __all__ = [
     "JOIN_QUEUE",
     "USE_SOCKET",
     "Connection",
-    "MapSlot",
     "RemoteConnection",
     "WorkerConnection",
     "read_join_request",
@@ -74,9 +74,6 @@ _SIGNAL_SECONDS = 0.5
 
 _LAST_WORDS = 0.5
 """Seconds that the last message through the store may take longer than the end of the group."""
-
-MapSlot = Callable[[int, int, str, int], torch.Tensor]
-"""Maps a slot that another process has open: process id, file descriptor, key, bytes of the payload."""
 
 
 class Connection:
@@ -126,7 +123,7 @@ class Connection:
             left = max(left, _SIGNAL_SECONDS)
         self.outbox.put(front + head + where + inline, timeout=left)
 
-    def recv(self, timeout: float | None, allocate: Allocate | None, map_slot: MapSlot) -> WeightChunk | None:
+    def recv(self, timeout: float | None, allocate: Allocate | None) -> WeightChunk | None:
         """Return the next chunk or None; raise as :meth:`TransportBackend.recv_chunk`."""
         message = self._next_frame(deadline_of(timeout))
         if message is None:
@@ -139,7 +136,7 @@ class Connection:
         with prelude.naming_version(head[PRELUDE_BYTES:]):
             if where:
                 pid, fd, key = json.loads(where)
-                payload = map_slot(pid, fd, key, prelude.payload_bytes)
+                payload = self.map_slot(pid, fd, key, prelude.payload_bytes)
             elif prelude.payload_bytes:
                 if len(inline) != prelude.payload_bytes:
                     raise FormatError(f"{len(inline)} bytes came with a frame of {prelude.payload_bytes}")
@@ -163,6 +160,10 @@ class Connection:
                 self.outbox.put(_FRONT.pack(_TELL, 0, 0))
             elif kind == _OPEN_GROUP:
                 self.open_group(message[_FRONT.size :].decode())
+
+    def map_slot(self, pid: int, fd: int, key: str, nbytes: int) -> torch.Tensor:
+        """Map the slot of a payload, which process ``pid`` has open as ``fd``."""
+        raise FormatError("only a sender names slots")
 
     def open_group(self, backend: str) -> None:
         """Make the point-to-point group that the sender asks for."""
@@ -304,23 +305,32 @@ class WorkerConnection(Connection):
         store: see :class:`Connection`.
         name: see :class:`Connection`.
         token: see :class:`Connection`.
+        host: name of this host.
         address: address of this machine's interface for payloads.
         directory: directory of replicas of the sender's slots, if the sender is on another host.
         slots: table of the slots opened here.
     """
 
     def __init__(
-        self, store: Store, name: str, token: str, address: str, directory: str | None, slots: SlotTable
+        self,
+        store: Store,
+        name: str,
+        token: str,
+        *,
+        host: str,
+        address: str,
+        directory: str | None,
+        slots: SlotTable,
     ) -> None:
         super().__init__(store, name, token, 1)
-        self._address, self._directory, self._slots = address, directory, slots
+        self._host, self._address, self._directory, self._slots = host, address, directory, slots
         self._host_relay: HostRelay | None = None
         self._local_listener: LocalListener | None = LocalListener(name, token)
         self._stream: SlotStream | None = None
         self._answered = False
         self._asked: Mapping[str, Any] | None = None  # the HELLO of a join request without an answer
 
-    def request_join(self, hello: WeightChunk, host: str, timeout: float | None) -> None:
+    def _request_join(self, hello: WeightChunk, timeout: float | None) -> None:
         """Send a join request with ``hello``.
 
         Raises:
@@ -330,7 +340,7 @@ class WorkerConnection(Connection):
         deadline = deadline_of(timeout)
         self._asked = hello.header
         hello = hello.with_token("")
-        info = json.dumps({"link": self.name, "host": host}).encode()
+        info = json.dumps({"link": self.name, "host": self._host}).encode()
         message = struct.pack("<I", len(info)) + info + hello.encode()
         requests = SignedQueue(self.store, JOIN_QUEUE, self.token, ordered=False)
         try:
@@ -340,13 +350,16 @@ class WorkerConnection(Connection):
             raise SyncTimeoutError(str(error)) from None
 
     def send(self, chunk: WeightChunk, timeout: float | None) -> None:
-        """Send a chunk; a HELLO other than that of the join request waits for the sender's answer.
+        """Send a chunk: the first as a join request, a HELLO other than the first after the sender's answer.
 
         Raises:
             SyncTimeoutError: the sender did not answer in time.
         """
         deadline = deadline_of(timeout)
         if not self._answered:
+            if chunk.kind is Kind.HELLO and self._asked is None:
+                self._request_join(chunk, timeout)
+                return
             if chunk.kind is Kind.HELLO and chunk.header == self._asked:
                 return
             if chunk.kind is not Kind.HELLO or chunk.header["error"] is not None:
@@ -356,15 +369,25 @@ class WorkerConnection(Connection):
         if self._stream is None:
             super().send(chunk, seconds_left(deadline))
         else:
-            self._stream.send(chunk, deadline)
+            self._stream.send(chunk, seconds_left(deadline))
 
-    def recv(self, timeout: float | None, allocate: Allocate | None, map_slot: MapSlot) -> WeightChunk | None:
+    def recv(self, timeout: float | None, allocate: Allocate | None) -> WeightChunk | None:
         deadline = deadline_of(timeout)
         if not self._receive_answer(deadline):
             return None
         if self._stream is None:
-            return super().recv(seconds_left(deadline), allocate, map_slot)
+            return super().recv(seconds_left(deadline), allocate)
         return self._stream.recv(seconds_left(deadline))
+
+    def map_slot(self, pid: int, fd: int, key: str, nbytes: int) -> torch.Tensor:
+        """Map the replica of the sender's slot that a worker of this host keeps.
+
+        Raises:
+            NotEnoughMemoryError: that worker has no replica, or this one cannot map it.
+        """
+        if fd < 0:
+            raise NotEnoughMemoryError(key)
+        return self._slots.payload(key, nbytes, lambda: open_slot(pid, fd, key, self._directory), owner=pid)
 
     def _receive_answer(self, deadline: float | None) -> bool:
         """Return whether the join request was answered; the answer says which way frames go."""

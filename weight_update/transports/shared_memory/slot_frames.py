@@ -13,6 +13,7 @@ from typing import Any
 from weakref import WeakSet
 
 from weight_update.errors import FormatError
+from weight_update.transports.buffer import Allocate
 from weight_update.transports.shared_memory.cuda_slots import CudaSlotMapping
 from weight_update.transports.shared_memory.slots import (
     HostSlotMapping,
@@ -21,7 +22,7 @@ from weight_update.transports.shared_memory.slots import (
     SlotTable,
     slot_of,
 )
-from weight_update.transports.shared_memory.unix_stream import SocketStream
+from weight_update.transports.shared_memory.unix_stream import SocketStream, deadline_of
 from weight_update.wire.frames import Kind, WeightChunk
 
 __all__ = ["SlotRecord", "SlotStream", "slot_record"]
@@ -61,8 +62,9 @@ class SlotStream:
         self._slots.clear()
         self._handed_over: WeakSet[SharedSlot] = WeakSet()
 
-    def send(self, chunk: WeightChunk, deadline: float | None) -> None:
+    def send(self, chunk: WeightChunk, timeout: float | None) -> None:
         """Send a frame; raise as :meth:`SocketStream.send`, after which the connection is not usable."""
+        deadline = deadline_of(timeout)
         if chunk.kind is Kind.HELLO:
             if chunk.header == self._asked:
                 return
@@ -83,11 +85,12 @@ class SlotStream:
         else:
             self._stream.send(head + record, deadline)  # in one call: waking the reader twice would cost most
 
-    def recv(self, timeout: float | None) -> WeightChunk | None:
+    def recv(self, timeout: float | None, allocate: Allocate | None = None) -> WeightChunk | None:
         """Return the next frame, or None when none arrived within ``timeout`` seconds.
 
         Args:
             timeout: seconds; None waits for ever.
+            allocate: not used; payloads stay where they are.
 
         Raises:
             LinkClosedError: the connection ended.
@@ -95,6 +98,7 @@ class SlotStream:
             UnreachableMemoryError: this process may not open the payload.
             NotEnoughMemoryError: this process has no memory to map the payload.
         """
+        del allocate
         if not self._stream.wait_readable(timeout):
             return None
         prelude, header = self._stream.recv_head()

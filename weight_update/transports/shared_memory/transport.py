@@ -28,6 +28,7 @@ from weight_update.transports.shared_memory.slots import SharedBuffer, SlotTable
 from weight_update.transports.shared_memory.unix_stream import (
     SocketStream,
     close_in_children,
+    deadline_of,
     seconds_left,
 )
 from weight_update.wire.frames import Kind, WeightChunk
@@ -75,16 +76,15 @@ class SharedMemTransport(ReconnectingLink[SlotStream]):
             return CudaBuffer(nbytes, self._device)
         return SharedBuffer(nbytes, self._directory)
 
-    def _send(self, connection: SlotStream, chunk: WeightChunk, deadline: float | None) -> None:
-        connection.send(chunk, deadline)
-
-    def _recv(
-        self, connection: SlotStream, deadline: float | None, allocate: Allocate | None
+    def recv_chunk(
+        self, timeout: float | None = None, allocate: Allocate | None = None
     ) -> WeightChunk | None:
+        connection = self._connection
         try:
-            return connection.recv(seconds_left(deadline))
+            return super().recv_chunk(timeout, allocate)
         finally:
-            if connection.received_handle and not self.capabilities.payloads_die_with_sender:
+            on_gpu = connection is not None and connection.received_handle
+            if on_gpu and not self.capabilities.payloads_die_with_sender:
                 self.capabilities = replace(self.capabilities, payloads_die_with_sender=True)
 
     def release(self, payload: torch.Tensor) -> None:
@@ -103,11 +103,11 @@ class SharedMemTransport(ReconnectingLink[SlotStream]):
             joining.close()
         self._slots.clear()
 
-    def _open(self, chunk: WeightChunk, deadline: float | None) -> SlotStream:
-        """Connect to the listener; retry while it is too busy to admit this worker."""
-        if self._address is None or chunk.kind is not Kind.HELLO:
-            return super()._open(chunk, deadline)
-        while True:
+    def connect(self, timeout: float | None) -> SlotStream:
+        """Connect to the listener and prove the token; retry while it is too busy to admit this worker."""
+        assert self._address is not None, "a receiver's end"
+        deadline = deadline_of(timeout)
+        while not self._closed:
             try:
                 return self._join(self._address, deadline)
             except BlockingIOError:
@@ -117,24 +117,22 @@ class SharedMemTransport(ReconnectingLink[SlotStream]):
                 raise SyncTimeoutError(_NO_ANSWER) from None
             if seconds_left(deadline) == 0:
                 raise SyncTimeoutError(_NO_ANSWER)
+        raise LinkClosedError("this end was closed")
 
     def _join(self, address: str, deadline: float | None) -> SlotStream:
         """Connect and prove knowledge of the token; raise BlockingIOError if the caller should retry."""
         stream = self._open_stream(address)
         try:
             prove_token(stream, self._token, _context(address), deadline)
-            with self._changed:
-                self._joining = None
-                if self._closed:
-                    raise LinkClosedError("this end was closed")
-                self._connection = SlotStream(stream, self._slots, self._token)
-                return self._connection
+            return SlotStream(stream, self._slots, self._token)
         except LinkClosedError:
             stream.close()
             raise BlockingIOError("the listener is too busy, or this end was closed") from None
         except BaseException:
             stream.close()
             raise
+        finally:
+            self._joining = None
 
     def _open_stream(self, address: str) -> SocketStream:
         stream = SocketStream(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))

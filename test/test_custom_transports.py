@@ -1,0 +1,72 @@
+"""The transports and schemes of ``examples/`` keep the library's contracts."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.custom_listener import PipeListener, PipeScheme, PipeTransport
+from examples.custom_transport import FileScheme, FileTransport
+from weight_update import JoinRefusedError, WeightSyncScheme
+from weight_update.testing import LateJoinerContract, SchemeContract, TransportContract, greet
+from weight_update.testing.transports import Ends
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+class TestFileTransport(TransportContract):
+    @pytest.fixture(autouse=True)
+    def _place(self, tmp_path: Path) -> None:
+        self.directory = tmp_path
+
+    def make_ends(self) -> Ends:
+        sender, receiver = FileTransport(self.directory, "sender"), self.make_successor()
+        greet(sender, receiver)
+        return sender, receiver
+
+    def make_successor(self) -> FileTransport:
+        return FileTransport(self.directory, "receiver")
+
+
+class TestFileScheme(SchemeContract):
+    @pytest.fixture(autouse=True)
+    def _place(self, tmp_path: Path) -> None:
+        self.directory = tmp_path
+
+    def make_scheme(self, **options: Any) -> WeightSyncScheme:
+        return FileScheme(self.directory, **options)
+
+
+class TestPipeTransport(TransportContract):
+    def make_ends(self) -> Ends:
+        sender = PipeTransport()
+        self.listener = PipeListener("token", {0: sender}, refuse)
+        self.listener.start()
+        receiver = self.make_successor()
+        greet(sender, receiver)
+        return sender, receiver
+
+    def make_successor(self) -> PipeTransport:
+        return PipeTransport(self.listener.address)
+
+    def teardown_method(self) -> None:
+        self.listener.close()
+
+
+def refuse(worker_idx: int) -> PipeTransport:
+    raise JoinRefusedError(f"unknown worker index {worker_idx}")
+
+
+class TestPipeScheme(SchemeContract, LateJoinerContract):
+    def make_scheme(self, **options: Any) -> WeightSyncScheme:
+        return PipeScheme(**options)
+
+
+@pytest.mark.parametrize(("name", "lines"), [("custom_transport.py", 45), ("custom_listener.py", 60)])
+def test_examples_are_short_and_use_public_names(name: str, lines: int) -> None:
+    text = (EXAMPLES / name).read_text()
+    part = text.partition("# [transport]\n")[2].partition("# [end of transport]")[0]
+    assert 0 < len([line for line in part.splitlines() if line]) <= lines
+    assert re.findall(r"\b(?:self|super\(\)|scheme)\._\w+", text) == []
+    assert re.findall(r"from weight_update\.|import _", text) == []
