@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import re
 import struct
 import threading
 import time
@@ -22,6 +21,7 @@ from weight_update.errors import (
     SyncTimeoutError,
 )
 from weight_update.transports.base import Allocate
+from weight_update.transports.distributed.join_requests import JOIN_QUEUE, join_request
 from weight_update.transports.distributed.local_rendezvous import LocalListener
 from weight_update.transports.distributed.relay.client import RelayClient
 from weight_update.transports.distributed.relay.host_relay import HostRelay
@@ -38,18 +38,13 @@ from weight_update.wire.memory import byte_view
 
 __all__ = [
     "INLINE_BYTES",
-    "JOIN_QUEUE",
     "USE_SOCKET",
     "Connection",
     "RemoteConnection",
     "WorkerConnection",
-    "read_join_request",
 ]
 
 _log = RateLimitedLog(logging.getLogger(__name__))
-JOIN_QUEUE = "door"
-"""Name of the queue that takes join requests."""
-
 _CUT, _FRAME = 0, 1  # the end of the connection; a frame
 _OPEN_GROUP = 2  # the worker is on another host and makes a point-to-point group
 _USE_STORE, _USE_SOCKET = 3, 4  # answers to a join request: frames go through the store, or the Unix socket
@@ -58,8 +53,6 @@ _FRONT = struct.Struct("<BII")  # kind of message, bytes of the frame's head and
 USE_SOCKET = _FRONT.pack(_USE_SOCKET, 0, 0)
 """Answer to a join request: frames go through the Unix socket where the worker listens."""
 
-_LINK = re.compile("[0-9a-f]{32}")
-_LARGEST_INFO = 4096  # bytes of a join request beside its HELLO
 INLINE_BYTES = 64 << 10
 """Largest payload that travels with its signal; another message would cost more than such a payload."""
 
@@ -129,20 +122,15 @@ class Connection:
         if message is None:
             return None
         _, size, where_size = _front_of(message)
-        message = message[_FRONT.size :]
-        head, where, inline = message[:size], message[size : size + where_size], message[size + where_size :]
-        prelude = Prelude.decode(head[:PRELUDE_BYTES])
-        payload = None
-        with prelude.naming_version(head[PRELUDE_BYTES:]):
-            if where:
-                pid, fd, key = json.loads(where)
+        frame = memoryview(message)[_FRONT.size :]
+        if where_size:
+            prelude, header = Prelude.decode(frame[:PRELUDE_BYTES]), bytes(frame[PRELUDE_BYTES:size])
+            pid, fd, key = json.loads(bytes(frame[size : size + where_size]))
+            with prelude.naming_version(header):
                 payload = self.map_slot(pid, fd, key, prelude.payload_bytes)
-            elif prelude.payload_bytes:
-                if len(inline) != prelude.payload_bytes:
-                    raise FormatError(f"{len(inline)} bytes came with a frame of {prelude.payload_bytes}")
-                payload = (allocate or _fresh)(prelude.payload_bytes)
-                byte_view(payload)[:] = inline
-        chunk = prelude.assemble(head[PRELUDE_BYTES:], payload)
+            chunk = prelude.assemble(header, payload)
+        else:
+            chunk = WeightChunk.decode(frame, allocate)
         return chunk.with_token(self.token) if chunk.kind is Kind.HELLO else chunk
 
     def _next_frame(self, deadline: float | None) -> bytes | None:
@@ -339,9 +327,7 @@ class WorkerConnection(Connection):
         """
         deadline = deadline_of(timeout)
         self._asked = hello.header
-        hello = hello.with_token("")
-        info = json.dumps({"link": self.name, "host": self._host}).encode()
-        message = struct.pack("<I", len(info)) + info + hello.encode()
+        message = join_request(self.name, self._host, hello)
         requests = SignedQueue(self.store, JOIN_QUEUE, self.token, ordered=False)
         try:
             requests.put(message, timeout=seconds_left(deadline))
@@ -437,31 +423,3 @@ def _front_of(message: bytes) -> tuple[int, int, int]:
         raise FormatError(f"a message of {len(message)} bytes")
     kind, size, where = _FRONT.unpack(message[: _FRONT.size])
     return kind, size, where
-
-
-def read_join_request(message: bytes, token: str) -> tuple[str, str, WeightChunk]:
-    """Return a connection's name, the worker's host, and its HELLO with the token that signed the message.
-
-    Raises:
-        FormatError: the message is not a join request.
-    """
-    (size,) = struct.unpack_from("<I", message) if len(message) >= 4 else (0,)
-    if not 0 < size <= min(_LARGEST_INFO, len(message) - 4):
-        raise FormatError(f"a join request does not begin with {size} bytes of {len(message)}")
-    try:
-        info = json.loads(message[4 : 4 + size])
-        link, host = info["link"], info["host"]
-        hello = WeightChunk.decode(message[4 + size :])
-        worker, pid = hello.header["worker"], hello.header["pid"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise FormatError(f"not a join request ({type(error).__name__})") from None
-    kinds = [(link, str), (host, str), (worker, int), (pid, int)]
-    if hello.kind is not Kind.HELLO or not all(isinstance(value, kind) for value, kind in kinds):
-        raise FormatError("not a join request")
-    if not _LINK.fullmatch(link):
-        raise FormatError("a join request names its connection by 32 hexadecimal digits")
-    return link, host, hello.with_token(token)
-
-
-def _fresh(nbytes: int) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8)

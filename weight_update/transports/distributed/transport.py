@@ -19,12 +19,11 @@ from weight_update.errors import (
 )
 from weight_update.transports.base import Buffer, Capabilities, TransportBackend
 from weight_update.transports.distributed.connection import (
-    JOIN_QUEUE,
     Connection,
     RemoteConnection,
     WorkerConnection,
-    read_join_request,
 )
+from weight_update.transports.distributed.join_requests import JOIN_QUEUE, read_join_request
 from weight_update.transports.distributed.local_connection import LocalConnection
 from weight_update.transports.distributed.local_rendezvous import LocalCall, call_local
 from weight_update.transports.distributed.relay.gloo import address_towards

@@ -9,14 +9,13 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
-import torch
 
 from weight_update.errors import FormatError, LinkClosedError
 from weight_update.transports.base import Allocate
 from weight_update.transports.ray.object_store import ObjectStore
 from weight_update.transports.ray.rendezvous import POLL_SECONDS, ask, running_ray, with_ray
 from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
-from weight_update.wire.frames import PRELUDE_BYTES, Prelude, WeightChunk
+from weight_update.wire.frames import PRELUDE_BYTES, Prelude, WeightChunk, fresh_bytes
 from weight_update.wire.memory import byte_view
 
 __all__ = ["RayConnection"]
@@ -118,17 +117,17 @@ class RayConnection:
         if kind == _LOST:
             self.object_store.forget()
             raise LinkClosedError("Ray's object store lost an update on its way to this worker")
-        head, inline = message[_PREFIX.size : _PREFIX.size + size], message[_PREFIX.size + size :]
-        prelude = Prelude.decode(head[:PRELUDE_BYTES])
-        payload = None
-        if prelude.payload_bytes:
-            data = self._fetch(refs[0]) if refs else np.frombuffer(inline, np.uint8)
-            if data.nbytes != prelude.payload_bytes:
-                raise FormatError(f"{data.nbytes} bytes came with a frame of {prelude.payload_bytes}")
-            with prelude.naming_version(head[PRELUDE_BYTES:]):
-                payload = (allocate or _fresh)(prelude.payload_bytes)
-            np.copyto(payload.numpy(), data)  # memory mapped by Ray is read-only, and Ray may drop it
-        return prelude.assemble(head[PRELUDE_BYTES:], payload)
+        frame = memoryview(message)[_PREFIX.size :]
+        if not refs:
+            return WeightChunk.decode(frame, allocate)
+        prelude, header = Prelude.decode(frame[:PRELUDE_BYTES]), bytes(frame[PRELUDE_BYTES:size])
+        data = self._fetch(refs[0])
+        if data.nbytes != prelude.payload_bytes:
+            raise FormatError(f"{data.nbytes} bytes came with a frame of {prelude.payload_bytes}")
+        with prelude.naming_version(header):
+            payload = (allocate or fresh_bytes)(prelude.payload_bytes)
+        np.copyto(payload.numpy(), data)  # memory mapped by Ray is read-only, and Ray may drop it
+        return prelude.assemble(header, payload)
 
     def _fetch(self, ref: Any) -> Any:
         ray = running_ray()
@@ -165,7 +164,3 @@ class RayConnection:
                 return
             self._closed = True
         with_ray(lambda: self._actor.finish.remote(self._name, self._end, self._put))
-
-
-def _fresh(nbytes: int) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8)

@@ -158,18 +158,16 @@ def _context(address: str) -> str:
     return f"shared memory {address}"
 
 
-class SharedMemListener:
-    """Admits workers at any time and gives each connection to its link.
+class SharedMemListener(Listener):
+    """The listener for links over Unix sockets.
 
     Args:
         token: secret that workers must know.
         links: the sender's end for each worker index.
-        late_joiners: returns the link for a worker index without one, or raises
-            :class:`~weight_update.JoinRefusedError`.
+        late_joiners: see :class:`~weight_update.JoinListener`.
 
     Attributes:
         address: abstract Unix address, which vanishes with the process.
-        refusals: reasons of the last refused join requests.
     """
 
     def __init__(
@@ -181,22 +179,11 @@ class SharedMemListener:
         if not hasattr(socket, "AF_UNIX") or not hasattr(socket, "send_fds"):
             raise TransportError("shared memory schemes need Unix sockets; use another scheme here")
         self.address = f"\0weight_update-{uuid.uuid4().hex}"
-        self._token, self._links, self._late_joiners = token, links, late_joiners
+        self._links, self._late_joiners = links, late_joiners
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.bind(self.address)
         sock.listen(_BACKLOG)
-        self._listener = Listener(
-            sock, token, _context(self.address), self._admit, "weight_update-listener", _log
-        )
-        self.refusals = self._listener.refusals
-
-    def start(self) -> None:
-        """Start to accept connections."""
-        self._listener.start()
-
-    def close(self) -> None:
-        """Stop accepting, and disconnect workers that have not sent their HELLO yet."""
-        self._listener.close()
+        super().__init__(sock, token, _context(self.address), self._admit, "weight_update-listener", _log)
 
     def _admit(self, stream: SocketStream, key: bytes, deadline: float) -> None:
         """Read the HELLO of a worker that knows the token, and give the connection to its link."""
