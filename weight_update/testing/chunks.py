@@ -119,6 +119,7 @@ def exchange(
     thread = in_background(source.send_chunk, chunk, timeout)
     got = must_receive(target, timeout)
     thread.join(timeout)
+    assert not thread.is_alive(), "the chunk has arrived, but send_chunk has not returned"
     return got
 
 

@@ -66,9 +66,13 @@ class TransportFailureTests:
     def test_leaving_wakes_whoever_sends(self, ends: Ends, leave: str) -> None:
         """A thread in ``send_chunk(None)`` does not go on waiting for an end that has left."""
         end = ends[leave.startswith("receiver")]
+        seconds: list[float] = []
         errors: list[BaseException] = []
-        thread = in_background(send_unread, ends[0], self.unread, None, [], errors)
-        time.sleep(self.moment)
+        thread = in_background(send_unread, ends[0], self.unread, None, seconds, errors)
+        sent = -1
+        while thread.is_alive() and sent < len(seconds):  # until it waits for the other end
+            sent = len(seconds)
+            time.sleep(self.moment)
         end.close() if leave.endswith("closes") else end.disconnect()
         thread.join(self.limit)
         assert not thread.is_alive()
