@@ -35,7 +35,7 @@ _MAX_ERROR_CHARS = 1000  # characters of an error that fit into a message
 _FORWARD_SHARE = 4
 """The next host may take this share of the sender's patience for a piece of a payload.
 
-The sender waits twice its patience for the answer to the next command. Making a link may take one and a half.
+The relay answers no command meanwhile, and the sender waits twice its patience for an answer.
 """
 
 
