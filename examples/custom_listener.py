@@ -68,11 +68,11 @@ class PipeTransport(ReconnectingLink[PipeConnection]):
     """One end of a link through a pipe.
 
     Args:
-        address: address of the listener; None makes a sender's end.
+        address: address of the listener; none makes a sender's end.
     """
 
-    def __init__(self, address: str | None = None) -> None:
-        super().__init__(joins=address is not None)
+    def __init__(self, address: str = "") -> None:
+        super().__init__(joins=address != "")
         self.address = address
 
     def connect(self, timeout: float | None) -> PipeConnection:
@@ -106,12 +106,12 @@ class PipeScheme(WeightSyncScheme):
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
         links = super().open_sender(workers, ctx)
-        self.listener = PipeListener(self.token, links, self.newcomers())
-        self.address = self.listener.address  # travels with the scheme
+        listener = PipeListener(self.token, links, self.newcomers())
+        self.listener, self.address = listener, listener.address  # the address travels with the scheme
         return links
 
     def create_transport(self, *, worker_idx: int, end: str) -> PipeTransport:
-        return PipeTransport(None if end == "sender" else self.address)
+        return PipeTransport("" if end == "sender" else self.address)
 
 
 # [end of scheme]

@@ -1,6 +1,7 @@
 """The transports and schemes of ``examples/`` keep the library's contracts."""
 
 import re
+from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from examples.custom_listener import PipeListener, PipeScheme, PipeTransport
 from examples.custom_transport import FileScheme, FileTransport
 from weight_update import JoinRefusedError, WeightSyncScheme
 from weight_update.testing import LateJoinerContract, SchemeContract, TransportContract, greet
-from weight_update.testing.transports import Ends
+from weight_update.testing.transports import Ends, exchange, hello, must_receive, number
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -56,6 +57,25 @@ class TestPipeTransport(TransportContract):
 
 def refuse(worker_idx: int) -> PipeTransport:
     raise JoinRefusedError(f"unknown worker index {worker_idx}")
+
+
+def test_strangers_do_not_stop_a_listener() -> None:
+    case = TestPipeTransport()
+    sender, receiver = case.make_ends()
+    for message in (b"rubbish", number(1).encode()):
+        with Client(case.listener.address) as stranger:
+            stranger.send_bytes(message)
+    Client(case.listener.address).close()
+    impostor = case.make_successor()
+    impostor.restart(10.0)
+    impostor.send_chunk(hello("another token"), 10.0)
+    assert "wrong token" in must_receive(impostor).header["reason"]
+    assert exchange(sender, receiver, number(2)).header == {"version": 2}
+    successor = case.make_successor()
+    case.join_again(sender, successor)
+    for end in (impostor, receiver, successor, sender, case.listener):
+        end.close()
+    assert any("not a HELLO" in one for one in case.listener.refusals)
 
 
 class TestPipeScheme(SchemeContract, LateJoinerContract):
