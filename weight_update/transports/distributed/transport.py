@@ -212,7 +212,7 @@ class DistributedListener(JoinListener[DistributedTransport]):
             return None
         link, host, hello = read_join_request(message, self._token)
         if link in self._seen:
-            raise FormatError("a repeated join request")
+            raise FormatError("the join request is a repeated one")
         self._seen[link] = None
         if len(self._seen) > _REMEMBERED:
             self._seen.popitem(last=False)
