@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
+from collections.abc import Iterator
+from typing import Protocol, cast
+
+from benchmarks.against import against
+from benchmarks.report import Table, Unable, parser, publish
 
 BENCHMARKS = {
     "compare": "SharedMem and MultiProcess beside TorchRL's: time, many tensors, stall and memory",
@@ -14,15 +20,37 @@ BENCHMARKS = {
     "pipeline": "conversion and transfer one after the other, and in a pipeline of chunks",
     "synchronizer": "methods and styles of a Synchronizer",
     "gpu": "dense and patches of weights on a GPU, and slots on it",
-    "scan": "finding the elements that changed",
     "compression": "ratio and speed of the compressions",
 }
+
+
+class Benchmark(Protocol):
+    """The contents of a benchmark's module.
+
+    Attributes:
+        QUICK: extent of a run with ``--quick``, for the help.
+    """
+
+    QUICK: str
+
+    def add_options(self, known: argparse.ArgumentParser) -> None:
+        """Add the benchmark's own options."""
+
+    def facts(self, options: argparse.Namespace) -> list[str]:
+        """Return the facts that stand above the tables.
+
+        Raises:
+            Unable: the benchmark cannot run here.
+        """
+
+    def tables(self, options: argparse.Namespace) -> Iterator[Table]:
+        """Measure, and yield each table as soon as it is complete."""
 
 
 def main(arguments: list[str]) -> int:
     """Run the benchmark that the first argument names; return its exit status."""
     width = max(map(len, BENCHMARKS))
-    parser = argparse.ArgumentParser(
+    listing = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measure this library beside what a user would have otherwise.",
         epilog="\n".join(
@@ -30,18 +58,46 @@ def main(arguments: list[str]) -> int:
                 "benchmarks:",
                 *(f"  {name:{width}}  {what}" for name, what in BENCHMARKS.items()),
                 "",
-                "python -m benchmarks <name> --help lists its options; all have --quick and --rst.",
-                "The exit status is 1 if a target was missed. Nothing else should run on the machine.",
+                "python -m benchmarks <name> --help lists its options; all have --quick, --rst, --against.",
+                "The exit status is 1 if a target was missed, or if --against found a figure that is worse.",
+                "Nothing else should run on the machine.",
             ]
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", choices=BENCHMARKS, metavar="name", help="one of the list below")
-    parser.add_argument("options", nargs=argparse.REMAINDER, help="of that benchmark")
-    options = parser.parse_args(arguments)
-    status: int = importlib.import_module(f"benchmarks.{options.name}").main(options.options)
-    return status
+    listing.add_argument("name", choices=BENCHMARKS, metavar="name", help="one of the list below")
+    listing.add_argument("options", nargs=argparse.REMAINDER, help="of that benchmark")
+    if not arguments:
+        listing.print_help()
+        return 0
+    chosen = listing.parse_args(arguments)
+    return _run(chosen.name, chosen.options)
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    benchmark = cast("Benchmark", importlib.import_module(f"benchmarks.{name}"))
+    known = parser(name, benchmark.__doc__, benchmark.QUICK)
+    benchmark.add_options(known)
+    options = known.parse_args(arguments)
+    try:
+        if options.against is not None:
+            return against(name, arguments, options)
+        facts = benchmark.facts(options)
+        return publish(name, facts, benchmark.tables(options), options.rst, options.figures)
+    except Unable as reason:
+        print(f"benchmarks {name}: {reason}", file=sys.stderr)
+        return 2
+
+
+def _end_by_exception() -> None:
+    """Let SIGTERM end this process like an exception, so that it cleans up after itself."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 if __name__ == "__main__":
+    _end_by_exception()
     raise SystemExit(main(sys.argv[1:]))

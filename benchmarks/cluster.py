@@ -1,11 +1,6 @@
 """Compare the schemes that leave the machine with TorchRL's, in one run and in turns.
 
-    python -m benchmarks cluster                        # everything; about ten minutes on two cores
-    python -m benchmarks cluster --scheme rpc           # one scheme
-    python -m benchmarks cluster --quick                # Distributed only, to see that it works
-    python -m benchmarks cluster --rst docs/benchmark_cluster.rst
-
-All processes are on this machine, and nothing else should run on it.
+All processes are on this machine.
 """
 
 from __future__ import annotations
@@ -15,20 +10,15 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch.multiprocessing as mp
 
-from benchmarks.compare import Key, figures_of
-from benchmarks.groups import Plan, groups
-from benchmarks.report import Figure, Table, machine, numbers, parser, publish, ratio, say, show_ratio, sizes
-from benchmarks.sender import CLUSTER, COPY, Case, rival
+from benchmarks.compare import Found, Plan, beside, figures_of
+from benchmarks.report import Figure, Table, chosen, machine, numbers, ratio, say, sizes
 from benchmarks.targets import Target, target, targets_table
+from benchmarks.trainers import CLUSTER, COPY, Case, rival, trainers
 
-__all__ = ["main"]
-
-
-Found = dict[Key, Figure]
+QUICK = "Distributed, 1 MB, one worker, 2 repeats"
 
 _MANY = 5000
 
@@ -46,7 +36,7 @@ def tensors_cases(plan: Plan) -> list[tuple[float, int, int]]:
 def measure_cluster(plan: Plan, cases: Iterable[tuple[float, int, int]], ray: str | None) -> Found:
     """Measure each scheme in turns with its rival and a copy, A B C A B C, each time with new processes.
 
-    Only the processes of one side live at a time: TorchRL's idle workers look for news without pause, and
+    Only the processes of one variant live at a time: TorchRL's idle workers look for news without pause, and
     would take the cores from ours.
 
     Args:
@@ -60,43 +50,34 @@ def measure_cluster(plan: Plan, cases: Iterable[tuple[float, int, int]], ray: st
         for scheme in plan.schemes:
             megabytes, tensors, workers = case
             say(f"{CLUSTER[scheme]}: {megabytes:g} MB in {tensors} tensors to {workers} workers")
-            # What a variant of a scheme is compared with was measured with the scheme itself.
-            sides = (scheme,) if "-" in scheme else (scheme, rival(scheme), COPY)
-            for side in plan.rounds * sides:
-                started = [(side, Case(*case, start="forkserver", ray=_ray_of(side, ray)))]
-                with groups(started, plan.start_timeout) as live:
+            # "ray-object-store" is compared with what was measured beside "ray".
+            alone = "-" in scheme or not plan.beside
+            for variant in plan.rounds * ((scheme,) if alone else (scheme, rival(scheme), COPY)):
+                started = [(variant, Case(*case, start="forkserver", ray=_ray_of(variant, ray)))]
+                with trainers(started, plan.start_timeout) as live:
                     figure = figures_of(live, round_plan)[0]
-                name = f"{COPY}-{scheme}" if side == COPY else side
+                name = f"{COPY}-{scheme}" if variant == COPY else variant
                 found[(name, *case)] = found.get((name, *case), Figure(())).with_more(figure)
     return found
 
 
-def _ray_of(side: str, address: str | None) -> str | None:
-    return address if "ray" in side.removeprefix("torchrl-").split("-") else None
+def _ray_of(variant: str, address: str | None) -> str | None:
+    return address if "ray" in variant.removeprefix("torchrl-").split("-") else None
 
 
 def cluster_table(title: str, found: Found) -> Table:
-    """Return a table with one row for each of our sides and each case."""
-    rows = []
-    for side, *case in found:
-        if side not in CLUSTER:
-            continue
-        names = (side, rival(side), f"{COPY}-{side.partition('-')[0]}")
-        ours, theirs, copy = (found.get((name, *case), Figure(())) for name in names)
-        rows.append(
-            [
-                CLUSTER[side],
-                *(f"{number:g}" for number in case),
-                *(figure.show(1e3) for figure in (ours, theirs, copy)),
-                show_ratio(ours, theirs),
-                show_ratio(ours, copy),
-            ]
-        )
+    """Return a table with one row for each of our schemes and each case."""
+    rows = [
+        [CLUSTER[variant], *(f"{number:g}" for number in case), *beside(found, variant, case)]
+        for variant, *case in found
+        if variant in CLUSTER
+    ]
     return Table(
         title,
         "Milliseconds from send() to its return, when all workers have applied: median (min .. max).",
         ["scheme", "MB", "tensors", "workers", "ours", "torchrl", "plain copy", "ours/torchrl", "ours/copy"],
         rows,
+        names=(0, 1, 2, 3),
     )
 
 
@@ -125,34 +106,52 @@ def _of_rival(found: Found, scheme: str, case: tuple[float, int, int]) -> float 
 
 
 PARTS = ("sync", "tensors")
-_PRELOAD = ["torch.distributed.rpc", "weight_update", "torchrl.weight_update"]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Parse, measure, print; return the exit status."""
-    options = _parser().parse_args(arguments)
+def add_options(known: argparse.ArgumentParser) -> None:
+    known.add_argument("--sizes", type=sizes, metavar="MB,MB", help="default: 1,100,1000")
+    known.add_argument("--tensors", type=numbers, metavar="N,N", help="default: 16,1000,5000")
+    known.add_argument("--workers", type=numbers, metavar="N,N", help="default: 1,2,4")
+    known.add_argument("--scheme", action="append", dest="schemes", choices=CLUSTER, help="default: all")
+    known.add_argument("--repeats", type=int, help="default: 6; ten times that up to 10 MB")
+    known.add_argument("--only", action="append", choices=PARTS, help="may be given several times")
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    whole = {"schemes": tuple(CLUSTER), "workers": (1, 2, 4), "repeats": 6, "rounds": 3}
+    quick = {"schemes": ("distributed",), "sizes": (1.0,), "tensors": (16,), "workers": (1,)}
+    quick |= {"tensors_workers": 1, "repeats": 2, "rounds": 1}
+    given = chosen(options, ("sizes", "tensors", "workers", "schemes", "repeats"), quick)
+    return Plan(**{**whole, **given}, budget=20.0, start_timeout=60.0, beside=options.figures is None)
+
+
+def _uses_ray(plan: Plan) -> bool:
+    return any(scheme.startswith("ray") for scheme in plan.schemes)
+
+
+def facts(options: argparse.Namespace) -> list[str]:
     plan = _plan(options)
-    uses_ray = any(scheme.startswith("ray") for scheme in plan.schemes)
-    facts = machine(["torch", "tensordict", "torchrl", *(["ray"] if uses_ray else [])])
+    return machine(["torch", "tensordict", *["torchrl"] * plan.beside, *["ray"] * _uses_ray(plan)])
+
+
+def tables(options: argparse.Namespace) -> Iterator[Table]:
+    plan, parts = _plan(options), options.only or PARTS
     # Processes of an RPC world that end together warn that the others have.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # With five processes a side, their imports would take longer than what is measured.
-    mp.set_forkserver_preload([*_PRELOAD, "ray"] if uses_ray else _PRELOAD)
-    with _running_ray(plan.largest) if uses_ray else contextlib.nullcontext() as address:
-        tables = _tables(plan, options.only or PARTS, address)
-        return publish("cluster", facts, tables, options.rst)
-
-
-def _tables(plan: Plan, parts: tuple[str, ...], ray: str | None) -> Iterator[Table]:
-    """Yield the tables of a run, each as soon as it is measured."""
-    sync: Found = {}
-    tensors: Found = {}
-    if "sync" in parts:
-        sync = measure_cluster(plan, sync_cases(plan), ray)
-        yield cluster_table("Across processes: synchronous update, 16 tensors", sync)
-    if "tensors" in parts:
-        tensors = measure_cluster(plan, tensors_cases(plan), ray)
-        yield cluster_table("Across processes: many tensors", tensors)
+    # With five processes a trainer, their imports would take longer than what is measured.
+    preload = ["torch.distributed.rpc", "weight_update"]
+    mp.set_forkserver_preload(
+        [*preload, *["torchrl.weight_update"] * plan.beside, *["ray"] * _uses_ray(plan)]
+    )
+    with _running_ray(plan.largest) if _uses_ray(plan) else contextlib.nullcontext() as ray:
+        sync: Found = {}
+        tensors: Found = {}
+        if "sync" in parts:
+            sync = measure_cluster(plan, sync_cases(plan), ray)
+            yield cluster_table("Across processes: synchronous update, 16 tensors", sync)
+        if "tensors" in parts:
+            tensors = measure_cluster(plan, tensors_cases(plan), ray)
+            yield cluster_table("Across processes: many tensors", tensors)
     yield targets_table(_targets(plan, sync, tensors), "Across processes: targets")
 
 
@@ -162,7 +161,7 @@ def _running_ray(megabytes: float) -> Iterator[str]:
     import ray
 
     # Its workers must find this directory before the `benchmarks` that torchrl installs.
-    root = str(Path(__file__).parent.parent)
+    root = str(Path(__file__).absolute().parent.parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     context = ray.init(
         num_cpus=1,
@@ -175,33 +174,3 @@ def _running_ray(megabytes: float) -> Iterator[str]:
         yield context.address_info["gcs_address"]
     finally:
         ray.shutdown()
-
-
-def _parser() -> argparse.ArgumentParser:
-    options = parser("cluster", __doc__, "Distributed, 1 MB, one worker, 2 repeats")
-    options.add_argument("--sizes", type=sizes, metavar="MB,MB", help="default: 1,100,1000")
-    options.add_argument("--tensors", type=numbers, metavar="N,N", help="default: 16,1000,5000")
-    options.add_argument("--workers", type=numbers, metavar="N,N", help="default: 1,2,4")
-    options.add_argument("--scheme", action="append", choices=CLUSTER, help="default: all")
-    options.add_argument("--repeats", type=int, help="default: 6; ten times that up to 10 MB")
-    options.add_argument("--only", action="append", choices=PARTS, help="may be given several times")
-    return options
-
-
-def _plan(options: argparse.Namespace) -> Plan:
-    chosen: dict[str, Any] = {
-        "schemes": tuple(CLUSTER),
-        "workers": (1, 2, 4),
-        "repeats": 6,
-        "rounds": 3,
-        "budget": 20.0,
-        "start_timeout": 60.0,
-    }
-    if options.quick:
-        chosen |= {"schemes": ("distributed",), "sizes": (1.0,), "tensors": (16,), "workers": (1,)}
-        chosen |= {"tensors_workers": 1, "repeats": 2, "rounds": 1}
-    names = ("sizes", "tensors", "workers", "repeats")
-    chosen |= {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    if options.scheme:
-        chosen["schemes"] = tuple(options.scheme)
-    return Plan(**chosen)

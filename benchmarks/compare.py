@@ -1,119 +1,176 @@
-"""Compare this library's schemes with TorchRL's, in one run and in turns.
-
-    python -m benchmarks compare                   # everything; about half an hour on two cores
-    python -m benchmarks compare --only stall      # one part
-    python -m benchmarks compare --quick           # a minute, to see that it works
-    python -m benchmarks compare --rst docs/benchmark_results.rst
-
-Nothing else should run on the machine.
-"""
+"""Compare this library's schemes with TorchRL's, in one run and in turns."""
 
 from __future__ import annotations
 
 import argparse
-import os
+import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch.multiprocessing as mp
-
-from benchmarks.groups import Group, GroupFailed, Plan, groups, interleave
-from benchmarks.report import Figure, Table, machine, numbers, parser, publish, ratio, say, show_ratio, sizes
-from benchmarks.sender import COPY, LABELS, Case, Stall
+from benchmarks.processes import Failed, Process, in_turns
+from benchmarks.report import (
+    Cell,
+    Figure,
+    Table,
+    chosen,
+    machine,
+    numbers,
+    ratio,
+    say,
+    show_ratio,
+    sizes,
+)
 from benchmarks.targets import Target, target, targets_table
+from benchmarks.trainers import COPY, LABELS, Case, Stall, Trainer, rival, trainers
 
-__all__ = ["Key", "figures_of", "main"]
+__all__ = ["Found", "Plan", "beside", "figures_of"]
 
+QUICK = "1 MB, one worker, 2 repeats"
 
 Key = tuple[str, float, int, int]
-"""Side, megabytes, tensors, workers."""
+"""Variant, megabytes, tensors, workers."""
+
+Found = dict[Key, Figure]
 
 UNLIMITED = "+fd"
-"""Marks a side that runs without the limit on descriptors, because it cannot run with it."""
+"""Marks a variant that runs without the limit on descriptors, because it cannot run with it."""
 
 
-def figures_of(sides: Sequence[Group], plan: Plan, order: str = "update") -> list[Figure]:
-    """Measure one figure for each side, in turns."""
-    repeats = plan.repeats_for(sides[0].case.megabytes)
-    results = interleave(sides, order, repeats, timeout=plan.timeout, budget=plan.budget)
-    return [Figure(tuple(values), group.failure) for group, values in zip(sides, results, strict=True)]
+@dataclass(frozen=True)
+class Plan:
+    """The options of one run.
+
+    Attributes:
+        sizes: model sizes in MB.
+        tensors: numbers of tensors.
+        workers: numbers of workers.
+        schemes: our schemes.
+        beside: whether TorchRL's schemes and plain copies are measured too.
+        repeats: turns of each variant at the largest sizes; small updates get ten times as many.
+        timeout: seconds for one answer of a trainer.
+        start_timeout: seconds until all processes of a trainer are connected; each imports torch first.
+        budget: seconds after which a slow variant gets no further turns.
+        tensors_megabytes: size of the model in the many-tensors case.
+        tensors_workers: workers in the many-tensors case.
+        rounds: number of times that a variant's processes are started, if variants do not run at once.
+        many: number of tensors beyond which TorchRL is also measured without a limit on open files.
+    """
+
+    sizes: tuple[float, ...] = (1.0, 100.0, 1000.0)
+    tensors: tuple[int, ...] = (16, 1000, 5000)
+    workers: tuple[int, ...] = (1, 2, 4, 8)
+    schemes: tuple[str, ...] = ("shared", "process")
+    beside: bool = True
+    repeats: int = 10
+    timeout: float = 60.0
+    start_timeout: float = 120.0
+    budget: float = 30.0
+    tensors_megabytes: float = 5.0
+    tensors_workers: int = 2
+    many: int = 200
+    rounds: int = 1
+
+    def for_one_round(self) -> Plan:
+        """Return this plan with the turns of one of its rounds."""
+        return replace(self, repeats=math.ceil(self.repeats / self.rounds), budget=self.budget / self.rounds)
+
+    def repeats_for(self, megabytes: float) -> int:
+        """Return the number of turns of each variant at this size."""
+        return self.repeats * 10 if megabytes <= 10 else self.repeats
+
+    def variants_of(self, scheme: str) -> tuple[str, ...]:
+        """Return our scheme and TorchRL's of the same kind, or ours alone."""
+        return (scheme, rival(scheme)) if self.beside else (scheme,)
+
+    @property
+    def largest(self) -> float:
+        """The largest size, where stall and memory are measured."""
+        return max(self.sizes)
 
 
-def measure_sync(plan: Plan) -> dict[Key, Figure]:
+def figures_of(live: Sequence[Trainer], plan: Plan) -> list[Figure]:
+    """Measure the updates of each trainer, in turns."""
+    repeats = plan.repeats_for(live[0].case.megabytes)
+    results = in_turns(live, "update", repeats, timeout=plan.timeout, budget=plan.budget)
+    return [Figure(tuple(values), trainer.failure) for trainer, values in zip(live, results, strict=True)]
+
+
+def beside(found: Found, variant: str, case: Sequence[float]) -> list[str | Cell]:
+    """Return the cells that compare one of our schemes with TorchRL's and with a plain copy."""
+    names = (variant, rival(variant), f"{COPY}-{variant.partition('-')[0]}")
+    ours, theirs, copy = (found.get((name, *case), Figure(())) for name in names)
+    shown = [ours.cell(1e3), theirs.show(1e3), copy.show(1e3)]
+    return [*shown, show_ratio(ours, theirs), show_ratio(ours, copy)]
+
+
+def measure_sync(plan: Plan) -> Found:
     """Measure all sizes and numbers of workers, with 16 tensors."""
-    found: dict[Key, Figure] = {}
+    found: Found = {}
     for megabytes in plan.sizes:
         for workers in plan.workers:
             case = Case(megabytes, 16, workers)
-            for pair in plan.pairs:
-                say(f"sync: {megabytes:g} MB to {workers} workers, {LABELS[pair[0]]} and torchrl")
-                with groups([(side, case) for side in (*pair, COPY)], plan.start_timeout) as sides:
-                    for group, figure in zip(sides, figures_of(sides, plan), strict=True):
-                        name = f"{COPY}-{pair[0]}" if group.side == COPY else group.side
+            for scheme in plan.schemes:
+                say(f"sync: {megabytes:g} MB to {workers} workers, {_label(plan, scheme)}")
+                variants = [*plan.variants_of(scheme), *[COPY] * plan.beside]
+                with trainers([(variant, case) for variant in variants], plan.start_timeout) as live:
+                    for trainer, figure in zip(live, figures_of(live, plan), strict=True):
+                        name = f"{COPY}-{scheme}" if trainer.variant == COPY else trainer.variant
                         found[name, megabytes, 16, workers] = figure
     return found
 
 
-def sync_table(found: dict[Key, Figure]) -> Table:
+def _label(plan: Plan, scheme: str) -> str:
+    return LABELS[scheme] + " and torchrl" * plan.beside
+
+
+def sync_table(found: Found) -> Table:
     """Return a table with one row for each size, number of workers and scheme."""
-    rows = []
-    for side, megabytes, tensors, workers in found:
-        if side not in ("shared", "process"):
-            continue
-        case = (megabytes, tensors, workers)
-        ours, theirs, copy = (found[(name, *case)] for name in (side, f"torchrl-{side}", f"{COPY}-{side}"))
-        rows.append(
-            [
-                LABELS[side].partition(",")[0],
-                f"{megabytes:g}",
-                str(workers),
-                *(figure.show(1e3) for figure in (ours, theirs, copy)),
-                show_ratio(ours, theirs),
-                show_ratio(ours, copy),
-            ]
-        )
+    rows = [
+        [LABELS[variant].partition(",")[0], f"{case[0]:g}", str(case[2]), *beside(found, variant, case)]
+        for variant, *case in found
+        if variant in ("shared", "process")
+    ]
     return Table(
         "Synchronous update, 16 tensors",
         "Milliseconds from send() to its return, when all workers have applied: median (min .. max).",
         ["scheme", "MB", "workers", "ours", "torchrl", "plain copy", "ours/torchrl", "ours/copy"],
         rows,
+        names=(0, 1, 2),
     )
 
 
-def measure_tensors(plan: Plan) -> dict[Key, Figure]:
+def measure_tensors(plan: Plan) -> Found:
     """Measure 5 MB to two workers in few and many tensors, with the usual limit on open files."""
-    found: dict[Key, Figure] = {}
+    found: Found = {}
     for tensors in plan.tensors:
         limited = Case(plan.tensors_megabytes, tensors, plan.tensors_workers, descriptors=1024)
-        free = Case(plan.tensors_megabytes, tensors, plan.tensors_workers)
-        for pair in plan.pairs:
-            say(f"tensors: {tensors} tensors, {LABELS[pair[0]]} and torchrl")
-            cases = [(pair[0], limited), (pair[1], limited)]
-            cases += [(pair[1], free)] if tensors > plan.many else []
-            with groups(cases, plan.start_timeout) as sides:
-                for group, figure in zip(sides, figures_of(sides, plan), strict=True):
-                    name = group.side + ("" if group.case.descriptors else UNLIMITED)
+        for scheme in plan.schemes:
+            say(f"tensors: {tensors} tensors, {_label(plan, scheme)}")
+            cases = [(variant, limited) for variant in plan.variants_of(scheme)]
+            if plan.beside and tensors > plan.many:
+                cases.append((rival(scheme), replace(limited, descriptors=None)))
+            with trainers(cases, plan.start_timeout) as live:
+                for trainer, figure in zip(live, figures_of(live, plan), strict=True):
+                    name = trainer.variant + ("" if trainer.case.descriptors else UNLIMITED)
                     found[name, plan.tensors_megabytes, tensors, plan.tensors_workers] = figure
     return found
 
 
-def tensors_table(found: dict[Key, Figure]) -> Table:
+def tensors_table(found: Found) -> Table:
     """Return a table with one row for each number of tensors and scheme."""
-    rows = []
-    for side, megabytes, tensors, workers in found:
-        if side not in ("shared", "process"):
+    rows: list[list[str | Cell]] = []
+    for variant, *case in found:
+        if variant not in ("shared", "process"):
             continue
-        case = (megabytes, tensors, workers)
-        ours, theirs = found[(side, *case)], found[(f"torchrl-{side}", *case)]
-        free = found.get((f"torchrl-{side}{UNLIMITED}", *case))
+        ours, theirs = found[(variant, *case)], found.get((rival(variant), *case), Figure(()))
+        free = found.get((f"{rival(variant)}{UNLIMITED}", *case))
         rows.append(
             [
-                LABELS[side].partition(",")[0],
-                str(tensors),
-                ours.show(1e3),
+                LABELS[variant].partition(",")[0],
+                str(case[1]),
+                ours.cell(1e3),
                 theirs.show(1e3),
                 "as at left" if free is None else free.show(1e3),
                 show_ratio(ours, theirs if free is None else free),
@@ -125,28 +182,26 @@ def tensors_table(found: dict[Key, Figure]) -> Table:
         "Milliseconds. Every process may open 1,024 files, except in the column *torchrl, more files*.",
         ["scheme", "tensors", "ours", "torchrl", "torchrl, more files", "ours/torchrl"],
         rows,
+        names=(0, 1),
     )
 
 
 StallFigures = dict[tuple[str, str], list[Stall]]
-"""Side and what happened (``"update"`` or ``"copy"``): one entry for each time."""
+"""Variant and what happened (``"update"`` or ``"copy"``): one entry for each time."""
 
 
 def measure_stall(plan: Plan) -> StallFigures:
     """Measure the stall of one worker at the largest size, in turns."""
     found: StallFigures = {}
     case = Case(plan.largest, 16, 1)
-    for pair in plan.pairs:
-        say(f"stall: {plan.largest:g} MB, {LABELS[pair[0]]} and torchrl")
-        with groups([(side, case) for side in pair], plan.start_timeout) as sides:
-            for name, order in (("copy", "control"), ("update", "stall")):
-                found.update(_in_turns(sides, name, order, plan))
+    for scheme in plan.schemes:
+        say(f"stall: {plan.largest:g} MB, {_label(plan, scheme)}")
+        cases = [(variant, case) for variant in plan.variants_of(scheme)]
+        with trainers(cases, plan.start_timeout) as live:
+            for name, method in (("copy", "control"), ("update", "stall")):
+                results = in_turns(live, method, plan.repeats, timeout=plan.timeout, budget=plan.budget)
+                found |= {(one.variant, name): stalls for one, stalls in zip(live, results, strict=True)}
     return found
-
-
-def _in_turns(sides: list[Group], name: str, order: str, plan: Plan) -> StallFigures:
-    results = interleave(sides, order, plan.repeats, timeout=plan.timeout, budget=plan.budget)
-    return {(group.side, name): values for group, values in zip(sides, results, strict=True)}
 
 
 def figure(stalls: list[Stall], what: str) -> Figure:
@@ -156,17 +211,17 @@ def figure(stalls: list[Stall], what: str) -> Figure:
 
 
 def stall_table(found: StallFigures, megabytes: float) -> Table:
-    """Return a table with one row for each side."""
-    rows = []
-    for side in dict.fromkeys(side for side, _ in found):
-        update, copy = found.get((side, "update"), []), found.get((side, "copy"), [])
+    """Return a table with one row for each variant."""
+    rows: list[list[str | Cell]] = []
+    for variant in dict.fromkeys(variant for variant, _ in found):
+        update, copy = found.get((variant, "update"), []), found.get((variant, "copy"), [])
         rows.append(
             [
-                LABELS[side],
+                LABELS[variant],
                 figure(update, "usual").show(1e6, 1),
-                figure(update, "switch").show(1e3, 3),
-                figure(update, "reported").show(1e3, 3),
-                figure(update, "longest").show(1e3, 3),
+                figure(update, "switch").cell(1e3, 3),
+                figure(update, "reported").cell(1e3, 3),
+                figure(update, "longest").cell(1e3, 3),
                 figure(copy, "longest").show(1e3, 3),
             ]
         )
@@ -178,7 +233,7 @@ def stall_table(found: StallFigures, megabytes: float) -> Table:
         "*longest in update*: the longest pass between the call of send() and its return. "
         "*longest in a copy*: the longest pass while the trainer makes a plain copy and sends "
         "nothing, which shows the cost of sharing the cores.",
-        ["side", "usual us", "at the switch", "SyncReport", "longest in update", "longest in a copy"],
+        ["scheme", "usual us", "at the switch", "SyncReport", "longest in update", "longest in a copy"],
         rows,
     )
 
@@ -191,15 +246,15 @@ class Memory:
     """Proportional set sizes, in bytes.
 
     Attributes:
-        side: which library.
+        variant: our scheme or TorchRL's.
         model: size of the model.
-        processes: sender and workers.
-        total: of all of them; None if the side failed.
+        processes: number of processes, sender and workers.
+        total: of all of them; None if one failed.
         base: of one process that has imported torch and tensordict and does nothing.
         failure: why there is no total.
     """
 
-    side: str
+    variant: str
     model: float
     processes: int
     total: int | None
@@ -221,74 +276,66 @@ def pss(pid: int) -> int:
 
 
 def measure_memory(plan: Plan) -> list[Memory]:
-    """Measure the largest size and number of workers after several updates, one side after the other."""
+    """Measure the largest size and number of workers after several updates, one variant after the other."""
     base = _bare_process()
     found = []
     workers = max(plan.workers)
-    for side in (side for pair in plan.pairs for side in pair):
-        say(f"memory: {plan.largest:g} MB, {workers} workers, {LABELS[side]}")
-        with groups([(side, Case(plan.largest, 16, workers))], plan.start_timeout) as (group,):
+    for variant in (variant for scheme in plan.schemes for variant in plan.variants_of(scheme)):
+        say(f"memory: {plan.largest:g} MB, {workers} workers, {LABELS[variant]}")
+        with trainers([(variant, Case(plan.largest, 16, workers))], plan.start_timeout) as (trainer,):
             total, failure = None, None
             try:
                 for _ in range(_UPDATES):
-                    group.ask("update", plan.timeout)
-                total = sum(pss(pid) for pid in group.pids)
-            except GroupFailed as error:
+                    trainer.ask("update", timeout=plan.timeout)
+                total = sum(pss(pid) for pid in trainer.ask("pids", timeout=plan.timeout))
+            except Failed as error:
                 failure = str(error)
-        found.append(Memory(side, plan.largest * 1e6, workers + 1, total, base, failure))
+        found.append(Memory(variant, plan.largest * 1e6, workers + 1, total, base, failure))
     return found
 
 
+class _Bare:
+    """An object whose process has imported torch and tensordict, and does nothing."""
+
+    def __init__(self) -> None:
+        import tensordict  # noqa: F401
+        import torch  # noqa: F401
+
+    def close(self) -> None: ...
+
+
 def _bare_process() -> int:
-    ctx = mp.get_context("spawn")
-    mine, theirs = ctx.Pipe()
-    process = ctx.Process(target=_import_only, args=(theirs,))
-    process.start()
-    size = pss(mine.recv())
-    mine.send(None)
-    process.join()
+    bare = Process(_Bare)
+    bare.answer()
+    size = pss(bare.pid)
+    bare.close()
     return size
 
 
-def _import_only(conn: Connection) -> None:
-    import tensordict  # noqa: F401
-    import torch  # noqa: F401
-
-    conn.send(os.getpid())
-    conn.recv()
-
-
 def memory_table(found: list[Memory]) -> Table:
-    """Return a table with one row for each side."""
-    rows = []
+    """Return a table with one row for each variant."""
+    rows: list[list[str | Cell]] = []
     for memory in found:
-        cells = ["-", "-", "-"]
+        beyond, within = "-", "-"
         if memory.total is not None:
-            cells = [
-                f"{memory.total / 1e6:.0f}",
-                f"{(memory.total - memory.processes * memory.base) / memory.model:.2f}",
-                "yes" if memory.total <= memory.allowed else "no",
-            ]
-        cells = [memory.failure or cells[0], *cells[1:]]
-        rows.append([LABELS[memory.side], str(memory.processes), *cells, f"{memory.allowed / 1e6:.0f}"])
+            beyond = f"{(memory.total - memory.processes * memory.base) / memory.model:.2f}"
+            within = "yes" if memory.total <= memory.allowed else "no"
+        total = Figure(() if memory.total is None else (memory.total,), memory.failure).cell(1e-6, 0)
+        allowed = f"{memory.allowed / 1e6:.0f}"
+        rows.append([LABELS[memory.variant], str(memory.processes), total, beyond, within, allowed])
     return Table(
         f"Memory of all processes, {found[0].model / 1e6:g} MB in 16 tensors",
         f"MB, PSS of sender and workers after {_UPDATES} updates. One process with torch and tensordict "
         f"imported has {found[0].base / 1e6:.0f} MB. *models beyond base*: memory beyond that in all "
         "processes, divided by the size of the model. *allowed*: 3 model sizes and 300 MB per process.",
-        ["side", "processes", "total", "models beyond base", "within", "allowed"],
+        ["scheme", "processes", "total", "models beyond base", "within", "allowed"],
         rows,
+        names=(0, 1),
     )
 
 
 PARTS = ("sync", "tensors", "stall", "memory")
 _MANY = 5000  # tensors for which a target is set
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Parse, measure, print; return the exit status."""
-    options = _parser().parse_args(arguments)
-    return publish("compare", machine(), _tables(_plan(options), options.only or PARTS), options.rst)
 
 
 @dataclass
@@ -300,15 +347,34 @@ class Results:
     """
 
     largest: float
-    sync: dict[Key, Figure] = field(default_factory=dict)
-    tensors: dict[Key, Figure] = field(default_factory=dict)
+    sync: Found = field(default_factory=dict)
+    tensors: Found = field(default_factory=dict)
     stall: StallFigures = field(default_factory=dict)
     memory: list[Memory] = field(default_factory=list)
 
 
-def _tables(plan: Plan, parts: tuple[str, ...]) -> Iterator[Table]:
-    """Yield the tables of a run, each as soon as it is measured."""
-    results = Results(plan.largest)
+def add_options(known: argparse.ArgumentParser) -> None:
+    known.add_argument("--sizes", type=sizes, metavar="MB,MB", help="default: 1,100,1000")
+    known.add_argument("--tensors", type=numbers, metavar="N,N", help="default: 16,1000,5000")
+    known.add_argument("--workers", type=numbers, metavar="N,N", help="default: 1,2,4,8")
+    known.add_argument(
+        "--scheme", action="append", dest="schemes", choices=Plan().schemes, help="default: both"
+    )
+    known.add_argument("--repeats", type=int, help="default: 10; ten times that up to 10 MB")
+    known.add_argument("--timeout", type=float, help="seconds for one answer of a trainer; default: 60")
+    known.add_argument("--only", action="append", choices=PARTS, help="may be given several times")
+
+
+def facts(options: argparse.Namespace) -> list[str]:
+    return machine(["torch", "tensordict", *([] if options.figures else ["torchrl"])])
+
+
+def tables(options: argparse.Namespace) -> Iterator[Table]:
+    quick = {"sizes": (1.0,), "tensors": (16,), "workers": (1,), "repeats": 2}
+    quick |= {"tensors_workers": 1, "timeout": 40.0}
+    names = ("sizes", "tensors", "workers", "schemes", "repeats", "timeout")
+    plan = Plan(**chosen(options, names, quick), beside=options.figures is None)
+    parts, results = options.only or PARTS, Results(plan.largest)
     if "sync" in parts:
         results.sync = measure_sync(plan)
         yield sync_table(results.sync)
@@ -322,29 +388,6 @@ def _tables(plan: Plan, parts: tuple[str, ...]) -> Iterator[Table]:
         results.memory = measure_memory(plan)
         yield memory_table(results.memory)
     yield targets_table(_targets(results))
-
-
-def _parser() -> argparse.ArgumentParser:
-    options = parser("compare", __doc__, "1 MB, one worker, 2 repeats")
-    options.add_argument("--sizes", type=sizes, metavar="MB,MB", help="default: 1,100,1000")
-    options.add_argument("--tensors", type=numbers, metavar="N,N", help="default: 16,1000,5000")
-    options.add_argument("--workers", type=numbers, metavar="N,N", help="default: 1,2,4,8")
-    options.add_argument("--scheme", action="append", choices=Plan().schemes, help="default: both")
-    options.add_argument("--repeats", type=int, help="default: 10; ten times that up to 10 MB")
-    options.add_argument("--timeout", type=float, help="seconds for one answer of a side; default: 60")
-    options.add_argument("--only", action="append", choices=PARTS, help="may be given several times")
-    return options
-
-
-def _plan(options: argparse.Namespace) -> Plan:
-    chosen = {"sizes": (1.0,), "tensors": (16,), "workers": (1,), "repeats": 2} if options.quick else {}
-    if options.quick:
-        chosen |= {"tensors_workers": 1, "timeout": 40.0}
-    names = ("sizes", "tensors", "workers", "repeats", "timeout")
-    chosen |= {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    if options.scheme:
-        chosen["schemes"] = tuple(options.scheme)
-    return Plan(**chosen)
 
 
 def _targets(results: Results) -> Iterator[Target]:
@@ -366,7 +409,7 @@ def _targets(results: Results) -> Iterator[Target]:
         yield target(template + "median", milliseconds.median, size=size)
         yield target(template + "longest", max(milliseconds.values, default=None), size=size)
     for memory in results.memory:
-        if memory.side == "shared" and memory.total is not None:
+        if memory.variant == "shared" and memory.total is not None:
             template = "SharedMem, memory at {size} MB, {workers} workers, of what is allowed"
             yield target(template, memory.total / memory.allowed, size=size, workers=memory.processes - 1)
     for workers in (1, 2, 4):
@@ -377,17 +420,17 @@ def _targets(results: Results) -> Iterator[Target]:
     yield from _many_tensors(results.tensors)
 
 
-def _flat(sync: dict[Key, Figure]) -> float | None:
+def _flat(sync: Found) -> float | None:
     medians = [f.median for key, f in sync.items() if key[:2] == ("shared", 1000.0) and f.median is not None]
     return max(medians) / min(medians) if len(medians) > 1 else None
 
 
-def _many_tensors(found: dict[Key, Figure]) -> Iterator[Target]:
+def _many_tensors(found: Found) -> Iterator[Target]:
     """Compare both schemes with TorchRL's SharedMem, without the limit on files if it needs that."""
     of_many = {key[0]: figure for key, figure in found.items() if key[2] == _MANY}
     theirs = of_many.get(f"torchrl-shared{UNLIMITED}", of_many.get("torchrl-shared"))
-    for side, scheme in (("shared", "SharedMem"), ("process", "MultiProcess")):
-        reached = ratio(of_many.get(side), theirs)
+    for variant, scheme in (("shared", "SharedMem"), ("process", "MultiProcess")):
+        reached = ratio(of_many.get(variant), theirs)
         yield target(
             "{scheme}, {tensors:,} tensors, of torchrl's SharedMem", reached, scheme=scheme, tensors=_MANY
         )

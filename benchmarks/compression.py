@@ -1,22 +1,19 @@
-"""Ratio and speed of the compressions, on the kinds of data that patches consist of.
-
-::
-
-    python -m benchmarks compression            # half a minute on an idle machine
-    python -m benchmarks compression --quick    # to see that it works
-"""
+"""Ratio and speed of the compressions, on the kinds of data that patches consist of."""
 
 from __future__ import annotations
 
+import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from benchmarks.report import Figure, Table, machine, parser, publish
+from benchmarks.report import Cell, Figure, Table, machine
 from weight_update.compression import Compression, Lz4Compression, ZstdCompression
+
+QUICK = "4 MB, one round"
 
 CODECS: dict[str, Compression] = {
     "lz4, one thread": Lz4Compression(threads=1),
@@ -66,10 +63,10 @@ class Measured:
     decompress: list[float] = field(default_factory=list)
 
 
-def measure(data: torch.Tensor, rounds: int) -> dict[str, Measured]:
+def measure(data: torch.Tensor, turns: int) -> dict[str, Measured]:
     """Measure all compressions in turns, so that a disturbance of the machine affects all of them."""
     found = {name: Measured() for name in CODECS}
-    for _ in range(rounds):
+    for _ in range(turns):
         for name, codec in CODECS.items():
             start = time.perf_counter()
             packed = codec.compress(data)
@@ -83,31 +80,32 @@ def measure(data: torch.Tensor, rounds: int) -> dict[str, Measured]:
     return found
 
 
-def row(kind: str, name: str, nbytes: int, measured: Measured) -> list[str]:
+def row(kind: str, name: str, nbytes: int, measured: Measured) -> list[str | Cell]:
     """Return the cells of one compression."""
     shrunk = nbytes / measured.packed_bytes
     speeds = Figure(tuple(measured.compress)), Figure(tuple(measured.decompress))
     seconds = sum(1 / (speed.median or 1) for speed in speeds)
     pays = f"{(1 - 1 / shrunk) / seconds:.0f}" if shrunk > 1 else "never"
-    return [kind, name, f"{shrunk:.2f}", *(speed.show(digits=0) for speed in speeds), pays]
+    of_packed = Figure((shrunk,)).cell(more_is_better=True)
+    return [kind, name, of_packed, *(speed.cell(digits=0, more_is_better=True) for speed in speeds), pays]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Parse, measure, print; return the exit status."""
-    known = parser("compression", __doc__, "4 MB, one round")
+def add_options(known: argparse.ArgumentParser) -> None:
     known.add_argument("--mb", type=int, help="size of the data in MB; default: 32")
-    known.add_argument("--rounds", type=int, help="default: 5")
-    options = known.parse_args(arguments)
+    known.add_argument("--turns", type=int, help="how often each thing is timed; default: 5")
+
+
+def facts(options: argparse.Namespace) -> list[str]:
+    return machine(("torch",))
+
+
+def tables(options: argparse.Namespace) -> Iterator[Table]:
     megabytes = options.mb or (4 if options.quick else 32)
-    table = _table(megabytes, options.rounds or (1 if options.quick else 5))
-    return publish("compression", machine(("torch",)), [table], options.rst)
-
-
-def _table(megabytes: int, rounds: int) -> Table:
+    turns = options.turns or (1 if options.quick else 5)
     nbytes, random = megabytes * 1_000_000, np.random.default_rng(0)
     rows = []
     for kind, make in KINDS.items():
-        found = measure(torch.from_numpy(make(nbytes, random)), rounds)
+        found = measure(torch.from_numpy(make(nbytes, random)), turns)
         rows += [row(kind, name, nbytes, one) for name, one in found.items()]
     note = (
         "MB of uncompressed data per second, median (min .. max). Up to 4 threads compress, one "
@@ -116,4 +114,4 @@ def _table(megabytes: int, rounds: int) -> Table:
         "decompressing happen one after the other."
     )
     head = ["data", "compression", "ratio", "compress", "decompress", "pays below"]
-    return Table(f"Compression of {megabytes} MB", note, head, rows)
+    yield Table(f"Compression of {megabytes} MB", note, head, rows, names=(0, 1))

@@ -1,11 +1,5 @@
 """Weights on a GPU: dense and patch, to the CPU's memory and to a worker on the GPU, also by CUDA IPC.
 
-::
-
-    python -m benchmarks gpu                        # some minutes on one GPU
-    python -m benchmarks gpu --quick                # half a minute, to see that it works
-    python -m benchmarks gpu --rst docs/benchmark_gpu.rst
-
 Needs torch and tensordict alone; ``nvcomp_lz4`` is measured where the extra ``nvcomp`` is installed. Without
 a CUDA device it says so and exits with status 2.
 """
@@ -13,17 +7,24 @@ a CUDA device it says so and exits with status 2.
 from __future__ import annotations
 
 import argparse
-import sys
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from benchmarks.gpu_times import Variant, build_table, dense_table, measure_build, measure_dense
-from benchmarks.report import Figure, Table, machine, parser, publish, ratio, say
-from benchmarks.sending import Key, Sent, measure_schemes, stages
-from benchmarks.updates import Update, by_chance, layered
+from benchmarks.report import Cell, Figure, Table, Times, Unable, machine, ratio, say
+from benchmarks.updates import (
+    Key,
+    Sent,
+    Update,
+    by_chance,
+    layered,
+    measure_schemes,
+    obvious,
+    sent_table,
+    stages,
+)
 from weight_update import (
     BucketEncoding,
     DistributedWeightSyncScheme,
@@ -34,9 +35,175 @@ from weight_update import (
     WeightSyncScheme,
 )
 from weight_update.compression import resolve_compression
+from weight_update.encodings import DenseEncoding, Difference
+from weight_update.encodings.patch.format import decode_patch
+from weight_update.transports.shared_memory.slots import SharedBuffer
 from weight_update.wire.schema import WeightSchema
 
-__all__ = ["Plan", "main", "measure", "plan"]
+__all__ = ["Plan", "Variant", "measure", "plan"]
+
+QUICK = "20 MB, 2 turns, 1 %% changed only"
+
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Options of :class:`PatchEncoding` that say how a patch is built."""
+
+    snapshot_device: Device
+    transport_device: Device
+    compression: str
+    values: Literal["raw", "relative"]
+
+    @property
+    def encoding(self) -> PatchEncoding:
+        return PatchEncoding(**vars(self))
+
+
+def _times(device: torch.device) -> Times:
+    """Return times of actions that begin and end with an idle device."""
+    if device.type != "cuda":
+        return Times()
+    return Times(settle=lambda: torch.cuda.synchronize(device))
+
+
+class _Memory:
+    """A flat buffer on the device, and buffers to copy from and to."""
+
+    def __init__(self, weights: dict[str, torch.Tensor], device: torch.device) -> None:
+        self.schema = WeightSchema.of(weights)
+        self.live = [tensor.to(device) for tensor in weights.values()]
+        self.there = torch.zeros(self.schema.nbytes, dtype=torch.uint8, device=device)
+        self.pinned = torch.zeros(self.schema.nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        torch._foreach_copy_(self.schema.views(self.there), self.live)
+        self.slot = SharedBuffer(self.schema.nbytes)
+
+
+def measure_dense(weights: dict[str, torch.Tensor], device: torch.device, turns: int) -> Times:
+    """Time the copies of a dense update on each side, beside plain copies of the same bytes."""
+    memory, times = _Memory(weights, device), _times(device)
+    times.nbytes["model"] = memory.schema.nbytes
+    encoder = DenseEncoding().encoder(memory.schema)
+    slot, there, pinned = memory.slot.tensor, memory.there, memory.pinned
+    pinned_views, slot_views = memory.schema.views(pinned), memory.schema.views(slot)
+    own_views = memory.schema.views(there)
+    for _ in range(1 + turns):
+        times.add("dense: encode into a shared slot", lambda: encoder.encode(memory.live, lambda _: slot))
+        times.add(
+            "plain: tensors to pinned memory",
+            lambda: torch._foreach_copy_(pinned_views, memory.live, non_blocking=True),
+        )
+        times.add("plain: one buffer to pinned memory", lambda: pinned.copy_(there, non_blocking=True))
+        times.add("plain: one buffer to a shared slot", lambda: slot.copy_(there))
+        times.add("dense: apply from a shared slot", lambda: torch._foreach_copy_(own_views, slot_views))
+        times.add("plain: one buffer from pinned memory", lambda: there.copy_(pinned, non_blocking=True))
+    memory.slot.close()
+    return times
+
+
+def dense_table(megabytes: float, times: Times) -> Table:
+    """Return a table of copies; ratios are to the copy of one buffer to or from pinned memory."""
+    rows: list[list[str | Cell]] = []
+    for what in times.seconds:
+        figure = times.figure(what)
+        plain = times.figure(f"plain: one buffer {'from' if ' from ' in what else 'to'} pinned memory")
+        speed = times.nbytes["model"] / (figure.median or 1.0) / 1e9
+        shown = figure.show(1e3, 2) if what.startswith("plain") else figure.cell(1e3, 2)
+        rows.append([what, shown, f"{speed:.1f}", f"{ratio(figure, plain) or 0.0:.2f}"])
+    note = "Milliseconds, median (min .. max). Weights on the GPU; shared slots are not pinned."
+    return Table(f"Dense, {megabytes:.0f} MB", note, ["copy", "ms", "GB/s", "of a pinned copy"], rows)
+
+
+class _Build:
+    """A tracker that knows the weights before the update, and memory for its payloads."""
+
+    def __init__(self, variant: Variant, schema: WeightSchema, old: Sequence[torch.Tensor]) -> None:
+        self._variant, self._schema = variant, schema
+        self._tracker = variant.encoding.tracker(schema, None)
+        self._tracker.begin(old)
+        self._slot: SharedBuffer | None = None
+
+    def turn(self, times: Times, new: Sequence[torch.Tensor], receiver: torch.Tensor) -> None:
+        """Compare, encode and apply."""
+        found = times.add(("scan", self._variant), lambda: self._tracker.compare(new))
+        payload = times.add(("encode", self._variant), lambda: self._encode(found))
+        times.add(("apply", self._variant), lambda: self._apply(payload, receiver))
+        times.nbytes[self._variant] = payload.numel()
+        times.nbytes["changed"] = found.changed
+
+    def _encode(self, found: Difference) -> torch.Tensor:
+        payload = self._tracker.encode(found, 0, 1, self._allocate)
+        assert payload is not None
+        return payload
+
+    def _apply(self, payload: torch.Tensor, receiver: torch.Tensor) -> None:
+        decode_patch(payload, self._schema).changes.to(receiver.device).write(receiver)
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        """Return the same shared slot in every turn, as an update over shared memory does."""
+        if self._slot is None:
+            self._slot = SharedBuffer(nbytes + nbytes // 8)
+        return self._slot.tensor[:nbytes]
+
+    def close(self) -> None:
+        if self._slot is not None:
+            self._slot.close()
+
+
+def measure_build(update: Update, variants: Iterable[Variant], device: torch.device, turns: int) -> Times:
+    """Time every variant, and the obvious way, in turns.
+
+    Raises:
+        RuntimeError: a patch did not lead to the new weights.
+    """
+    times, schema = _times(device), update.schema
+    old, new = ([tensor.to(device) for tensor in one.values()] for one in (update.old, update.new))
+    before, expected = (_Memory(one, device).there for one in (update.old, update.new))
+    receiver, pinned = before.clone(), torch.zeros_like(before, device="cpu")
+    pinned = pinned.pin_memory() if device.type == "cuda" else pinned
+    builds = {variant: _Build(variant, schema, old) for variant in variants}
+    for _ in range(1 + turns):
+        times.add("copy", lambda: pinned.copy_(expected, non_blocking=True))
+        times.add("obvious", lambda: obvious(old, new))
+        for variant, build in builds.items():
+            receiver.copy_(before)
+            build.turn(times, new, receiver)
+            if not torch.equal(receiver, expected):
+                raise RuntimeError(f"{update.name}: the patch of {variant} did not lead to the new weights")
+    for build in builds.values():
+        build.close()
+    return times
+
+
+def build_table(update: str, times: Times) -> Table:
+    """Return a table with one row for each variant."""
+    copy, plain = times.figure("copy"), times.figure("obvious")
+    rows: list[list[str | Cell]] = []
+    for what, figure in (("one copy to pinned memory", copy), ("the obvious way", plain)):
+        rows.append([what, *["-"] * 5, figure.show(1e3, 2), *["-"] * 3])
+    for variant in (key for key in times.nbytes if isinstance(key, Variant)):
+        build = times.figure(("scan", variant), ("encode", variant))
+        apply = times.figure(("apply", variant))
+        rows.append(
+            [
+                *map(str, vars(variant).values()),
+                Figure((times.nbytes[variant] / max(times.nbytes["changed"], 1),)).cell(),
+                times.figure(("scan", variant)).cell(1e3, 2),
+                build.cell(1e3, 2),
+                apply.cell(1e3, 2),
+                f"{ratio(build, copy) or 0.0:.2f}",
+                f"{ratio(plain, build) or 0.0:.2f}",
+            ]
+        )
+    note = (
+        "Milliseconds, median (min .. max). B: bytes for each changed element. Build is scan and encode,\n"
+        "into a shared slot; apply is decode and write, into weights on the GPU. The obvious way finds\n"
+        "positions and values with (a != b).nonzero() and leaves them on the GPU."
+    )
+    head = ["snapshot", "transport", "compression", "values", "B", "scan", "build", "apply"]
+    return Table(f"Patches: {update}", note, [*head, "build/copy", "obvious/build"], rows, (0, 1, 2, 3))
+
 
 SCHEMES = {"SharedMem": SharedMemWeightSyncScheme, "Distributed": DistributedWeightSyncScheme}
 
@@ -52,7 +219,7 @@ def _measure(
     update: Update, device: torch.device, turns: int, schemes: Mapping[Key, WeightSyncScheme]
 ) -> dict[Key, list[Sent]]:
     """Turn the weights from old to new or back in each turn, and send them by every scheme."""
-    states = [[value.to(device) for value in side.values()] for side in (update.old, update.new)]
+    states = [[value.to(device) for value in one.values()] for one in (update.old, update.new)]
     live = {name: value.clone() for name, value in zip(update.old, states[0], strict=True)}
 
     def advance(turn: int) -> None:
@@ -68,18 +235,6 @@ def _measure_sync(update: Update, device: torch.device, turns: int) -> dict[Key,
         for label, encoding in _encodings(device).items()
     }
     return _measure(update, device, turns, schemes)
-
-
-def _sync_table(megabytes: float, update: str, found: dict[Key, list[Sent]]) -> Table:
-    rows = []
-    for (scheme, label), sent in found.items():
-        figures = stages(sent)
-        times = [figure.show(1e3, 1) for figure in figures]
-        of_dense = f"{ratio(figures[0], stages(found[scheme, 'dense'])[0]) or 0.0:.2f}"
-        rows.append([scheme, label, f"{sent[-1][1].wire_bytes / 1e6:.2f}", *times, of_dense])
-    note = f"Milliseconds, median (min .. max); {update}. Trainer and worker share one GPU."
-    head = ["scheme", "encoding", "MB sent", "send()", "encode", "ack", "stall", "of dense"]
-    return Table(f"send() until applied, {megabytes:.0f} MB", note, head, rows)
 
 
 HOST = "host memory"
@@ -111,21 +266,17 @@ def _measure_copy(update: Update, device: torch.device, turns: int) -> Figure:
     schema = WeightSchema.of(update.old)
     live = [value.to(device) for value in update.old.values()]
     views = schema.views(torch.zeros(schema.nbytes, dtype=torch.uint8, device=device))
-    seconds = []
+    times = _times(device)
     for _ in range(1 + turns):
-        start = time.perf_counter()
-        torch._foreach_copy_(views, live)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return Figure(tuple(seconds[1:]))
+        times.add("copy", lambda: torch._foreach_copy_(views, live))
+    return times.figure("copy")
 
 
 def _colocated_table(megabytes: float, copy: Figure, found: dict[Key, list[Sent]]) -> Table:
-    rows = []
+    rows: list[list[str | Cell]] = []
     for (place, label), sent in found.items():
         figures = stages(sent)
-        times = [figure.show(1e3, 2) for figure in figures]
+        times = [figure.cell(1e3, 2) for figure in figures]
         against = [ratio(figures[0], stages(found[HOST, label])[0]), ratio(figures[0], copy)]
         rows.append([place, label, *times, *(f"{value or 0.0:.2f}" for value in against)])
     note = (
@@ -133,7 +284,7 @@ def _colocated_table(megabytes: float, copy: Figure, found: dict[Key, list[Sent]
         f"there: {copy.show(1e3, 2)}."
     )
     head = ["slots in", "encoding", "send()", "encode", "ack", "stall", "of host memory", "of one copy"]
-    return Table(f"Colocated, {megabytes:.0f} MB", note, head, rows)
+    return Table(f"Colocated, {megabytes:.0f} MB", note, head, rows, names=(0, 1))
 
 
 _FRACTIONS = (0.0001, 0.01, 0.05, 0.2)
@@ -171,15 +322,20 @@ def plan(megabytes: float | None, quick: bool, compressions: tuple[str, ...]) ->
     return Plan(megabytes or (20.0 if quick else 500.0), 2 if quick else 9, fractions, tuple(variants))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Parse, measure, print; return the exit status."""
-    options = _parser().parse_args(arguments)
+def add_options(known: argparse.ArgumentParser) -> None:
+    known.add_argument("--megabytes", type=float, help="size of the model in bfloat16; default: 500")
+
+
+def facts(options: argparse.Namespace) -> list[str]:
     if not torch.cuda.is_available():
-        print("benchmarks gpu needs a CUDA device, and torch sees none here", file=sys.stderr)
-        return 2
-    chosen = plan(options.megabytes, options.quick, _compressions())
-    facts = [*machine(("torch", "tensordict")), _gpu()]
-    return publish("gpu", facts, measure(chosen, torch.device("cuda")), options.rst)
+        raise Unable("it needs a CUDA device, and torch sees none here")
+    found = torch.cuda.get_device_properties(torch.device("cuda"))
+    gpu = f"GPU: {found.name}, {found.total_memory / 1e9:.0f} GB, CUDA {torch.version.cuda}"
+    return [*machine(("torch", "tensordict")), gpu]
+
+
+def tables(options: argparse.Namespace) -> Iterator[Table]:
+    yield from measure(plan(options.megabytes, options.quick, _compressions()), torch.device("cuda"))
 
 
 def measure(chosen: Plan, device: torch.device) -> Iterator[Table]:
@@ -192,7 +348,8 @@ def measure(chosen: Plan, device: torch.device) -> Iterator[Table]:
         yield build_table(update.name, measure_build(update, chosen.variants, device, chosen.turns))
     say("send() until applied")
     update = by_chance(old, _SYNC_FRACTION, "1..4 ulp")
-    yield _sync_table(chosen.megabytes, update.name, _measure_sync(update, device, chosen.turns))
+    note = f"Milliseconds, median (min .. max); {update.name}. Trainer and worker share one GPU."
+    yield sent_table(chosen.megabytes, note, _measure_sync(update, device, chosen.turns))
     say("slots on the GPU and in host memory")
     copy = _measure_copy(update, device, chosen.turns)
     yield _colocated_table(chosen.megabytes, copy, _measure_colocated(update, device, chosen.turns))
@@ -205,14 +362,3 @@ def _compressions() -> tuple[str, ...]:
         say(f"without nvcomp_lz4: {reason}")
         return ("none",)
     return ("none", "nvcomp_lz4")
-
-
-def _gpu() -> str:
-    found = torch.cuda.get_device_properties(torch.device("cuda"))
-    return f"GPU: {found.name}, {found.total_memory / 1e9:.0f} GB, CUDA {torch.version.cuda}"
-
-
-def _parser() -> argparse.ArgumentParser:
-    options = parser("gpu", __doc__, "20 MB, 2 turns, 1 %% changed only")
-    options.add_argument("--megabytes", type=float, help="size of the model in bfloat16; default: 500")
-    return options

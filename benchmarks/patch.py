@@ -1,46 +1,43 @@
 """Bytes and time of patches, on real updates and on random ones, beside what one would have otherwise.
 
-::
+RLinf's document gives the fields of its patches (ordinals, nnz_per_tensor, rows, cols, values), the 2-D view
+of every tensor, and the rule of delta encoding. Where it leaves things open we take what costs RLinf fewer
+bytes:
 
-    python -m benchmarks patch                  # about five minutes on two cores
-    python -m benchmarks patch --quick          # half a minute, to see that it works
-    python -m benchmarks patch --rst docs/benchmark_patch.rst
-
-Nothing else should run on the machine.
+- Coordinates "can often be downscaled to tighter dtypes such as uint8 or int32": one dtype for all rows of a
+  patch and one for all columns, uint8 if the largest fits, else int32, else int64; without delta encoding
+  too.
+- Rows start anew with each tensor, so that no increment is negative.
+- ordinals and nnz_per_tensor are int32; the version and what frames the message count for nothing.
+- nvcomp_lz4 compresses rows, cols and values, each by itself; our LZ4 on the CPU stands for it here, in
+  pieces of 1 MB where nvCOMP's are of 64 KB, which compress no better.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Iterable, Iterator
+import functools
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from benchmarks.patch_bytes import (
-    COMPRESSIONS,
-    LAYOUTS,
-    VALUES,
-    Sizes,
-    bytes_table,
-    encoding,
-    flat_of,
-    measure_bytes,
-    obvious,
-    tracker_of,
-)
-from benchmarks.report import Figure, Table, machine, parser, publish, ratio, say
-from benchmarks.sending import Key, Sent, measure_schemes, stages
+from benchmarks.report import Cell, Figure, Table, Times, machine, ratio, say
 from benchmarks.targets import Target, target, targets_table
 from benchmarks.updates import (
     MOVES,
+    Key,
+    Sent,
     Update,
     by_chance,
     change,
     layered,
+    measure_schemes,
+    obvious,
+    sent_table,
     trained_cartpole,
     trained_language_model,
 )
@@ -50,9 +47,12 @@ from weight_update import (
     SharedMemWeightSyncScheme,
     WeightStrategy,
 )
+from weight_update.compression import Compression, pack, resolve_compression
+from weight_update.encodings import Tracker
+from weight_update.encodings.patch.changes import BITS
 from weight_update.encodings.patch.format import PatchOptions, decode_patch, encode_patch
 
-__all__ = ["main"]
+QUICK = "4 MB, 2 turns, small networks"
 
 _FRACTIONS = (0.0001, 0.01, 0.05, 0.2)
 _TARGET = 0.01  # the fraction for which targets are set
@@ -66,6 +66,128 @@ ENCODINGS = {
     "patch, zstd": PatchEncoding(compression="zstd"),
 }
 
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "flat": {"values": "raw"},
+    "flat, relative": {"values": "relative"},
+    "coo": {"layout": "coo", "values": "raw"},
+    "coo, relative": {"layout": "coo", "values": "relative"},
+}
+COMPRESSIONS = ("none", "lz4", "zstd")
+VALUES: tuple[Literal["raw", "relative"], ...] = ("raw", "relative")
+_RIVALS = {"RLinf": True, "RLinf, no delta": False}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The size of one update, encoded in every way.
+
+    Attributes:
+        update: name of the update.
+        changed: number of elements that differ.
+        elements: number of all elements.
+        found: bytes by layout and compression.
+    """
+
+    update: str
+    changed: int
+    elements: int
+    found: dict[tuple[str, str], int] = field(default_factory=dict)
+
+
+def encoding(layout: str, compression: str) -> PatchEncoding:
+    """Return one of :data:`LAYOUTS` with a compression."""
+    return PatchEncoding(**LAYOUTS[layout], compression=compression)
+
+
+def tracker_of(update: Update, values: Literal["raw", "relative"]) -> Tracker[Any]:
+    """Return a tracker that knows the weights before the update."""
+    tracker = PatchEncoding(values=values).tracker(update.schema, None)
+    tracker.begin(list(update.old.values()))
+    return tracker
+
+
+def measure_bytes(update: Update) -> Sizes:
+    """Encode ``update`` in every way and return the sizes."""
+    schema, flat = update.schema, update.flat()
+    allocate = functools.partial(torch.empty, dtype=torch.uint8)
+    found = {values: tracker_of(update, values).compare(list(update.new.values())) for values in VALUES}
+    sizes = Sizes(update.name, found["raw"].changed, found["raw"].total)
+    whole = torch.cat(
+        [value.to(update.old[n].dtype).view(-1).view(torch.uint8) for n, value in update.new.items()]
+    )
+    for label in COMPRESSIONS:
+        compression = resolve_compression(label)
+        sizes.found["dense", label] = pack(compression, whole)[1].numel()
+        for layout in LAYOUTS:
+            options = encoding(layout, label).options
+            payload = encode_patch(found[options.values].changes, flat, schema, 0, 1, options, allocate)
+            sizes.found[layout, label] = payload.numel()
+        if label != "zstd":  # which RLinf does not have
+            for rival, delta in _RIVALS.items():
+                sizes.found[rival, label] = documented_bytes(update, delta, compression)
+    return sizes
+
+
+def bytes_table(title: str, found: Iterable[Sizes]) -> Table:
+    """Return a table of bytes for each changed element; the first column of numbers is in MB."""
+    rows = [
+        [sizes.update, f"{sizes.changed / sizes.elements:.3%}", layout, *_sizes(sizes, layout)]
+        for sizes in found
+        for layout in ("dense", *LAYOUTS, *_RIVALS)
+    ]
+    note = (
+        "Bytes per changed element. This library does not compress dense updates; they are shown compressed\n"
+        "for comparison. RLinf's bytes are computed from its documentation, with this library's LZ4 instead\n"
+        "of nvCOMP's. If a patch would be larger than 90 % of dense, all weights are sent instead."
+    )
+    head = ["update", "changed", "layout", "MB, none", *COMPRESSIONS]
+    return Table(title, note, head, rows, names=(0, 2))
+
+
+def _sizes(sizes: Sizes, layout: str) -> list[str | Cell]:
+    each = [sizes.found.get((layout, label)) for label in COMPRESSIONS]
+    shown: list[str | Cell] = [f"{(each[0] or 0) / 1e6:.3f}"]
+    for nbytes in each:
+        figure = Figure(() if nbytes is None else (nbytes / max(sizes.changed, 1),), "-")
+        shown.append(figure.cell() if layout in LAYOUTS else figure.show())
+    return shown
+
+
+Array = np.ndarray
+_WIDTHS = (np.uint8, np.int32, np.int64)
+
+
+def documented_bytes(update: Update, delta: bool, compression: Compression) -> int:
+    """Return the bytes of RLinf's patch for all changed elements of ``update``."""
+    tensors = list(_coordinates(update, delta))
+    if not tensors:
+        return 0
+    rows, columns, values = (np.concatenate(parts) for parts in zip(*tensors, strict=True))
+    widths = [
+        next(width for width in _WIDTHS if int(x.max()) <= np.iinfo(width).max) for x in (rows, columns)
+    ]
+    arrays = (rows.astype(widths[0]), columns.astype(widths[1]), values)
+    packed = (pack(compression, torch.from_numpy(array.view(np.uint8)))[1] for array in arrays)
+    return 2 * 4 * len(tensors) + sum(piece.numel() for piece in packed)
+
+
+def _coordinates(update: Update, delta: bool) -> Iterator[tuple[Array, Array, Array]]:
+    """Yield rows, columns and the bytes of values of each tensor that changed."""
+    for name, old in update.old.items():
+        new = update.new[name].to(old.dtype)
+        bits = BITS[old.dtype.itemsize]
+        before, after = (value.reshape(-1).view(bits).numpy() for value in (old, new))
+        places = np.flatnonzero(before != after)
+        if not places.size:
+            continue
+        columns = math.prod(old.shape[1:]) if old.dim() > 1 else old.numel()
+        row, column = np.divmod(places, columns)
+        if delta:
+            same = np.diff(row, prepend=-1) == 0
+            row, column = np.diff(row, prepend=0), np.where(same, np.diff(column, prepend=0), column)
+        yield row, column, after[places].view(np.uint8)
+
+
 Variant = tuple[str, str]
 """Layout and compression."""
 
@@ -76,33 +198,18 @@ _LINKS = (1, 10, 25, 100)  # Gbit/s
 
 
 @dataclass
-class Times:
-    """The seconds that one update takes, by turn.
+class PatchTimes(Times):
+    """The seconds that one update takes, by turn: "copy", "lone copy", "obvious", or a stage and a variant.
 
     Attributes:
         update: name of the update.
         changed: number of elements that differ.
         dense_bytes: bytes of the model.
-        payload_bytes: bytes of the patch, by variant.
-        seconds: times by action: "copy", "lone copy", "obvious", or a stage and a variant.
     """
 
-    update: str
-    changed: int
-    dense_bytes: int
-    payload_bytes: dict[Variant, int] = field(default_factory=dict)
-    seconds: dict[Any, list[float]] = field(default_factory=dict)
-
-    def add(self, what: Any, action: Callable[[], Any]) -> Any:
-        """Run ``action`` and note its seconds."""
-        start = time.perf_counter()
-        result = action()
-        self.seconds.setdefault(what, []).append(time.perf_counter() - start)
-        return result
-
-    def figure(self, what: Any) -> Figure:
-        """Return the times of all turns but the first, which warms up."""
-        return Figure(tuple(self.seconds.get(what, [])[1:]))
+    update: str = ""
+    changed: int = 0
+    dense_bytes: int = 0
 
     @property
     def copy(self) -> Figure:
@@ -111,23 +218,25 @@ class Times:
 
     def build(self, variant: Variant) -> Figure:
         """Return the times of scan and encode together."""
-        both = zip(*(self.figure((stage, variant)).values for stage in ("scan", "encode")), strict=True)
-        return Figure(tuple(map(sum, both)))
+        return self.figure(("scan", variant), ("encode", variant))
+
+    def busy(self, variant: Variant) -> float:
+        """Return the median seconds of building and applying."""
+        return (self.build(variant).median or 0.0) + (self.figure(("apply", variant)).median or 0.0)
 
     def bytes_each(self, variant: Variant) -> float:
         """Return the bytes of the patch for each changed element."""
-        return self.payload_bytes[variant] / max(self.changed, 1)
+        return self.nbytes[variant] / max(self.changed, 1)
 
 
 class _Bench:
     """An update, and memory that every turn uses again."""
 
     def __init__(self, update: Update) -> None:
-        self.schema, self.snapshot = update.schema, flat_of(update)
+        self.schema, self.snapshot = update.schema, update.flat()
         self.old, self.new = self.schema.views(self.snapshot), list(update.new.values())
         self.receiver = self.snapshot.clone()
         self.target = self.snapshot.clone()
-        self.places = self.schema.views(self.target)
         self._trackers = {values: tracker_of(update, values) for values in VALUES}
         self._payload = torch.empty(2 * self.schema.nbytes + 4096, dtype=torch.uint8)
         self.expected = self.receiver.clone()
@@ -142,45 +251,41 @@ class _Bench:
     def apply(self, payload: torch.Tensor) -> None:
         decode_patch(payload, self.schema).changes.write(self.receiver)
 
-    def copy(self) -> None:
-        torch._foreach_copy_(self.places, self.new)
-
-    def lone_copy(self) -> None:
-        self.target.numpy()[:] = self.expected.numpy()
-
     def _allocate(self, nbytes: int) -> torch.Tensor:
         return self._payload[:nbytes]
 
 
-def measure_times(update: Update, variants: Iterable[Variant], turns: int) -> Times:
+def measure_times(update: Update, variants: Iterable[Variant], turns: int) -> PatchTimes:
     """Time all variants in turns, after one turn that warms up.
 
     Raises:
         RuntimeError: a patch did not lead to the new weights.
     """
     bench = _Bench(update)
-    times = Times(update.name, bench.scan(LAYOUTS["flat"].options).changed, bench.schema.dense_bytes)
+    changed = bench.scan(encoding("flat", "none").options).changed
+    times = PatchTimes(update=update.name, changed=changed, dense_bytes=bench.schema.dense_bytes)
     chosen = {variant: encoding(*variant).options for variant in variants}
+    places, target = bench.schema.views(bench.target), bench.target.numpy()
     for _ in range(1 + turns):
-        times.add("copy", bench.copy)
-        times.add("lone copy", bench.lone_copy)
+        times.add("copy", lambda: torch._foreach_copy_(places, bench.new))
+        times.add("lone copy", lambda: np.copyto(target, bench.expected.numpy()))
         times.add("obvious", lambda: obvious(bench.old, bench.new))
         for variant, options in chosen.items():
             _turn(bench, times, variant, options)
     return times
 
 
-def _turn(bench: _Bench, times: Times, variant: Variant, options: PatchOptions) -> None:
+def _turn(bench: _Bench, times: PatchTimes, variant: Variant, options: PatchOptions) -> None:
     bench.receiver.copy_(bench.snapshot)
     scan = times.add(("scan", variant), lambda: bench.scan(options))
     payload = times.add(("encode", variant), lambda: bench.encode(scan, options))
     times.add(("apply", variant), lambda: bench.apply(payload))
-    times.payload_bytes[variant] = payload.numel()
+    times.nbytes[variant] = payload.numel()
     if not torch.equal(bench.receiver, bench.expected):
         raise RuntimeError(f"{times.update}: the patch {variant} did not lead to the new weights")
 
 
-def times_table(megabytes: float, found: Iterable[Times]) -> Table:
+def times_table(megabytes: float, found: Iterable[PatchTimes]) -> Table:
     """Return a table with one row for each update and variant."""
     note = (
         "Milliseconds, median (min .. max). B: bytes per changed element. *build* is scan and encode, and\n"
@@ -192,46 +297,37 @@ def times_table(megabytes: float, found: Iterable[Times]) -> Table:
     head = ["update", "layout", "compression", "B", "scan", "build", "apply", "build/copy", "obvious/build"]
     head += ["apply/copy", "pays below"]
     rows = [row for times in found for row in _rows(times)]
-    return Table(f"Building and applying, {megabytes:.0f} MB", note, head, rows)
+    return Table(f"Building and applying, {megabytes:.0f} MB", note, head, rows, names=(0, 1, 2))
 
 
-def _rows(times: Times) -> Iterator[list[str]]:
+def _rows(times: PatchTimes) -> Iterator[list[str | Cell]]:
     copy, plain = times.copy, times.figure("obvious")
     for what, figure in (("one copy", copy), ("the obvious way", plain)):
         yield [times.update, what, "-", "-", "-", figure.show(1e3, 0), *["-"] * 5]
-    for variant in times.payload_bytes:
+    for variant in times.nbytes:
         build, apply = times.build(variant), times.figure(("apply", variant))
         yield [
             times.update,
             *variant,
-            f"{times.bytes_each(variant):.2f}",
-            times.figure(("scan", variant)).show(1e3, 0),
-            build.show(1e3, 0),
-            apply.show(1e3, 0),
-            *(_show(value) for value in (ratio(build, copy), ratio(plain, build), ratio(apply, copy))),
+            Figure((times.bytes_each(variant),)).cell(),
+            times.figure(("scan", variant)).cell(1e3, 0),
+            build.cell(1e3, 0),
+            apply.cell(1e3, 0),
+            *(f"{ratio(*pair) or 0.0:.2f}" for pair in ((build, copy), (plain, build), (apply, copy))),
             _pays_below(times, variant),
         ]
 
 
-def _show(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _pays_below(times: Times, variant: Variant) -> str:
+def _pays_below(times: PatchTimes, variant: Variant) -> str:
     """Return the speed of a link, in MB/s, on which a patch and dense take equally long."""
-    medians = (
-        times.build(variant).median,
-        times.figure(("apply", variant)).median,
-        times.copy.median,
-    )
-    build, apply, copy = (value or 0.0 for value in medians)
-    saved, extra = times.dense_bytes - times.payload_bytes[variant], build + apply - copy
+    saved = times.dense_bytes - times.nbytes[variant]
+    extra = times.busy(variant) - (times.copy.median or 0.0)
     if saved <= 0:
         return "never"
     return f"{saved / extra / 1e6:.0f}" if extra > 0 else "always"
 
 
-def links_table(megabytes: float, found: Iterable[Times]) -> Table:
+def links_table(megabytes: float, found: Iterable[PatchTimes]) -> Table:
     """Return the computed time of an update over links of several speeds."""
     note = (
         "Milliseconds, computed from the medians above. A patch is built, sent at the full speed of the\n"
@@ -242,11 +338,10 @@ def links_table(megabytes: float, found: Iterable[Times]) -> Table:
     return Table(f"Over a link, {megabytes:.0f} MB", note, head, rows)
 
 
-def _link_rows(times: Times) -> Iterator[list[str]]:
+def _link_rows(times: PatchTimes) -> Iterator[list[str]]:
     ways = {"dense": (times.dense_bytes, times.copy.median or 0.0)}
     for variant in FEW:
-        medians = times.build(variant).median, times.figure(("apply", variant)).median
-        ways[", ".join(variant)] = times.payload_bytes[variant], sum(value or 0.0 for value in medians)
+        ways[", ".join(variant)] = times.nbytes[variant], times.busy(variant)
     totals = {
         name: [1e3 * (busy + 8 * nbytes / (1e9 * speed)) for speed in _LINKS]
         for name, (nbytes, busy) in ways.items()
@@ -264,7 +359,7 @@ def _measure_sync(megabytes: float, turns: int) -> dict[Key, list[Sent]]:
 
     Raises:
         RuntimeError: a receiver ended with other weights than the trainer, or a patch was not sent as one.
-        EOFError: the worker's process died.
+        Failed: the worker's process died.
     """
     weights, random = layered(megabytes), np.random.default_rng(0)
     schemes = {
@@ -279,99 +374,68 @@ def _measure_sync(megabytes: float, turns: int) -> dict[Key, list[Sent]]:
     return found
 
 
-def _sync_table(megabytes: float, found: dict[Key, list[Sent]]) -> Table:
-    rows = []
-    for (scheme, label), sent in found.items():
-        figures = stages(sent)
-        megabytes_sent = f"{sent[-1][1].wire_bytes / 1e6:.2f}"
-        of_dense = f"{ratio(figures[0], stages(found[scheme, 'dense'])[0]) or 0.0:.2f}"
-        rows.append([scheme, label, megabytes_sent, *(figure.show(1e3, 1) for figure in figures), of_dense])
-    note = (
-        "Milliseconds, median (min .. max). 1 % of the elements change by 1 to 4 ulp in bfloat16. The "
-        "worker\n"
-        "is a process on the same machine, so there is no network where a smaller update would save time."
-    )
-    head = ["scheme", "encoding", "MB sent", "send()", "encode", "ack", "stall", "of dense"]
-    return Table(f"send() until applied, {megabytes:.0f} MB", note, head, rows)
-
-
-def _targets(times: Times) -> Iterator[Target]:
+def _targets(times: PatchTimes) -> Iterator[Target]:
     for variant in (FEW[0], FEW[1], ("flat", "zstd"), FEW[2]):
         yield target(f"bytes of a changed element: {', '.join(variant)}", times.bytes_each(variant))
     for variant in FEW:
         build, apply = times.build(variant), times.figure(("apply", variant))
         name = ", ".join(variant)
-        yield _time_target("building, of one copy: {variant}", name, build, times.copy)
-        yield _time_target("building, of the obvious way: {variant}", name, build, times.figure("obvious"))
-        yield _time_target("applying, of one copy: {variant}", name, apply, times.copy)
+        for template, one, other in (
+            ("building, of one copy: {variant}", build, times.copy),
+            ("building, of the obvious way: {variant}", build, times.figure("obvious")),
+            ("applying, of one copy: {variant}", apply, times.copy),
+        ):
+            # Judged by the fastest turns too: a busy machine slows a copy by several threads most.
+            fastest = min(one.values) / min(other.values)
+            yield target(template, ratio(one, other), fastest, variant=name)
 
 
-def _time_target(template: str, variant: str, one: Figure, other: Figure) -> Target:
-    """Judge by the fastest turns too: a busy machine slows a copy by several threads most."""
-    return target(template, ratio(one, other), min(one.values) / min(other.values), variant=variant)
+def add_options(known: argparse.ArgumentParser) -> None:
+    known.add_argument("--megabytes", type=float, help="size of the model that is timed; default: 500")
+    known.add_argument("--turns", type=int, help="how often each thing is timed; default: 7")
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The options of one run.
-
-    Attributes:
-        megabytes: of the model whose patches are timed.
-        turns: number of turns of each measurement.
-        quick: whether to train small networks.
-    """
-
-    megabytes: float
-    turns: int
-    quick: bool
+def facts(options: argparse.Namespace) -> list[str]:
+    return machine(("torch", "tensordict"))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Parse, measure, print; return the exit status."""
-    options = _parser().parse_args(arguments)
+def tables(options: argparse.Namespace) -> Iterator[Table]:
     quick = options.quick
-    plan = Plan(options.megabytes or (4.0 if quick else 500.0), options.turns or (2 if quick else 7), quick)
-    return publish("patch", machine(), _tables(plan), options.rst)
-
-
-def _tables(plan: Plan) -> Iterator[Table]:
-    """Yield the tables of a run, each as soon as it is measured."""
-    yield bytes_table("Bytes: policies in training", _trained(plan))
-    old = layered(min(plan.megabytes, _MOST_MEGABYTES))
+    megabytes, turns = options.megabytes or (4.0 if quick else 500.0), options.turns or (2 if quick else 7)
+    yield bytes_table("Bytes: policies in training", _trained(quick))
+    old = layered(min(megabytes, _MOST_MEGABYTES))
     for move in MOVES:
         say(f"bytes: changes of {move}")
         found = (measure_bytes(by_chance(old, fraction, move)) for fraction in _FRACTIONS)
         yield bytes_table(f"Bytes: changes of {move} by chance", found)
-    times = _timed(plan)
-    yield times_table(plan.megabytes, times.values())
-    yield links_table(plan.megabytes, times.values())
-    megabytes = min(plan.megabytes, _MOST_SYNC_MEGABYTES)
-    say(f"send() until applied, {megabytes:g} MB")
-    yield _sync_table(megabytes, _measure_sync(megabytes, plan.turns))
+    times = _timed(megabytes, turns)
+    yield times_table(megabytes, times.values())
+    yield links_table(megabytes, times.values())
+    sent_megabytes = min(megabytes, _MOST_SYNC_MEGABYTES)
+    say(f"send() until applied, {sent_megabytes:g} MB")
+    note = (
+        "Milliseconds, median (min .. max). 1 % of the elements change by 1 to 4 ulp in bfloat16. "
+        "The worker\n"
+        "is a process on the same machine, so there is no network where a smaller update would save time."
+    )
+    yield sent_table(sent_megabytes, note, _measure_sync(sent_megabytes, turns))
     note = "A time meets its limit if both the ratio of medians and the ratio of fastest turns do."
     one = times[_TARGET]
     yield targets_table(_targets(one), note=f"{one.update}. {note}")
 
 
-def _trained(plan: Plan) -> Iterator[Sizes]:
-    for updates in (trained_language_model(plan.quick), trained_cartpole()):
+def _trained(quick: bool) -> Iterator[Sizes]:
+    for updates in (trained_language_model(quick), trained_cartpole()):
         for update in updates:
             say(f"bytes: {update.name}")
             yield measure_bytes(update)
 
 
-def _timed(plan: Plan) -> dict[float, Times]:
-    old = layered(plan.megabytes)
+def _timed(megabytes: float, turns: int) -> dict[float, PatchTimes]:
+    old = layered(megabytes)
     found = {}
     for fraction in _FRACTIONS:
-        say(f"times: {fraction:.2%} of {plan.megabytes:g} MB")
+        say(f"times: {fraction:.2%} of {megabytes:g} MB")
         variants = ALL if fraction == _TARGET else FEW
-        found[fraction] = measure_times(by_chance(old, fraction, "1..4 ulp"), variants, plan.turns)
+        found[fraction] = measure_times(by_chance(old, fraction, "1..4 ulp"), variants, turns)
     return found
-
-
-def _parser() -> argparse.ArgumentParser:
-    options = parser("patch", __doc__, "4 MB, 2 turns, small networks")
-    options.add_argument("--megabytes", type=float, help="size of the model that is timed; default: 500")
-    options.add_argument("--turns", type=int, help="how often each thing is timed; default: 7")
-    return options

@@ -1,11 +1,4 @@
-"""Updates that are converted on the way: strictly serial against chunks in a pipeline.
-
-::
-
-    python -m benchmarks pipeline                  # about six minutes; as root, to have a slow link too
-    python -m benchmarks pipeline --quick          # half a minute, to see that it works
-    python -m benchmarks pipeline --rst docs/benchmark_pipeline.rst
-"""
+"""Updates that are converted on the way: strictly serial against chunks in a pipeline."""
 
 from __future__ import annotations
 
@@ -18,16 +11,15 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 
-from benchmarks.network import Network, why_not
-from benchmarks.report import Figure, Table, machine, parser, publish, ratio, say, show_ratio
-from benchmarks.sending import Place, connected, require_same
+from benchmarks.links import Network, why_not
+from benchmarks.processes import Process
+from benchmarks.report import Cell, Figure, Table, machine, ratio, say, show_ratio
 from benchmarks.targets import Target, target, targets_table
+from benchmarks.updates import Place, Weights, connected, require_same
 from weight_update import (
     BucketEncoding,
     DistributedWeightSyncScheme,
@@ -37,7 +29,7 @@ from weight_update import (
     WeightSyncScheme,
 )
 
-__all__ = ["main"]
+QUICK = "24 MB, 2 turns"
 
 WORKS = {"transfer-bound": 0.0, "balanced": 1.0, "conversion-bound": 3.0}
 """How long converting and encoding takes, in times of the transfer; at least as long as encoding alone."""
@@ -84,7 +76,7 @@ class Conversion:
             del tensor
 
 
-def make_weights(megabytes: float, count: int) -> dict[str, torch.Tensor]:
+def make_weights(megabytes: float, count: int) -> Weights:
     """Return ``count`` bfloat16 matrices of ``megabytes`` together."""
     size = int(megabytes * 1e6 / count / 2 / 256)
     return {f"layer{i}.weight": torch.randn(size, 256).to(torch.bfloat16) for i in range(count)}
@@ -108,51 +100,41 @@ def both_cores() -> tuple[float, float]:
     Returns:
         The ratio while this process computes, and the ratio while it copies too.
     """
-    ctx = mp.get_context("spawn")
-    pipe, theirs = ctx.Pipe()
-    other = ctx.Process(target=_copy_when_told, args=(theirs,), daemon=True)
-    other.start()
-    copy = _Copy()
-    _seconds(functools.partial(_copy_in, pipe, copy))  # it has started, and all memory was touched
-    compute = functools.partial(_compute, round(_seconds(copy) / seconds_of_a_sine()))
+    other, copy = Process(_Copy), _Copy()
+    other.answer()
+    _seconds(lambda: _copy_in(other, copy.run))  # it has started, and all memory was touched
+    compute = functools.partial(_compute, round(_seconds(copy.run) / seconds_of_a_sine()))
     ratios = []
-    for mine in (compute, copy):
-        turns = [_at_once(pipe, mine) for _ in range(5)]
+    for mine in (compute, copy.run):
+        turns = [_at_once(other, mine) for _ in range(5)]
         ratios.append(statistics.median(turns))
-    pipe.close()
-    other.join(10.0)
+    other.close()
     return ratios[0], ratios[1]
 
 
-def _at_once(pipe: Connection, mine: Callable[[], None]) -> float:
-    alone = _seconds(mine) + _seconds(functools.partial(_copy_in, pipe))
-    return _seconds(functools.partial(_copy_in, pipe, mine)) / alone
-
-
-def _copy_when_told(pipe: Connection) -> None:
-    torch.set_num_threads(1)
-    copy = _Copy()
-    with contextlib.suppress(EOFError):
-        while pipe.recv():
-            copy()
-            pipe.send(True)
+def _at_once(other: Process, mine: Callable[[], None]) -> float:
+    alone = _seconds(mine) + _seconds(lambda: _copy_in(other))
+    return _seconds(lambda: _copy_in(other, mine)) / alone
 
 
 class _Copy:
-    """A copy of 480 MB."""
+    """A copy of 480 MB by one thread."""
 
     def __init__(self) -> None:
+        torch.set_num_threads(1)
         self._source, self._target = torch.ones(2, 20_000_000, dtype=torch.uint8)
 
-    def __call__(self) -> None:
+    def run(self) -> None:
         for _ in range(24):
             self._target.copy_(self._source)
 
+    def close(self) -> None: ...
 
-def _copy_in(pipe: Connection, meanwhile: Callable[[], None] = lambda: None) -> None:
-    pipe.send(True)
+
+def _copy_in(other: Process, meanwhile: Callable[[], None] = lambda: None) -> None:
+    other.send("run")
     meanwhile()
-    pipe.recv()
+    other.answer()
 
 
 def _compute(sines: int) -> None:
@@ -194,25 +176,22 @@ ROUTES = (
 )
 
 
-class Side:
-    """One sender.
+class Sender:
+    """A sender with its worker.
 
     Attributes:
         name: number of chunks in flight, as shown.
         tensors: number of tensors.
+        workers: its worker, alone in a list.
     """
 
     def __init__(
-        self,
-        limit: int | None,
-        scheme: WeightSyncScheme,
-        convert: Conversion,
-        weights: dict[str, torch.Tensor],
+        self, limit: int | None, scheme: WeightSyncScheme, convert: Conversion, weights: Weights
     ) -> None:
         self.name = {None: "whole", 1: "serial"}.get(limit, f"{limit} in flight")
         self.tensors = len(weights)
         self.scheme = scheme
-        self.pipe: Connection | None = None
+        self.workers: list[Process] = []
         self._convert, self._weights = convert, weights
 
     def send(self, work: Work) -> SyncReport:
@@ -225,52 +204,43 @@ class Side:
         first = next(iter(self._weights.values()))
         first.add_(1)
         self.send(work)
-        assert self.pipe is not None
-        require_same([self.pipe], self._weights, [self.name])
+        require_same(self.workers, self._weights, [self.name])
 
-    @property
-    def chunk_megabytes(self) -> float:
-        """Size of the largest chunk."""
-        encoding = self.scheme.strategy.encoding
-        assert isinstance(encoding, BucketEncoding)
-        return (encoding.bucket_size + 64) / 1e6
-
-    def peak_megabytes(self) -> tuple[float, float]:
-        """Return the most that slots and converted tensors took while an update was sent."""
+    def peak_bytes(self) -> tuple[int, int, int]:
+        """Return the largest chunk, and the most that slots and converted tensors took during an update."""
         self.send(Work(copies=True))
-        sender = self.scheme._sender
+        encoding, sender = self.scheme.strategy.encoding, self.scheme._sender
+        assert isinstance(encoding, BucketEncoding)
         assert sender is not None
         slots = sum(slot.buffer.tensor.nbytes for slot in sender._pool._slots)
-        return slots / 1e6, self._convert.most / 1e6
+        return encoding.bucket_size + 64, slots, self._convert.most
 
 
-def balance(work: Work, side: Side, share: float) -> Work:
-    """Return work that takes ``share`` times as long as the transfer of ``side``, which is serial."""
+def balance(work: Work, serial: Sender, share: float) -> Work:
+    """Return work that takes ``share`` times as long as the transfer of ``serial``."""
     plain = replace(work, sines=0)
-    reports = [side.send(plain) for _ in range(3)]
+    reports = [serial.send(plain) for _ in range(3)]
     spent = [report.seconds for report in reports[1:]]
     made = min(one["convert"] + one["encode"] for one in spent)
     moved = min(one["send"] + one["ack"] for one in spent)
     lacking = share * moved - made
-    return replace(work, sines=max(0, round(lacking / seconds_of_a_sine() / side.tensors)))
+    return replace(work, sines=max(0, round(lacking / seconds_of_a_sine() / serial.tensors)))
 
 
 @contextlib.contextmanager
-def _sides(route: Route, weights: dict[str, torch.Tensor]) -> Iterator[list[Side]]:
-    """Connect one side for each of :data:`LIMITS`; the sides share the link."""
+def _senders(route: Route, weights: Weights) -> Iterator[list[Sender]]:
+    """Connect one sender for each of :data:`LIMITS`; they share the link."""
     with contextlib.ExitStack() as stack:
         network = None
         if route.rate is not None:
             network = stack.enter_context(Network(["trainer", "worker"]))
             stack.enter_context(network.inside("trainer"))
             network.shape("trainer", route.rate)
-        yield [stack.enter_context(_side(route, network, limit, weights)) for limit in LIMITS]
+        yield [stack.enter_context(_sender(route, network, limit, weights)) for limit in LIMITS]
 
 
 @contextlib.contextmanager
-def _side(
-    route: Route, network: Network | None, limit: int | None, weights: dict[str, torch.Tensor]
-) -> Iterator[Side]:
+def _sender(route: Route, network: Network | None, limit: int | None, weights: Weights) -> Iterator[Sender]:
     convert = Conversion()
     nbytes = sum(value.nbytes for value in weights.values())
     size = -(-nbytes // _CHUNKS // 64) * 64 + 64
@@ -278,11 +248,11 @@ def _side(
         "state_dict", encoding=BucketEncoding(bucket_size=size), convert=convert, max_in_flight=limit
     )
     scheme = _scheme(route, network, strategy)
-    side = Side(limit, scheme, convert, weights)
-    worker = Place(host="worker" if route.sockets else None, network=network)
-    with connected([scheme], weights, [worker]) as pipes:
-        side.pipe = pipes[0]
-        yield side
+    sender = Sender(limit, scheme, convert, weights)
+    enter = None if network is None else functools.partial(network.enter, "worker")
+    worker = Place(host="worker" if route.sockets else None, enter=enter)
+    with connected([scheme], weights, [worker]) as sender.workers:
+        yield sender
 
 
 def _scheme(route: Route, network: Network | None, strategy: WeightStrategy) -> WeightSyncScheme:
@@ -298,32 +268,39 @@ _CHUNKS = 24
 _WARM = 1
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Parse, measure, print; return the exit status."""
-    options = _parse(arguments)
-    torch.set_num_threads(1)
-    facts = machine(("torch", "tensordict"))
-    computing, copying = both_cores()
-    facts.append(
-        f"Time of two processes at once, divided by their time one after the other: {computing:.2f} if one "
-        f"computes and one copies, {copying:.2f} if both copy. A pipeline within this machine cannot be "
-        "faster "
-        "than that"
+def add_options(known: argparse.ArgumentParser) -> None:
+    known.add_argument(
+        "--megabytes", type=float, help="of bfloat16 weights; default: 480, a link gets an eighth"
     )
-    return publish("pipeline", facts, _tables(options.megabytes, options.turns), options.rst)
+    known.add_argument("--turns", type=int, help="how often each thing is timed; default: 9")
 
 
-def _tables(all_megabytes: float, turns: int) -> Iterator[Table]:
+def facts(options: argparse.Namespace) -> list[str]:
+    torch.set_num_threads(1)
+    if options.figures is not None:  # they are of no library
+        return machine(("torch", "tensordict"))
+    computing, copying = both_cores()
+    return [
+        *machine(("torch", "tensordict")),
+        "Time of two processes at once, divided by their time one after the other: "
+        f"{computing:.2f} if one computes and one copies, "
+        f"{copying:.2f} if both copy. A pipeline within this machine cannot be faster than that",
+    ]
+
+
+def tables(options: argparse.Namespace) -> Iterator[Table]:
+    all_megabytes = options.megabytes or (24.0 if options.quick else 480.0)
+    turns = options.turns or (2 if options.quick else 9)
     reason = why_not()
-    ratios, memory = dict[tuple[str, str], Mapping[str, float | None]](), list[list[str]]()
+    ratios, memory = dict[tuple[str, str], Mapping[str, float | None]](), list[Memory]()
     for route in ROUTES:
         if route.shaped and reason is not None:
             say(f"without {route.name}: {reason}")
             continue
         megabytes = all_megabytes / (8 if route.shaped else 1)
-        with _sides(route, make_weights(megabytes, 4 * _CHUNKS)) as sides:
-            table, found = _times(route, megabytes, sides, turns)
-            memory += _memory(route, sides)
+        with _senders(route, make_weights(megabytes, 4 * _CHUNKS)) as senders:
+            table, found = _times(route, megabytes, senders, turns)
+            memory += _memory(route, senders)
         ratios |= {(route.name, work): rates for work, rates in found.items()}
         yield table
     yield _memory_table(memory)
@@ -332,38 +309,39 @@ def _tables(all_megabytes: float, turns: int) -> Iterator[Table]:
 
 
 def _times(
-    route: Route, megabytes: float, sides: list[Side], turns: int
+    route: Route, megabytes: float, senders: list[Sender], turns: int
 ) -> tuple[Table, dict[str, Mapping[str, float | None]]]:
-    serial = sides[0]
+    serial = senders[0]
     work = Work()
-    rows, found = [], {}
+    rows: list[list[str | Cell]] = []
+    found = {}
     for name, share in WORKS.items():
         work = balance(work, serial, share)
         say(f"{route.name}, {name}: {work}")
-        seconds: dict[str, list[float]] = {side.name: [] for side in sides}
+        seconds: dict[str, list[float]] = {sender.name: [] for sender in senders}
         parts: list[tuple[float, float]] = []
         for turn in range(_WARM + turns):
-            for side in sides:
+            for sender in senders:
                 start = time.perf_counter()
-                report = side.send(work)
+                report = sender.send(work)
                 if turn >= _WARM:
-                    seconds[side.name].append(time.perf_counter() - start)
-                    if side is serial:
+                    seconds[sender.name].append(time.perf_counter() - start)
+                    if sender is serial:
                         spent = report.seconds
                         parts.append((spent["convert"] + spent["encode"], spent["send"] + spent["ack"]))
         figures = {name: Figure(tuple(values)) for name, values in seconds.items()}
         first = figures[serial.name]
         found[name] = {label: ratio(one, first) for label, one in figures.items()}
         made, moved = (Figure(tuple(values)) for values in zip(*parts, strict=True))
-        cells = [name, made.show(1e3, 0), moved.show(1e3, 0)]
+        cells: list[str | Cell] = [name, made.show(1e3, 0), moved.show(1e3, 0)]
         for label, figure in figures.items():
-            cells += [figure.show(1e3, 0), *([] if label == serial.name else [show_ratio(figure, first)])]
+            cells += [figure.cell(1e3, 0), *([] if label == serial.name else [show_ratio(figure, first)])]
         rows.append(cells)
-    for side in sides:
-        side.require_same(work)
+    for sender in senders:
+        sender.require_same(work)
     head = ["work", "convert, encode", "transfer"]
-    for side in sides:
-        head += [side.name, *([] if side is serial else ["of serial"])]
+    for sender in senders:
+        head += [sender.name, *([] if sender is serial else ["of serial"])]
     note = (
         f"Milliseconds from send() until applied, median (min .. max) of {turns} turns, interleaved.\n"
         f"Bfloat16, {_CHUNKS} chunks. The second and third columns are times of *serial*."
@@ -371,48 +349,57 @@ def _times(
     return Table(f"{megabytes:.0f} MB through {route.name}", note, head, rows), found
 
 
-def _memory(route: Route, sides: list[Side]) -> list[list[str]]:
-    """Return rows with the peak memory of the sender while it sends, beside its weights."""
-    if route.shaped:
-        return []
-    return [
-        [route.name, side.name, f"{side.chunk_megabytes:.2f}", *(f"{mb:.2f}" for mb in side.peak_megabytes())]
-        for side in sides
-    ]
+@dataclass(frozen=True)
+class Memory:
+    """The peak memory of a sender while it sends, beside its weights.
+
+    Attributes:
+        place: name of the route.
+        limit: number of chunks in flight, as shown.
+        chunk: bytes of the largest chunk.
+        slots: bytes of the slots.
+        converted: most bytes of converted tensors that were alive at once.
+    """
+
+    place: str
+    limit: str
+    chunk: int
+    slots: int
+    converted: int
 
 
-def _memory_table(rows: list[list[str]]) -> Table:
+def _memory(route: Route, senders: list[Sender]) -> list[Memory]:
+    return [] if route.shaped else [Memory(route.name, one.name, *one.peak_bytes()) for one in senders]
+
+
+def _memory_table(found: list[Memory]) -> Table:
     note = (
         "MB. *chunk*: the largest chunk. *slots*: all slots of the sender. *converted*: converted "
         "tensors that\n"
         'were not yet copied into a slot, at their peak. The side "whole" keeps a version for late workers.'
     )
-    return Table(
-        "Memory of the sender while it sends", note, ["place", "side", "chunk", "slots", "converted"], rows
-    )
+    rows = [
+        [
+            one.place,
+            one.limit,
+            f"{one.chunk / 1e6:.2f}",
+            *(Figure((x,)).cell(1e-6) for x in (one.slots, one.converted)),
+        ]
+        for one in found
+    ]
+    head = ["place", "sender", "chunk", "slots", "converted"]
+    return Table("Memory of the sender while it sends", note, head, rows, names=(0, 1))
 
 
 def _targets(
-    ratios: Mapping[tuple[str, str], Mapping[str, float | None]], memory: list[list[str]]
+    ratios: Mapping[tuple[str, str], Mapping[str, float | None]], memory: list[Memory]
 ) -> Iterator[Target]:
     for (place, work), rates in ratios.items():
         yield target(f"{work}, {{place}}: 2 in flight, of serial", rates["2 in flight"], place=place)
-    for place, side, chunk, slots, converted in memory:
-        if side == "whole":
+    for one in memory:
+        if one.limit == "whole":
             continue
-        chunks = 2 if side == "serial" else int(side.split()[0]) + 1
-        reached = (float(slots) + float(converted)) / (chunks * float(chunk))
-        template = "{side}, {place}: memory beyond the weights, of {chunks} chunks"
-        yield target(template, reached, side=side, place=place, chunks=chunks)
-
-
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    known = parser("pipeline", __doc__, "24 MB, 2 turns")
-    known.add_argument(
-        "--megabytes", type=float, help="of bfloat16 weights; default: 480, a link gets an eighth"
-    )
-    known.add_argument("--turns", type=int, help="how often each thing is timed; default: 9")
-    options = known.parse_args(arguments)
-    options.megabytes = options.megabytes or (24.0 if options.quick else 480.0)
-    options.turns = options.turns or (2 if options.quick else 9)
-    return options
+        chunks = 2 if one.limit == "serial" else int(one.limit.split()[0]) + 1
+        reached = (one.slots + one.converted) / (chunks * one.chunk)
+        template = "{limit}, {place}: memory beyond the weights, of {chunks} chunks"
+        yield target(template, reached, limit=one.limit, place=one.place, chunks=chunks)

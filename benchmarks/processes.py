@@ -1,361 +1,183 @@
-"""The workers of one sender: the model that travels, the bodies of their processes, and their handles."""
+"""Objects that live in processes of their own, and whose methods are called in turns."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-import socket
+import signal
 import time
-import warnings
-from dataclasses import dataclass
-from datetime import timedelta
+import traceback
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
-from tensordict import TensorDict, TensorDictBase
-from torch import nn
 
-__all__ = [
-    "Actors",
-    "Capture",
-    "Marks",
-    "Model",
-    "Orders",
-    "Processes",
-    "World",
-    "enter_world",
-    "fill",
-    "idle_worker",
-    "mark",
-    "trainer_weights",
-]
+__all__ = ["Failed", "Process", "in_turns"]
 
-_WIDTH = 16  # of the one layer that computes: 16 x 16 float32 is 1 KB, so that 5,000 tensors are 5 MB
-_LAYERS = 8  # times that it is applied, for a forward pass of about 50 microseconds
+_PATIENCE = 100.0  # seconds for one answer, where the caller sets no limit
+_EXITING = 5.0  # seconds from the end of an object to the end of its process
 
 
-class Model(nn.Module):
-    """A small layer that computes, and parameters beside it that only travel.
+class Failed(Exception):
+    """A process failed or took too long; the message is short enough for a cell."""
 
-    The worker's forward pass then takes some tens of microseconds at every size, and a pause of less
-    than a millisecond can be seen.
+
+class Process:
+    """An object in a process of its own; its methods are called by their names.
+
+    Until :meth:`send`, the one answer to come is that to the object's construction, which is None.
 
     Args:
-        megabytes: size of all tensors together, in units of a million bytes.
-        tensors: number of tensors, at least 2.
-    """
-
-    def __init__(self, megabytes: float, tensors: int) -> None:
-        super().__init__()
-        self.first = nn.Linear(_WIDTH, _WIDTH, bias=False)
-        each = math.ceil((megabytes * 1e6 / 4 - _WIDTH**2) / (tensors - 1))
-        # Not written to: pages that nobody touched cost no memory in a worker.
-        rest = [nn.Parameter(torch.empty(max(each, 1))) for _ in range(tensors - 1)]
-        self.rest = nn.ParameterList(rest)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        for _ in range(_LAYERS):
-            value = self.first(value)
-        return value
-
-    def marks(self) -> tuple[float, float]:
-        """Return the first element of the first and of the last tensor; see :func:`mark`."""
-        return float(self.first.weight.detach().flatten()[0]), float(self.rest[-1].detach().flatten()[0])
-
-
-def trainer_weights(megabytes: float, tensors: int) -> TensorDictBase:
-    """Return the weights of a new model, with every byte written."""
-    return fill(Model(megabytes, tensors))
-
-
-def fill(model: Model) -> TensorDictBase:
-    """Return the model's own weights, with every byte written."""
-    weights: TensorDictBase = TensorDict.from_module(model).data
-    for value in weights.values(True, True):
-        value.fill_(0.5)
-    return weights
-
-
-def mark(weights: TensorDictBase, number: float) -> None:
-    """Write ``number`` where :meth:`Model.marks` reads it, so that an update can be recognized."""
-    weights["first", "weight"].flatten()[0] = number
-    rest = weights["rest"]
-    rest[str(len(list(rest.keys())) - 1)].flatten()[0] = number
-
-
-@dataclass
-class Capture:
-    """The forward passes of a computing worker.
+        make: function that makes the object, which has a method ``close``.
+        args: arguments of ``make``.
+        start: start method.
+        leader: whether the process starts others; it then leads a session, so that one signal ends them all.
 
     Attributes:
-        starts: starting times in seconds of the machine's monotonic clock, the same in every process.
-        versions: version of the scheme before each pass; empty if it has no versions.
+        failure: reason why the process was ended; None if it was not.
+        pid: its id.
     """
-
-    starts: list[float]
-    versions: list[int]
-
-
-class Orders:
-    """The connection from the sender's process to one worker.
-
-    Attributes:
-        conn: pipe for orders, which are strings, and for answers.
-        capture: shared integer; 1 while forward passes are to be recorded, 2 afterwards.
-    """
-
-    def __init__(self, conn: Connection, capture: Any) -> None:
-        self.conn, self.capture = conn, capture
-
-
-def idle_worker(scheme: Any, idx: int, megabytes: float, tensors: int, orders: Orders) -> None:
-    """Run a worker: connect, then follow orders until the pipe is closed."""
-    torch.set_num_threads(1)
-    model = Model(megabytes, tensors)
-    scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
-    scheme.connect(worker_idx=idx)
-    orders.conn.send(os.getpid())
-    while True:
-        try:
-            order = orders.conn.recv()
-        except EOFError:
-            break
-        if order == "marks":
-            orders.conn.send(model.marks())
-        elif order == "compute":
-            orders.conn.send(_compute(model, scheme, orders))
-        else:
-            break
-    scheme.shutdown()
-
-
-def _compute(model: Model, scheme: Any, orders: Orders) -> Capture:
-    """Run forward passes without pause until ``capture`` is 2, and record those while it is 1."""
-    value = torch.ones(1, 16)
-    counts = hasattr(type(scheme), "version")
-    starts: list[float] = []
-    versions: list[int] = []
-    recording = orders.capture
-    with torch.no_grad():
-        while recording.value == 0:
-            model(value)
-        while recording.value == 1:
-            starts.append(time.perf_counter())
-            if counts:
-                versions.append(scheme.version)
-            model(value)
-    return Capture(starts, versions)
-
-
-_PATIENCE = 60.0  # seconds for one step of connecting, or one answer of an actor
-
-_here: list[Worker] = []
-
-
-class Worker:
-    """A worker which, like a collector, gives its scheme the policy and takes calls of the sender.
-
-    Args:
-        idx: index from 0.
-        megabytes: size of the model.
-        tensors: number of its tensors.
-    """
-
-    def __init__(self, idx: int, megabytes: float, tensors: int) -> None:
-        torch.set_num_threads(1)
-        self.worker_idx = idx
-        self.policy = Model(megabytes, tensors)
-        self._scheme: Any = None
-
-    def join(self, scheme: Any, number: int) -> int:
-        """Connect as worker ``number``, and return the id of this process."""
-        self._scheme = scheme
-        scheme.init_on_receiver(model_id="policy", context=self, worker_idx=number)
-        scheme.connect(worker_idx=number)
-        return os.getpid()
-
-    def marks(self) -> tuple[float, float]:
-        """Return :meth:`Model.marks` of the policy."""
-        return self.policy.marks()
-
-    def leave(self) -> None:
-        self._scheme.shutdown()
-
-    def _receive_weights_scheme(self) -> None:
-        """Receive; TorchRL's sender calls this by RPC or Ray."""
-        self._scheme.receive()
-
-
-def _this_worker() -> Worker:
-    """Return the worker of this process."""
-    return _here[0]
-
-
-def _worker_process(
-    conn: Connection, idx: int, model: tuple[float, int], host: str | None, world: int | None
-) -> None:
-    """Run a worker in a process.
-
-    Args:
-        conn: pipe that brings a scheme and the worker's number, then orders.
-        idx: index from 0.
-        model: megabytes and tensors of the model.
-        host: name of the host that the worker takes for its own; None for this one.
-        world: number of processes of the world to enter; None for no world.
-    """
-    if host is not None:
-        os.environ["WEIGHT_UPDATE_HOST"] = host
-    worker = Worker(idx, *model)
-    _here.append(worker)
-    if world is not None:
-        enter_world(idx + 1, world)
-    conn.send(worker.join(*conn.recv()))
-    try:
-        while conn.recv() == "marks":
-            conn.send(worker.marks())
-    except EOFError:
-        pass
-    worker.leave()
-
-
-def enter_world(rank: int, size: int) -> None:
-    """Join the default process group and the RPC world, as TorchRL's collectors do."""
-    from torch.distributed import rpc
-
-    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=_PATIENCE))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch warns about what it does itself
-        rpc.init_rpc(
-            f"worker{rank}",
-            rank=rank,
-            world_size=size,
-            rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
-                init_method=f"tcp://127.0.0.1:{os.environ['RPC_PORT']}", rpc_timeout=_PATIENCE
-            ),
-        )
-
-
-_LEAVING = 2.0  # seconds; TorchRL's workers may not end by themselves
-Marks = list[tuple[float, float]]
-
-
-class Processes:
-    """Workers that are forked processes of this machine; start them before any thread.
-
-    Args:
-        count: number of workers.
-        model: megabytes and tensors of the model.
-        first: number of the first worker: its rank with TorchRL's scheme, its index with ours.
-        apart: whether each worker counts as a host of its own.
-        world: number of processes of the world to enter; None for no world.
-    """
-
-    arguments: dict[str, Any]
-    """Further arguments for ``init_on_sender``."""
 
     def __init__(
-        self, count: int, model: tuple[float, int], first: int, apart: bool, world: int | None = None
+        self, make: Callable[..., Any], *args: Any, start: str = "spawn", leader: bool = False
     ) -> None:
-        self.arguments = {}
-        self._first = first
-        self._conns: list[Connection] = []
-        self._processes: list[Any] = []
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "RPC_PORT": _free_port()}
-        ctx = mp.get_context("fork")
-        for idx in range(count):
-            mine, theirs = ctx.Pipe()
-            args = (theirs, idx, model, f"host{idx}" if apart else None, world)
-            self._processes.append(ctx.Process(target=_worker_process, args=args, daemon=True))
-            self._processes[-1].start()
-            self._conns.append(mine)
-            theirs.close()  # so that recv() ends when the worker dies
+        context: Any = mp.get_context(start)
+        self._conn, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, make, args, leader), daemon=not leader)
+        self._process.start()
+        theirs.close()  # so that recv() ends when the process dies
+        self.pid: int = self._process.pid
+        self.failure: str | None = None
 
-    def connect(self, scheme: Any) -> tuple[int, ...]:
-        """Connect all workers with the initialized sender, and return their process ids."""
-        self._hand_out(scheme)
-        scheme.connect()
+    def send(self, method: str, *args: Any) -> None:
+        """Call a method without waiting for the result.
+
+        Raises:
+            Failed: the process has died or was ended before.
+        """
+        if self.failure is not None:
+            raise Failed(self.failure)
         try:
-            return tuple(conn.recv() for conn in self._conns)
-        except EOFError:
-            raise RuntimeError("a worker died before it was connected") from None
+            self._conn.send((method, args))
+        except OSError:
+            self._fail("a process died")
 
-    def _hand_out(self, scheme: Any) -> None:
-        for number, conn in enumerate(self._conns, self._first):
-            conn.send((scheme, number))
+    def answer(self, timeout: float = _PATIENCE) -> Any:
+        """Return the result of the oldest call that is not answered yet.
 
-    def marks(self) -> Marks:
-        """Return :meth:`Model.marks` of each worker."""
-        for conn in self._conns:
-            conn.send("marks")
-        return [conn.recv() for conn in self._conns]
+        Raises:
+            Failed: the call failed or took longer than ``timeout`` seconds; the process has been ended.
+        """
+        try:
+            if not self._conn.poll(timeout):
+                self._fail(f"never (cut after {timeout:g} s)")
+            good, result = self._conn.recv()
+        except (EOFError, OSError):
+            self._fail("a process died")
+        if not good:
+            self._fail(result)
+        return result
 
-    def close(self) -> None:
-        for conn in self._conns:
+    def ask(self, method: str, *args: Any, timeout: float = _PATIENCE) -> Any:
+        """Call a method and return its result.
+
+        Raises:
+            Failed: as :meth:`answer`.
+        """
+        self.send(method, *args)
+        return self.answer(timeout)
+
+    def end(self) -> None:
+        """Tell the process to close its object and exit, without waiting for it."""
+        if self.failure is None:
             with contextlib.suppress(OSError):
-                conn.send("end")
-        limit = time.monotonic() + _LEAVING
-        for process in self._processes:
-            process.join(max(limit - time.monotonic(), 0.0))
+                self._conn.send(None)
+
+    def close(self, timeout: float = 20.0) -> None:
+        """End the process, and with a leader all processes that it has started; wait until it is gone."""
+        if self.failure is None:
+            self.end()
+            with contextlib.suppress(Failed):
+                self.answer(timeout)
+                self._process.join(min(timeout, _EXITING))  # TorchRL's may hang at exit
+        self._kill()
+
+    def _fail(self, reason: str) -> None:
+        self.failure = reason
+        self._kill()
+        raise Failed(reason)
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getpgid(self.pid) == self.pid:
+                os.killpg(self.pid, signal.SIGKILL)
+        self._process.join(1.0)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
 
 
-class World(Processes):
-    """Processes of one RPC world and one default process group, with the sender as rank 0."""
+def _serve(conn: Connection, make: Callable[..., Any], args: tuple[Any, ...], leader: bool) -> None:
+    """Run the process: make the object, and answer each call with ``(True, result)``."""
+    if leader:
+        os.setsid()
+    try:
+        served = make(*args)
+        conn.send((True, None))
+        while (call := _next_call(conn)) is not None:
+            method, arguments = call
+            conn.send((True, getattr(served, method)(*arguments)))
+        served.close()
+        with contextlib.suppress(OSError):  # nobody waits for it
+            conn.send((True, None))
+    except Exception as error:  # noqa: BLE001 - the caller shows it as the result
+        traceback.print_exc()
+        reason = str(error).rpartition(": ")[2]  # the cause stands last, e.g. "Too many open files (24)"
+        with contextlib.suppress(OSError):
+            conn.send((False, f"never ({reason or type(error).__name__})"))
 
-    collector_class = Worker
 
-    def __init__(self, count: int, model: tuple[float, int], first: int) -> None:
-        from torch.distributed import rpc
-
-        super().__init__(count, model, first, apart=False, world=count + 1)
-        enter_world(0, count + 1)
-        self.collector_infos = [rpc.get_worker_info(f"worker{rank}") for rank in range(1, count + 1)]
-        self.collector_rrefs = [rpc.remote(info, _this_worker) for info in self.collector_infos]
-
-    def _hand_out(self, scheme: Any) -> None:
-        # TorchRL's scheme cannot be pickled any more when it knows the workers.
-        super()._hand_out(type(scheme)())
+def _next_call(conn: Connection) -> tuple[str, tuple[Any, ...]] | None:
+    try:
+        call: tuple[str, tuple[Any, ...]] | None = conn.recv()
+    except EOFError:
+        return None
+    return call
 
 
-class Actors:
-    """Workers that are Ray actors.
+def in_turns(
+    processes: Sequence[Process],
+    method: str,
+    repeats: int,
+    *,
+    warmup: int = 2,
+    timeout: float,
+    budget: float,
+) -> list[list[Any]]:
+    """Call a method of each process in turn, ``repeats`` times over: A B C A B C ...
 
     Args:
-        count: number of workers.
-        model: megabytes and tensors of the model.
-        address: address of the running Ray.
+        processes: one that fails on the way keeps no results and is left out from then on.
+        method: name of the method.
+        repeats: number of turns.
+        warmup: number of turns before, whose results are dropped.
+        timeout: seconds for one answer.
+        budget: seconds after which a slow process gets no further turns.
     """
-
-    def __init__(self, count: int, model: tuple[float, int], address: str) -> None:
-        import ray
-
-        ray.init(address=address, log_to_driver=False, logging_level="error")
-        self._ray = ray
-        make = ray.remote(Worker).options(num_cpus=0)
-        self.arguments = {"remote_collectors": [make.remote(idx, *model) for idx in range(count)]}
-        self._actors = self.arguments["remote_collectors"]
-
-    def connect(self, scheme: Any) -> tuple[int, ...]:
-        """Connect all workers with the initialized sender, and return their process ids."""
-        calls = [actor.join.remote(scheme, idx) for idx, actor in enumerate(self._actors)]
-        scheme.connect()
-        return tuple(self._ray.get(calls, timeout=_PATIENCE))
-
-    def marks(self) -> Marks:
-        """Return :meth:`Model.marks` of each worker."""
-        marks: Marks = self._ray.get([actor.marks.remote() for actor in self._actors], timeout=_PATIENCE)
-        return marks
-
-    def close(self) -> None:
-        calls = [actor.leave.remote() for actor in self._actors]
-        self._ray.wait(calls, num_returns=len(calls), timeout=_LEAVING)
-        self._ray.shutdown()
-
-
-def _free_port() -> str:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return str(sock.getsockname()[1])
+    results: list[list[Any]] = [[] for _ in processes]
+    spent = [0.0] * len(processes)
+    for turn in range(warmup + repeats):
+        for place, process in enumerate(processes):
+            if process.failure is not None or (spent[place] > budget and len(results[place]) > 0):
+                continue
+            start = time.perf_counter()
+            try:
+                answer = process.ask(method, timeout=timeout)
+            except Failed:
+                results[place].clear()
+                continue
+            spent[place] += time.perf_counter() - start
+            if turn >= warmup or spent[place] > budget:
+                results[place].append(answer)
+    return results

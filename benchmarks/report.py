@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
 __all__ = [
+    "Cell",
     "Figure",
     "Table",
+    "Times",
+    "Unable",
+    "chosen",
     "machine",
     "numbers",
     "parser",
@@ -27,6 +35,10 @@ __all__ = [
     "show_ratio",
     "sizes",
 ]
+
+
+class Unable(Exception):
+    """A benchmark cannot run here. The message says why, and what to do about it."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +65,11 @@ class Figure:
         low, mid, high = (
             f"{scale * x:.{digits}f}" for x in (min(self.values), self.median, max(self.values))
         )
-        return f"{mid} ({low} .. {high})"
+        return f"{mid} ({low} .. {high})" if len(self.values) > 1 else mid
+
+    def cell(self, scale: float = 1.0, digits: int = 2, *, more_is_better: bool = False) -> Cell:
+        """Return a cell that shows the same text, and that ``--against`` compares."""
+        return Cell(self, scale, digits, more_is_better)
 
     def with_more(self, other: Figure) -> Figure:
         """Return a figure with the measurements of both."""
@@ -62,6 +78,54 @@ class Figure:
     def times(self, factor: float) -> Figure:
         """Return a figure with all values multiplied by ``factor``."""
         return Figure(tuple(factor * value for value in self.values), self.failure)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A figure of this library in a table; ``--against`` compares it with that of another checkout.
+
+    Attributes:
+        figure: measurements.
+        scale: factor between a measurement and the number shown.
+        digits: number of digits shown after the decimal point.
+        more_is_better: whether a larger figure is the better one.
+    """
+
+    figure: Figure
+    scale: float
+    digits: int
+    more_is_better: bool
+
+    def __str__(self) -> str:
+        return self.figure.show(self.scale, self.digits)
+
+
+@dataclass
+class Times:
+    """The seconds of each action, by turn.
+
+    Attributes:
+        seconds: times by action; the first turn warms up.
+        nbytes: sizes of the results.
+        settle: function that waits until a device is idle; called before and after each action.
+    """
+
+    seconds: dict[Any, list[float]] = field(default_factory=dict)
+    nbytes: dict[Any, int] = field(default_factory=dict)
+    settle: Callable[[], None] = lambda: None
+
+    def add(self, what: Any, action: Callable[[], Any]) -> Any:
+        """Run ``action`` and note its seconds."""
+        self.settle()
+        start = time.perf_counter()
+        result = action()
+        self.settle()
+        self.seconds.setdefault(what, []).append(time.perf_counter() - start)
+        return result
+
+    def figure(self, *stages: Any) -> Figure:
+        """Return the time of the stages together, in all turns but the first."""
+        return Figure(tuple(map(sum, zip(*(self.seconds[stage][1:] for stage in stages), strict=True))))
 
 
 def ratio(one: Figure | None, other: Figure | None) -> float | None:
@@ -85,15 +149,17 @@ class Table:
         title: one line.
         note: explanation of the figures.
         head: names of the columns.
-        rows: cells, as text.
-        missed: names of targets that the run did not reach.
+        rows: cells of each row.
+        names: columns that together name a row.
+        verdicts: name of each target, and whether the run met it: ``yes``, ``no`` or ``not measured``.
     """
 
     title: str
     note: str
     head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    missed: Sequence[str] = ()
+    rows: Sequence[Sequence[str | Cell]]
+    names: Sequence[int] = (0,)
+    verdicts: Sequence[tuple[str, str]] = ()
 
 
 def machine(names: Sequence[str] = ("torch", "tensordict", "torchrl")) -> list[str]:
@@ -118,10 +184,22 @@ def parser(name: str, description: str | None, quick: str) -> argparse.ArgumentP
         quick: help for ``--quick``.
     """
     first = (description or "").partition("\n")[0]
-    options = argparse.ArgumentParser(prog=f"python -m benchmarks {name}", description=first)
+    options = argparse.ArgumentParser(f"python -m benchmarks {name}", description=first, allow_abbrev=False)
     options.add_argument("--quick", action="store_true", help=quick)
     options.add_argument("--rst", type=Path, metavar="FILE", help="also write the tables to this file")
+    options.add_argument("--against", metavar="REF", help="compare this checkout with another commit")
+    options.add_argument(
+        "--rounds", type=int, default=5, metavar="N", help="with --against: runs on each checkout; default: 5"
+    )
+    # For --against: leave out other libraries, and write what was measured as JSON.
+    options.add_argument("--figures", type=Path, help=argparse.SUPPRESS)
     return options
+
+
+def chosen(options: argparse.Namespace, names: Sequence[str], quick: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the options ``names`` that were given, and with ``--quick`` those of ``quick``."""
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    return {**(quick if options.quick else {}), **given}
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -139,14 +217,17 @@ def say(line: str) -> None:
     print(f"... {line}", file=sys.stderr, flush=True)
 
 
-def publish(name: str, facts: Sequence[str], tables: Iterable[Table], rst: Path | None) -> int:
-    """Print each table as soon as it is measured, then the targets that were missed.
+def publish(
+    name: str, facts: Sequence[str], tables: Iterable[Table], rst: Path | None, figures: Path | None = None
+) -> int:
+    """Print each table as soon as it is measured, then how many targets were met, and which were missed.
 
     Args:
         name: of the benchmark.
         facts: of :func:`machine`.
         tables: measured while they are iterated over.
         rst: file for the tables in reStructuredText; None for none.
+        figures: file for the measurements in JSON; None for none. Targets are not judged then.
 
     Returns:
         Exit status: 1 if a target was missed.
@@ -158,10 +239,29 @@ def publish(name: str, facts: Sequence[str], tables: Iterable[Table], rst: Path 
         shown.append(table)
         if rst is not None:
             rst.write_text(_to_rst(facts, shown, name))
-    missed = [target for table in shown for target in table.missed]
-    if missed:
+    if figures is not None:
+        figures.write_text(json.dumps([figure for table in shown for figure in _figures_of(table)]))
+        return 0
+    return _summary([verdict for table in shown for verdict in table.verdicts])
+
+
+def _summary(verdicts: Sequence[tuple[str, str]]) -> int:
+    counts = Counter(met for _, met in verdicts)
+    if verdicts:
+        print(f"Targets: {counts['yes']} met, {counts['no']} missed, {counts['not measured']} not measured.")
+    if missed := [name for name, met in verdicts if met == "no"]:
         print("Missed targets:", *missed, sep="\n  ", flush=True)
     return 1 if missed else 0
+
+
+def _figures_of(table: Table) -> Iterator[dict[str, Any]]:
+    """Yield the cells of the table that ``--against`` compares."""
+    for row in table.rows:
+        name = ", ".join(str(row[column]) for column in table.names)
+        for column, cell in zip(table.head, row, strict=True):
+            if isinstance(cell, Cell):
+                place = {"table": table.title, "row": name, "column": column}
+                yield {**place, **vars(cell), "figure": cell.figure.values}
 
 
 def _to_rst(facts: Sequence[str], tables: Sequence[Table], name: str) -> str:
@@ -173,7 +273,7 @@ def _to_rst(facts: Sequence[str], tables: Sequence[Table], name: str) -> str:
 
 def _grid(table: Table) -> list[str]:
     """Return the lines of a simple table of reStructuredText; its first column is never empty."""
-    lines = [list(table.head), *(list(row) for row in table.rows)]
+    lines = [list(table.head), *([str(cell) for cell in row] for row in table.rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(table.head))]
     rule = "  ".join("=" * width for width in widths)
     body = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]

@@ -1,17 +1,8 @@
-"""Latency of a synchronization by each method; waiting and staleness by each style.
-
-::
-
-    python -m benchmarks synchronizer               # about five minutes on two cores
-    python -m benchmarks synchronizer --quick       # half a minute, to see that it works
-    python -m benchmarks synchronizer --rst docs/benchmark_synchronizer.rst
-
-Nothing else should run on the machine.
-"""
+"""Latency of a synchronization by each method; waiting and staleness by each style."""
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import os
 import queue
 import random
@@ -20,9 +11,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -31,11 +21,12 @@ import torch
 import torch.multiprocessing as mp
 from torch import nn
 
-from benchmarks.processes import Model, mark, trainer_weights
-from benchmarks.report import Figure, Table, machine, numbers, parser, publish, say, sizes
+from benchmarks.processes import Process
+from benchmarks.report import Cell, Figure, Table, chosen, machine, numbers, say, sizes
+from benchmarks.workers import Model, fill, mark
 from weight_update import ExplorerClient, RunningStatus, Synchronizer, SyncMethod, TrainerClient
 
-__all__ = ["main"]
+QUICK = "1 MB, one explorer, 2 turns, 0.5 s"
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "FIXED, interval 4": {"style": "fixed", "sync_interval": 4},
@@ -168,8 +159,8 @@ def styles_table(seconds: float) -> Table:
         f"{_TRAINER_STEP * 1e3:.0f} ms\n"
         f"and two samples. A step of an explorer makes one sample, in {fast * 1e3:.0f} or {slow * 1e3:.0f} ms"
         " on average; each step takes\n"
-        f"50 to 150 % of that. The sample buffer holds {_ROOM} samples. The model has 1 MB. Median (min "
-        ".. max) "
+        f"50 to 150 % of that. The sample buffer holds {_ROOM} samples. The model has 1 MB. Median "
+        "(min .. max) "
         f"of\n{_TURNS} turns of {seconds:g} s. *age*: trainer steps between the weights that made a "
         "sample and "
         "the weights that learn\nfrom it. The other columns are shares of time: the trainer *starves* (waits "
@@ -178,13 +169,12 @@ def styles_table(seconds: float) -> Table:
     )
     head = ["style", "method", "steps/s", "mean age", "oldest", "starves %", "synchronizes %"]
     head += ["explorers synchronize %", "room %"]
-    return Table("Styles: who waits, and how old weights are", note, head, rows)
+    return Table("Styles: who waits, and how old weights are", note, head, rows, names=(0, 1))
 
 
-def _row(loops: list[Loop]) -> list[str]:
+def _row(loops: list[Loop]) -> list[Cell]:
     explorers = [f"explorer {idx}" for idx in range(len(_EXPLORER_STEPS))]
     columns = [
-        ([loop.steps / loop.seconds for loop in loops], 1),
         ([mean(loop.ages) for loop in loops], 1),
         ([max(loop.ages) for loop in loops], 0),
         ([100 * loop.shares["trainer", "starves"] for loop in loops], 0),
@@ -192,10 +182,11 @@ def _row(loops: list[Loop]) -> list[str]:
         ([100 * mean(loop.shares[who, "synchronizes"] for who in explorers) for loop in loops], 0),
         ([100 * mean(loop.shares[who, "waits for room"] for who in explorers) for loop in loops], 0),
     ]
-    return [Figure(tuple(values)).show(1.0, digits) for values, digits in columns]
+    speed = Figure(tuple(loop.steps / loop.seconds for loop in loops)).cell(digits=1, more_is_better=True)
+    return [speed, *(Figure(tuple(values)).cell(1.0, digits) for values, digits in columns)]
 
 
-SIDES = {
+WAYS = {
     "NCCL": (SyncMethod.NCCL, False),
     "NCCL, a host each": (SyncMethod.NCCL, True),
     "MEMORY": (SyncMethod.MEMORY, False),
@@ -233,11 +224,11 @@ class Times:
     later: list[float] = field(default_factory=list)
 
 
-class Side:
+class Processes:
     """A synchronizer and explorers, each a process, and the trainer's client in this one.
 
     Args:
-        label: key of the method in :data:`SIDES`.
+        label: key of the method in :data:`WAYS`.
         megabytes: size of the model.
         explorers: number of explorers.
         directory: directory for the files of CHECKPOINT.
@@ -245,22 +236,21 @@ class Side:
 
     def __init__(self, label: str, megabytes: float, explorers: int, directory: str) -> None:
         self.label, self.times = label, Times()
-        self.method, apart = SIDES[label]
-        self._ctx = mp.get_context("forkserver")
-        self._ctx.set_forkserver_preload([__name__])
-        self._host = self._start(_host, self.method, directory)
-        where = self._host.recv()
-        self._explorers = [self._start(_explore, where, idx, megabytes, apart) for idx in range(explorers)]
-        self._weights = trainer_weights(megabytes, _TENSORS)
-        self._client = TrainerClient(where[0], self._weights, token=where[1], timeout=_PATIENCE)
+        self.method, apart = WAYS[label]
+        mp.get_context("forkserver").set_forkserver_preload([__name__])
+        self._host = Process(_Host, self.method, directory, start="forkserver")
+        self._host.answer(_PATIENCE)
+        address, token = self._host.ask("address", timeout=_PATIENCE)
+        self._explorers = [
+            Process(_Explorer, address, token, idx, megabytes, apart, start="forkserver")
+            for idx in range(explorers)
+        ]
+        self._weights = fill(Model(megabytes, _TENSORS))
+        self._client = TrainerClient(address, self._weights, token=token, timeout=_PATIENCE)
         self._trainer = self._client.blocking
+        for process in self._explorers:
+            process.answer(_PATIENCE)
         self._await_explorers(RunningStatus.RUNNING)
-
-    def _start(self, body: Any, *args: Any) -> Connection:
-        here, there = self._ctx.Pipe()
-        self._ctx.Process(target=body, args=(there, *args), daemon=True).start()
-        there.close()
-        return here
 
     def _await_explorers(self, status: RunningStatus) -> None:
         deadline = time.monotonic() + _PATIENCE
@@ -275,8 +265,8 @@ class Side:
     def serve_waiting(self) -> None:
         """Let explorers wait for new weights, and the trainer give them."""
         self._next_step()
-        for pipe in self._explorers:
-            pipe.send("sync")
+        for process in self._explorers:
+            process.send("synchronize")
         self._await_explorers(RunningStatus.REQUIRE_SYNC)
         start = time.monotonic()
         self._give()
@@ -289,8 +279,8 @@ class Side:
         start = time.monotonic()
         self._give()
         self.times.alone.append(time.monotonic() - start)
-        for pipe in self._explorers:
-            pipe.send("sync")
+        for process in self._explorers:
+            process.send("synchronize")
         self.times.later.append(max(end - begin for begin, end in self._answers()))
 
     def _next_step(self) -> None:
@@ -303,12 +293,10 @@ class Side:
             raise RuntimeError(f"{self.label}: {said['reason']}")
 
     def _answers(self) -> list[tuple[float, float]]:
-        """When the explorers began and ended to synchronize; all of them have the trainer's weights."""
+        """Return when each explorer began and ended to synchronize; all have the trainer's weights."""
         found = []
-        for pipe in self._explorers:
-            if not wait([pipe], _PATIENCE):
-                raise RuntimeError(f"{self.label}: an explorer does not answer")
-            begin, end, marks, said = pipe.recv()
+        for process in self._explorers:
+            begin, end, marks, said = process.answer(_PATIENCE)
             if set(marks) != {float(self._trainer.step)}:
                 raise RuntimeError(f"{self.label}: an explorer has other weights: {said}")
             found.append((begin, end))
@@ -317,44 +305,48 @@ class Side:
     def close(self) -> None:
         """End all of it."""
         self._client.close()
-        for pipe in (*self._explorers, self._host):
-            pipe.close()
+        for process in (*self._explorers, self._host):
+            process.end()
+        for process in (*self._explorers, self._host):
+            process.close()
 
 
-def _host(pipe: Connection, method: SyncMethod, directory: str) -> None:
-    """Body of the synchronizer."""
-    where = directory if method is SyncMethod.CHECKPOINT else None
-    with Synchronizer(method, "explorer_driven", directory=where) as synchronizer:
-        server = synchronizer.serve()
-        pipe.send((server.address, server.token))
-        with contextlib.suppress(EOFError):
-            pipe.recv()
+class _Host:
+    """A synchronizer that serves clients in other processes."""
+
+    def __init__(self, method: SyncMethod, directory: str) -> None:
+        where = directory if method is SyncMethod.CHECKPOINT else None
+        self._synchronizer = Synchronizer(method, "explorer_driven", directory=where)
+        self._server = self._synchronizer.serve()
+
+    def address(self) -> tuple[str, str]:
+        """Return the address of the server, and its token."""
+        return self._server.address, self._server.token
+
+    def close(self) -> None:
+        self._synchronizer.close()
 
 
-def _explore(pipe: Connection, where: tuple[str, str], idx: int, megabytes: float, apart: bool) -> None:
-    """Body of an explorer: synchronize when told to."""
-    torch.set_num_threads(1)
-    if apart:
-        os.environ[_HOST] = f"explorer {idx}"
-    model = Model(megabytes, _TENSORS)
-    with ExplorerClient(where[0], model, id=idx, token=where[1], timeout=_PATIENCE) as client:
-        explorer = client.blocking
-        with contextlib.suppress(EOFError):
-            while pipe.recv() == "sync":
-                explorer.step += 1
-                begin = time.monotonic()
-                said = explorer.sync_weight()
-                pipe.send((begin, time.monotonic(), model.marks(), said))
+class _Explorer:
+    """An explorer that synchronizes when told to."""
 
+    def __init__(self, address: str, token: str, idx: int, megabytes: float, apart: bool) -> None:
+        torch.set_num_threads(1)
+        if apart:
+            os.environ[_HOST] = f"explorer {idx}"
+        self._model = Model(megabytes, _TENSORS)
+        self._client = ExplorerClient(address, self._model, id=idx, token=token, timeout=_PATIENCE)
 
-@contextlib.contextmanager
-def _sides(megabytes: float, explorers: int) -> Iterator[list[Side]]:
-    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as ending:
-        sides = []
-        for label in SIDES:
-            sides.append(Side(label, megabytes, explorers, directory))
-            ending.callback(sides[-1].close)
-        yield sides
+    def synchronize(self) -> tuple[float, float, tuple[float, float], Any]:
+        """Return when it began and ended, the marks of the weights, and the service's answer."""
+        explorer = self._client.blocking
+        explorer.step += 1
+        begin = time.monotonic()
+        said = explorer.sync_weight()
+        return begin, time.monotonic(), self._model.marks(), said
+
+    def close(self) -> None:
+        self._client.close()
 
 
 def measure(plan: Plan, megabytes: float, explorers: int) -> dict[str, Times]:
@@ -362,42 +354,46 @@ def measure(plan: Plan, megabytes: float, explorers: int) -> dict[str, Times]:
 
     Raises:
         RuntimeError: a synchronization failed, or an explorer ended with other weights than the trainer.
+        Failed: a process died or does not answer.
     """
     say(f"{megabytes:g} MB to {explorers}")
     turns = plan.turns * (4 if megabytes <= 10 else 1)
-    with _sides(megabytes, explorers) as sides:
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as ending:
+        ways = []
+        for label in WAYS:
+            ways.append(Processes(label, megabytes, explorers, directory))
+            ending.callback(ways[-1].close)
         for turn in range(turns + 1):
-            for side in sides:
-                side.serve_waiting()
-                if side.method is not SyncMethod.NCCL:
-                    side.serve_later()
+            for way in ways:
+                way.serve_waiting()
+                if way.method is not SyncMethod.NCCL:
+                    way.serve_later()
                 if turn == 0:
-                    side.times = Times()
-    return {side.label: side.times for side in sides}
+                    way.times = Times()
+    return {way.label: way.times for way in ways}
 
 
 def methods_table(plan: Plan) -> Table:
     """Return a table of the latencies of the methods."""
-    rows = []
+    rows: list[list[str | Cell]] = []
     for megabytes in plan.sizes:
         for explorers in plan.explorers:
             for label, times in measure(plan, megabytes, explorers).items():
                 columns = (times.delivered, times.trainer, times.alone, times.later)
-                shown = [Figure(tuple(one)).show(1e3, 1) if one else "-" for one in columns]
+                shown = [Figure(tuple(one), "-").cell(1e3, 1) for one in columns]
                 rows.append([label, f"{megabytes:g}", str(explorers), *shown])
     note = (
-        "Milliseconds, median (min .. max). *delivered*: explorers already wait; time from the "
-        "trainer's call\n"
-        "of ``sync_weight()`` until the last explorer's call has returned. *trainer*: time of the trainer's\n"
-        "call. *nobody waits*: time of the trainer's call while explorers are busy. *later*: all explorers\n"
-        "then call at once; time of the slowest call. NCCL needs both sides at the same time, so it has no\n"
-        "figures in the last two columns. Each side is a process on the same machine. NCCL uses shared "
-        "memory\n"
-        "there. In the rows *a host each*, explorers have different host names, so gloo carries the weights\n"
-        f"through sockets. File system: {_file_system(tempfile.gettempdir())}."
+        "Milliseconds, median (min .. max). *delivered*: explorers already wait; time from the trainer's\n"
+        "call of ``sync_weight()`` until the last explorer's call has returned. *trainer*: time of the\n"
+        "trainer's call. *nobody waits*: time of the trainer's call while explorers are busy. *later*: all\n"
+        "explorers then call at once; time of the slowest call. NCCL needs both sides at the same time, so\n"
+        "it has no figures in the last two columns. Each of them is a process on the same machine. NCCL\n"
+        "uses shared memory there. In the rows *a host each*, explorers have different host names, so gloo\n"
+        "carries the weights through sockets. "
+        f"File system: {_file_system(tempfile.gettempdir())}."
     )
     head = ["method", "MB", "explorers", "delivered", "trainer", "nobody waits", "later"]
-    return Table("Methods: how long a synchronization takes", note, head, rows)
+    return Table("Methods: how long a synchronization takes", note, head, rows, names=(0, 1, 2))
 
 
 def _file_system(directory: str) -> str:
@@ -408,27 +404,19 @@ def _file_system(directory: str) -> str:
     return max(above)[1]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Parse, measure, print; return the exit status."""
-    plan, rst = _parse(arguments)
-    return publish("synchronizer", machine(("torch", "tensordict")), _tables(plan), rst)
-
-
-def _tables(plan: Plan) -> Iterator[Table]:
-    yield methods_table(plan)
-    yield styles_table(plan.seconds)
-
-
-def _parse(arguments: list[str] | None) -> tuple[Plan, Path | None]:
-    known = parser("synchronizer", __doc__, "1 MB, one explorer, 2 turns, 0.5 s")
+def add_options(known: argparse.ArgumentParser) -> None:
     known.add_argument("--sizes", type=sizes, metavar="MB,MB", help="default: 1,100")
     known.add_argument("--explorers", type=numbers, metavar="N,N", help="default: 1,2,4")
     known.add_argument("--turns", type=int, help="default: 9; four times that up to 10 MB")
     known.add_argument("--seconds", type=float, help="that each style runs in each of 3 turns; default: 3")
-    options = known.parse_args(arguments)
-    chosen: dict[str, Any] = {}
-    if options.quick:
-        chosen = {"sizes": (1.0,), "explorers": (1,), "turns": 2, "seconds": 0.5}
-    names = ("sizes", "explorers", "turns", "seconds")
-    chosen |= {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    return Plan(**chosen), options.rst
+
+
+def facts(options: argparse.Namespace) -> list[str]:
+    return machine(("torch", "tensordict"))
+
+
+def tables(options: argparse.Namespace) -> Iterator[Table]:
+    quick = {"sizes": (1.0,), "explorers": (1,), "turns": 2, "seconds": 0.5}
+    plan = Plan(**chosen(options, ("sizes", "explorers", "turns", "seconds"), quick))
+    yield methods_table(plan)
+    yield styles_table(plan.seconds)

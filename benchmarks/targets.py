@@ -42,7 +42,7 @@ LIMITS = {
     "transfer-bound, {place}: 2 in flight, of serial": 1.03,
     "balanced, {place}: 2 in flight, of serial": 0.6,
     "conversion-bound, {place}: 2 in flight, of serial": 1.03,
-    "{side}, {place}: memory beyond the weights, of {chunks} chunks": 1.0,
+    "{limit}, {place}: memory beyond the weights, of {chunks} chunks": 1.0,
 }
 """The most that each figure may be. Names in braces are filled in by the benchmark."""
 
@@ -89,7 +89,7 @@ def targets_table(
         for one in targets
     ]
     head = ["target", "limit", "reached", *["fastest"] * with_fastest, "met"]
-    return Table(title, note, head, rows, missed=[one.name for one in targets if one.met == "no"])
+    return Table(title, note, head, rows, verdicts=[(one.name, one.met) for one in targets])
 
 
 def _show(value: float | None) -> str:

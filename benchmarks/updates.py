@@ -1,31 +1,50 @@
-"""Updates to measure patches on: random ones, and those of policies in training."""
+"""Updates, random or of policies in training, and schemes that send them in turns."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
+import torch.multiprocessing as mp
 from torch import nn
 from torch.nn import functional as F
 
+from benchmarks.processes import Process
+from benchmarks.report import Cell, Figure, Table, ratio
+from weight_update import SyncReport, WeightSyncScheme
+from weight_update.wire.memory import digest
 from weight_update.wire.schema import WeightSchema
 
 __all__ = [
     "MOVES",
+    "Key",
     "LanguageModel",
     "Move",
+    "Place",
+    "Sent",
     "Update",
+    "Weights",
     "by_chance",
     "change",
+    "connected",
     "layered",
+    "measure_schemes",
+    "obvious",
+    "require_same",
+    "sent_table",
+    "stages",
     "trained_cartpole",
     "trained_language_model",
 ]
 
+Weights = dict[str, torch.Tensor]
 
 Move = Literal["1..4 ulp", "random bits"]
 MOVES: tuple[Move, ...] = ("1..4 ulp", "random bits")
@@ -44,16 +63,22 @@ class Update:
     """
 
     name: str
-    old: dict[str, torch.Tensor]
-    new: dict[str, torch.Tensor]
+    old: Weights
+    new: Weights
 
     @property
     def schema(self) -> WeightSchema:
         """The layout in the receivers' dtypes."""
         return WeightSchema.of(self.old)
 
+    def flat(self) -> torch.Tensor:
+        """Return the flat buffer of a receiver before the update."""
+        flat = torch.zeros(self.schema.nbytes, dtype=torch.uint8)
+        torch._foreach_copy_(self.schema.views(flat), list(self.old.values()))
+        return flat
 
-def layered(megabytes: float) -> dict[str, torch.Tensor]:
+
+def layered(megabytes: float) -> Weights:
     """Return bfloat16 weights with the shapes of at least one transformer layer; deviation 0.02."""
     width = 2048 if megabytes >= _LARGE_MEGABYTES else 256
     shapes = {
@@ -72,16 +97,14 @@ def layered(megabytes: float) -> dict[str, torch.Tensor]:
     }
 
 
-def by_chance(old: dict[str, torch.Tensor], fraction: float, move: Move) -> Update:
+def by_chance(old: Weights, fraction: float, move: Move) -> Update:
     """Return an update in which each element changes with probability ``fraction``."""
     new = {name: value.clone() for name, value in old.items()}
     change(new, fraction, move, np.random.default_rng(0))
     return Update(f"{fraction:.2%}, {move}", old, new)
 
 
-def change(
-    weights: dict[str, torch.Tensor], fraction: float, move: Move, random: np.random.Generator
-) -> None:
+def change(weights: Weights, fraction: float, move: Move, random: np.random.Generator) -> None:
     """Change elements of bfloat16 ``weights``, each with probability ``fraction``, in place.
 
     They move by 1 to 4 steps between neighbouring numbers, up or down, or get other bits.
@@ -102,6 +125,17 @@ def _places(size: int, fraction: float, random: np.random.Generator) -> np.ndarr
     gaps = random.geometric(fraction, int(expected + 6 * math.sqrt(expected)) + 10)
     places = np.cumsum(gaps) - 1
     return places[places < size]
+
+
+def obvious(
+    old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return positions and values that differ, found the obvious way; nothing is narrowed or packed."""
+    found = []
+    for before, after in zip(old, new, strict=True):
+        places = (before != after).nonzero()
+        found.append((places, after[tuple(places.T)]))
+    return found
 
 
 _BATCH, _LENGTH = 4, 32  # sequences of a batch, tokens of a sequence
@@ -184,7 +218,7 @@ def _text(vocabulary: int) -> torch.Tensor:
     return torch.stack(tokens, 1)
 
 
-def _copies(model: nn.Module) -> dict[str, torch.Tensor]:
+def _copies(model: nn.Module) -> Weights:
     return {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
@@ -241,3 +275,160 @@ def _collect(policy: nn.Module) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
         following = 1.0 + _DISCOUNT * following * (not lasts[frame])
         returns[frame] = following
     return torch.stack(seen), torch.stack(actions), returns
+
+
+_WARM = 2
+
+Key = tuple[str, str]
+"""Scheme and encoding."""
+
+Sent = tuple[float, SyncReport]
+"""Seconds from the call of ``send()`` to its return, and the report."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a receiver.
+
+    Attributes:
+        device: device of its model.
+        host: name of the host that it takes for its own; None for this one.
+        enter: function that moves the process to that host; None if there is no such network.
+    """
+
+    device: str = "cpu"
+    host: str | None = None
+    enter: Callable[[], None] | None = None
+
+
+def measure_schemes(
+    schemes: Mapping[Key, WeightSyncScheme],
+    live: Weights,
+    advance: Callable[[int], None],
+    turns: int,
+    device: str = "cpu",
+) -> dict[Key, list[Sent]]:
+    """Let every scheme send ``live`` to its one receiver, in turns.
+
+    Args:
+        schemes: not initialized yet.
+        live: the trainer's weights.
+        advance: changes ``live`` in place before turn ``n``.
+        turns: number of turns that are kept.
+        device: device of the trainer's and the receivers' weights.
+
+    Raises:
+        RuntimeError: a receiver ended with other weights than the trainer.
+        Failed: the receivers' process died.
+    """
+    found: dict[Key, list[Sent]] = {key: [] for key in schemes}
+    with connected(list(schemes.values()), live, [Place(device)]) as receivers:
+        for turn in range(_WARM + turns):
+            advance(turn)
+            for key, scheme in schemes.items():
+                if device.startswith("cuda"):
+                    torch.cuda.synchronize(device)
+                start = time.perf_counter()
+                report = scheme.send(weights=live)  # returns when the worker has applied it
+                found[key].append((time.perf_counter() - start, report))
+        require_same(receivers, live, list(found))
+    return {key: sent[_WARM:] for key, sent in found.items()}
+
+
+@contextlib.contextmanager
+def connected(
+    schemes: Sequence[WeightSyncScheme], weights: Weights, places: Sequence[Place]
+) -> Iterator[list[Process]]:
+    """Start a process at each place that receives by every scheme, and yield the processes."""
+    context = mp.get_context("spawn")
+    for scheme in schemes:
+        devices = [torch.device(place.device) for place in places]
+        scheme.init_on_sender(weights=weights, devices=devices, num_workers=len(places), ctx=context)
+    shapes = {name: tuple(value.shape) for name, value in weights.items()}
+    processes = [Process(_Receivers, schemes, shapes, place, idx) for idx, place in enumerate(places)]
+    try:
+        for scheme in schemes:
+            scheme.connect()
+        for process in processes:
+            process.answer()
+        yield processes
+    finally:
+        for process in processes:
+            process.end()  # it says goodbye while the senders are still there
+        for process in processes:
+            process.close()
+        for scheme in schemes:
+            scheme.shutdown()
+
+
+class _Receivers:
+    """The receivers of one place, one for each scheme."""
+
+    def __init__(
+        self, schemes: Sequence[WeightSyncScheme], shapes: dict[str, tuple[int, ...]], place: Place, idx: int
+    ) -> None:
+        if place.enter is not None:
+            place.enter()
+        if place.host is not None:
+            os.environ["WEIGHT_UPDATE_HOST"] = place.host
+        if place.device == "cpu":
+            torch.set_num_threads(1)
+        self._schemes = schemes
+        self._models = []
+        for scheme in schemes:
+            self._models.append(_empty_model(shapes).to(place.device))
+            scheme.init_on_receiver(model=self._models[-1], worker_idx=idx)
+            scheme.connect()
+
+    def digests(self) -> list[dict[str, str]]:
+        """Return the digests of the weights that came by each scheme."""
+        return [_digests(model.state_dict()) for model in self._models]
+
+    def close(self) -> None:
+        for scheme in self._schemes:
+            scheme.shutdown()
+
+
+def _empty_model(shapes: dict[str, tuple[int, ...]]) -> nn.Module:
+    """Return a module with bfloat16 parameters of these names, each of which has one dot."""
+    layers: dict[str, nn.ParameterDict] = {}
+    for name, shape in shapes.items():
+        layer, _, leaf = name.partition(".")
+        value = nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16), requires_grad=False)
+        layers.setdefault(layer, nn.ParameterDict())[leaf] = value
+    return nn.ModuleDict(layers)
+
+
+def _digests(weights: Weights) -> dict[str, str]:
+    return {name: digest(value.cpu()) for name, value in weights.items()}
+
+
+def require_same(receivers: Sequence[Process], weights: Weights, labels: Sequence[object]) -> None:
+    """Raise RuntimeError unless every receiver has the trainer's weights; ``labels`` name the schemes."""
+    for process in receivers:
+        process.send("digests")
+    expected = _digests(weights)
+    for process in receivers:
+        for label, found in zip(labels, process.answer(), strict=True):
+            if found != expected:
+                raise RuntimeError(f"{label}: the receiver has other weights than the trainer")
+
+
+def stages(sent: Sequence[Sent]) -> tuple[Figure, Figure, Figure, Figure]:
+    """Return the seconds of ``send()``, and of its encoding, acknowledgement and stall."""
+    reports = [report for _, report in sent]
+    encode, ack = (Figure(tuple(r.seconds.get(name, 0.0) for r in reports)) for name in ("encode", "ack"))
+    stall = Figure(tuple(report.stall_seconds[0] for report in reports))
+    return Figure(tuple(seconds for seconds, _ in sent)), encode, ack, stall
+
+
+def sent_table(megabytes: float, note: str, found: Mapping[Key, Sequence[Sent]]) -> Table:
+    """Return a table with one row for each scheme and encoding, of which one is ``"dense"``."""
+    rows: list[list[str | Cell]] = []
+    for (scheme, label), sent in found.items():
+        figures = stages(sent)
+        nbytes = Figure((sent[-1][1].wire_bytes,)).cell(1e-6)
+        of_dense = f"{ratio(figures[0], stages(found[scheme, 'dense'])[0]) or 0.0:.2f}"
+        rows.append([scheme, label, nbytes, *(figure.cell(1e3, 1) for figure in figures), of_dense])
+    head = ["scheme", "encoding", "MB sent", "send()", "encode", "ack", "stall", "of dense"]
+    return Table(f"send() until applied, {megabytes:.0f} MB", note, head, rows, names=(0, 1))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
+import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu, links
-from benchmarks.__main__ import BENCHMARKS
-from benchmarks.gpu_times import Variant
-from benchmarks.network import why_not
-from benchmarks.patch_bytes import documented_bytes
-from benchmarks.report import publish
+from benchmarks import against, gpu, links
+from benchmarks.__main__ import BENCHMARKS, main
+from benchmarks.against import Comparison, order_of
+from benchmarks.links import why_not
+from benchmarks.patch import documented_bytes
+from benchmarks.processes import Failed, Process, in_turns
+from benchmarks.report import Figure, Table, Unable, publish
 from benchmarks.targets import target, targets_table
 from benchmarks.updates import Update
 from weight_update.compression import NoCompression
@@ -74,9 +76,9 @@ def _run(name, *arguments):
     assert [line.strip() for line in missed[1].splitlines()] == shown if missed else not shown
 
 
-def _started(name, *arguments):
+def _started(*arguments):
     return subprocess.run(
-        [sys.executable, "-m", "benchmarks", name, *arguments],
+        [sys.executable, "-m", "benchmarks", *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -103,7 +105,7 @@ def _numbers(cell):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_every_side_was_measured(tables):
+def test_every_variant_was_measured(tables):
     (head, row) = tables["Synchronous update"]
     for name in ("ours", "torchrl", "plain copy", "ours/torchrl", "ours/copy"):
         numbers = _numbers(row[head.index(name)])
@@ -115,7 +117,7 @@ def test_every_side_was_measured(tables):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_stall_and_memory_of_both_sides(tables):
+def test_stall_and_memory_of_both_libraries(tables):
     head, ours, theirs = tables["A worker that computes"]
     assert all(_numbers(cell) for cell in ours[1:]), ours
     for name in ("usual us", "longest in update", "longest in a copy"):
@@ -267,19 +269,19 @@ def test_rlinf_bytes_by_hand():
 
 
 def test_the_list_of_benchmarks():
-    done = _started("--help")
+    done = _started()
     assert done.returncode == 0, done.stderr
     assert all(f"\n  {name} " in done.stdout for name in BENCHMARKS)
-    assert _started("no-such").returncode == 2
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["no-such"])
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_options_of_every_benchmark(name):
     pytest.importorskip("lz4")
     pytest.importorskip("zstandard")
-    main = importlib.import_module(f"benchmarks.{name}").main
     with pytest.raises(SystemExit, match=r"^0$"):
-        main(["--help"])
+        main([name, "--help"])
 
 
 def test_a_missed_target_is_the_exit_status(capsys):
@@ -290,7 +292,8 @@ def test_a_missed_target_is_the_exit_status(capsys):
     assert [each.met for each in (slow, lucky, good, unknown)] == ["no", "no", "yes", "not measured"]
     assert publish("x", [], [targets_table([good, unknown])], None) == 0
     assert publish("x", [], [targets_table([slow, lucky, good])], None) == 1
-    assert capsys.readouterr().out.endswith(f"Missed targets:\n  {slow.name}\n  {lucky.name}\n")
+    shown = "Targets: 1 met, 2 missed, 0 not measured.\nMissed targets:"
+    assert capsys.readouterr().out.endswith(f"{shown}\n  {slow.name}\n  {lucky.name}\n")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -314,7 +317,7 @@ def test_what_the_benchmark_of_a_gpu_measures():
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_benchmark_of_a_gpu_runs_to_its_end_on_the_cpu():
-    variants = tuple(Variant("cpu", "cpu", "none", values) for values in ("raw", "relative"))
+    variants = tuple(gpu.Variant("cpu", "cpu", "none", values) for values in ("raw", "relative"))
     tables = list(gpu.measure(gpu.Plan(2.0, 1, (0.01,), variants), torch.device("cpu")))
     assert [table.title.partition(",")[0].partition(":")[0] for table in tables] == [
         "Dense",
@@ -330,3 +333,201 @@ def test_the_benchmark_of_a_gpu_runs_to_its_end_on_the_cpu():
         ["host memory", "bucket"],
         ["host memory", "bucket, 2 in flight"],
     ]
+
+
+class Counter:
+    """An object for a process, which counts its calls."""
+
+    def __init__(self, start: int) -> None:
+        if start < 0:
+            raise ValueError("start: it must not be negative")
+        self._count = start
+
+    def count(self) -> int:
+        self._count += 1
+        if self._count == 100:
+            os._exit(1)
+        return self._count
+
+    def close(self) -> None: ...
+
+
+def test_an_object_in_a_process_answers_until_it_fails():
+    processes = [Process(Counter, start, start="fork") for start in (0, 10, 97, -1)]
+    with pytest.raises(Failed, match="never \\(it must not be negative\\)"):
+        processes[3].answer()
+    for process in processes[:3]:
+        assert process.answer() is None
+    found = in_turns(processes, "count", 3, warmup=1, timeout=20.0, budget=60.0)
+    assert found == [[2, 3, 4], [12, 13, 14], [], []]
+    assert processes[2].failure == "a process died"
+    with pytest.raises(Failed, match="a process died"):
+        processes[2].ask("count")
+    for process in processes:
+        process.close()
+        assert not Path(f"/proc/{process.pid}").exists()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "more_is_better", "verdict"),
+    [
+        ([1.0, 1.2], [1.1, 1.3], False, "within noise"),
+        ([1.0, 1.2], [1.4, 1.5], False, "worse"),
+        ([1.0, 1.2], [1.4, 1.5], True, "better"),
+        ([1.4, 1.5], [1.0, 1.2], False, "better"),
+        ([1.4, 1.5], [1.0, 1.2], True, "worse"),
+        ([1.0, 1.2], [1.1, 2.9], False, "within noise"),  # ours are far apart
+        ([7.0, 7.0], [8.0, 8.0], False, "worse"),  # bytes have no noise
+        ([7.0, 7.0], [7.0, 7.0], False, "within noise"),
+        ([1.0, 1.2], [], False, "fails here"),
+        ([], [1.0, 1.2], False, "only here"),
+    ],
+)
+def test_a_difference_counts_if_it_is_wider_than_the_noise(theirs, ours, more_is_better, verdict):
+    comparison = Comparison(1e3, 1, more_is_better, (theirs, ours))
+    assert comparison.verdict == verdict
+    assert comparison.cells()[-1] == verdict
+    assert comparison.is_worse == (verdict in ("worse", "fails here"))
+
+
+def test_runs_on_two_commits_take_turns():
+    assert "".join("AB"[which] for which in order_of(4)) == "ABBAABBA"
+
+
+def test_figures_of_this_library_are_written_for_the_comparison(tmp_path):
+    file = tmp_path / "figures.json"
+    ours, theirs = Figure((1.0, 3.0, 2.0)), Figure((9.0,))
+    table = Table(
+        "Time", "", ["scheme", "MB", "ours", "theirs"], [["a", "1", ours.cell(1e3), theirs.show()]], (0, 1)
+    )
+    missed = targets_table([target("SharedMem, 1 GB, 4 workers, of one plain copy", 9.0)])
+    assert publish("x", [], [table, missed], None, file) == 0
+    place = {"table": "Time", "row": "a, 1", "column": "ours"}
+    shape = {"scale": 1e3, "digits": 2, "more_is_better": False}
+    assert json.loads(file.read_text()) == [{**place, **shape, "figure": [1.0, 3.0, 2.0]}]
+
+
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+
+
+def _git(repository, *arguments):
+    settings = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
+    command = ["git", "-C", str(repository), *settings, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory):
+    """A repository with this tree's packages; the tag ``empty`` is a commit without them."""
+    root = tmp_path_factory.mktemp("repository")
+    _git(root, "init", "--quiet")
+    _git(root, "commit", "--quiet", "--allow-empty", "-m", "nothing")
+    _git(root, "tag", "empty")
+    for package in ("benchmarks", "weight_update"):
+        shutil.copytree(ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
+    _git(root, "add", ".")
+    _git(root, "commit", "--quiet", "-m", "now")
+    return root
+
+
+@pytest.fixture
+def at(repository, monkeypatch):
+    """The repository as the checkout that is measured; no work tree may be left behind."""
+    monkeypatch.setattr(against, "ROOT", repository)
+    yield repository
+    assert _git(repository, "worktree", "list").count("\n") == 0
+    assert _git(repository, "status", "--porcelain") == ""
+
+
+@needs_git
+@pytest.mark.parametrize(
+    ("ref", "cure"),
+    [
+        ("no-such", "git knows no commit 'no-such'.*git fetch"),
+        ("--all", "no commit"),
+        ("empty", "no weight_update/"),
+    ],
+)
+def test_the_other_commit_is_checked_first(at, ref, cure, capsys):
+    assert main(["compression", "--quick", f"--against={ref}"]) == 2
+    assert re.search(cure, capsys.readouterr().err)
+
+
+@needs_git
+def test_changes_must_be_committed_before_they_are_compared(at, capsys):
+    changed = at / "weight_update" / "new.py"
+    changed.touch()
+    assert main(["compression", "--quick", "--against", "HEAD"]) == 2
+    changed.unlink()
+    assert re.search(r"commit them first.*\n.*weight_update/new.py", capsys.readouterr().err)
+
+
+@needs_git
+def test_the_comparison_needs_a_checkout(tmp_path, monkeypatch):
+    monkeypatch.setattr(against, "ROOT", tmp_path)
+    with pytest.raises(Unable, match=r"is no checkout of git.*clone the repository"):
+        against.find_commits("HEAD")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(Unable, match="install git"):
+        against.find_commits("HEAD")
+
+
+@needs_git
+def test_a_run_that_fails_names_its_commit_and_leaves_nothing(at, monkeypatch, capsys):
+    monkeypatch.setattr(against.sys, "executable", shutil.which("false"))
+    assert main(["compression", "--quick", "--against", "HEAD"]) == 2
+    assert "it does not run with weight_update of HEAD" in capsys.readouterr().err
+
+
+@needs_git
+@pytest.mark.parametrize(("slower", "status"), [(1.0, 0), (1.5, 1)])
+def test_the_exit_status_says_whether_this_checkout_is_slower(at, slower, status, monkeypatch, capsys):
+    seconds = iter([1.0, slower, slower * 1.01, 1.01])  # A B B A
+
+    def run(home, name, arguments, commit):
+        assert arguments == ["--quick"]
+        assert {path.name for path in home.iterdir()} == {"benchmarks", "weight_update"}
+        place = {"table": "Time", "row": "a, 1", "column": "ours"}
+        return [{**place, "scale": 1e3, "digits": 1, "more_is_better": False, "figure": [next(seconds)]}]
+
+    monkeypatch.setattr(against, "_run", run)
+    assert main(["compression", "--quick", "--against", "HEAD", "--rounds", "2"]) == status
+    shown = capsys.readouterr().out
+    assert re.search(r"^a, 1 +ours +1005\.0 \(1000\.0 \.\. 1010\.0\)", shown, re.MULTILINE)
+    assert shown.endswith(
+        "Worse than before:\n  Time, a, 1, ours\n" if status else "Figures: 1 within noise.\n"
+    )
+
+
+@needs_git
+@pytest.mark.timeout(300)
+def test_a_tiny_benchmark_against_its_own_commit(at, capsys):
+    pytest.importorskip("lz4")
+    pytest.importorskip("zstandard")
+    status = main(["compression", "--quick", "--mb", "1", "--against", "HEAD", "--rounds", "2"])
+    shown = capsys.readouterr()
+    assert status == (1 if "Worse than before" in shown.out else 0)
+    assert shown.err.count("... run ") == 4
+    rows = re.findall(r"^(\S.+?) {2,}(ratio|compress|decompress) {2,}.* (\S+)$", shown.out, re.MULTILINE)
+    assert len(rows) == 3 * 8 * 3
+    ratios = [line for line in shown.out.splitlines() if re.search(r" {2,}ratio {2,}", line)]
+    assert all(" 1.000 " in line and line.endswith("within noise") for line in ratios), ratios
+
+
+@needs_git
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_each_run_imports_the_library_of_its_commit(repository, at, capsys):
+    pytest.importorskip("lz4")
+    pytest.importorskip("zstandard")
+    here = _git(repository, "rev-parse", "HEAD")
+    try:
+        (repository / "weight_update" / "compression" / "__init__.py").write_text("")
+        _git(repository, "commit", "--quiet", "--all", "-m", "without its compressions")
+        _git(repository, "tag", "other")
+    finally:
+        _git(repository, "reset", "--quiet", "--hard", here)
+    assert main(["compression", "--quick", "--mb", "1", "--against", "other"]) == 2
+    shown = capsys.readouterr().err
+    assert re.search(r"does not run with weight_update of other \(\w{10}\)", shown)
+    assert "ImportError" in shown

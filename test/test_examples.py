@@ -169,8 +169,9 @@ def test_multiple_models() -> None:
     ]
 
 
-def test_custom_scheme() -> None:
-    lines = succeed("custom_scheme.py").splitlines()
+@pytest.mark.parametrize("name", ["custom_transport.py", "custom_listener.py"])
+def test_custom_transports(name: str) -> None:
+    lines = succeed(name).splitlines()
     assert [line.partition(":")[0] for line in lines[:3]] == ["version 1", "version 2", "version 3"]
     assert lines[3:] == [f"worker {index}: version 3, the trainer's weights" for index in range(2)]
 

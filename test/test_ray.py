@@ -95,9 +95,12 @@ class TestRayTransport(TransportContract):
         sender = RayTransport()
         self.listener = RayListener(self.actor, "token", {0: sender}, lambda worker: sender)
         self.listener.start()
-        receiver = RayTransport(lambda _: find_rendezvous("test of transports", None, 10.0))
+        receiver = self.make_successor()
         greet(sender, receiver)
         return sender, receiver
+
+    def make_successor(self) -> RayTransport:
+        return RayTransport(lambda _: find_rendezvous("test of transports", None, 10.0))
 
     def teardown_method(self) -> None:
         self.listener.close()

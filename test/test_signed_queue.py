@@ -225,7 +225,7 @@ def test_a_send_waits_no_longer_for_the_answer_than_it_may(server: Store) -> Non
 
 def receive_until_closed(connection: LocalConnection) -> None:
     with pytest.raises(LinkClosedError):
-        connection.recv(None, None, lambda *_: None)
+        connection.recv(None, None)
 
 
 def send_in_vain(connection: LocalConnection) -> None:

@@ -76,6 +76,9 @@ class TestSharedMemTransport(TransportContract):
         greet(sender, receiver)
         return sender, receiver
 
+    def make_successor(self) -> SharedMemTransport:
+        return SharedMemTransport(self.listener.address, token="token")
+
     def teardown_method(self) -> None:
         self.listener.close()
 
@@ -89,16 +92,20 @@ class TestDistributedTransport(TransportContract):
 
     def make_ends(self) -> Ends:
         store = open_store("127.0.0.1")
+        self.port = store.port
         sender = self.sender_class(token=self.token, address="127.0.0.1", host=self.hosts[0])
         self.listener = DistributedListener(store, self.token, {0: sender}, nobody_else)
         self.listener.start()
-        receiver = DistributedTransport(
-            lambda timeout: find_store("127.0.0.1", store.port, timeout),
+        receiver = self.make_successor()
+        greet(sender, receiver, self.token)
+        return sender, receiver
+
+    def make_successor(self) -> DistributedTransport:
+        return DistributedTransport(
+            lambda timeout: find_store("127.0.0.1", self.port, timeout),
             token=self.token,
             host=self.hosts[1],
         )
-        greet(sender, receiver, self.token)
-        return sender, receiver
 
     def teardown_method(self) -> None:
         self.listener.close()
@@ -132,7 +139,7 @@ def test_close_wakes_a_worker_that_connects(backlog: int) -> None:
 
         def connect() -> None:
             try:
-                worker.send_chunk(hello(), None)
+                worker.restart(None)
             except LinkClosedError as error:
                 errors.append(error)
 
@@ -194,3 +201,19 @@ def test_a_worker_whose_local_listener_is_full(monkeypatch: pytest.MonkeyPatch) 
     with opened(TestDistributedTransport()) as (sender, receiver):
         sent = update_of(sender, 1 << 20)
         assert_same(exchange(sender, receiver, sent), sent)
+
+
+@pytest.mark.parametrize(
+    ("former", "field"),
+    [
+        ("shares_memory", "shares_memory"),
+        ("quick", "send_never_blocks"),
+        ("near", "pid_is_visible"),
+        ("lends", "payloads_die_with_sender"),
+        ("rejoins", "allows_rejoin"),
+    ],
+)
+@pytest.mark.parametrize("value", [True, property(lambda self: True)], ids=["attribute", "property"])
+def test_former_attributes_of_a_transport_are_refused(former: str, field: str, value: object) -> None:
+    with pytest.raises(TypeError, match=rf"Old\.{former} .*Capabilities\({field}=\.\.\.\)"):
+        type("Old", (MemoryTransport,), {former: value})

@@ -22,7 +22,7 @@ from weight_update import (
     WeightChunk,
     WeightSyncScheme,
 )
-from weight_update.transports.distributed.connection import JOIN_QUEUE
+from weight_update.transports.distributed.join_requests import JOIN_QUEUE
 from weight_update.transports.distributed.signed_queue import SignedQueue, find_store
 from weight_update.transports.distributed.transport import this_host
 from weight_update.wire.frames import Kind

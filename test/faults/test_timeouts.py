@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from faults_tools import WAIT, Crew, Remote, Stripes, Worker, fill
 
-from benchmarks.network import Network, why_not
+from benchmarks.links import Network, why_not
 from weight_update import (
     DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,

@@ -9,7 +9,7 @@ from typing import Any
 from faults_tools import WAIT, Crew, Remote, join
 from torch import nn
 
-from benchmarks.network import Network
+from benchmarks.links import Network
 from weight_update import DistributedWeightSyncScheme, WeightSyncScheme
 
 

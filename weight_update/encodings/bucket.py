@@ -14,10 +14,11 @@ from typing import ClassVar, Literal, get_args
 import torch
 
 from weight_update.encodings.base import Decoder, Encoder, Lend, WholeEncoding, register_encoding
+from weight_update.encodings.dense import ViewCache
 from weight_update.encodings.reassembly import Joiner, copy_bytes
 from weight_update.errors import FormatError
 from weight_update.wire.memory import await_stream, byte_view
-from weight_update.wire.schema import ALIGNMENT, DTYPES, ViewCache, WeightSchema, dtype_name
+from weight_update.wire.schema import ALIGNMENT, DTYPES, WeightSchema, dtype_name
 
 __all__ = ["BucketEncoding", "require_bool", "require_size"]
 

@@ -72,7 +72,7 @@ class WeightSyncScheme(SchemeUpdates):
             while True:
                 action = policy(observation)    # one version of all weights, the newest
 
-    A subclass implements :meth:`create_transport`; see ``examples/custom_scheme.py``.
+    A subclass implements :meth:`create_transport`; see :doc:`transports`.
 
     Args:
         strategy: ``"tensordict"``, ``"state_dict"`` or a :class:`~weight_update.WeightStrategy`.
@@ -151,10 +151,9 @@ class WeightSyncScheme(SchemeUpdates):
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
         """Return the sender's end of the link to each worker. The default calls :meth:`create_transport`.
 
-        Override it where links share something, such as a listener: assign the listener to
-        ``self._listener``, and it is started by :meth:`connect` and closed by :meth:`shutdown`. A listener
-        that can admit more workers than ``workers`` asks :meth:`newcomers` for their links. Assign
-        whatever workers need to find the sender to attributes of the scheme, which travel when it is
+        Override it where links share something, such as a :class:`~weight_update.JoinListener`: assign the
+        listener to :attr:`listener`. It asks :meth:`newcomers` for links of workers beyond ``workers``.
+        Assign whatever workers need to find the sender to attributes of the scheme, which travel when it is
         pickled.
 
         Args:

@@ -32,6 +32,7 @@ class SchemeLifecycle(ABC):
     """
 
     strategy: WeightStrategy
+    _token: str
 
     def _reset(self) -> None:
         """Set every attribute that one process knows and another must not inherit.
@@ -131,6 +132,25 @@ class SchemeLifecycle(ABC):
     def strategy_str(self) -> str:
         """Format of the strategy: ``"tensordict"`` or ``"state_dict"``."""
         return self.strategy.extract_as
+
+    # -- for subclasses ----------------------------------------------------------------------------
+
+    @property
+    def listener(self) -> SenderListener | None:
+        """Sender: the listener that admits workers, which :meth:`WeightSyncScheme.open_sender` may set.
+
+        ``connect()`` starts it, and ``shutdown()`` closes it.
+        """
+        return self._listener
+
+    @listener.setter
+    def listener(self, listener: SenderListener) -> None:
+        self._listener = listener
+
+    @property
+    def token(self) -> str:
+        """Secret that workers show when they join; it travels with the scheme."""
+        return self._token
 
     # -- the end -----------------------------------------------------------------------------------
 

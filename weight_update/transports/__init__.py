@@ -2,9 +2,11 @@
 
 from weight_update.transports.base import Buffer, Capabilities, TransportBackend
 from weight_update.transports.distributed.transport import DistributedTransport
+from weight_update.transports.join_listener import JoinListener
 from weight_update.transports.memory import MemoryTransport
 from weight_update.transports.multiprocess import MPTransport
 from weight_update.transports.ray.transport import RayTransport
+from weight_update.transports.reconnecting import LinkConnection, ReconnectingLink
 from weight_update.transports.rpc import RPCTransport
 from weight_update.transports.shared_memory.transport import SharedMemTransport
 
@@ -12,10 +14,13 @@ __all__ = [
     "Buffer",
     "Capabilities",
     "DistributedTransport",
+    "JoinListener",
+    "LinkConnection",
     "MPTransport",
     "MemoryTransport",
     "RPCTransport",
     "RayTransport",
+    "ReconnectingLink",
     "SharedMemTransport",
     "TransportBackend",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,8 +29,7 @@ class Capabilities:
         pid_is_visible: whether the process id in the worker's HELLO is valid in the sender's pid namespace.
             If so, memory that a worker read is written again once its process has ended. If not, it is never
             written again after the link was lost. Once false it stays false.
-        allows_rejoin: whether, on the sender's end, ``recv_chunk`` may be called again after
-            :class:`~weight_update.errors.LinkClosedError` and waits for the worker to come back.
+        allows_rejoin: whether a worker may come back on the same link after the link was lost.
     """
 
     shares_memory: bool = False
@@ -39,17 +39,60 @@ class Capabilities:
     allows_rejoin: bool = False
 
 
+_FORMER_NAMES = {
+    "shares_memory": "shares_memory",
+    "quick": "send_never_blocks",
+    "lends": "payloads_die_with_sender",
+    "near": "pid_is_visible",
+    "rejoins": "allows_rejoin",
+}
+"""Attributes that transports once had, and the fields of :class:`Capabilities` that replace them."""
+
+
 class TransportBackend(WeightTransfer):
     """One end of a link between a sender and one receiver.
 
-    A link carries :class:`~weight_update.wire.frames.WeightChunk` both ways, in order, each at most once. It
-    knows nothing of models. Subclasses write three methods: ``send_chunk``, ``recv_chunk`` and ``close``.
-    ``send_chunk`` and ``recv_chunk`` may be called from two threads at once, but each from one at a time;
-    ``close`` may be called from any thread and wakes both.
+    A link carries :class:`~weight_update.WeightChunk` both ways, in order, each at most once. It knows
+    nothing of models. A subclass implements ``send_chunk``, ``recv_chunk`` and ``close``, and sets
+    :attr:`capabilities`. Where workers may come back, derive from :class:`~weight_update.ReconnectingLink`,
+    which implements all of this on top of connections.
+
+    **Lifecycle.** Making an end does not communicate.
+
+    1. The receiver calls ``restart`` and sends a HELLO. The sender, which waits in ``recv_chunk``, answers.
+    2. Both ends send and receive chunks until a call raises or an end is closed.
+    3. After an error the receiver calls ``disconnect``, and begins again with ``restart`` and a HELLO, on the
+       same end. The sender calls ``disconnect`` if the error is not one of the link: the worker sent a chunk
+       that makes no sense, or did not take one in time. It then waits in ``recv_chunk`` for the next HELLO if
+       the link :attr:`allows rejoining <Capabilities.allows_rejoin>`, and has no more use for its end if not.
+    4. Each side calls ``close`` when it is shut down, or no longer needs the end.
+
+    **When the other end leaves**, by ``disconnect``, by ``close`` or because its process ends, ``recv_chunk``
+    returns the chunks that were sent before, and then raises LinkClosedError. After that, the sender's end
+    of a link that allows rejoining waits for the worker's next connection, whose first chunk is a HELLO;
+    nothing of the earlier connection is returned any more. The receiver's end raises until ``restart``. Any
+    end raises after its own ``close``, at once.
+
+    **Threads.** One thread at a time calls ``send_chunk`` and one ``recv_chunk``, both perhaps at once.
+    ``disconnect`` and ``close`` may be called from any thread at any time, and make a ``send_chunk`` or
+    ``recv_chunk`` that waits in another thread raise LinkClosedError. After ``disconnect``, the sender's
+    ``recv_chunk`` may also go on waiting, for the worker's next connection. The receiver calls ``restart``
+    while no other thread sends or receives. Any thread may read ``capabilities`` and call ``screen``,
+    ``allocate``, ``expect`` and ``release``.
     """
 
     on_join_request: Callable[[WeightChunk], None] | None = None
     """Sender's end: set by the sender, called by :meth:`screen`."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse attributes that are fields of :class:`Capabilities` now, and would have no effect."""
+        super().__init_subclass__(**kwargs)
+        for name in _FORMER_NAMES.keys() & vars(cls).keys():
+            field = _FORMER_NAMES[name]
+            raise TypeError(
+                f"{cls.__name__}.{name} has no effect: set capabilities = Capabilities({field}=...), or make "
+                "capabilities a property where it changes"
+            )
 
     @property
     def capabilities(self) -> Capabilities:
@@ -102,7 +145,10 @@ class TransportBackend(WeightTransfer):
         """Release everything; calling it twice is fine."""
 
     def disconnect(self) -> None:
-        """Sender's end: cut the worker off; it may come back where the link allows to rejoin."""
+        """Leave the other end, which notices after it has read the earlier chunks.
+
+        The worker may come back where the link allows rejoining; elsewhere this closes the end.
+        """
         self.close()
 
     def restart(self, timeout: float | None = None) -> None:
@@ -112,7 +158,8 @@ class TransportBackend(WeightTransfer):
             timeout: seconds to find the other end, where it has to be found.
 
         Raises:
-            LinkClosedError: the other end was not found.
+            LinkClosedError: the other end was not found, or this end was closed.
+            SyncTimeoutError: the other end did not answer in time.
         """
 
     def allocate(self, nbytes: int) -> Buffer:

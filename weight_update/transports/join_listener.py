@@ -1,4 +1,4 @@
-"""Listeners that take join requests from a queue and give each worker's connection to its link."""
+"""Listeners that take one join request after the other and give each worker's connection to its link."""
 
 from __future__ import annotations
 
@@ -8,51 +8,56 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-from weight_update.errors import FormatError, JoinRefusedError, TransportError
-from weight_update.transports.base import TransportBackend
+from weight_update.errors import FormatError, JoinRefusedError
 from weight_update.transports.rate_limit import RateLimitedLog, Refusals
+from weight_update.transports.reconnecting import ReconnectingLink
 from weight_update.wire.frames import Kind, WeightChunk
 
 __all__ = ["BACK_OFF_SECONDS", "JoinListener", "refusal_of"]
 
 BACK_OFF_SECONDS = 1.0
 """Pause after an unexpected error, which may repeat at once."""
+_REFUSAL_SECONDS = 5.0
+_EXPECTED = (FormatError, ConnectionError, TimeoutError, EOFError)
 
-_L = TypeVar("_L", bound=TransportBackend)
+_L = TypeVar("_L", bound=ReconnectingLink[Any])
 
 
 class JoinListener(ABC, Generic[_L]):
-    """A thread that admits workers until it is closed. No error stops it; errors are noted as refusals.
+    """A thread that admits workers at any time, until it is closed, and gives each connection to its link.
+
+    A subclass implements :meth:`accept` and :meth:`wake`. A scheme makes its listener in
+    :meth:`~weight_update.WeightSyncScheme.open_sender`. No error stops the thread; errors are noted as
+    refusals.
 
     Args:
+        token: secret that workers must know.
         links: the sender's end for each worker index.
         late_joiners: returns the link for a worker index without one, or raises
-            :class:`~weight_update.JoinRefusedError`.
-        log: logger of refused join requests.
+            :class:`~weight_update.JoinRefusedError`; see :meth:`~weight_update.WeightSyncScheme.newcomers`.
 
     Attributes:
         refusals: reasons of the last refused join requests.
     """
 
-    def __init__(
-        self, links: Mapping[int, _L], late_joiners: Callable[[int], _L], log: logging.Logger
-    ) -> None:
-        self._links, self._late_joiners = links, late_joiners
+    def __init__(self, token: str, links: Mapping[int, _L], late_joiners: Callable[[int], _L]) -> None:
+        self._token, self._links, self._late_joiners = token, links, late_joiners
         self._closed = threading.Event()
+        log = logging.getLogger(type(self).__module__)
         self._log, self.refusals = RateLimitedLog(log), Refusals(log)
         self._thread = threading.Thread(target=self._run, name="weight_update-listener", daemon=True)
 
     @abstractmethod
-    def _next(self) -> Any | None:
-        """Wait for the next join request and return it; None if the caller should try again."""
+    def accept(self) -> tuple[Any, WeightChunk | None] | None:
+        """Wait for the next worker; return its connection and the first chunk received from it.
+
+        Workers join one after the other, so the wait for the first chunk needs a limit. Return None to be
+        called again, for example when nobody came; return soon after :meth:`wake`.
+        """
 
     @abstractmethod
-    def _admit(self, request: Any) -> None:
-        """Give the connection of an admitted worker to its link, or answer why it is refused, and raise."""
-
-    @abstractmethod
-    def _wake(self) -> None:
-        """Make :meth:`_next` return, because this listener was closed."""
+    def wake(self) -> None:
+        """Make :meth:`accept` return, because this listener was closed."""
 
     def start(self) -> None:
         """Start to admit workers; calling it twice is fine."""
@@ -62,23 +67,48 @@ class JoinListener(ABC, Generic[_L]):
     def close(self) -> None:
         """Admit no more workers."""
         self._closed.set()
-        self._wake()
+        self.wake()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(5.0)
 
     def _run(self) -> None:
         while not self._closed.is_set():
             try:
-                request = self._next()
-                if request is not None and not self._closed.is_set():
-                    self._admit(request)
+                found = self.accept()
+                if found is not None and not self._closed.is_set():
+                    connection, hello = found
+                    self._admit(connection, _require_hello(connection, hello))
             except Exception as error:  # noqa: BLE001 - without this thread no worker could join
-                self.refusals.note(error)
-                if not isinstance(error, TransportError | FormatError | TimeoutError):
+                if self._closed.is_set():
+                    return
+                expected = isinstance(error, _EXPECTED)
+                self.refusals.note(error, expected=expected)
+                if not expected:
                     self._closed.wait(BACK_OFF_SECONDS)
 
-    def _link_for(self, worker: int) -> _L:
+    def _admit(self, connection: Any, hello: WeightChunk) -> None:
+        """Give the connection of a worker to its link, or answer why the worker is refused, and raise."""
+        try:
+            if not hello.shows(self._token):
+                raise JoinRefusedError("wrong token: the scheme was not made by this sender")
+            link = self._link_for(hello)
+            link.screen(hello)
+        except JoinRefusedError as error:
+            connection.send(refusal_of(error), _REFUSAL_SECONDS)
+            connection.close()
+            raise
+        link.take_over(connection, hello)
+
+    def _link_for(self, hello: WeightChunk) -> _L:
+        worker: int = hello.header["worker"]
         return self._links.get(worker) or self._late_joiners(worker)
+
+
+def _require_hello(connection: Any, first: WeightChunk | None) -> WeightChunk:
+    if first is None or first.kind is not Kind.HELLO:
+        connection.close()
+        raise FormatError("the first chunk of a connection is not a HELLO, or did not come in time")
+    return first
 
 
 def refusal_of(error: JoinRefusedError) -> WeightChunk:

@@ -3,35 +3,56 @@
 from __future__ import annotations
 
 import threading
-from abc import abstractmethod
 from typing import Generic, Protocol, TypeVar
 
-from weight_update.errors import FormatError, LinkClosedError
-from weight_update.transports.base import Allocate, TransportBackend
+from weight_update.errors import (
+    FormatError,
+    JoinRefusedError,
+    LinkClosedError,
+    SyncTimeoutError,
+    TransportError,
+    UnreachableMemoryError,
+)
+from weight_update.transports.base import Allocate, Capabilities, TransportBackend
 from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
 from weight_update.wire.frames import WeightChunk
 
-__all__ = ["ReconnectingLink"]
+__all__ = ["LinkConnection", "ReconnectingLink"]
 
 
-class _Closable(Protocol):
+class LinkConnection(Protocol):
+    """One connection of a :class:`ReconnectingLink`: from a worker's arrival until either end leaves.
+
+    An OSError or EOFError that a method raises is a LinkClosedError for the users of the link; a TimeoutError
+    or BlockingIOError is a SyncTimeoutError. A connection that raised any of them, or FormatError, is closed.
+    The rules for threads are those of :class:`~weight_update.TransportBackend`.
+    """
+
+    def send(self, chunk: WeightChunk, timeout: float | None) -> None:
+        """Send one chunk within ``timeout`` seconds."""
+
+    def recv(self, timeout: float | None, allocate: Allocate | None) -> WeightChunk | None:
+        """Return the next chunk, or None when none arrived within ``timeout`` seconds."""
+
     def close(self) -> None:
-        """End the connection."""
+        """End the connection and wake threads that wait on it; calling it twice is fine."""
 
 
-_C = TypeVar("_C", bound=_Closable)
+_CAPABILITIES = Capabilities(allows_rejoin=True)
+_C = TypeVar("_C", bound=LinkConnection)
 
 
 class ReconnectingLink(TransportBackend, Generic[_C]):
     """Base of links whose worker may leave and join again.
 
-    The worker's end opens connections; a listener gives each new one to the sender's end, by
-    :meth:`take_over`. A connection that fails is dropped. The sender's end then waits for the next one, while
-    the worker's end raises until it joins again. One exception: a sender's end whose ``send_chunk`` found the
-    worker gone keeps the connection, because the worker's last chunks may still be there to be read.
+    The receiver's end opens a connection by :meth:`connect`. The sender's end is given each connection by a
+    :class:`~weight_update.JoinListener`, or finds it by :meth:`accept`. A connection that fails is dropped.
+    The sender's end then waits for the next one, while the receiver's end raises until ``restart``. One
+    exception: a sender's end whose ``send_chunk`` found the worker gone keeps the connection, because the
+    worker's last chunks may still be there to be read.
 
     Args:
-        joins: whether this is the worker's end.
+        joins: whether this is the receiver's end.
     """
 
     def __init__(self, *, joins: bool) -> None:
@@ -41,47 +62,46 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         self._hello: WeightChunk | None = None  # first chunk of the connection, until it is received
         self._closed = False
 
-    @abstractmethod
-    def _send(self, connection: _C, chunk: WeightChunk, deadline: float | None) -> None:
-        """Send a chunk through ``connection``; raise as :meth:`send_chunk`."""
+    @property
+    def capabilities(self) -> Capabilities:
+        return _CAPABILITIES
 
-    @abstractmethod
-    def _recv(self, connection: _C, deadline: float | None, allocate: Allocate | None) -> WeightChunk | None:
-        """Return the next chunk from ``connection``, or None on timeout; raise as :meth:`recv_chunk`."""
+    @property
+    def closed(self) -> bool:
+        """Whether this end was closed."""
+        return self._closed
 
-    def _open(self, chunk: WeightChunk, deadline: float | None) -> _C:
-        """Return a new connection for ``chunk``, where there is none and this end can open one."""
-        del chunk, deadline
-        raise LinkClosedError("the other end is not connected")
+    def connect(self, timeout: float | None) -> _C:
+        """Receiver's end: return a new connection to the sender.
 
-    def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
-        deadline = deadline_of(timeout)
-        connection = self._connection or self._open(chunk, deadline)
-        try:
-            self._send(connection, chunk, deadline)
-        except (LinkClosedError, TimeoutError) as error:
-            if self._joins or isinstance(error, TimeoutError):
-                self._drop(connection)
-            raise
+        ``close`` does not wait for this method; a connection that comes later is closed.
 
-    def recv_chunk(
-        self, timeout: float | None = None, allocate: Allocate | None = None
-    ) -> WeightChunk | None:
-        deadline = deadline_of(timeout)
-        connection = self._await_connection(deadline)
-        if connection is None:
-            return None
-        if self._hello is not None:
-            hello, self._hello = self._hello, None
-            return hello
-        try:
-            return self._recv(connection, deadline, allocate)
-        except (LinkClosedError, FormatError, TimeoutError):
-            self._drop(connection)
-            raise
+        Args:
+            timeout: seconds; None waits as long as the sender may come.
 
-    def take_over(self, connection: _C, hello: WeightChunk) -> None:
-        """Sender's end: use the connection of a newly admitted worker, whose first chunk is ``hello``."""
+        Raises:
+            LinkClosedError: the sender is gone; any other OSError means the same.
+            SyncTimeoutError: the sender did not answer in time.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot connect")
+
+    def accept(self, timeout: float | None) -> _C | None:
+        """Sender's end: wait for the worker's next connection and return it, or None if none came in time.
+
+        The default waits for :meth:`take_over`, and returns None. Override it where no listener calls that;
+        return soon after this end was :attr:`closed`.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._connection is not None or self._closed, timeout)
+        return None
+
+    def take_over(self, connection: _C, hello: WeightChunk | None = None) -> None:
+        """Use ``connection`` from now on, and close the one before.
+
+        Args:
+            connection: connection of a worker that a listener has admitted.
+            hello: its first chunk, if that was received already.
+        """
         with self._changed:
             ended = connection if self._closed else self._connection  # the worker notices at once
             if not self._closed:
@@ -90,8 +110,56 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         if ended is not None:
             ended.close()
 
+    def restart(self, timeout: float | None = None) -> None:
+        """Open a new connection, unless there is one that works."""
+        if self._closed or not self._joins:
+            raise LinkClosedError("this end was closed")
+        if self._connection is None:
+            try:
+                self.take_over(self.connect(timeout))
+            except OSError as error:
+                raise _of_the_link(error) from None
+            if self.closed:
+                self.close()  # it may not have seen what connect() opened
+                raise LinkClosedError("this end was closed")
+
+    def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
+        connection = self._connection
+        if connection is None:
+            raise LinkClosedError("the other end is not connected")
+        try:
+            connection.send(chunk, timeout)
+        except (OSError, EOFError) as reason:
+            error = _of_the_link(reason)
+            if isinstance(error, SyncTimeoutError) or (self._joins and isinstance(error, LinkClosedError)):
+                self._drop(connection)
+            raise error from None
+
+    def recv_chunk(
+        self, timeout: float | None = None, allocate: Allocate | None = None
+    ) -> WeightChunk | None:
+        connection = self._connection
+        if connection is None:
+            deadline = deadline_of(timeout)
+            connection = self._await_connection(deadline)
+            if connection is None:
+                return None
+            timeout = seconds_left(deadline)
+        if self._hello is not None:
+            hello, self._hello = self._hello, None
+            return hello
+        try:
+            return connection.recv(timeout, allocate)
+        except FormatError:
+            self._drop(connection)
+            raise
+        except (OSError, EOFError) as reason:
+            error = _of_the_link(reason)
+            if not isinstance(error, JoinRefusedError | UnreachableMemoryError):
+                self._drop(connection)
+            raise error from None
+
     def disconnect(self) -> None:
-        """Cut the worker off; it notices after it has read the earlier chunks."""
         self._drop(self._connection)
 
     def close(self) -> None:
@@ -109,14 +177,24 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
             connection.close()
 
     def _await_connection(self, deadline: float | None) -> _C | None:
-        with self._changed:
-            while self._connection is None:
-                if self._joins:
-                    raise LinkClosedError("not connected to the sender")
-                if self._closed:
-                    raise LinkClosedError("this end was closed")
-                left = seconds_left(deadline)
-                if left == 0:
-                    return None
-                self._changed.wait(left)
-            return self._connection
+        if self._joins:
+            raise LinkClosedError("not connected to the sender")
+        while True:
+            left = seconds_left(deadline)
+            found = self.accept(left)
+            if found is not None:
+                self.take_over(found)
+            if self._closed:
+                raise LinkClosedError("this end was closed")
+            connection = self._connection
+            if connection is not None or left == 0:
+                return connection
+
+
+def _of_the_link(error: OSError | EOFError) -> Exception:
+    """Return an error of a connection as the users of its link get it."""
+    if isinstance(error, TransportError | SyncTimeoutError):
+        return error
+    if isinstance(error, TimeoutError | BlockingIOError):
+        return SyncTimeoutError(str(error) or "the other end took too long")
+    return LinkClosedError(f"the other end is gone ({error or type(error).__name__})")

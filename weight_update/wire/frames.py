@@ -43,7 +43,17 @@ from weight_update.wire.extra_state import decode_extra, encode_extra
 from weight_update.wire.memory import byte_view
 from weight_update.wire.schema import MAX_PAYLOAD_BYTES, WeightSchema, compact_json
 
-__all__ = ["Kind", "Prelude", "Step", "WeightChunk", "extra_of", "frame_of", "frames_of", "payloads_of"]
+__all__ = [
+    "Kind",
+    "Prelude",
+    "Step",
+    "WeightChunk",
+    "extra_of",
+    "frame_of",
+    "frames_of",
+    "fresh_bytes",
+    "payloads_of",
+]
 
 _PRELUDE = struct.Struct("<4sBBHIQII")
 PRELUDE_BYTES = _PRELUDE.size
@@ -195,18 +205,19 @@ class WeightChunk:
 
         Raises:
             FormatError: the frame is too short, too long, or not valid.
+            NotEnoughMemoryError: raised by ``allocate``; it gets the version of the frame.
         """
         view = memoryview(data).cast("B")
         prelude = Prelude.decode(view[:PRELUDE_BYTES])
         body = PRELUDE_BYTES + prelude.header_bytes
         if len(view) != body + prelude.payload_bytes:
             raise FormatError(f"frame says {body + prelude.payload_bytes} bytes but there are {len(view)}")
-        payload = None
+        header, payload = bytes(view[PRELUDE_BYTES:body]), None
         if prelude.payload_bytes:
-            make = allocate or _fresh_bytes
-            payload = make(prelude.payload_bytes)
+            with prelude.naming_version(header):
+                payload = (allocate or fresh_bytes)(prelude.payload_bytes)
             byte_view(payload)[:] = view[body:]
-        return prelude.assemble(bytes(view[PRELUDE_BYTES:body]), payload)
+        return prelude.assemble(header, payload)
 
 
 @dataclass(frozen=True)
@@ -284,7 +295,8 @@ class Prelude:
         return WeightChunk(self.kind, fields, payload)
 
 
-def _fresh_bytes(nbytes: int) -> torch.Tensor:
+def fresh_bytes(nbytes: int) -> torch.Tensor:
+    """Return new memory for a payload."""
     return torch.empty(nbytes, dtype=torch.uint8)
 
 

@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 import re
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from weight_update.errors import (
 )
 from weight_update.wire.memory import memory_identity
 
-__all__ = ["TensorMeta", "ViewCache", "WeightSchema"]
+__all__ = ["TensorMeta", "WeightSchema"]
 
 ALIGNMENT = 64
 """Bytes to which every tensor is aligned in the flat buffer."""
@@ -291,31 +290,6 @@ class WeightSchema:
             raise FormatError("not a schema: a name occurs twice")
         _check_places(metas, nbytes)
         return cls(metas, nbytes)
-
-
-class ViewCache:
-    """A cache of views into the few buffers that are used again and again; 5,000 views take 15 ms.
-
-    Views are dropped with the tensor object for which they were made.
-    """
-
-    def __init__(self, schema: WeightSchema) -> None:
-        self._schema = schema
-        self._known: dict[int, tuple[weakref.ref[torch.Tensor], list[torch.Tensor]]] = {}
-
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return :meth:`WeightSchema.views` of ``flat``."""
-        found = self._known.get(id(flat))
-        if found is None:
-            with torch.inference_mode(False):
-                views = self._schema.views(flat.data)  # views of another tensor object, which they keep alive
-            gone = functools.partial(_forget, self._known, id(flat))
-            found = self._known[id(flat)] = weakref.ref(flat, gone), views
-        return found[1]
-
-
-def _forget(known: dict[int, Any], key: int, _: object) -> None:
-    known.pop(key, None)
 
 
 def _align(nbytes: int) -> int:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import re
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,9 +17,11 @@ from weight_update.errors import (
     FormatError,
     JoinRefusedError,
     LinkClosedError,
+    NotEnoughMemoryError,
     SyncTimeoutError,
 )
 from weight_update.transports.base import Allocate
+from weight_update.transports.distributed.join_requests import JOIN_QUEUE, join_request
 from weight_update.transports.distributed.local_rendezvous import LocalListener
 from weight_update.transports.distributed.relay.client import RelayClient
 from weight_update.transports.distributed.relay.host_relay import HostRelay
@@ -29,7 +30,7 @@ from weight_update.transports.distributed.signed_queue import SignedQueue, Unsig
 from weight_update.transports.distributed.store import Store
 from weight_update.transports.distributed.store_client import DroppedError
 from weight_update.transports.rate_limit import RateLimitedLog
-from weight_update.transports.shared_memory.slots import SlotTable
+from weight_update.transports.shared_memory.slots import SlotTable, open_slot
 from weight_update.transports.shared_memory.transport import SlotStream
 from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
 from weight_update.wire.frames import PRELUDE_BYTES, Kind, Prelude, WeightChunk
@@ -37,19 +38,13 @@ from weight_update.wire.memory import byte_view
 
 __all__ = [
     "INLINE_BYTES",
-    "JOIN_QUEUE",
     "USE_SOCKET",
     "Connection",
-    "MapSlot",
     "RemoteConnection",
     "WorkerConnection",
-    "read_join_request",
 ]
 
 _log = RateLimitedLog(logging.getLogger(__name__))
-JOIN_QUEUE = "door"
-"""Name of the queue that takes join requests."""
-
 _CUT, _FRAME = 0, 1  # the end of the connection; a frame
 _OPEN_GROUP = 2  # the worker is on another host and makes a point-to-point group
 _USE_STORE, _USE_SOCKET = 3, 4  # answers to a join request: frames go through the store, or the Unix socket
@@ -58,8 +53,6 @@ _FRONT = struct.Struct("<BII")  # kind of message, bytes of the frame's head and
 USE_SOCKET = _FRONT.pack(_USE_SOCKET, 0, 0)
 """Answer to a join request: frames go through the Unix socket where the worker listens."""
 
-_LINK = re.compile("[0-9a-f]{32}")
-_LARGEST_INFO = 4096  # bytes of a join request beside its HELLO
 INLINE_BYTES = 64 << 10
 """Largest payload that travels with its signal; another message would cost more than such a payload."""
 
@@ -74,9 +67,6 @@ _SIGNAL_SECONDS = 0.5
 
 _LAST_WORDS = 0.5
 """Seconds that the last message through the store may take longer than the end of the group."""
-
-MapSlot = Callable[[int, int, str, int], torch.Tensor]
-"""Maps a slot that another process has open: process id, file descriptor, key, bytes of the payload."""
 
 
 class Connection:
@@ -126,26 +116,21 @@ class Connection:
             left = max(left, _SIGNAL_SECONDS)
         self.outbox.put(front + head + where + inline, timeout=left)
 
-    def recv(self, timeout: float | None, allocate: Allocate | None, map_slot: MapSlot) -> WeightChunk | None:
+    def recv(self, timeout: float | None, allocate: Allocate | None) -> WeightChunk | None:
         """Return the next chunk or None; raise as :meth:`TransportBackend.recv_chunk`."""
         message = self._next_frame(deadline_of(timeout))
         if message is None:
             return None
         _, size, where_size = _front_of(message)
-        message = message[_FRONT.size :]
-        head, where, inline = message[:size], message[size : size + where_size], message[size + where_size :]
-        prelude = Prelude.decode(head[:PRELUDE_BYTES])
-        payload = None
-        with prelude.naming_version(head[PRELUDE_BYTES:]):
-            if where:
-                pid, fd, key = json.loads(where)
-                payload = map_slot(pid, fd, key, prelude.payload_bytes)
-            elif prelude.payload_bytes:
-                if len(inline) != prelude.payload_bytes:
-                    raise FormatError(f"{len(inline)} bytes came with a frame of {prelude.payload_bytes}")
-                payload = (allocate or _fresh)(prelude.payload_bytes)
-                byte_view(payload)[:] = inline
-        chunk = prelude.assemble(head[PRELUDE_BYTES:], payload)
+        frame = memoryview(message)[_FRONT.size :]
+        if where_size:
+            prelude, header = Prelude.decode(frame[:PRELUDE_BYTES]), bytes(frame[PRELUDE_BYTES:size])
+            pid, fd, key = json.loads(bytes(frame[size : size + where_size]))
+            with prelude.naming_version(header):
+                payload = self.map_slot(pid, fd, key, prelude.payload_bytes)
+            chunk = prelude.assemble(header, payload)
+        else:
+            chunk = WeightChunk.decode(frame, allocate)
         return chunk.with_token(self.token) if chunk.kind is Kind.HELLO else chunk
 
     def _next_frame(self, deadline: float | None) -> bytes | None:
@@ -163,6 +148,10 @@ class Connection:
                 self.outbox.put(_FRONT.pack(_TELL, 0, 0))
             elif kind == _OPEN_GROUP:
                 self.open_group(message[_FRONT.size :].decode())
+
+    def map_slot(self, pid: int, fd: int, key: str, nbytes: int) -> torch.Tensor:
+        """Map the slot of a payload, which process ``pid`` has open as ``fd``."""
+        raise FormatError("only a sender names slots")
 
     def open_group(self, backend: str) -> None:
         """Make the point-to-point group that the sender asks for."""
@@ -304,23 +293,32 @@ class WorkerConnection(Connection):
         store: see :class:`Connection`.
         name: see :class:`Connection`.
         token: see :class:`Connection`.
+        host: name of this host.
         address: address of this machine's interface for payloads.
         directory: directory of replicas of the sender's slots, if the sender is on another host.
         slots: table of the slots opened here.
     """
 
     def __init__(
-        self, store: Store, name: str, token: str, address: str, directory: str | None, slots: SlotTable
+        self,
+        store: Store,
+        name: str,
+        token: str,
+        *,
+        host: str,
+        address: str,
+        directory: str | None,
+        slots: SlotTable,
     ) -> None:
         super().__init__(store, name, token, 1)
-        self._address, self._directory, self._slots = address, directory, slots
+        self._host, self._address, self._directory, self._slots = host, address, directory, slots
         self._host_relay: HostRelay | None = None
         self._local_listener: LocalListener | None = LocalListener(name, token)
         self._stream: SlotStream | None = None
         self._answered = False
         self._asked: Mapping[str, Any] | None = None  # the HELLO of a join request without an answer
 
-    def request_join(self, hello: WeightChunk, host: str, timeout: float | None) -> None:
+    def _request_join(self, hello: WeightChunk, timeout: float | None) -> None:
         """Send a join request with ``hello``.
 
         Raises:
@@ -329,9 +327,7 @@ class WorkerConnection(Connection):
         """
         deadline = deadline_of(timeout)
         self._asked = hello.header
-        hello = hello.with_token("")
-        info = json.dumps({"link": self.name, "host": host}).encode()
-        message = struct.pack("<I", len(info)) + info + hello.encode()
+        message = join_request(self.name, self._host, hello)
         requests = SignedQueue(self.store, JOIN_QUEUE, self.token, ordered=False)
         try:
             requests.put(message, timeout=seconds_left(deadline))
@@ -340,13 +336,16 @@ class WorkerConnection(Connection):
             raise SyncTimeoutError(str(error)) from None
 
     def send(self, chunk: WeightChunk, timeout: float | None) -> None:
-        """Send a chunk; a HELLO other than that of the join request waits for the sender's answer.
+        """Send a chunk: the first as a join request, a HELLO other than the first after the sender's answer.
 
         Raises:
             SyncTimeoutError: the sender did not answer in time.
         """
         deadline = deadline_of(timeout)
         if not self._answered:
+            if chunk.kind is Kind.HELLO and self._asked is None:
+                self._request_join(chunk, timeout)
+                return
             if chunk.kind is Kind.HELLO and chunk.header == self._asked:
                 return
             if chunk.kind is not Kind.HELLO or chunk.header["error"] is not None:
@@ -356,15 +355,25 @@ class WorkerConnection(Connection):
         if self._stream is None:
             super().send(chunk, seconds_left(deadline))
         else:
-            self._stream.send(chunk, deadline)
+            self._stream.send(chunk, seconds_left(deadline))
 
-    def recv(self, timeout: float | None, allocate: Allocate | None, map_slot: MapSlot) -> WeightChunk | None:
+    def recv(self, timeout: float | None, allocate: Allocate | None) -> WeightChunk | None:
         deadline = deadline_of(timeout)
         if not self._receive_answer(deadline):
             return None
         if self._stream is None:
-            return super().recv(seconds_left(deadline), allocate, map_slot)
+            return super().recv(seconds_left(deadline), allocate)
         return self._stream.recv(seconds_left(deadline))
+
+    def map_slot(self, pid: int, fd: int, key: str, nbytes: int) -> torch.Tensor:
+        """Map the replica of the sender's slot that a worker of this host keeps.
+
+        Raises:
+            NotEnoughMemoryError: that worker has no replica, or this one cannot map it.
+        """
+        if fd < 0:
+            raise NotEnoughMemoryError(key)
+        return self._slots.payload(key, nbytes, lambda: open_slot(pid, fd, key, self._directory), owner=pid)
 
     def _receive_answer(self, deadline: float | None) -> bool:
         """Return whether the join request was answered; the answer says which way frames go."""
@@ -414,31 +423,3 @@ def _front_of(message: bytes) -> tuple[int, int, int]:
         raise FormatError(f"a message of {len(message)} bytes is too short")
     kind, size, where = _FRONT.unpack(message[: _FRONT.size])
     return kind, size, where
-
-
-def read_join_request(message: bytes, token: str) -> tuple[str, str, WeightChunk]:
-    """Return a connection's name, the worker's host, and its HELLO with the token that signed the message.
-
-    Raises:
-        FormatError: the message is not a join request.
-    """
-    (size,) = struct.unpack_from("<I", message) if len(message) >= 4 else (0,)
-    if not 0 < size <= min(_LARGEST_INFO, len(message) - 4):
-        raise FormatError(f"a join request of {len(message)} bytes cannot begin with {size} bytes of JSON")
-    try:
-        info = json.loads(message[4 : 4 + size])
-        link, host = info["link"], info["host"]
-        hello = WeightChunk.decode(message[4 + size :])
-        worker, pid = hello.header["worker"], hello.header["pid"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise FormatError(f"not a join request ({type(error).__name__})") from None
-    kinds = [(link, str), (host, str), (worker, int), (pid, int)]
-    if hello.kind is not Kind.HELLO or not all(isinstance(value, kind) for value, kind in kinds):
-        raise FormatError("not a join request")
-    if not _LINK.fullmatch(link):
-        raise FormatError("the connection name of a join request must have 32 hexadecimal digits")
-    return link, host, hello.with_token(token)
-
-
-def _fresh(nbytes: int) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8)

@@ -6,7 +6,7 @@ import threading
 
 from weight_update.errors import SyncTimeoutError
 from weight_update.transports.base import Allocate
-from weight_update.transports.distributed.connection import USE_SOCKET, MapSlot
+from weight_update.transports.distributed.connection import USE_SOCKET
 from weight_update.transports.distributed.local_rendezvous import LocalCall
 from weight_update.transports.distributed.signed_queue import SignedQueue
 from weight_update.transports.distributed.store import Store
@@ -45,18 +45,17 @@ class LocalConnection:
         deadline = deadline_of(timeout)
         if self._call is not None:
             self._await_answer(deadline)
-        self._stream.send(chunk, deadline)
+        self._stream.send(chunk, seconds_left(deadline))
 
-    def recv(self, timeout: float | None, allocate: Allocate | None, map_slot: MapSlot) -> WeightChunk | None:
+    def recv(self, timeout: float | None, allocate: Allocate | None) -> WeightChunk | None:
         """Return the next chunk or None; raise as :meth:`TransportBackend.recv_chunk`."""
-        del allocate, map_slot
         deadline = deadline_of(timeout)
         if self._call is not None:
             try:
                 self._await_answer(deadline)
             except SyncTimeoutError:
                 return None
-        return self._stream.recv(seconds_left(deadline))
+        return self._stream.recv(seconds_left(deadline), allocate)
 
     def _await_answer(self, deadline: float | None) -> None:
         left = seconds_left(deadline)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -15,17 +15,15 @@ from weight_update.errors import (
     FormatError,
     JoinRefusedError,
     LinkClosedError,
-    NotEnoughMemoryError,
     TransportError,
 )
-from weight_update.transports.base import Allocate, Buffer, Capabilities, TransportBackend
+from weight_update.transports.base import Buffer, Capabilities, TransportBackend
 from weight_update.transports.distributed.connection import (
-    JOIN_QUEUE,
     Connection,
     RemoteConnection,
     WorkerConnection,
-    read_join_request,
 )
+from weight_update.transports.distributed.join_requests import JOIN_QUEUE, read_join_request
 from weight_update.transports.distributed.local_connection import LocalConnection
 from weight_update.transports.distributed.local_rendezvous import LocalCall, call_local
 from weight_update.transports.distributed.relay.gloo import address_towards
@@ -34,13 +32,11 @@ from weight_update.transports.distributed.signed_queue import SignedQueue, Unsig
 from weight_update.transports.distributed.store import REPLY_SECONDS, Store
 from weight_update.transports.join_listener import BACK_OFF_SECONDS, JoinListener, refusal_of
 from weight_update.transports.reconnecting import ReconnectingLink
-from weight_update.transports.shared_memory.slots import SharedBuffer, SlotTable, open_slot
-from weight_update.transports.shared_memory.unix_stream import seconds_left
-from weight_update.wire.frames import Kind, WeightChunk
+from weight_update.transports.shared_memory.slots import SharedBuffer, SlotTable
+from weight_update.wire.frames import WeightChunk
 
 __all__ = ["DistributedListener", "DistributedTransport", "this_host"]
 
-_log = logging.getLogger(__name__)
 _CLOSE_SECONDS = 0.5
 _ALONE = "/process "
 _CAPABILITIES = {
@@ -98,7 +94,6 @@ class DistributedTransport(ReconnectingLink[Connection | LocalConnection]):
         self._backend = backend
         self._find_store, self._token, self._address = find_store, token, address
         self._host, self._directory = host or this_host(), directory
-        self._fresh = False  # no chunk was sent on this connection yet
         self._store: Store | None = None
         self._slots = SlotTable()
         self._pid_is_visible = True  # until a worker came from another host, or from another pid namespace
@@ -113,35 +108,19 @@ class DistributedTransport(ReconnectingLink[Connection | LocalConnection]):
         """Return a shared slot."""
         return SharedBuffer(nbytes, self._directory)
 
-    def restart(self, timeout: float | None = None) -> None:
-        """Open a new connection, unless there is one that works."""
-        if self._find_store is None or self._closed:
-            raise LinkClosedError("this end was closed")
-        if self._connection is not None:
-            return
+    def connect(self, timeout: float | None) -> WorkerConnection:
+        assert self._find_store is not None, "a receiver's end"
         if self._store is None:
             self._store = self._find_store(timeout)
-        address = self._address or address_towards(self._store.host, self._store.port)
-        with self._changed:
-            name = uuid.uuid4().hex
-            self._connection = WorkerConnection(
-                self._store, name, self._token, address, self._directory, self._slots
-            )
-            self._fresh = True
-
-    def _send(
-        self, connection: Connection | LocalConnection, chunk: WeightChunk, deadline: float | None
-    ) -> None:
-        if self._fresh and isinstance(connection, WorkerConnection):
-            self._fresh = False
-            connection.request_join(chunk, self._host, seconds_left(deadline))
-        else:
-            connection.send(chunk, seconds_left(deadline))
-
-    def _recv(
-        self, connection: Connection | LocalConnection, deadline: float | None, allocate: Allocate | None
-    ) -> WeightChunk | None:
-        return connection.recv(seconds_left(deadline), allocate, self._map)
+        return WorkerConnection(
+            self._store,
+            uuid.uuid4().hex,
+            self._token,
+            host=self._host,
+            address=self._address or address_towards(self._store.host, self._store.port),
+            directory=self._directory,
+            slots=self._slots,
+        )
 
     def expect(self, payload: torch.Tensor, links: Sequence[TransportBackend]) -> None:
         connections = [link._connection for link in links if isinstance(link, DistributedTransport)]
@@ -184,29 +163,11 @@ class DistributedTransport(ReconnectingLink[Connection | LocalConnection]):
         if self._store is not None:
             self._store.close()
 
-    def _map(self, pid: int, fd: int, key: str, nbytes: int) -> torch.Tensor:
-        """Map the replica of the sender's slot that a worker of this host keeps.
-
-        Raises:
-            NotEnoughMemoryError: that worker has no replica, or this one cannot map it.
-        """
-        if fd < 0:
-            raise NotEnoughMemoryError(key)
-        return self._slots.payload(key, nbytes, lambda: open_slot(pid, fd, key, self._directory), owner=pid)
-
 
 class DistributedListener(JoinListener[DistributedTransport]):
-    """Admits workers at any time and gives each connection to its link.
+    """The listener for links through torch.distributed, which takes join requests from ``store``.
 
-    Args:
-        store: store of the server.
-        token: secret that workers must know.
-        links: the sender's end for each worker index.
-        late_joiners: returns the link for a worker index without one, or raises
-            :class:`~weight_update.JoinRefusedError`.
-
-    Attributes:
-        refusals: reasons of the last refused join requests.
+    The other arguments are those of :class:`~weight_update.JoinListener`.
     """
 
     def __init__(
@@ -216,8 +177,8 @@ class DistributedListener(JoinListener[DistributedTransport]):
         links: Mapping[int, DistributedTransport],
         late_joiners: Callable[[int], DistributedTransport],
     ) -> None:
-        super().__init__(links, late_joiners, _log)
-        self._store, self._token = store, token
+        super().__init__(token, links, late_joiners)
+        self._store = store
         self._join_requests = SignedQueue(store, JOIN_QUEUE, token, ordered=False)
         self._router = Router.of(store)
         self._seen: OrderedDict[str, None] = OrderedDict()
@@ -233,24 +194,39 @@ class DistributedListener(JoinListener[DistributedTransport]):
         self._router.wait_until_gone(_CLOSE_SECONDS)
         self._store.close()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         self._join_requests.close()
 
-    def _next(self) -> bytes | None:
+    def accept(self) -> tuple[Any, WeightChunk] | None:
+        """Wait for a join request; return the names of connection and host, and the HELLO."""
         try:
-            return self._join_requests.take(None)
+            message = self._join_requests.take(None)
         except UnsignedError as error:
             self.refusals.note(error, expected=True)
             self._answer_stranger(error.message)
+            return None
         except LinkClosedError as error:
-            if not self._closed.is_set():
-                self._log.warning("the queue of join requests is opened again: %s", error)
+            self._reopen(error)
+            return None
+        if message is None:
+            return None
+        link, host, hello = read_join_request(message, self._token)
+        if link in self._seen:
+            raise FormatError("the join request is a repeated one")
+        self._seen[link] = None
+        if len(self._seen) > _REMEMBERED:
+            self._seen.popitem(last=False)
+        return (link, host), hello
+
+    def _reopen(self, error: LinkClosedError) -> None:
+        """Make the queue of join requests anew after ``error``, unless this listener was closed."""
+        if not self._closed.is_set():
+            self._log.warning("the queue of join requests is opened again: %s", error)
+            self._join_requests.close()
+            self._join_requests = SignedQueue(self._store, JOIN_QUEUE, self._token, ordered=False)
+            self._closed.wait(BACK_OFF_SECONDS)
+            if self._closed.is_set():
                 self._join_requests.close()
-                self._join_requests = SignedQueue(self._store, JOIN_QUEUE, self._token, ordered=False)
-                self._closed.wait(BACK_OFF_SECONDS)
-                if self._closed.is_set():
-                    self._join_requests.close()
-        return None
 
     def _answer_stranger(self, message: bytes) -> None:
         """Send an unreadable answer to a worker with another token, which shows it that the tokens differ.
@@ -270,15 +246,10 @@ class DistributedListener(JoinListener[DistributedTransport]):
             finally:
                 client.release()
 
-    def _admit(self, request: bytes) -> None:
-        link, host, hello = read_join_request(request, self._token)
-        if hello.kind is not Kind.HELLO or link in self._seen:
-            raise FormatError("the join request has no HELLO, or is a repeated one")
-        self._seen[link] = None
-        if len(self._seen) > _REMEMBERED:
-            self._seen.popitem(last=False)
+    def _admit(self, request: tuple[str, str], hello: WeightChunk) -> None:
+        link, host = request
         try:
-            end = self._link_for(hello.header["worker"])
+            end = self._link_for(hello)
             called = end.reach(link, host)  # before the index belongs to this worker, as it can fail
             try:
                 end.screen(hello)

@@ -9,14 +9,13 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
-import torch
 
 from weight_update.errors import FormatError, LinkClosedError
 from weight_update.transports.base import Allocate
 from weight_update.transports.ray.object_store import ObjectStore
 from weight_update.transports.ray.rendezvous import POLL_SECONDS, ask, running_ray, with_ray
-from weight_update.transports.shared_memory.unix_stream import seconds_left
-from weight_update.wire.frames import PRELUDE_BYTES, Prelude, WeightChunk
+from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
+from weight_update.wire.frames import PRELUDE_BYTES, Prelude, WeightChunk, fresh_bytes
 from weight_update.wire.memory import byte_view
 
 __all__ = ["RayConnection"]
@@ -38,47 +37,59 @@ class RayConnection:
         end: 0 on the sender's side, 1 on the worker's.
         object_store: store that payloads are put into.
         local: whether both ends are on one node, so that no payload crosses a network.
+        liveness: sender's end: reference that Ray declares lost when the worker's process is gone.
+
+    Attributes:
+        object_store: the same; the link of the sender's end sets its own.
     """
 
     def __init__(
-        self, actor: Any, name: str, end: int, object_store: ObjectStore, local: bool = True
+        self,
+        actor: Any,
+        name: str,
+        end: int,
+        object_store: ObjectStore,
+        local: bool = True,
+        liveness: Any = None,
     ) -> None:
-        self.name = name
-        self._actor, self._end, self._object_store, self._local = actor, end, object_store, local
+        self.object_store = object_store
+        self._actor, self._name, self._end, self._local = actor, name, end, local
         self._messages: deque[tuple[bytes, list[Any]]] = deque()
         self._call: Any = None  # a call that waits in the actor for the next messages
         self._taken = self._put = 0
         self._closed = self._lost = False
         self._sending = threading.Lock()
-        self._liveness: Any = actor.watch.remote(name) if end == 1 else None
+        self._joined = end == 0
+        self._liveness: Any = actor.watch.remote(name) if end == 1 else liveness
+        if liveness is not None:
+            liveness.future().add_done_callback(self._end_if_lost)
 
-    def request_join(self, hello: WeightChunk) -> None:
-        """Ask the sender to admit this worker."""
+    def _request_join(self, hello: WeightChunk) -> None:
         node = running_ray().get_runtime_context().get_node_id()
         refs = [self._liveness]
-        ask(self._actor.request_join.remote(self.name, (node, hello.encode()), refs), _FETCH_SECONDS)
-
-    def follow(self, liveness: Any) -> None:
-        """Sender's end: end this connection when the worker's process is gone."""
-        self._liveness = liveness
-        liveness.future().add_done_callback(self._end_if_lost)
+        ask(self._actor.request_join.remote(self._name, (node, hello.encode()), refs), _FETCH_SECONDS)
 
     def _end_if_lost(self, liveness: Future[None]) -> None:
         if not self._closed and liveness.exception() is not None:
             self._lost = True
-            with_ray(lambda: self._actor.finish.remote(self.name, 1, 0))
+            with_ray(lambda: self._actor.finish.remote(self._name, 1, 0))
 
-    def send(self, chunk: WeightChunk) -> None:
-        """Send a chunk to the other end.
+    def send(self, chunk: WeightChunk, timeout: float | None = None) -> None:
+        """Send a chunk to the other end; the first one of a worker is its join request. Does not wait.
 
         Raises:
             LinkClosedError: this end was closed, or Ray was shut down.
             NotEnoughMemoryError: Ray's store has no room for the payload.
         """
-        head = self._object_store.head(chunk, checksum=not self._local)
+        del timeout
+        if not self._joined:
+            self._joined = True
+            self._request_join(chunk)
+            return
+        head = self.object_store.head(chunk, checksum=not self._local)
         message, refs = _PREFIX.pack(_FRAME, len(head)) + head, []
         if chunk.payload_bytes > _INLINE_BYTES:
-            refs = [self._object_store.put(chunk)]
+            refs = [self.object_store.put(chunk)]
         elif chunk.payload is not None:
             message += bytes(byte_view(chunk.payload))
         self._send_message(message, refs)
@@ -88,35 +99,35 @@ class RayConnection:
         with self._sending:
             if self._closed:
                 raise LinkClosedError("this end was closed")
-            self._actor.put.remote(self.name, 1 - self._end, self._put, message, refs)
+            self._actor.put.remote(self._name, 1 - self._end, self._put, message, refs)
             self._put += 1
 
-    def recv(self, deadline: float | None, allocate: Allocate | None) -> WeightChunk | None:
-        """Return the next chunk, or None if none arrived before ``deadline`` (on the monotonic clock).
+    def recv(self, timeout: float | None, allocate: Allocate | None) -> WeightChunk | None:
+        """Return the next chunk, or None if none arrived within ``timeout`` seconds.
 
         Raises:
             LinkClosedError: the other end has left, or Ray lost the payload.
             FormatError: the received message is not a chunk.
         """
-        found = self._next(deadline)
+        found = self._next(deadline_of(timeout))
         if found is None:
             return None
         message, refs = found
         kind, size = _PREFIX.unpack(message[: _PREFIX.size])
         if kind == _LOST:
-            self._object_store.forget()
+            self.object_store.forget()
             raise LinkClosedError("Ray's object store lost an update on its way to this worker")
-        head, inline = message[_PREFIX.size : _PREFIX.size + size], message[_PREFIX.size + size :]
-        prelude = Prelude.decode(head[:PRELUDE_BYTES])
-        payload = None
-        if prelude.payload_bytes:
-            data = self._fetch(refs[0]) if refs else np.frombuffer(inline, np.uint8)
-            if data.nbytes != prelude.payload_bytes:
-                raise FormatError(f"{data.nbytes} bytes came with a frame of {prelude.payload_bytes}")
-            with prelude.naming_version(head[PRELUDE_BYTES:]):
-                payload = (allocate or _fresh)(prelude.payload_bytes)
-            np.copyto(payload.numpy(), data)  # memory mapped by Ray is read-only, and Ray may drop it
-        return prelude.assemble(head[PRELUDE_BYTES:], payload)
+        frame = memoryview(message)[_PREFIX.size :]
+        if not refs:
+            return WeightChunk.decode(frame, allocate)
+        prelude, header = Prelude.decode(frame[:PRELUDE_BYTES]), bytes(frame[PRELUDE_BYTES:size])
+        data = self._fetch(refs[0])
+        if data.nbytes != prelude.payload_bytes:
+            raise FormatError(f"{data.nbytes} bytes came with a frame of {prelude.payload_bytes}")
+        with prelude.naming_version(header):
+            payload = (allocate or fresh_bytes)(prelude.payload_bytes)
+        np.copyto(payload.numpy(), data)  # memory mapped by Ray is read-only, and Ray may drop it
+        return prelude.assemble(header, payload)
 
     def _fetch(self, ref: Any) -> Any:
         ray = running_ray()
@@ -133,7 +144,7 @@ class RayConnection:
             if self._closed:
                 raise LinkClosedError("this end was closed")
             if self._call is None:
-                self._call = self._actor.take.remote(self.name, self._end, self._taken, POLL_SECONDS)
+                self._call = self._actor.take.remote(self._name, self._end, self._taken, POLL_SECONDS)
             left = seconds_left(deadline)
             done, _ = ray.wait([self._call], timeout=left)
             if not done:
@@ -152,8 +163,4 @@ class RayConnection:
             if self._closed:
                 return
             self._closed = True
-        with_ray(lambda: self._actor.finish.remote(self.name, self._end, self._put))
-
-
-def _fresh(nbytes: int) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8)
+        with_ray(lambda: self._actor.finish.remote(self._name, self._end, self._put))

@@ -6,8 +6,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from weight_update.errors import LinkClosedError
-from weight_update.transports.base import Allocate, Capabilities
+from weight_update.transports.base import Capabilities
 from weight_update.transports.ray.connection import RayConnection
 from weight_update.transports.ray.object_store import ObjectStore
 from weight_update.transports.reconnecting import ReconnectingLink
@@ -26,6 +25,9 @@ class RayTransport(ReconnectingLink[RayConnection]):
         find_actor: returns the handle of the rendezvous actor within the given seconds; called when the link
             is first used. None makes a sender's end, whose connection comes from ``RayListener``.
         object_store: store shared by the sender's ends.
+
+    Attributes:
+        object_store: store that payloads are put into.
     """
 
     capabilities = Capabilities(send_never_blocks=True, allows_rejoin=True)
@@ -34,32 +36,14 @@ class RayTransport(ReconnectingLink[RayConnection]):
         self, find_actor: Callable[[float | None], Any] | None = None, object_store: ObjectStore | None = None
     ) -> None:
         super().__init__(joins=find_actor is not None)
-        self._find_actor, self._object_store = find_actor, object_store or ObjectStore()
+        self._find_actor, self.object_store = find_actor, object_store or ObjectStore()
         self._actor: Any = None
-        self._fresh = False  # no chunk was sent on this connection yet
 
-    def restart(self, timeout: float | None = None) -> None:
-        """Open a new connection, unless there is one that works."""
-        if self._find_actor is None or self._closed:
-            raise LinkClosedError("this end was closed")
-        if self._connection is None:
-            self._actor = self._actor or self._find_actor(timeout)
-            self._connection = RayConnection(self._actor, uuid.uuid4().hex, 1, self._object_store)
-            self._fresh = True
+    def connect(self, timeout: float | None) -> RayConnection:
+        assert self._find_actor is not None, "a receiver's end"
+        self._actor = self._actor or self._find_actor(timeout)
+        return RayConnection(self._actor, uuid.uuid4().hex, 1, self.object_store)
 
-    def _send(self, connection: RayConnection, chunk: WeightChunk, deadline: float | None) -> None:
-        if self._fresh:
-            self._fresh = False
-            connection.request_join(chunk)
-        else:
-            connection.send(chunk)
-
-    def _recv(
-        self, connection: RayConnection, deadline: float | None, allocate: Allocate | None
-    ) -> WeightChunk | None:
-        return connection.recv(deadline, allocate)
-
-    @property
-    def object_store(self) -> ObjectStore:
-        """Store that payloads are put into."""
-        return self._object_store
+    def take_over(self, connection: RayConnection, hello: WeightChunk | None = None) -> None:
+        connection.object_store = self.object_store
+        super().take_over(connection, hello)

@@ -41,6 +41,7 @@ from weight_update.transports.shared_memory.slots import (
 from weight_update.transports.shared_memory.unix_stream import (
     SocketStream,
     close_in_children,
+    deadline_of,
     seconds_left,
 )
 from weight_update.wire.frames import Kind, WeightChunk
@@ -86,8 +87,9 @@ class SlotStream:
         self._slots.clear()
         self._handed_over: WeakSet[SharedSlot] = WeakSet()
 
-    def send(self, chunk: WeightChunk, deadline: float | None) -> None:
+    def send(self, chunk: WeightChunk, timeout: float | None) -> None:
         """Send a frame; raise as :meth:`SocketStream.send`, after which the connection is not usable."""
+        deadline = deadline_of(timeout)
         if chunk.kind is Kind.HELLO:
             if chunk.header == self._asked:
                 return
@@ -108,11 +110,12 @@ class SlotStream:
         else:
             self._stream.send(head + record, deadline)  # in one call: waking the reader twice would cost most
 
-    def recv(self, timeout: float | None) -> WeightChunk | None:
+    def recv(self, timeout: float | None, allocate: Allocate | None = None) -> WeightChunk | None:
         """Return the next frame, or None when none arrived within ``timeout`` seconds.
 
         Args:
             timeout: seconds; None waits for ever.
+            allocate: not used; payloads stay where they are.
 
         Raises:
             LinkClosedError: the connection ended.
@@ -120,6 +123,7 @@ class SlotStream:
             UnreachableMemoryError: this process may not open the payload.
             NotEnoughMemoryError: this process has no memory to map the payload.
         """
+        del allocate
         if not self._stream.wait_readable(timeout):
             return None
         prelude, header = self._stream.recv_head()
@@ -247,16 +251,15 @@ class SharedMemTransport(ReconnectingLink[SlotStream]):
             return CudaBuffer(nbytes, self._device)
         return SharedBuffer(nbytes, self._directory)
 
-    def _send(self, connection: SlotStream, chunk: WeightChunk, deadline: float | None) -> None:
-        connection.send(chunk, deadline)
-
-    def _recv(
-        self, connection: SlotStream, deadline: float | None, allocate: Allocate | None
+    def recv_chunk(
+        self, timeout: float | None = None, allocate: Allocate | None = None
     ) -> WeightChunk | None:
+        connection = self._connection
         try:
-            return connection.recv(seconds_left(deadline))
+            return super().recv_chunk(timeout, allocate)
         finally:
-            if connection.received_handle and not self.capabilities.payloads_die_with_sender:
+            on_gpu = connection is not None and connection.received_handle
+            if on_gpu and not self.capabilities.payloads_die_with_sender:
                 self.capabilities = replace(self.capabilities, payloads_die_with_sender=True)
 
     def release(self, payload: torch.Tensor) -> None:
@@ -275,11 +278,11 @@ class SharedMemTransport(ReconnectingLink[SlotStream]):
             joining.close()
         self._slots.clear()
 
-    def _open(self, chunk: WeightChunk, deadline: float | None) -> SlotStream:
-        """Connect to the listener; retry while it is too busy to admit this worker."""
-        if self._address is None or chunk.kind is not Kind.HELLO:
-            return super()._open(chunk, deadline)
-        while True:
+    def connect(self, timeout: float | None) -> SlotStream:
+        """Connect to the listener and prove the token; retry while it is too busy to admit this worker."""
+        assert self._address is not None, "a receiver's end"
+        deadline = deadline_of(timeout)
+        while not self._closed:
             try:
                 return self._join(self._address, deadline)
             except BlockingIOError:
@@ -289,24 +292,22 @@ class SharedMemTransport(ReconnectingLink[SlotStream]):
                 raise SyncTimeoutError(_NO_ANSWER) from None
             if seconds_left(deadline) == 0:
                 raise SyncTimeoutError(_NO_ANSWER)
+        raise LinkClosedError("this end was closed")
 
     def _join(self, address: str, deadline: float | None) -> SlotStream:
         """Connect and prove knowledge of the token; raise BlockingIOError if the caller should retry."""
         stream = self._open_stream(address)
         try:
             prove_token(stream, self._token, _context(address), deadline)
-            with self._changed:
-                self._joining = None
-                if self._closed:
-                    raise LinkClosedError("this end was closed")
-                self._connection = SlotStream(stream, self._slots, self._token)
-                return self._connection
+            return SlotStream(stream, self._slots, self._token)
         except LinkClosedError:
             stream.close()
             raise BlockingIOError("the listener is too busy, or this end was closed") from None
         except BaseException:
             stream.close()
             raise
+        finally:
+            self._joining = None
 
     def _open_stream(self, address: str) -> SocketStream:
         stream = SocketStream(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -332,18 +333,16 @@ def _context(address: str) -> str:
     return f"shared memory {address}"
 
 
-class SharedMemListener:
-    """Admits workers at any time and gives each connection to its link.
+class SharedMemListener(Listener):
+    """The listener for links over Unix sockets.
 
     Args:
         token: secret that workers must know.
         links: the sender's end for each worker index.
-        late_joiners: returns the link for a worker index without one, or raises
-            :class:`~weight_update.JoinRefusedError`.
+        late_joiners: see :class:`~weight_update.JoinListener`.
 
     Attributes:
         address: abstract Unix address, which vanishes with the process.
-        refusals: reasons of the last refused join requests.
     """
 
     def __init__(
@@ -355,22 +354,11 @@ class SharedMemListener:
         if not hasattr(socket, "AF_UNIX") or not hasattr(socket, "send_fds"):
             raise TransportError("shared memory schemes need Unix sockets; use another scheme here")
         self.address = f"\0weight_update-{uuid.uuid4().hex}"
-        self._token, self._links, self._late_joiners = token, links, late_joiners
+        self._links, self._late_joiners = links, late_joiners
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.bind(self.address)
         sock.listen(_BACKLOG)
-        self._listener = Listener(
-            sock, token, _context(self.address), self._admit, "weight_update-listener", _log
-        )
-        self.refusals = self._listener.refusals
-
-    def start(self) -> None:
-        """Start to accept connections."""
-        self._listener.start()
-
-    def close(self) -> None:
-        """Stop accepting, and disconnect workers that have not sent their HELLO yet."""
-        self._listener.close()
+        super().__init__(sock, token, _context(self.address), self._admit, "weight_update-listener", _log)
 
     def _admit(self, stream: SocketStream, key: bytes, deadline: float) -> None:
         """Read the HELLO of a worker that knows the token, and give the connection to its link."""

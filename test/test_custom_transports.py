@@ -1,0 +1,91 @@
+"""The transports and schemes of ``examples/`` keep the library's contracts."""
+
+import re
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.custom_listener import PipeListener, PipeScheme, PipeTransport
+from examples.custom_transport import FileScheme, FileTransport
+from weight_update import JoinRefusedError, WeightSyncScheme
+from weight_update.testing import LateJoinerContract, SchemeContract, TransportContract, greet
+from weight_update.testing.transports import Ends, exchange, hello, must_receive, number
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+class TestFileTransport(TransportContract):
+    @pytest.fixture(autouse=True)
+    def _place(self, tmp_path: Path) -> None:
+        self.directory = tmp_path
+
+    def make_ends(self) -> Ends:
+        sender, receiver = FileTransport(self.directory, "sender"), self.make_successor()
+        greet(sender, receiver)
+        return sender, receiver
+
+    def make_successor(self) -> FileTransport:
+        return FileTransport(self.directory, "receiver")
+
+
+class TestFileScheme(SchemeContract):
+    @pytest.fixture(autouse=True)
+    def _place(self, tmp_path: Path) -> None:
+        self.directory = tmp_path
+
+    def make_scheme(self, **options: Any) -> WeightSyncScheme:
+        return FileScheme(self.directory, **options)
+
+
+class TestPipeTransport(TransportContract):
+    def make_ends(self) -> Ends:
+        sender = PipeTransport()
+        self.listener = PipeListener("token", {0: sender}, refuse)
+        self.listener.start()
+        receiver = self.make_successor()
+        greet(sender, receiver)
+        return sender, receiver
+
+    def make_successor(self) -> PipeTransport:
+        return PipeTransport(self.listener.address)
+
+    def teardown_method(self) -> None:
+        self.listener.close()
+
+
+def refuse(worker_idx: int) -> PipeTransport:
+    raise JoinRefusedError(f"unknown worker index {worker_idx}")
+
+
+def test_strangers_do_not_stop_a_listener() -> None:
+    case = TestPipeTransport()
+    sender, receiver = case.make_ends()
+    for message in (b"rubbish", number(1).encode()):
+        with Client(case.listener.address) as stranger:
+            stranger.send_bytes(message)
+    Client(case.listener.address).close()
+    impostor = case.make_successor()
+    impostor.restart(10.0)
+    impostor.send_chunk(hello("another token"), 10.0)
+    assert "wrong token" in must_receive(impostor).header["reason"]
+    assert exchange(sender, receiver, number(2)).header == {"version": 2}
+    successor = case.make_successor()
+    case.join_again(sender, successor)
+    for end in (impostor, receiver, successor, sender, case.listener):
+        end.close()
+    assert any("not a HELLO" in one for one in case.listener.refusals)
+
+
+class TestPipeScheme(SchemeContract, LateJoinerContract):
+    def make_scheme(self, **options: Any) -> WeightSyncScheme:
+        return PipeScheme(**options)
+
+
+@pytest.mark.parametrize(("name", "lines"), [("custom_transport.py", 45), ("custom_listener.py", 60)])
+def test_examples_are_short_and_use_public_names(name: str, lines: int) -> None:
+    text = (EXAMPLES / name).read_text()
+    part = text.partition("# [transport]\n")[2].partition("# [end of transport]")[0]
+    assert 0 < len([line for line in part.splitlines() if line]) <= lines
+    assert re.findall(r"\._(?!_)\w+|from weight_update\.|import _", text) == []

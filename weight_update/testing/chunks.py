@@ -1,0 +1,181 @@
+"""Chunks for tests of transports, whole and spoilt, and the ways to send and receive them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from weight_update.testing.models import random_bits
+from weight_update.transports import TransportBackend
+from weight_update.wire.frames import Kind, WeightChunk
+
+__all__ = [
+    "LONG",
+    "SPOILERS",
+    "TEXT",
+    "Ends",
+    "Spoilt",
+    "assert_same",
+    "drain",
+    "exchange",
+    "greet",
+    "hello",
+    "in_background",
+    "must_receive",
+    "number",
+    "send_numbers",
+    "send_unread",
+    "spoilt",
+    "update_of",
+]
+
+Ends = tuple[TransportBackend, TransportBackend]
+LONG = 20.0
+TEXT = 'naïve 漢字 🤖 "quoted" \\ \n \x00'
+
+
+def hello(token: str = "token", **header: Any) -> WeightChunk:
+    """Return the HELLO of worker 0."""
+    who = {"token": token, "worker": 0, "pid": os.getpid()}
+    return WeightChunk(Kind.HELLO, {**who, "version": None, "schema": None, "error": None, **header})
+
+
+def greet(
+    sender: TransportBackend, receiver: TransportBackend, token: str = "token", timeout: float = LONG
+) -> None:
+    """Connect as a scheme does: the receiver sends its HELLO, and the sender answers."""
+    receiver.restart(timeout)
+    receiver.send_chunk(hello(token), timeout)
+    assert must_receive(sender, timeout).header == hello(token).header
+    assert exchange(sender, receiver, number(0), timeout).header == {"version": 0}
+
+
+def update_of(end: TransportBackend, size: int, seed: int = 0) -> WeightChunk:
+    """Return an UPDATE chunk with a payload of random bytes in memory of ``end``."""
+    payload = end.allocate(size)
+    payload.tensor.copy_(random_bits((size,), torch.uint8, size + seed))
+    header = {
+        "version": 3,
+        "schema": "0" * 64,
+        "encoding": TEXT,
+        "index": 0,
+        "count": 1,
+        "commit": True,
+        "group": None,
+        "base": None,
+        "extra": {TEXT: {"$dict": {}}},
+    }
+    chunk = WeightChunk(Kind.UPDATE, header, payload.tensor)
+    _kept.append(payload)  # the sender of a scheme holds its buffers as long as receivers may read them
+    del _kept[:-10]
+    return chunk
+
+
+_kept: list[object] = []
+
+
+def number(version: int) -> WeightChunk:
+    """Return a chunk without a payload."""
+    return WeightChunk(Kind.COMMIT, {"version": version})
+
+
+def send_numbers(end: TransportBackend, timeout: float) -> None:
+    """Send a hundred numbered chunks."""
+    for version in range(100):
+        end.send_chunk(number(version), timeout)
+
+
+def send_unread(
+    end: TransportBackend,
+    count: int,
+    timeout: float | None,
+    seconds: list[float],
+    errors: list[BaseException],
+) -> None:
+    """Send numbered chunks of 32 KiB until one fails; note how long each took, and the error."""
+    chunk = update_of(end, 32 << 10)
+    for version in range(count):
+        start = time.monotonic()
+        try:
+            end.send_chunk(replace(chunk, header={**chunk.header, "version": version}), timeout)
+        except BaseException as error:  # noqa: BLE001 - the test looks at it
+            errors.append(error)
+            return
+        finally:
+            seconds.append(time.monotonic() - start)
+
+
+def exchange(
+    source: TransportBackend, target: TransportBackend, chunk: WeightChunk, timeout: float = LONG
+) -> WeightChunk:
+    """Send from another thread, so that a transport whose ``send_chunk`` waits for a reader works too."""
+    thread = in_background(source.send_chunk, chunk, timeout)
+    got = must_receive(target, timeout)
+    thread.join(timeout)
+    assert not thread.is_alive(), "the chunk has arrived, but send_chunk has not returned"
+    return got
+
+
+def must_receive(end: TransportBackend, timeout: float = LONG) -> WeightChunk:
+    """Return the next chunk; fail the test if none comes."""
+    chunk = end.recv_chunk(timeout)
+    assert chunk is not None, "no chunk came"
+    return chunk
+
+
+def drain(end: TransportBackend, timeout: float | None, errors: list[BaseException] | None = None) -> None:
+    """Receive until the link raises; with ``errors``, put the error there."""
+    try:
+        while end.recv_chunk(timeout) is not None:
+            pass
+    except BaseException as error:
+        if errors is None:
+            raise
+        errors.append(error)
+
+
+class Spoilt(WeightChunk):
+    """A chunk whose frame is spoilt on its way."""
+
+    spoil: ClassVar[Callable[[bytes], bytes]]
+
+    def encode_head(self, *, checksum: bool = True) -> bytes:
+        """Return prelude and header, spoilt."""
+        return type(self).spoil(super().encode_head(checksum=checksum))
+
+
+def spoilt(chunk: WeightChunk, spoil: Callable[[bytes], bytes]) -> WeightChunk:
+    """Return ``chunk`` as one whose prelude and header are changed by ``spoil`` when it is encoded."""
+    kind: type[Spoilt] = type("Spoilt", (Spoilt,), {"spoil": staticmethod(spoil)})
+    return kind(chunk.kind, chunk.header)
+
+
+SPOILERS = [
+    pytest.param(lambda head: b"\xa5" * len(head), id="no frame"),
+    pytest.param(lambda head: head[:5] + b"\xc8" + head[6:], id="unknown kind"),
+    pytest.param(lambda head: head[:12] + b"\xff" * 8 + head[20:], id="huge payload"),
+    pytest.param(lambda head: head[:-1] + bytes([head[-1] ^ 1]), id="damaged header"),
+]
+"""Ways in which a frame's prelude and header may be wrong."""
+
+
+def assert_same(got: WeightChunk, sent: WeightChunk) -> None:
+    """Compare two chunks; an empty payload may arrive as None."""
+    assert (got.kind, got.header) == (sent.kind, sent.header)
+    assert got.payload_bytes == sent.payload_bytes
+    if sent.payload is not None and got.payload is not None:
+        assert torch.equal(got.payload, sent.payload)
+
+
+def in_background(action: Callable[..., object], *args: object) -> threading.Thread:
+    """Run ``action`` in a thread."""
+    thread = threading.Thread(target=action, args=args, daemon=True)
+    thread.start()
+    return thread
