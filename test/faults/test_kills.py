@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from faults_tools import (
@@ -198,8 +199,19 @@ def sender_that_never_rests(scheme: WeightSyncScheme, layers: int, numel: int, r
             ready.send("running")
 
 
-def our_shared_files() -> list[str]:
-    return [name for name in os.listdir("/dev/shm") if "weight_update" in name or name.startswith("torch_")]
+def slots_of(pid: int) -> set[str]:
+    """Return the names of the slots that a process maps."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+    except OSError:  # it has ended
+        return set()
+    return set(re.findall(r"memfd:(weight_update-\w+)", maps))
+
+
+def mapping(slots: set[str]) -> list[int]:
+    """Return the processes that map one of ``slots``."""
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in pids if slots_of(pid) & slots]
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.013, 0.05, 0.11])
@@ -207,9 +219,11 @@ def test_sender_killed_at_any_moment(kind, delay: float) -> None:
     """Workers keep one whole version, go on computing, learn of it, and leave promptly."""
     from faults_orphans import Orphans
 
-    before = our_shared_files()
     with Orphans(kind) as family:
         family.run_until_sending()
+        slots = slots_of(family.workers[0].pid)
+        assert slots
+        assert len(mapping(slots)) == 3  # the sender and both workers
         time.sleep(delay)
         family.kill_sender()
         for worker in family.workers:
@@ -220,7 +234,7 @@ def test_sender_killed_at_any_moment(kind, delay: float) -> None:
             assert seen["after"]["count"] > seen["passes"]["count"]  # it goes on computing
             assert seen["whole"]
             assert worker.exits_within(5.0)
-    assert our_shared_files() == before
+        assert mapping(slots) == []  # slots have no names: only a process can keep them
 
 
 def test_workers_in_the_report(kind, crew: Crew) -> None:
