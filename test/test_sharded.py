@@ -218,7 +218,7 @@ def test_calls_that_differ_are_an_error(four: Ranks) -> None:
     four.all("make", 1, 2, of=2)
     with running(four, size=2, workers=1, **BUCKETS):
         for rank, call in enumerate(("send", "prepare_weights")):
-            four.pipes[rank].send(("call", (call,), {}))
+            four.all_ranks[rank].post("call", call)
         leader, follower = four.answers(2)
         text = "this rank called prepare_weights() where rank 0 called send()"
         assert isinstance(follower, LifecycleError)
@@ -292,7 +292,7 @@ def test_a_rank_that_is_stopped_is_named() -> None:
         ranks.all("group", [0, 1, 2])
         ranks.all("make", 1, 3)
         with running(ranks, size=3, workers=1, timeout=2.0, **BUCKETS) as crew:
-            freeze(ranks.processes[2].pid)
+            freeze(ranks.pid(2))
             ranks.post("call", "send", of=2)
             errors = ranks.answers(2)
             ranks.kill(2)
