@@ -20,6 +20,7 @@ class TestFileTransport(TransportContract):
         return FileTransport(self.directory, "sender"), FileTransport(self.directory, "receiver")
 
 
+@pytest.mark.smoke
 class TestFileScheme(SchemeContract):
     @pytest.fixture(autouse=True)
     def _place(self, tmp_path: Path) -> None:

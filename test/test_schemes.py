@@ -25,7 +25,7 @@ class TestSharedMem(SchemeContract):
         return SharedMemWeightSyncScheme(**options)
 
 
-@pytest.mark.slow  # the link of SharedMem, signalled in another way; test_matrix has it too
+@pytest.mark.smoke  # the link of SharedMem, signalled in another way
 class TestMultiProcess(SchemeContract):
     def make_scheme(self, **options: Any) -> WeightSyncScheme:
         return MultiProcessWeightSyncScheme(**options)
@@ -38,6 +38,7 @@ class TestDistributed(SchemeContract):
         return DistributedWeightSyncScheme(**options)
 
 
+@pytest.mark.smoke  # test_hosts has what is special
 class TestDistributedAcrossHosts(SchemeContract):
     """Workers on one host each; all payloads, even small ones, go down a chain of hosts."""
 
@@ -57,7 +58,7 @@ class TestDistributedOnAnotherHost(TestDistributedAcrossHosts):
         return ApartInTwos(**options)
 
 
-@pytest.mark.slow  # the links are those of Distributed; test_rpc_worlds has what is special
+@pytest.mark.smoke  # the links are those of Distributed; test_rpc_worlds has what is special
 class TestRPC(SchemeContract):
     """Workers that find the sender by the scheme; ``test_rpc`` has workers in an RPC world."""
 
@@ -65,6 +66,7 @@ class TestRPC(SchemeContract):
         return RPCWeightSyncScheme(**options)
 
 
+@pytest.mark.smoke
 class TestMemory(SchemeContract):
     method = "thread"
 

@@ -6,8 +6,6 @@ import copy
 import gc
 import os
 import re
-import subprocess
-import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -25,10 +23,12 @@ from faults_tools import (
     hold,
     leave,
     let_go,
+    slot_bytes,
     version_of,
     wait_version,
     weights_of,
 )
+from interpreters import run_python
 
 from weight_update import (
     BucketEncoding,
@@ -52,7 +52,6 @@ def held() -> dict[str, Any]:
         "descriptors": Counter(descriptors),
         "threads": sorted(t.name for t in threading.enumerate() if "weight_update" in t.name),
         "slots": maps.count("weight_update-"),
-        "shm": sorted(name for name in os.listdir("/dev/shm") if not name.startswith("sem.")),  # not ours
     }
 
 
@@ -87,7 +86,6 @@ def test_all_is_given_back_by_the_sender(kind: type, crew: Crew) -> None:
         live_once(crew, kind)
     assert eventually(lambda: held()["threads"] == before["threads"], 5.0)
     assert eventually(lambda: held()["descriptors"] <= before["descriptors"], 5.0), (before, held())
-    assert held()["shm"] == before["shm"]
     assert held()["slots"] <= before["slots"]
 
 
@@ -159,14 +157,7 @@ if __name__ == "__main__":
 def test_many_tensors_under_the_usual_limit_of_descriptors(kind: type, count: int, tmp_path: Path) -> None:
     program = tmp_path / "many.py"
     program.write_text(MANY)
-    done = subprocess.run(
-        [sys.executable, str(program), kind.__name__, str(count)],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        check=False,
-    )
+    done = run_python(program, kind.__name__, str(count), timeout=90.0)
     assert done.stdout.strip() == "{4.0} {4.0}", done.stderr
 
 
@@ -251,21 +242,21 @@ def test_memory_is_given_back_after_a_slow_phase(kind: type, crew: Crew, encodin
     scheme = crew.scheme(kind, timeout=0.3, strategy=WeightStrategy(encoding=SLOTS[encoding]))
     model = Stripes(2, 1 << 19)
     late, quick = crew.launch(scheme, model, lambda: Stripes(2, 1 << 19), 2)
-    inherited = [worker.call(slots_mapped) for worker in (late, quick)]
+    inherited = [worker.call(slot_bytes) for worker in (late, quick)]
     for version in range(1, 5):
         scheme.send(fill(model, version))
-    normal = [slots_mapped(), late.call(slots_mapped), quick.call(slots_mapped)]
+    normal = [slot_bytes(), late.call(slot_bytes), quick.call(slot_bytes)]
     late.call(hold)
     for version in range(5, 12):
         scheme.send_async(fill(model, version))
         assert quick.call(wait_version, version) == version
-    during = [slots_mapped(), late.call(slots_mapped), quick.call(slots_mapped)]
+    during = [slot_bytes(), late.call(slot_bytes), quick.call(slot_bytes)]
     late.call(let_go)
     assert late.call(wait_version, 11) == 11
     assert quick.call(wait_version, 11) == 11
     for version in range(12, 32):
         scheme.send_async(fill(model, version)).wait(20.0)
-    after = [slots_mapped(), late.call(slots_mapped), quick.call(slots_mapped)]
+    after = [slot_bytes(), late.call(slot_bytes), quick.call(slot_bytes)]
     assert during[0] > normal[0], "the test makes no slow phase"
     assert all(now <= then for now, then in zip(after, normal, strict=True)), (
         inherited,
@@ -273,13 +264,3 @@ def test_memory_is_given_back_after_a_slow_phase(kind: type, crew: Crew, encodin
         during,
         after,
     )
-
-
-def slots_mapped(me: Worker | None = None) -> int:
-    """Bytes of slots that this process maps."""
-    total = 0
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if "memfd:weight_update-" in line:
-            start, _, stop = line.split()[0].partition("-")
-            total += int(stop, 16) - int(start, 16)
-    return total
