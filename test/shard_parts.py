@@ -254,20 +254,20 @@ def running(
 ) -> Iterator[list[Worker]]:
     """Connect ranks and workers; yield the workers."""
     blob = ranks.all("init", kind, size, workers, free_port(), options, of=size)[0]
-    crew = [Worker(pickle.loads(blob), idx, "forkserver") for idx in range(workers)]
+    procs = [Worker(pickle.loads(blob), idx, "forkserver") for idx in range(workers)]
     try:
-        for worker in crew:
+        for worker in procs:
             worker.call("init", Net(7) if model is None else model)
         ranks.post("call", "connect", of=size)
-        for worker in crew:
+        for worker in procs:
             worker.post("connect")
         errors = [one for one in ranks.answers(size) if isinstance(one, Exception)]
-        for worker in crew:
+        for worker in procs:
             worker.answer()
         assert not errors, errors
-        yield crew
+        yield procs
     finally:
-        for worker in crew:
+        for worker in procs:
             worker.stop()
         ranks.each("call", "shutdown", of=size)
 

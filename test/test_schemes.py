@@ -14,9 +14,9 @@ from weight_update import (
     SharedMemWeightSyncScheme,
     WeightSyncScheme,
 )
-from weight_update.testing import Apart, ApartInTwos, Crew, SchemeContract, mlp, scramble
+from weight_update.testing import Apart, ApartInTwos, SchemeContract, WorkerProcesses, mlp, scramble
 from weight_update.testing.cases import assert_equal
-from weight_update.testing.crew import context_of
+from weight_update.testing.worker_processes import context_of
 from weight_update.transports.distributed import connection as connection
 
 
@@ -80,14 +80,14 @@ def test_spawned_workers(make: type[WeightSyncScheme]) -> None:
     source = mlp(1)
     scheme = make()
     scheme.init_on_sender(model=source, num_workers=1, ctx=context_of("spawn"))
-    with Crew(scheme, "spawn") as crew:
-        crew.hire(0, mlp(2))
-        crew.connect()
+    with WorkerProcesses(scheme, "spawn") as procs:
+        procs.hire(0, mlp(2))
+        procs.connect()
         for version in range(3):
-            assert_equal(crew, source)
+            assert_equal(procs, source)
             scramble(source, version)
             scheme.send()
-        assert_equal(crew, source)
+        assert_equal(procs, source)
 
 
 def test_no_scheme_does_nothing() -> None:

@@ -233,7 +233,7 @@ class Remote(workers.Worker):
         self.process.close()
 
 
-class Crew:
+class Processes:
     """Schemes and worker processes of one test; all of them end with it."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from faults_tools import (
-    Crew,
+    Processes,
     Remote,
     Stripes,
     Worker,
@@ -59,10 +59,10 @@ def held_there(me: Worker) -> dict[str, Any]:
     return held()
 
 
-def work(crew: Crew, kind: type, workers: int = 2) -> list[Remote]:
+def work(procs: Processes, kind: type, workers: int = 2) -> list[Remote]:
     """One life of a scheme, to its shutdown on both sides."""
-    scheme, model = crew.scheme(kind, timeout=20.0), Stripes(4, 1000)
-    remotes = crew.launch(scheme, model, lambda: Stripes(4, 1000), workers)
+    scheme, model = procs.scheme(kind, timeout=20.0), Stripes(4, 1000)
+    remotes = procs.launch(scheme, model, lambda: Stripes(4, 1000), workers)
     for version in range(1, 4):
         scheme.send(fill(model, version))
     for remote in remotes:
@@ -71,26 +71,26 @@ def work(crew: Crew, kind: type, workers: int = 2) -> list[Remote]:
     return remotes
 
 
-def live_once(crew: Crew, kind: type) -> None:
-    for remote in work(crew, kind):
+def live_once(procs: Processes, kind: type) -> None:
+    for remote in work(procs, kind):
         remote.close()
-    crew._remotes.clear()  # their pipes are the test's own
-    crew._schemes.clear()
+    procs._remotes.clear()  # their pipes are the test's own
+    procs._schemes.clear()
     gc.collect()
 
 
-def test_all_is_given_back_by_the_sender(kind: type, crew: Crew) -> None:
-    live_once(crew, kind)
+def test_all_is_given_back_by_the_sender(kind: type, procs: Processes) -> None:
+    live_once(procs, kind)
     before = held()
     for _ in range(5):
-        live_once(crew, kind)
+        live_once(procs, kind)
     assert eventually(lambda: held()["threads"] == before["threads"], 5.0)
     assert eventually(lambda: held()["descriptors"] <= before["descriptors"], 5.0), (before, held())
     assert held()["slots"] <= before["slots"]
 
 
-def test_all_is_given_back_by_a_worker(kind: type, crew: Crew) -> None:
-    remote = work(crew, kind, workers=1)[0]
+def test_all_is_given_back_by_a_worker(kind: type, procs: Processes) -> None:
+    remote = work(procs, kind, workers=1)[0]
     assert remote.call(held_there)["threads"] == []
     assert remote.call(weights_of_model) == {3.0}, "the model keeps its weights"
 
@@ -99,14 +99,14 @@ def weights_of_model(me: Worker) -> set[float]:
     return {float(value) for parameter in me.model.parameters() for value in parameter.detach().unique()}
 
 
-def test_no_process_but_the_workers(kind: type, crew: Crew) -> None:
+def test_no_process_but_the_workers(kind: type, procs: Processes) -> None:
     def children() -> int:
         listed = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text()
         return len(listed.split())
 
     before = children()
-    scheme, model = crew.scheme(kind), Stripes(4, 8)
-    crew.launch(scheme, model, lambda: Stripes(4, 8), 2)
+    scheme, model = procs.scheme(kind), Stripes(4, 8)
+    procs.launch(scheme, model, lambda: Stripes(4, 8), 2)
     scheme.send(fill(model, 1))
     assert children() - before == 2
 
@@ -161,10 +161,10 @@ def test_many_tensors_under_the_usual_limit_of_descriptors(kind: type, count: in
     assert done.stdout.strip() == "{4.0} {4.0}", done.stderr
 
 
-def test_a_worker_takes_no_memory_of_its_own(kind: type, crew: Crew) -> None:
+def test_a_worker_takes_no_memory_of_its_own(kind: type, procs: Processes) -> None:
     """Two workers that hold 64 MB of weights each add no private copy of them."""
-    scheme, model = crew.scheme(kind), Stripes(2, 8 << 20)
-    workers = crew.launch(scheme, model, lambda: Stripes(2, 8 << 20), 2)
+    scheme, model = procs.scheme(kind), Stripes(2, 8 << 20)
+    workers = procs.launch(scheme, model, lambda: Stripes(2, 8 << 20), 2)
     for version in (1, 2, 3):
         scheme.send(fill(model, version))
     for worker in workers:
@@ -189,9 +189,9 @@ def private_bytes_of_slots(me: Worker) -> int:
     return total
 
 
-def test_the_measure_of_private_pages_can_fail(crew: Crew, kind: type) -> None:
-    scheme, model = crew.scheme(kind), Stripes(2, 1 << 20)
-    (worker,) = crew.launch(scheme, model, lambda: Stripes(2, 1 << 20), 1)
+def test_the_measure_of_private_pages_can_fail(procs: Processes, kind: type) -> None:
+    scheme, model = procs.scheme(kind), Stripes(2, 1 << 20)
+    (worker,) = procs.launch(scheme, model, lambda: Stripes(2, 1 << 20), 1)
     worker.call(write_into_weights)
     assert worker.call(private_bytes_of_slots) >= 8 << 20
 
@@ -237,11 +237,11 @@ SLOTS = {"dense": "dense", "kept": BucketEncoding(bucket_size=1 << 18, load_inst
 
 
 @pytest.mark.parametrize("encoding", ["dense", pytest.param("kept", marks=pytest.mark.slow)])
-def test_memory_is_given_back_after_a_slow_phase(kind: type, crew: Crew, encoding: str) -> None:
+def test_memory_is_given_back_after_a_slow_phase(kind: type, procs: Processes, encoding: str) -> None:
     """What a worker that was late took is free a few updates later, on both ends."""
-    scheme = crew.scheme(kind, timeout=0.3, strategy=WeightStrategy(encoding=SLOTS[encoding]))
+    scheme = procs.scheme(kind, timeout=0.3, strategy=WeightStrategy(encoding=SLOTS[encoding]))
     model = Stripes(2, 1 << 19)
-    late, quick = crew.launch(scheme, model, lambda: Stripes(2, 1 << 19), 2)
+    late, quick = procs.launch(scheme, model, lambda: Stripes(2, 1 << 19), 2)
     inherited = [worker.call(slot_bytes) for worker in (late, quick)]
     for version in range(1, 5):
         scheme.send(fill(model, version))

@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 from faults_tools import (
-    Crew,
+    Processes,
     Stripes,
     Worker,
     fill,
@@ -54,10 +54,10 @@ def seen(me: Worker) -> list[int]:
 
 
 @pytest.mark.parametrize("how", ["sync=False", "send_async"])
-def test_held_worker_costs_bounded_memory(kind, crew: Crew, how: str) -> None:
-    scheme: WeightSyncScheme = crew.scheme(kind, sync=how != "sync=False", timeout=60.0)
+def test_held_worker_costs_bounded_memory(kind, procs: Processes, how: str) -> None:
+    scheme: WeightSyncScheme = procs.scheme(kind, sync=how != "sync=False", timeout=60.0)
     model = big()
-    (worker,) = crew.launch(scheme, model, big, 1)
+    (worker,) = procs.launch(scheme, model, big, 1)
     send = scheme.send if how == "sync=False" else scheme.send_async
     worker.call(count_versions)
     worker.call(hold)
@@ -79,9 +79,9 @@ def test_held_worker_costs_bounded_memory(kind, crew: Crew, how: str) -> None:
     assert len(worker.call(seen)) <= 4  # 0, the one that waited, the newest: those between were dropped
 
 
-def test_the_fast_workers_do_not_wait_for_a_held_one(kind, crew: Crew) -> None:
-    scheme, model = crew.scheme(kind, timeout=60.0), Stripes(8, 1024)
-    held, fast = crew.launch(scheme, model, lambda: Stripes(8, 1024), 2)
+def test_the_fast_workers_do_not_wait_for_a_held_one(kind, procs: Processes) -> None:
+    scheme, model = procs.scheme(kind, timeout=60.0), Stripes(8, 1024)
+    held, fast = procs.launch(scheme, model, lambda: Stripes(8, 1024), 2)
     held.call(hold)
     for version in range(1, 31):
         scheme.send_async(fill(model, version))
@@ -98,9 +98,9 @@ def leave_inside_hold(me: Worker) -> tuple[float, list[str]]:
     return time.monotonic() - start, [name for name in names if "receiver" in name]
 
 
-def test_shutdown_inside_hold_does_not_wait_for_its_end(kind, crew: Crew) -> None:
-    scheme, model = crew.scheme(kind, timeout=30.0), Stripes(4, 16)
-    (worker,) = crew.launch(scheme, model, lambda: Stripes(4, 16), 1)
+def test_shutdown_inside_hold_does_not_wait_for_its_end(kind, procs: Processes) -> None:
+    scheme, model = procs.scheme(kind, timeout=30.0), Stripes(4, 16)
+    (worker,) = procs.launch(scheme, model, lambda: Stripes(4, 16), 1)
     worker.call(hold)
     handle = scheme.send_async(fill(model, 1))
     time.sleep(0.3)  # the update waits at the gate now
@@ -117,9 +117,9 @@ def leave_and_say_when(me: Worker) -> float:
     return time.monotonic() - start
 
 
-def test_prompt_exit_after_8000_async_sends(kind, crew: Crew) -> None:
-    scheme, model = crew.scheme(kind), Stripes(2, 4)
-    (worker,) = crew.launch(scheme, model, lambda: Stripes(2, 4), 1)
+def test_prompt_exit_after_8000_async_sends(kind, procs: Processes) -> None:
+    scheme, model = procs.scheme(kind), Stripes(2, 4)
+    (worker,) = procs.launch(scheme, model, lambda: Stripes(2, 4), 1)
     for _ in range(8000):
         handle = scheme.send_async(model)
     assert worker.call(wait_version, 8000) == 8000
