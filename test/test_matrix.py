@@ -103,7 +103,9 @@ def hire(request: pytest.FixtureRequest) -> Any:
         procs.__exit__()
 
 
-@pytest.mark.parametrize(("hire", "strategy", "encoding", "stable"), same_bits_cases(), indirect=["hire"])
+@pytest.mark.parametrize(
+    ("hire", "strategy", "encoding", "stable"), list(same_bits_cases()), indirect=["hire"]
+)
 def test_same_bits(
     hire: Any, strategy: str, encoding: str, stable: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
