@@ -3,13 +3,10 @@
 Every public name of ``torchrl.collectors`` is here; unchanged ones are TorchRL's own.
 """
 
-from collectors import extra, torchrl_names  # noqa: F401  # first: their errors name the cure
-from collectors.distributed import DistributedCollector, DistributedSyncCollector
-from collectors.multi import AsyncCollector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
-from collectors.ray import RayCollector
-from collectors.rpc import RPCCollector
-from collectors.single import Collector
-from collectors.unchanged import (
+from collectors import torchrl_names  # noqa: F401  # first: its errors name the cure
+
+# isort: split
+from torchrl.collectors import (  # the weight updaters are for programs that still pass weight_updater=
     AsyncBatchedCollector,
     BaseCollector,
     Evaluator,
@@ -21,6 +18,12 @@ from collectors.unchanged import (
     VanillaWeightUpdater,
     WeightUpdaterBase,
 )
+
+from collectors.distributed import DistributedCollector, DistributedSyncCollector
+from collectors.multi import AsyncCollector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from collectors.ray import RayCollector
+from collectors.rpc import RPCCollector
+from collectors.single import Collector
 
 __all__ = [
     "AsyncBatchedCollector",

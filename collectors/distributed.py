@@ -21,12 +21,10 @@ class DistributedCollector(Intervals, ProcessGroupCollector, torchrl_distributed
     """TorchRL's ``DistributedCollector``, whose workers run our collectors.
 
     Workers are numbered from 0 everywhere, in ``worker_ids`` as well, though their ranks in the process group
-    begin with 1.
+    begin with 1. Arguments that are not listed here are TorchRL's.
 
     Args:
-        create_env_fn: as in TorchRL: a list, one for each worker.
-        policy: as in TorchRL.
-        policy_factory: as in TorchRL.
+        create_env_fn: a list, one for each worker.
         collector_class: see :class:`~collectors.remote.Remote`.
         weight_sync_schemes: schemes by model id; None for a
             :class:`~weight_update.DistributedWeightSyncScheme` if the policy has weights. They are shut down
@@ -38,7 +36,6 @@ class DistributedCollector(Intervals, ProcessGroupCollector, torchrl_distributed
             with ``launcher="mp"``.
         max_weight_update_interval: number of batches after which a worker without a new version is updated;
             -1 for never.
-        options: all other options of TorchRL's ``DistributedCollector``.
 
     Raises:
         WorkerError: workers could not start; the error has their tracebacks. Also raised while iterating,
@@ -100,22 +97,15 @@ class DistributedSyncCollector(ProcessGroupCollector, torchrl_distributed.Distri
     """TorchRL's ``DistributedSyncCollector``, whose workers run our collectors.
 
     Each batch has frames of every worker. Workers collect the next batch while the trainer uses this one, so
-    frames may be of the previous version, as ``"policy_version"`` shows.
+    frames may be of the previous version, as ``"policy_version"`` shows. Errors, and arguments that TorchRL's
+    class lacks (``weight_sync_schemes``, ``weight_recv_schemes``, ``weight_updater``), are those of
+    :class:`DistributedCollector`.
 
     Args:
-        create_env_fn: as in TorchRL: a list, one for each worker.
-        policy: as in TorchRL.
-        policy_factory: as in TorchRL.
-        weight_sync_schemes: as in :class:`DistributedCollector`; TorchRL's class takes none.
+        create_env_fn: a list, one for each worker.
         total_frames: number of frames; -1 for no end.
         update_interval: weights are sent before the first of each ``update_interval`` batches;
             ``update_policy_weights_`` may be called as well.
-        options: all other options of TorchRL's ``DistributedSyncCollector`` and those of
-            :class:`DistributedCollector` that it lacks: ``weight_recv_schemes``, ``weight_updater``.
-
-    Raises:
-        WorkerError: see :class:`DistributedCollector`.
-        LifecycleError: see :class:`DistributedCollector`.
     """
 
     _program = staticmethod(run_ahead)

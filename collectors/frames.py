@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
+from collectors.substitute import Substitute
 from weight_update import SyncTimeoutError, WorkerError
 
 __all__ = [
@@ -31,11 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 def require_seconds(frames_timeout: Any) -> float:
-    """Return ``frames_timeout`` as a float.
-
-    Raises:
-        ValueError: it is not a positive number.
-    """
+    """Return ``frames_timeout`` as a float; raise ValueError unless it is a positive number."""
     if (
         isinstance(frames_timeout, bool)
         or not issubclass(type(frames_timeout), numbers.Real)
@@ -48,11 +45,7 @@ def require_seconds(frames_timeout: Any) -> float:
 
 
 class WaitingTimes:
-    """The seconds that a collector has waited for batches while each worker delivered none.
-
-    Args:
-        limit: seconds that a worker has.
-    """
+    """The seconds that a collector waited while each worker, which has ``limit``, delivered no batch."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
@@ -130,7 +123,7 @@ class _Reader:
                 self._answers.put((None, error))
 
 
-class BatchQueue:
+class BatchQueue(Substitute):
     """A substitute for the queue through which workers deliver their batches.
 
     Args:
@@ -153,27 +146,16 @@ class BatchQueue:
         frames_timeout: float,
         may_lose: bool,
     ) -> None:
+        super().__init__(batches)
         self.lost: dict[int, str] = {}
-        self._batches, self._processes = batches, processes
+        self._processes = processes
         self._reader = _Reader(batches)
         self._in_rounds, self._may_lose, self._limit = in_rounds, may_lose, frames_timeout
         self._waits = WaitingTimes(frames_timeout)
         self._missing = set(range(len(processes)))
 
-    def __getattr__(self, name: str) -> Any:
-        """Return everything else from the queue itself."""
-        if name == "_batches":  # not initialized yet, as while being copied
-            raise AttributeError(name)
-        return getattr(self._batches, name)
-
     def get(self, timeout: float) -> Any:
-        """Return the next batch, or raise after ``timeout`` seconds.
-
-        Raises:
-            queue.Empty: none came in time, and no worker is lost or late.
-            WorkerError: a worker has ended.
-            WorkersLateError: workers are late.
-        """
+        """Return the next batch; raise ``queue.Empty`` after ``timeout`` seconds, or as :meth:`look` does."""
         self.look()
         start = time.monotonic()
         try:
@@ -228,7 +210,7 @@ class BatchQueue:
     def close(self) -> None:
         """Close the queue."""
         self._reader.close()
-        self._batches.close()
+        self._original.close()
 
     def lost_all(self, workers: Iterable[int]) -> bool:
         """Whether all these workers are lost; waits for workers that are ending."""
@@ -253,55 +235,36 @@ class BatchQueue:
             self._missing = self._missing or set(range(len(self._processes)))
 
 
-class ControlPipe:
+class ControlPipe(Substitute):
     """A substitute for the pipe to a worker, whose errors say what happened to the worker.
 
-    Args:
-        pipe: the pipe.
-        gone: function that returns why the worker is gone, or None.
-        drops: whether to drop orders to a worker that is gone.
+    ``gone`` returns why the worker is gone, or None. ``drops`` says whether to drop orders to a worker that
+    is gone.
     """
 
     def __init__(self, pipe: Any, gone: Callable[[], str | None], *, drops: bool) -> None:
-        self._pipe, self._gone, self._drops = pipe, gone, drops
-
-    def __getattr__(self, name: str) -> Any:
-        """Return everything else from the pipe itself."""
-        if name == "_pipe":
-            raise AttributeError(name)
-        return getattr(self._pipe, name)
+        super().__init__(pipe)
+        self._gone, self._drops = gone, drops
 
     def send(self, order: Any) -> None:
-        """Send an order.
-
-        Raises:
-            WorkerError: the worker is gone.
-        """
+        """Send an order; raise WorkerError if the worker is gone."""
         try:
-            self._pipe.send(order)
+            self._original.send(order)
         except OSError as error:
             if not self._drops:
                 raise self._error() from error
 
     def poll(self, timeout: float | None = 0.0) -> bool:
-        """Whether there is an answer.
-
-        Raises:
-            WorkerError: the worker is gone without an answer.
-        """
-        found = bool(self._pipe.poll(timeout))
+        """Return whether there is an answer; raise WorkerError if the worker is gone without one."""
+        found = bool(self._original.poll(timeout))
         if not found and self._gone():
             raise self._error()
         return found
 
     def recv(self) -> Any:
-        """Return the next answer.
-
-        Raises:
-            WorkerError: the worker is gone.
-        """
+        """Return the next answer; raise WorkerError if the worker is gone."""
         try:
-            return self._pipe.recv()
+            return self._original.recv()
         except (EOFError, OSError) as error:
             raise self._error() from error
 
@@ -309,29 +272,20 @@ class ControlPipe:
         return WorkerError(self._gone() or "a worker has closed its connection")
 
 
-class WorkerProcess:
+class WorkerProcess(Substitute):
     """A substitute for the process of a worker.
 
     TorchRL ends all workers when it sees a worker that has ended but is not closed. :class:`BatchQueue`
     watches the workers instead.
-
-    Args:
-        process: the process.
     """
 
     def __init__(self, process: Any) -> None:
-        self._process = process
+        super().__init__(process)
         self._ended = False
-
-    def __getattr__(self, name: str) -> Any:
-        """Return everything else from the process itself."""
-        if name == "_process":
-            raise AttributeError(name)
-        return getattr(self._process, name)
 
     @property
     def _closed(self) -> bool:
-        self._ended = not self._process.is_alive()
+        self._ended = not self._original.is_alive()
         return self._ended
 
     def is_alive(self) -> bool:

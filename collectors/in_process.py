@@ -15,11 +15,7 @@ __all__ = ["apply_all", "receive_here"]
 
 
 def apply_all(models: Mapping[str, nn.Module], weights: Mapping[str, Any]) -> None:
-    """Copy weights into all models, or raise and change none.
-
-    Args:
-        models: models by model id.
-        weights: weights for each of these ids; anything that :class:`~weight_update.WeightStrategy` reads.
+    """Copy weights into the models of the same ids, or raise and change none.
 
     Raises:
         SchemaMismatchError: names, shapes or dtypes differ somewhere; nothing was written.
@@ -33,16 +29,9 @@ def apply_all(models: Mapping[str, nn.Module], weights: Mapping[str, Any]) -> No
 
 
 def receive_here(scheme: WeightSyncScheme, model_id: str, source: Any, model: Any) -> WeightSyncScheme:
-    """Make ``scheme`` the sender of a receiver in this process, and connect the two.
+    """Make ``scheme`` the sender of a receiver in this process, connect the two, and return the receiver.
 
-    Args:
-        scheme: not initialized yet.
-        model_id: name of the model.
-        source: module that ``scheme.send()`` reads.
-        model: module to keep current.
-
-    Returns:
-        The receiver.
+    The scheme is not initialized yet. It reads ``source`` and keeps ``model`` current.
     """
     scheme.init_on_sender(model_id=model_id, model=source, num_workers=1)
     receiver = copy.copy(scheme)

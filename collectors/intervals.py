@@ -31,7 +31,7 @@ class Intervals(Remote):
                 self._unchanged = {**self._unchanged, **{idx: (self._version_of(idx), 0) for idx in stale}}
 
     def _is_stale(self, idx: int) -> bool:
-        """Whether a worker is due for an update; counts the batches since its version changed."""
+        """Return whether a worker is due for an update; count the batches since its version changed."""
         version = self._version_of(idx)
         before, count = self._unchanged.get(idx, (version, 0))
         count = count + 1 if version == before else 0

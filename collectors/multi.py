@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -23,10 +21,10 @@ from collectors.frames import (
     WorkersLateError,
     require_seconds,
 )
-from collectors.requests import Request, group_once, real, require_ours
+from collectors.requests import Request, real
 from collectors.single import Collector
 from collectors.torchrl_names import MultiCollectorMeta
-from collectors.updating import Updating
+from collectors.updating import WithWorkers
 from collectors.versions import KEY, FrameVersion, VersionSource, stamp, writes_version
 from weight_update import (
     LifecycleError,
@@ -50,19 +48,16 @@ class _Choice(MultiCollectorMeta):
         return super().__call__(*args, **kwargs)
 
 
-class MultiCollector(Updating, torchrl.collectors.MultiCollector, metaclass=_Choice):
+class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_Choice):
     """TorchRL's ``MultiCollector``, whose workers are our :class:`~collectors.Collector`.
 
     Args:
-        create_env_fn: as in TorchRL.
-        policy: as in TorchRL.
         sync: whether to make a :class:`MultiSyncCollector` or a :class:`MultiAsyncCollector`.
         collector_class: collector class of each worker; None for our :class:`~collectors.Collector`.
         track_policy_version: see :class:`~collectors.Collector`. The version on a frame is the one that
             ``update_policy_weights_`` reported.
-        weight_sync_schemes: schemes by model id; None for a
-            :class:`~weight_update.SharedMemWeightSyncScheme` if the policy is a module. They are shut down
-            with the collector.
+        weight_sync_schemes: schemes by model id; None for a :class:`~weight_update.SharedMemWeightSyncScheme`
+            if the policy is a module. They are shut down with the collector.
         weight_updater: one of TorchRL's legacy updaters, instead of schemes. It counts no versions.
         frames_timeout: seconds that the collector waits for batches while a worker delivers none;
             ``math.inf`` for no limit. Time that the program spends between two batches does not count.
@@ -98,15 +93,12 @@ class MultiCollector(Updating, torchrl.collectors.MultiCollector, metaclass=_Cho
         self._may_lose = self._goes_on(on_worker_lost)
         if not weight_sync_schemes and weight_updater is None and isinstance(policy, nn.Module):
             weight_sync_schemes = {"policy": SharedMemWeightSyncScheme()}
-        self._receivers: dict[str, WeightSyncScheme] = {}
         self._weight_sync_schemes = weight_sync_schemes
         self._versions = VersionSource((weight_sync_schemes or {}).get("policy"))
-        require_ours(weight_sync_schemes or {})
-        group_once((weight_sync_schemes or {}).values())
+        self._adopt(weight_sync_schemes or {})
         if options.get("cudagraph_policy") or _captures(options.get("compile_policy")):
             for scheme in (weight_sync_schemes or {}).values():
                 scheme.stable_addresses = True
-        _live.add(self)
         super().__init__(
             create_env_fn,
             policy,
@@ -158,8 +150,7 @@ class MultiCollector(Updating, torchrl.collectors.MultiCollector, metaclass=_Cho
         return fake
 
     def _run_processes(self) -> None:
-        for scheme in (self._weight_sync_schemes or {}).values():
-            scheme.worker_alive = _alive(weakref.ref(self))
+        self._watch((self._weight_sync_schemes or {}).values())
         try:
             with ExitStack() as stack:
                 for scheme in real(self._receivers).values():  # what comes meanwhile would miss the workers
@@ -224,13 +215,11 @@ class MultiCollector(Updating, torchrl.collectors.MultiCollector, metaclass=_Cho
                 found.append(f"worker {idx}: {message['traceback']}")
         return "\n".join(found)
 
-    def register_scheme_receiver(
-        self, weight_recv_schemes: dict[str, WeightSyncScheme], *, synchronize_weights: bool = True
-    ) -> None:
-        """Register receivers as in TorchRL; this collector's own schemes pass weights on to its workers."""
-        require_ours(weight_recv_schemes)
-        self._receivers.update(weight_recv_schemes)
-        super().register_scheme_receiver(weight_recv_schemes, synchronize_weights=synchronize_weights)
+    def _worker_alive(self, worker_idx: int) -> bool:
+        if worker_idx >= len(self.procs):
+            return True
+        process = self.procs[worker_idx]
+        return not process._closed and bool(process.is_alive())
 
     def _update_without_scheme(self, request: Request) -> SyncReport | dict[str, SyncReport]:
         raise LifecycleError(
@@ -246,6 +235,9 @@ class MultiCollector(Updating, torchrl.collectors.MultiCollector, metaclass=_Cho
         schemes = (*self._receivers.values(), *(self._weight_sync_schemes or {}).values())
         close_all(end, *(scheme.shutdown for scheme in schemes))
 
+    def _end_at_exit(self) -> None:
+        self.shutdown(raise_on_error=False)
+
 
 class MultiSyncCollector(MultiCollector, torchrl.collectors.MultiSyncCollector):
     """A :class:`MultiCollector` whose batches have frames of every worker."""
@@ -259,31 +251,9 @@ class AsyncCollector(MultiAsyncCollector, torchrl.collectors.AsyncCollector):
     """A :class:`MultiAsyncCollector` of one worker; ``create_env_fn`` is one function, not a list."""
 
 
-_live: weakref.WeakSet[MultiCollector] = weakref.WeakSet()
-
-
-@atexit.register
-def _end_all() -> None:
-    """Shut down all collectors before ``multiprocessing`` waits for their workers at exit."""
-    close_all(*(partial(collector.shutdown, raise_on_error=False) for collector in list(_live)))
-
-
 def _captures(compile_policy: Any) -> bool:
     """Whether these options of ``torch.compile`` record CUDA graphs, which fix the addresses of weights."""
     return isinstance(compile_policy, Mapping) and (
         compile_policy.get("mode") in ("reduce-overhead", "max-autotune")
         or (compile_policy.get("options") or {}).get("triton.cudagraphs", False)
     )
-
-
-def _alive(collector: weakref.ref[Any]) -> Callable[[int], bool]:
-    """Return a function that tells whether a worker is alive, also after the collector is gone."""
-
-    def alive(worker_idx: int) -> bool:
-        owner = collector()
-        if owner is None or worker_idx >= len(owner.procs):
-            return True
-        process = owner.procs[worker_idx]
-        return not process._closed and bool(process.is_alive())
-
-    return alive

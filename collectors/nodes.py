@@ -46,16 +46,10 @@ class Nodes:
         self._nodes: list[_Node] = []
 
     def start(self, target: Callable[..., None], by_value: dict[str, Any], **arguments: Any) -> Any:
-        """Start a process that runs ``target(**by_value, **arguments)``.
+        """Start a process that runs ``target(**by_value, **arguments)``, and return it.
 
-        Args:
-            target: function of a module.
-            by_value: arguments that are copied. Multiprocessing would move their tensors into shared memory,
-                and the worker would see each step of the trainer.
-            arguments: arguments that multiprocessing passes.
-
-        Returns:
-            The process.
+        The arguments ``by_value`` are copied. Multiprocessing would move their tensors into shared memory,
+        and the worker would see each step of the trainer.
         """
         ctx: Any = mp.get_context(mp.get_start_method(allow_none=True) or "spawn")
         pipe, theirs = ctx.Pipe(duplex=False)
@@ -66,12 +60,7 @@ class Nodes:
         return process
 
     def await_ready(self, timeout: float) -> None:
-        """Wait until all processes have read their arguments.
-
-        Raises:
-            WorkerError: processes ended before that.
-            SyncTimeoutError: processes are late.
-        """
+        """Wait until all processes have read their arguments; raise if one ends (WorkerError) or is late."""
         deadline = time.monotonic() + timeout
         while late := [idx for idx, node in enumerate(self._nodes) if not node.ready]:
             self.require_alive()
@@ -109,9 +98,7 @@ class Nodes:
     def end(self, ask: Callable[[], None], timeout: float) -> None:
         """Wait until all processes have ended; kill those that have not after ``timeout`` seconds.
 
-        Args:
-            ask: function that asks them to end; called repeatedly, because a worker may miss it.
-            timeout: seconds.
+        ``ask`` asks them to end; it is called repeatedly, because a worker may miss it.
         """
         deadline = time.monotonic() + timeout
         while (running := self._running()) and time.monotonic() < deadline:

@@ -8,6 +8,7 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
+from collectors.substitute import Substitute
 from collectors.versions import stamp
 from weight_update import Gate, WeightSyncScheme
 
@@ -16,7 +17,7 @@ __all__ = ["PolicyCall"]
 Policy = Callable[[TensorDictBase], TensorDictBase]
 
 
-class PolicyCall:
+class PolicyCall(Substitute):
     """A substitute for the policy of a collector.
 
     Args:
@@ -39,10 +40,8 @@ class PolicyCall:
         unhooked: Iterable[WeightSyncScheme],
         version: Callable[[], int] | None,
     ) -> None:
-        self._policy = policy
-        self._run = run
-        self._gate = gate
-        self._version = version
+        super().__init__(policy)
+        self._run, self._gate, self._version = run, gate, version
         unhooked = list(unhooked)
         self._schemes = [scheme for scheme in schemes if scheme not in unhooked]
         self._held: Policy = self._stamped
@@ -63,9 +62,3 @@ class PolicyCall:
         if version is not None:
             stamp(output, version)
         return output
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the policy."""
-        if name == "_policy":  # not initialized yet, as while being copied
-            raise AttributeError(name)
-        return getattr(self._policy, name)

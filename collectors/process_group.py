@@ -3,50 +3,42 @@
 from __future__ import annotations
 
 import inspect
-import os
-import socket
+import queue
+import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torchrl.collectors
 from tensordict import TensorDictBase
-from torchrl.collectors.utils import split_trajectories
 from torchrl.data.utils import CloudpickleWrapper
 from torchrl.envs import EnvBase, EnvCreator
 
-from collectors.arrivals import Arrivals
 from collectors.closing import close_all
-from collectors.nodes import Nodes, free_port
-from collectors.remote import Remote
+from collectors.launched import END_SECONDS, LOOK_SECONDS, START_SECONDS, Launched
 from collectors.single import Collector
 from weight_update import (
     DistributedWeightSyncScheme,
     LifecycleError,
     SyncFailedError,
     SyncTimeoutError,
-    WeightSyncScheme,
     WorkerError,
 )
 
 __all__ = ["ProcessGroupCollector"]
 
-_LOOK_SECONDS = 0.5
-_END_SECONDS = 10.0
-_START_SECONDS = 120.0
 
-
-class ProcessGroupCollector(Remote):
+class ProcessGroupCollector(Launched):
     """A mixin for TorchRL's classes, whose default process group carries the data; placed before them.
 
     TorchRL starts the workers and the group without schemes. The workers' collectors get our schemes as
     ``weight_recv_schemes``, and the schemes connect when all workers have started.
     """
 
-    _ended = True  # until _begin runs
+    _scheme_class = DistributedWeightSyncScheme
+    _arrivals: Any = None  # until there is an example batch
     _program: Callable[..., None]
     """Program of a worker; see :mod:`collectors.node_programs`."""
 
@@ -54,18 +46,6 @@ class ProcessGroupCollector(Remote):
     """Index of the first worker, whose rank is 1."""
 
     def _begin(self, create_env_fn: Any, policy: Any, **options: Any) -> None:
-        self._nodes = Nodes()
-        self._ended = False
-        self._owner = os.getpid()
-        self._in_group = False
-        self._arrivals: Any = None  # until there is an example batch
-        if dist.is_initialized():
-            raise LifecycleError(
-                "torch.distributed is initialized in this process, but this collector makes the default "
-                "process group itself; create the collector before, or destroy that group"
-            )
-        if options.get("tcp_port") is None and options.get("launcher") == "mp":
-            options["tcp_port"] = os.environ.get("TCP_PORT") or free_port()
         try:
             super()._begin(create_env_fn, policy, **options)
             for scheme in self._schemes.values():
@@ -77,11 +57,12 @@ class ProcessGroupCollector(Remote):
                 raise
             raise WorkerError(f"workers could not start:\n{errors}") from error
 
-    def _default_scheme(self, **options: Any) -> WeightSyncScheme:
-        """Return the scheme of a policy without one."""
-        if options.get("launcher") == "mp":
-            return DistributedWeightSyncScheme()
-        return DistributedWeightSyncScheme(address=socket.gethostbyname(socket.gethostname()))
+    def _require_alone(self) -> None:
+        if dist.is_initialized():
+            raise LifecycleError(
+                "torch.distributed is initialized in this process, but this collector makes the default "
+                "process group itself; create the collector before, or destroy that group"
+            )
 
     # -- start -------------------------------------------------------------------------------------
 
@@ -106,12 +87,9 @@ class ProcessGroupCollector(Remote):
         return executor.submit(self._program, **by_value, **arguments)
 
     def _init_master_dist(self, world_size: int, backend: str) -> None:
-        self._nodes.await_ready(_START_SECONDS)
+        self._nodes.await_ready(START_SECONDS)
         self._in_group = True
         super()._init_master_dist(world_size, backend)
-
-    def _worker_alive(self, worker_idx: int) -> bool:
-        return self._nodes.alive(worker_idx)
 
     def _arguments_of(self, idx: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the arguments of a worker's program: those by value, and the others."""
@@ -167,28 +145,16 @@ class ProcessGroupCollector(Remote):
         self._arrivals.ask(idx)
 
     def _next_arrival(self) -> int:
-        """Wait for a batch, and return its worker.
-
-        Raises:
-            WorkerError: a worker has ended, or its connection broke.
-            SyncTimeoutError: a worker is late.
-        """
-        self._waits.require_in_time()
-        while (found := self._take()) is None:
-            self._nodes.require_alive()
-            self._waits.require_in_time()
-        idx: int = found[0]
-        self._waits.end(idx)
-        error: Exception | None = found[1]
+        """Wait for a batch and return its worker; raise if a worker ended (WorkerError) or is late."""
+        idx, error = self._await_batch()
         if error is not None:
             self._nodes.require_joined(idx)
             raise WorkerError(f"the connection to worker {idx} broke: {error}") from error
         return idx
 
-    def _take(self) -> tuple[int, Exception | None] | None:
-        """Return the worker of the next batch and its error, or None if none came for a moment."""
+    def _look(self) -> tuple[int, Exception | None] | None:
         start, pending = time.monotonic(), set(self._arrivals.pending)
-        found: tuple[int, Exception | None] | None = self._arrivals.take(_LOOK_SECONDS)
+        found: tuple[int, Exception | None] | None = self._arrivals.take(LOOK_SECONDS)
         self._waits.add(time.monotonic() - start, pending)
         return found
 
@@ -210,15 +176,7 @@ class ProcessGroupCollector(Remote):
 
     def _taken(self, idx: int) -> TensorDictBase:
         """Return a copy of a worker's batch, with trajectory numbers that no other worker uses."""
-        data = self._arrivals.batches[idx].clone()
-        key = ("collector", "traj_ids")
-        if key in data.keys(True):
-            data.set_(key, data[key] * self.num_workers + idx)
-        return data
-
-    def _processed(self, data: TensorDictBase) -> TensorDictBase:
-        data = split_trajectories(data) if self.split_trajs else data
-        return data if self.postproc is None else self.postproc(data)
+        return self._renumbered(idx, self._arrivals.batches[idx].clone())
 
     # -- end ---------------------------------------------------------------------------------------
 
@@ -226,20 +184,9 @@ class ProcessGroupCollector(Remote):
         """Ask workers to end; it may be called several times."""
         raise NotImplementedError
 
-    def shutdown(self, timeout: float | None = None, **options: Any) -> None:
-        """End workers and schemes. It may be called twice.
-
-        Args:
-            timeout: seconds for workers to finish their batches; None for 10. Workers that are still alive
-                then are killed.
-            options: accepted like those of other collectors, and ignored: environments end with the workers.
-        """
-        if self._ended:
-            return
-        self._ended = True
-        seconds = _END_SECONDS if timeout is None else timeout
-        ends = [partial(self._nodes.end, self._ask_to_end, seconds)] if self._in_group else []
-        close_all(*ends, self._give_up)
+    def _end_workers(self, seconds: float) -> None:
+        if self._in_group:
+            self._nodes.end(self._ask_to_end, seconds)
 
     def _give_up(self) -> None:
         self._ended = True
@@ -247,12 +194,60 @@ class ProcessGroupCollector(Remote):
 
     def _leave_group(self) -> None:
         if self._arrivals is not None:
-            self._arrivals.close(_END_SECONDS)
+            self._arrivals.close(END_SECONDS)
         in_group, self._in_group = self._in_group, False
         if in_group and dist.is_initialized():
             dist.destroy_process_group()
 
-    def __del__(self) -> None:
-        """Shut down an unused collector."""
-        if not self._ended and self._owner == os.getpid():  # not in a forked child
-            self.shutdown()
+
+class Arrivals:
+    """A receiver of batches like ``example``, one at a time from each worker; worker 0 has the rank 1.
+
+    Attributes:
+        batches: last batch of each worker.
+        pending: workers whose next batch is awaited.
+    """
+
+    def __init__(self, example: TensorDictBase, num_workers: int) -> None:
+        self.batches = [example.clone().lock_() for _ in range(num_workers)]
+        self.pending: set[int] = set()
+        self._arrived: queue.SimpleQueue[tuple[int, Exception | None]] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def ask(self, idx: int) -> None:
+        """Start to receive the next batch of a worker, unless this was started before."""
+        if idx in self.pending:
+            return
+        self.pending.add(idx)
+        try:
+            parts = self.batches[idx].irecv(src=idx + 1, return_premature=True)
+        except RuntimeError as error:
+            self._arrived.put((idx, error))
+            return
+        waiting = threading.Thread(target=_await, args=(idx, parts, self._arrived), daemon=True)
+        self._threads = [thread for thread in self._threads if thread.is_alive()] + [waiting]
+        waiting.start()
+
+    def take(self, timeout: float) -> tuple[int, Exception | None] | None:
+        """Return the worker of the next batch and its error; None if none came in ``timeout`` seconds."""
+        try:
+            idx, error = self._arrived.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        self.pending.discard(idx)
+        return idx, error
+
+    def close(self, timeout: float) -> None:
+        """Wait for the end of all receiving, once the workers have ended."""
+        for thread in self._threads:
+            thread.join(timeout)
+
+
+def _await(idx: int, parts: list[Any], arrived: queue.SimpleQueue[tuple[int, Exception | None]]) -> None:
+    try:
+        for part in parts:
+            part.wait()
+    except RuntimeError as error:  # from gloo: the other end is gone
+        arrived.put((idx, error))
+    else:
+        arrived.put((idx, None))

@@ -25,18 +25,17 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
     """TorchRL's ``RayCollector``, whose actors run our collectors.
 
     Schemes connect at the first ``update_policy_weights_``, as in TorchRL. Until then actors compute with the
-    policy as it was at their creation, and their frames have version 0.
+    policy as it was at their creation, and their frames have version 0. Arguments that are not listed here
+    are TorchRL's.
 
     Args:
-        create_env_fn: as in TorchRL: a list, one for each actor.
-        policy: as in TorchRL.
+        create_env_fn: a list, one for each actor.
         collector_class: see :class:`~collectors.remote.Remote`.
         weight_sync_schemes: schemes by model id; None for a :class:`~weight_update.RayWeightSyncScheme` if
             the policy has weights. Actors on other nodes need one with ``address=`` or
             ``data="object_store"``. They are shut down with the collector.
         weight_recv_schemes: receivers of this collector, if it is a worker itself; weights are passed on.
         weight_updater: legacy updater, instead of schemes.
-        options: all other options of TorchRL's ``RayCollector``.
 
     Raises:
         ImportError: Ray is not installed.
@@ -107,11 +106,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
             self.update_policy_weights_(worker_ids=worker_ids)
 
     def _next_of(self, pending: dict[Any, int]) -> tuple[int, Any]:
-        """Remove the first finished batch from ``pending``, and return its actor and its reference.
-
-        Raises:
-            SyncTimeoutError: an actor is late.
-        """
+        """Remove the first finished batch from ``pending``; return its actor and reference."""
         import ray
 
         ready: list[Any] = []

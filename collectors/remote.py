@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import copy
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,15 +13,15 @@ from torch import nn
 from collectors.closing import close_all
 from collectors.frames import FRAMES_TIMEOUT, WaitingTimes, require_seconds
 from collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
-from collectors.requests import Request, group_once, require_ours, send
+from collectors.requests import Request, require_ours, send
 from collectors.single import Collector
-from collectors.updating import Updating
+from collectors.updating import WithWorkers
 from weight_update import LifecycleError, SharedMemWeightSyncScheme, SyncReport, WeightSyncScheme
 
 __all__ = ["Remote", "inner_class", "inner_options"]
 
 
-class Remote(Updating, torchrl.collectors.BaseCollector):
+class Remote(WithWorkers, torchrl.collectors.BaseCollector):
     """A mixin for TorchRL's distributed, RPC and Ray collectors, placed before them.
 
     Call sequence:
@@ -33,18 +31,15 @@ class Remote(Updating, torchrl.collectors.BaseCollector):
     2. It calls :meth:`_begin`, which is TorchRL's ``__init__`` unless a subclass extends it. When ``_begin``
        returns, workers run and the schemes are initialized, and connected where TorchRL connects them there.
        If it raises, :meth:`_give_up` is called.
-    3. ``weight_recv_schemes`` are registered last, so that received weights reach connected workers.
-    4. :meth:`shutdown` is TorchRL's, and ends all schemes afterwards. It is also called at exit.
+    3. ``weight_recv_schemes`` are registered last, so that received weights reach connected workers. 4.
+    :meth:`shutdown` is TorchRL's, and ends all schemes afterwards. It is also called at exit.
 
     A subclass implements :meth:`_default_scheme`, and :meth:`_worker_alive` and :meth:`_give_up` if it can.
 
     Args:
         create_env_fn: as in TorchRL: a list, one for each worker.
-        policy: as in TorchRL.
-        policy_factory: as in TorchRL.
         collector_class: collector of each worker: a class, or ``"single"``, ``"sync"`` or ``"async"`` for
             ours. None for ``"single"``, or for ``"sync"`` if each worker has several environments.
-        collector_kwargs: as in TorchRL.
         num_workers_per_collector: as in TorchRL.
         weight_sync_schemes: schemes by model id; None for the default. They are shut down with the collector.
         weight_recv_schemes: receivers of this collector, if it is a worker itself; weights are passed on.
@@ -83,12 +78,9 @@ class Remote(Updating, torchrl.collectors.BaseCollector):
             has_weights = isinstance(policy, nn.Module) or _any(policy_factory)
             weight_sync_schemes = {"policy": self._default_scheme(**options)} if has_weights else {}
         self._schemes = dict(weight_sync_schemes or {})
-        self._receivers: dict[str, WeightSyncScheme] = {}
-        require_ours({**self._schemes, **(weight_recv_schemes or {})})
-        group_once(self._schemes.values())
-        for scheme in self._schemes.values():
-            scheme.worker_alive = _alive(weakref.ref(self))
-        _live.add(self)
+        require_ours(weight_recv_schemes or {})
+        self._adopt(self._schemes)
+        self._watch(self._schemes.values())
         kind = inner_class(collector_class, num_workers_per_collector)
         try:
             self._begin(
@@ -117,10 +109,6 @@ class Remote(Updating, torchrl.collectors.BaseCollector):
         """Return the scheme of a policy without one; ``options`` are the options of the collector."""
         raise NotImplementedError
 
-    def _worker_alive(self, worker_idx: int) -> bool:
-        """Return False only if the process of a worker has certainly ended."""
-        return True
-
     def _give_up(self) -> None:
         """Release everything after an error at any point of ``__init__``."""
         self._end_schemes()
@@ -138,20 +126,12 @@ class Remote(Updating, torchrl.collectors.BaseCollector):
         scheme = self._schemes.get("policy")
         return None if scheme is None else scheme.version
 
-    def register_scheme_receiver(
-        self, weight_recv_schemes: dict[str, WeightSyncScheme], *, synchronize_weights: bool = True
-    ) -> None:
-        """Register receivers as in TorchRL; this collector's own schemes pass weights on to its workers."""
-        require_ours(weight_recv_schemes)
-        self._receivers.update(weight_recv_schemes)
-        super().register_scheme_receiver(weight_recv_schemes, synchronize_weights=synchronize_weights)
-
     def shutdown(self, timeout: float | None = None, **options: Any) -> None:
         """Shut down as in TorchRL, and end the schemes of this collector. It may be called twice."""
         close_all(partial(super().shutdown, timeout=timeout, **options), self._end_schemes)
 
     def _end_schemes(self) -> None:
-        _live.discard(self)
+        self._disown()
         self._weight_sync_schemes = self._schemes or None  # TorchRL drops them, but they can report errors
         close_all(*(scheme.shutdown for scheme in (*self._receivers.values(), *self._schemes.values())))
 
@@ -181,24 +161,5 @@ def inner_options(options: Any, kind: Any, policy: Any, policy_factory: Any) -> 
     return options
 
 
-_live: weakref.WeakSet[Remote] = weakref.WeakSet()
-
-
-@atexit.register
-def _end_all() -> None:
-    """Shut down all collectors before ``multiprocessing`` waits for their workers at exit."""
-    close_all(*(collector.shutdown for collector in list(_live)))
-
-
 def _any(policy_factory: Any) -> bool:
     return any(policy_factory) if isinstance(policy_factory, Sequence) else policy_factory is not None
-
-
-def _alive(collector: weakref.ref[Remote]) -> Callable[[int], bool]:
-    """Return a function that tells whether a worker may be alive, also after the collector is gone."""
-
-    def alive(worker_idx: int) -> bool:
-        owner = collector()
-        return owner is None or owner._worker_alive(worker_idx)
-
-    return alive

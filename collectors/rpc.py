@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
-import socket
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,78 +14,57 @@ import torchrl.collectors.distributed as torchrl_distributed
 from tensordict import TensorDictBase
 from torch import distributed as dist
 from torch.distributed import rpc
-from torchrl.collectors.utils import split_trajectories
 from torchrl.data.utils import CloudpickleWrapper
 from torchrl.envs import EnvBase, EnvCreator
 
 from collectors.closing import close_all
 from collectors.intervals import Intervals, endless
-from collectors.nodes import Nodes, free_port
+from collectors.launched import END_SECONDS, LOOK_SECONDS, START_SECONDS, Launched
 from collectors.rpc_node import join_world, leave, made, make_collector, name_of, run_node, was_in_a_world
 from collectors.torchrl_names import tensorpipe_options
-from weight_update import LifecycleError, RPCWeightSyncScheme, WeightSyncError, WeightSyncScheme, WorkerError
+from weight_update import LifecycleError, RPCWeightSyncScheme, WeightSyncError, WorkerError
 
 __all__ = ["RPCCollector"]
 
-_LOOK_SECONDS = 0.5
-_END_SECONDS = 10.0
-_START_SECONDS = 120.0
 
-
-class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
+class RPCCollector(Intervals, Launched, torchrl_distributed.RPCCollector):
     """TorchRL's ``RPCCollector``, whose workers run our collectors.
 
     It needs no process group: with ``launcher="mp"`` or ``"submitit"`` it makes none, and an existing one is
-    left alone.
+    left alone. Arguments that are not listed here are those of :class:`DistributedCollector`.
 
     Args:
-        create_env_fn: as in TorchRL: a list, one for each worker.
-        policy: as in TorchRL.
-        policy_factory: as in TorchRL.
-        collector_class: see :class:`~collectors.remote.Remote`.
         weight_sync_schemes: schemes by model id; None for a :class:`~weight_update.RPCWeightSyncScheme` if
             the policy has weights. They are shut down with the collector.
-        weight_recv_schemes: receivers of this collector, if it is a worker itself; weights are passed on.
-        weight_updater: legacy updater, instead of schemes.
-        total_frames: number of frames; -1 for no end.
         tcp_port: port of the rendezvous; None for the environment's ``TCP_PORT``, or for a free one with
             ``launcher="mp"``.
-        max_weight_update_interval: see :class:`~collectors.intervals.Intervals`.
-        options: all other options of TorchRL's ``RPCCollector``.
 
     Raises:
         WorkerError: workers could not start. Also raised while iterating, when a worker fails or ends.
         LifecycleError: this process is or was in an RPC world; PyTorch allows only one.
     """
 
-    _ended = True  # until _begin runs
+    _scheme_class = RPCWeightSyncScheme
 
     def _begin(self, create_env_fn: Any, policy: Any, **options: Any) -> None:
-        self._nodes, self._ended, self._in_group = Nodes(), False, False
         self._pending: set[int] = set()
         self._arrived: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self.collector_infos: list[Any] = []
         self.collector_rrefs: list[Any] = []
         self._made: list[Any] = []
-        if was_in_a_world():
-            raise LifecycleError(
-                "this process is or was in a world of torch.distributed.rpc, and PyTorch cannot bring it "
-                "into a new one with the workers of this collector; make one RPCCollector in each process"
-            )
         self._given_options = options.pop("tensorpipe_options", None) or {}
         options["total_frames"] = endless(options.get("total_frames", -1))
-        if options.get("tcp_port") is None and options.get("launcher") == "mp":
-            options["tcp_port"] = os.environ.get("TCP_PORT") or free_port()
         options["weight_sync_schemes"] = {} if options["weight_updater"] is None else None
         super()._begin(create_env_fn, policy, **options)
         self._weight_sync_schemes = self._schemes or None
         self._connect()
 
-    def _default_scheme(self, **options: Any) -> WeightSyncScheme:
-        """Return the scheme of a policy without one."""
-        if options.get("launcher") == "mp":
-            return RPCWeightSyncScheme()
-        return RPCWeightSyncScheme(address=socket.gethostbyname(socket.gethostname()))
+    def _require_alone(self) -> None:
+        if was_in_a_world():
+            raise LifecycleError(
+                "this process is or was in a world of torch.distributed.rpc, and PyTorch cannot bring it "
+                "into a new one with the workers of this collector; make one RPCCollector in each process"
+            )
 
     # -- start -------------------------------------------------------------------------------------
 
@@ -104,7 +80,7 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
             "world_size": self.num_workers + 1,
             "devices": None if self.visible_devices is None else self.visible_devices[i],
             "options": self.tensorpipe_options,
-            "end_seconds": _END_SECONDS,
+            "end_seconds": END_SECONDS,
         }
         if self.launcher == "mp":
             return self._nodes.start(run_node, {}, **arguments)
@@ -113,7 +89,7 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
         return super()._init_worker_rpc(executor, i)
 
     def _init_master_rpc(self, world_size: int) -> None:
-        self._nodes.await_ready(_START_SECONDS)
+        self._nodes.await_ready(START_SECONDS)
         if self.launcher == "submitit_delayed":  # TorchRL's program waits there and makes a process group
             self._in_group = True
             super()._init_master_rpc(world_size)
@@ -130,7 +106,7 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
         self.collector_infos = [rpc.get_worker_info(name_of(idx)) for idx in range(self.num_workers)]
         self.collector_rrefs = [self._make(idx, **given) for idx in range(self.num_workers)]
         self._made = [
-            rpc.rpc_async(info, made, args=(rref,), timeout=_START_SECONDS)
+            rpc.rpc_async(info, made, args=(rref,), timeout=START_SECONDS)
             for info, rref in zip(self.collector_infos, self.collector_rrefs, strict=True)
         ]
         self.futures = ()  # TorchRL's list of pending calls
@@ -187,13 +163,13 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
             self.collector_infos[idx],
             make_collector,
             args=(collector_class, env, several, options),
-            timeout=_START_SECONDS,
+            timeout=START_SECONDS,
         )
 
     def _worker_alive(self, worker_idx: int) -> bool:
         future = self._made[worker_idx] if worker_idx < len(self._made) else None
         failed = future is not None and future.done() and _error_of(future) is not None
-        return self._nodes.alive(worker_idx) and not failed
+        return super()._worker_alive(worker_idx) and not failed
 
     # -- data --------------------------------------------------------------------------------------
 
@@ -203,8 +179,7 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
         while collected < self.total_frames:
             data = self._collect_in_step() if self._sync else self._collect_next()
             collected += data.numel()
-            data = split_trajectories(data) if self.split_trajs else data
-            yield data if self.postproc is None else self.postproc(data)
+            yield self._processed(data)
             if collected < self.total_frames:
                 self._update_stale()
 
@@ -232,32 +207,17 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
             self.collector_rrefs[idx].rpc_async().next().then(lambda future: arrived.put((idx, future)))
 
     def _take(self) -> tuple[int, TensorDictBase]:
-        """Return the next worker and its batch, with trajectory numbers that no other worker uses.
-
-        Raises:
-            WorkerError: a worker failed or has ended.
-            SyncTimeoutError: a worker is late.
-        """
-        self._waits.require_in_time()
-        while (found := self._next_answer()) is None:
-            self._nodes.require_alive()
-            self._waits.require_in_time()
-        idx, future = found
+        """Return the next worker and its batch, with trajectory numbers that no other worker uses."""
+        idx, future = self._await_batch()
         self._pending.discard(idx)
-        self._waits.end(idx)
         if (error := _error_of(future)) is not None:
             raise WorkerError(f"worker {idx} could not collect: {error}")
-        data: TensorDictBase = future.value()
-        key = ("collector", "traj_ids")
-        if key in data.keys(True):
-            data.set_(key, data[key] * self.num_workers + idx)
-        return idx, data
+        return idx, self._renumbered(idx, future.value())
 
-    def _next_answer(self) -> tuple[int, Any] | None:
-        """Return a worker and the future of its batch, or None if none came for a moment."""
+    def _look(self) -> tuple[int, Any] | None:
         start = time.monotonic()
         try:
-            return self._arrived.get(timeout=_LOOK_SECONDS)
+            return self._arrived.get(timeout=LOOK_SECONDS)
         except queue.Empty:
             return None
         finally:
@@ -271,29 +231,17 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
 
     # -- end ---------------------------------------------------------------------------------------
 
-    def shutdown(self, timeout: float | None = None, **options: Any) -> None:
-        """End workers and schemes. It may be called twice.
-
-        Args:
-            timeout: seconds for workers to finish their batches; None for 10. Workers that are still alive
-                then are killed.
-            options: accepted like those of other collectors, and ignored: environments end with the workers.
-        """
-        if self._ended:
+    def _end_workers(self, seconds: float) -> None:
+        self._shutdown = True
+        if not _in_world():
             return
-        self._ended = self._shutdown = True
-        seconds = _END_SECONDS if timeout is None else timeout
-        ends = [partial(self._end_world, seconds)] if _in_world() else []
-        close_all(*ends, self._give_up)
-
-    def _end_world(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         with contextlib.suppress(queue.Empty):
             while any(map(self._nodes.alive, self._pending)):
                 idx, _ = self._arrived.get(timeout=max(deadline - time.monotonic(), 0.0))
                 self._pending.discard(idx)
         ends = [
-            rref.rpc_async(timeout=_END_SECONDS).shutdown()
+            rref.rpc_async(timeout=END_SECONDS).shutdown()
             for idx, rref in enumerate(self.collector_rrefs)
             if self._nodes.alive(idx) and idx not in self._pending
         ]
@@ -301,8 +249,8 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
         for info in self.collector_infos if well else ():
             rpc.rpc_async(info, leave)
         if well and self._all_alive():
-            rpc.shutdown(graceful=True, timeout=int(_END_SECONDS))
-            self._nodes.end(lambda: None, _END_SECONDS)
+            rpc.shutdown(graceful=True, timeout=int(END_SECONDS))
+            self._nodes.end(lambda: None, END_SECONDS)
 
     def _all_alive(self) -> bool:
         return all(map(self._nodes.alive, range(self.num_workers)))
@@ -317,11 +265,6 @@ class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
             rpc.shutdown(graceful=False)
         if self._in_group and dist.is_initialized():
             dist.destroy_process_group()
-
-    def __del__(self) -> None:
-        """Shut down an unused collector."""
-        if not self._ended:
-            self.shutdown()
 
 
 def _error_of(future: Any) -> str | None:

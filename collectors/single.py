@@ -37,7 +37,6 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
     """TorchRL's ``Collector``, whose data has the exact version of the policy that made each frame.
 
     Args:
-        create_env_fn: as in TorchRL.
         policy: as in TorchRL. With a scheme in ``weight_sync_schemes`` the collector runs a copy of it, which
             changes only when ``update_policy_weights_`` is called. Without a scheme, and without a device of
             its own, it runs the given module itself.

@@ -6,7 +6,7 @@ here, and add each hook or attribute that a subclass relies on to :data:`HOOKS`.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -116,11 +116,7 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
 
 
 def require_hooks(hooks: Mapping[tuple[str, str], Iterable[str]]) -> None:
-    """Raise an ImportError if TorchRL's classes no longer use one of these names.
-
-    Args:
-        hooks: names by module and class.
-    """
+    """Raise an ImportError if TorchRL's classes, given by module and name, lack one of these names."""
     lost = []
     for (module, cls), names in hooks.items():
         used = _names_used_by(getattr(importlib.import_module(module), cls))
@@ -164,6 +160,12 @@ def _refusal(reason: str) -> str:
     )
 
 
+try:
+    _found = importlib.util.find_spec("torchrl") is not None
+except ValueError:  # a module without a spec takes its place
+    _found = False
+if not _found:
+    raise ImportError("collectors needs torchrl: pip install weight-update[collectors]", name="torchrl")
 try:
     from torchrl._comm.backends import (
         _contextual_backend_error as contextual_backend_error,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import atexit
+import weakref
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
-from collectors.requests import Request, send
+from collectors.closing import close_all
+from collectors.requests import Request, group_once, require_ours, send
 from weight_update import SyncReport, WeightSyncScheme
 
-__all__ = ["Updating"]
+__all__ = ["Updating", "WithWorkers"]
 
 
 class Updating:
@@ -80,3 +84,58 @@ class Updating:
 
     def _update_without_scheme(self, request: Request) -> SyncReport | dict[str, SyncReport]:
         raise NotImplementedError
+
+
+class WithWorkers(Updating):
+    """A mixin for collectors whose models are in other processes; it ends these at exit."""
+
+    _receivers: dict[str, WeightSyncScheme]
+
+    def _adopt(self, schemes: Mapping[str, WeightSyncScheme]) -> None:
+        """Check and group the schemes that send to the workers."""
+        self._receivers = {}
+        require_ours(schemes)
+        group_once(schemes.values())
+        _live.add(self)
+
+    def _watch(self, schemes: Iterable[WeightSyncScheme]) -> None:
+        """Have schemes ask :meth:`_worker_alive`."""
+        for scheme in schemes:
+            scheme.worker_alive = partial(_alive, weakref.ref(self))
+
+    def _worker_alive(self, worker_idx: int) -> bool:
+        """Return False only if the process of a worker has certainly ended."""
+        return True
+
+    def register_scheme_receiver(
+        self, weight_recv_schemes: dict[str, WeightSyncScheme], *, synchronize_weights: bool = True
+    ) -> None:
+        """Register receivers as in TorchRL; this collector's own schemes pass weights on to its workers."""
+        require_ours(weight_recv_schemes)
+        self._receivers.update(weight_recv_schemes)
+        torchrl_collector: Any = super()
+        torchrl_collector.register_scheme_receiver(
+            weight_recv_schemes, synchronize_weights=synchronize_weights
+        )
+
+    def _disown(self) -> None:
+        _live.discard(self)
+
+    def _end_at_exit(self) -> None:
+        collector: Any = self
+        collector.shutdown()
+
+
+_live: weakref.WeakSet[WithWorkers] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """Shut down all collectors before ``multiprocessing`` waits for their workers at exit."""
+    close_all(*(collector._end_at_exit for collector in list(_live)))
+
+
+def _alive(collector: weakref.ref[WithWorkers], worker_idx: int) -> bool:
+    """Return whether a worker may be alive, also after the collector is gone."""
+    owner = collector()
+    return owner is None or owner._worker_alive(worker_idx)

@@ -43,6 +43,8 @@ class Hired:
         fault: name of the last one.
         since: when that began.
         clear_at: from this moment on the worker must take every update; infinite while a fault lasts.
+        down_at: when its link failed; the first failure of several that TCP has not recovered from.
+        back_at: when TCP has recovered from the last failure at the latest.
     """
 
     def __init__(self, idx: int, row: int) -> None:
@@ -53,6 +55,7 @@ class Hired:
         self.busy, self.since = True, time.monotonic()
         self.fault = "late_joiner" if idx >= GUEST else "start"
         self.clear_at = float("inf")
+        self.down_at = self.back_at = 0.0
 
     def touch(self, harmless: bool = False) -> None:
         """A fault begins; nobody may notice one that is ``harmless``."""
@@ -212,22 +215,33 @@ class Faults:
     # -- to what lies between --------------------------------------------------------------------------
 
     def _do_link_down(self, one: Hired) -> None:
+        self._note_link(one)
         one.touch(harmless=True)
-        self._cut(one, self._short())
+        self._cut(one, self._short(), losing=True)  # after a cable was out for 0.2 s, TCP waits 1.2 s
 
     def _do_long_link_down(self, one: Hired) -> None:
+        self._note_link(one)
         one.touch()
-        self._cut(one, self._long())
+        self._cut(one, self._long(), losing=self._dice.random() < 0.5)
 
-    def _cut(self, one: Hired, seconds: float) -> None:
+    @staticmethod
+    def _note_link(one: Hired) -> None:
+        now = time.monotonic()
+        if one.back_at < now:
+            one.down_at = now
+
+    def _cut(self, one: Hired, seconds: float, losing: bool) -> None:
         network, host = self._side.network, self._side.host_of(one.idx)
         assert network is not None
-        down, up = self._dice.choice([(network.pull, network.plug), (network.lose, network.find)])
+        down, up = (network.lose, network.find) if losing else (network.pull, network.plug)
         down(host)
 
         def mend() -> None:
             up(host)
             self._over(one)
+            lasted = time.monotonic() - one.down_at
+            one.back_at = time.monotonic() + lasted  # TCP doubles its pauses: it may try again so late
+            one.clear_at += lasted
 
         self._later(seconds, mend)
 

@@ -11,6 +11,11 @@ from pathlib import Path
 
 SHARE, BYTES, COUNT = 0.10, 16 << 20, 4
 """Growth that counts as flat: of memory 10 % and 16 MiB, of descriptors and threads four in each process."""
+SLOTS = 16
+"""Growth of the descriptors of slots that counts as flat, in each process.
+
+The sender keeps the last patches for chains, and how many it has depends on the updates just before.
+"""
 LEAST = 3
 """Samples of a window."""
 
@@ -35,13 +40,14 @@ def sample(pids: Iterable[int], shared: bool = True) -> Sample:
         shared: whether shared memory counts. Ray's object store keeps
             every page that was once used.
     """
-    total = {"memory": 0, "descriptors": 0, "threads": 0}
+    total = {"memory": 0, "descriptors": 0, "slots": 0, "threads": 0}
     for pid in pids:
         try:
             here = Path("/proc", str(pid))
             one = {
                 "memory": _memory(here, shared),
                 "descriptors": len(os.listdir(here / "fd")),
+                "slots": _slots(here),
                 "threads": len(os.listdir(here / "task")),
             }
         except OSError:
@@ -57,6 +63,15 @@ def _memory(process: Path, shared: bool) -> int:
     return sizes.get("Pss:", 0) - (0 if shared else sizes.get("Pss_Shmem:", 0))
 
 
+def _slots(process: Path) -> int:
+    """Return the number of descriptors of slots."""
+    found = 0
+    for fd in (process / "fd").iterdir():
+        with contextlib.suppress(OSError):  # closed by now
+            found += os.readlink(fd).startswith("/memfd:weight_update")
+    return found
+
+
 def median(samples: list[Sample]) -> Sample:
     """Return the median of each quantity."""
     if not samples:
@@ -67,9 +82,12 @@ def median(samples: list[Sample]) -> Sample:
 def growth(who: str, processes: int, first: list[Sample], last: list[Sample]) -> list[str]:
     """Return a sentence for each quantity that is not flat between two windows."""
     before, after = median(first), median(last)
+    for held in (before, after):
+        held["descriptors"] -= held["slots"]
     allowed = {
         "memory": before["memory"] * (1 + SHARE) + BYTES,
         "descriptors": before["descriptors"] + COUNT * processes,
+        "slots": before["slots"] + SLOTS * processes,
         "threads": before["threads"] + COUNT * processes,
     }
     return [

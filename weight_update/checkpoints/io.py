@@ -63,11 +63,7 @@ class Remover:
 
 
 def open_regular(path: Path) -> int:
-    """Open a file for reading and return its descriptor. Never wait: a FIFO of that name is an error.
-
-    Raises:
-        OSError: the file cannot be opened, or is not a regular file.
-    """
+    """Open a regular file for reading and return its descriptor; OSError for all others, without waiting."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -84,16 +80,8 @@ def read_regular(path: Path) -> bytes:
 def write_beside(part: Path, path: Path, write: Callable[[int], _T]) -> _T:
     """Write to ``part``, wait until the disk has it, and rename it to ``path`` in the same directory.
 
-    Args:
-        part: path of the file while it is being written; removed again if anything fails.
-        path: final path; an existing file is replaced.
-        write: function that writes to a file descriptor.
-
-    Returns:
-        the result of ``write``.
-
-    Raises:
-        OSError: the file could not be written.
+    An existing file at ``path`` is replaced. ``part`` is removed again if anything fails. Return the result
+    of ``write``, which is called with a file descriptor.
     """
     mode = stat.S_IMODE(path.parent.stat().st_mode) & 0o666  # only for users who may read the directory
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
@@ -123,9 +111,7 @@ def _sync_directory(directory: Path) -> None:
 def naming_free_space(directory: Path, needed: int) -> Iterator[None]:
     """Translate errors of a full disk or quota, inside the block, into one that says how much is needed.
 
-    Args:
-        directory: directory on that disk.
-        needed: number of bytes.
+    ``directory`` lies on that disk, and ``needed`` is a number of bytes.
 
     Raises:
         NotEnoughSpaceError: the disk or a quota is full.
@@ -147,18 +133,7 @@ def naming_free_space(directory: Path, needed: int) -> Iterator[None]:
 
 
 def write(fd: int, parts: Sequence[memoryview]) -> tuple[int, str]:
-    """Write ``parts``, one after the other, to the beginning of a file.
-
-    Args:
-        fd: file descriptor, open for writing.
-        parts: contents, each part 1-D bytes.
-
-    Returns:
-        the number of bytes and their digest.
-
-    Raises:
-        OSError: as ``os.pwrite``.
-    """
+    """Write 1-D bytes, part after part, to the beginning of a file; return their number and digest."""
     nbytes = sum(len(part) for part in parts)
 
     def put(piece: tuple[int, list[memoryview]]) -> bytes:
@@ -173,8 +148,7 @@ def write(fd: int, parts: Sequence[memoryview]) -> tuple[int, str]:
 def digest(fd: int, nbytes: int) -> str:
     """Return the digest of the first ``nbytes`` bytes of a file.
 
-    Raises:
-        OSError: the file cannot be read. A mapping would end the process instead.
+    A file that cannot be read raises OSError. A mapping would end the process instead.
     """
 
     def get(place: int) -> bytes:

@@ -33,10 +33,8 @@ _log = logging.getLogger(__name__)
 class Lease:
     """One use of a file, from construction to :meth:`end`. It lapses when the process dies.
 
-    Args:
-        directory: directory of the file.
-        stem: name of the file, without suffixes.
-        silence: seconds without renewal after which others take the lease for dead.
+    ``stem`` is the name of the file, without suffixes. After ``silence`` seconds without renewal others take
+    the lease for dead.
 
     Raises:
         OSError: the directory is not writable.
@@ -75,10 +73,7 @@ def _renew(path: Path, ended: threading.Event, pause: float) -> None:
 class LeaseMonitor:
     """A monitor of the leases in a directory, for a process that removes files.
 
-    Args:
-        directory: directory of the leases.
-        silence: seconds during which a lease may stay the same before it counts as dead.
-        remover: remover of dead leases.
+    A lease counts as dead if it stays the same for ``silence`` seconds; ``remover`` then removes it.
     """
 
     def __init__(self, directory: Path, silence: float, remover: Remover) -> None:
@@ -121,9 +116,8 @@ class LeaseMonitor:
 def _renewed_unread(path: Path) -> int | None:
     """Return the modification time of a file that cannot be opened, such as another user's lease.
 
-    Returns:
-        None for a file that is not regular, and so no lease; -1 if the time cannot be found out, so that the
-        lease lapses if that stays so.
+    None stands for a file that is not regular, and so no lease; -1 for a time that cannot be found out, so
+    that the lease lapses if that stays so.
     """
     try:
         found = path.stat()

@@ -66,11 +66,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, raw: bytes) -> Manifest:
-        """Return the manifest that :meth:`encode` wrote.
-
-        Raises:
-            CorruptCheckpointError: ``raw`` is something else.
-        """
+        """Return the manifest that :meth:`encode` wrote; raise CorruptCheckpointError for other bytes."""
         try:
             found = json.loads(raw)
             fields = found["manifest"]

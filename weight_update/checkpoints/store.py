@@ -236,11 +236,6 @@ class GarbageCollector:
     makes its lease first and then checks that the manifest is still there. So one of the two sees the other.
     Leases lie in the directory of the manifests because an NFS client reads the names anew after a change
     that it made itself.
-
-    Args:
-        index: manifests of the directory.
-        lease_seconds: seconds after which a lease that is not renewed counts as dead.
-        keep: number of complete versions that stay.
     """
 
     def __init__(self, index: ManifestIndex, lease_seconds: float, keep: int) -> None:

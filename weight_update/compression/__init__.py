@@ -10,9 +10,8 @@ from weight_update.compression.base import (
     resolve_compression,
 )
 from weight_update.compression.lz4 import Lz4Compression
-from weight_update.compression.none import NoCompression
 from weight_update.compression.nvcomp_lz4 import NvcompLz4Compression
-from weight_update.compression.packing import pack
+from weight_update.compression.packing import NoCompression, pack
 from weight_update.compression.zstd import ZstdCompression
 
 __all__ = [

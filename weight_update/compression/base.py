@@ -60,12 +60,7 @@ class Compression(ABC):
 
     @classmethod
     def check(cls, data: torch.Tensor, nbytes: int = 0) -> None:
-        """Check the arguments of :meth:`compress` and :meth:`decompress`.
-
-        Raises:
-            FormatError: ``nbytes`` is negative.
-            ValueError: see :meth:`compress`.
-        """
+        """Check the arguments of :meth:`compress` and :meth:`decompress`; raise as they do."""
         if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous():
             raise ValueError(f"expected contiguous 1-D uint8 data, got {list(data.shape)} of {data.dtype}")
         if cls.device not in ("any", data.device.type):
@@ -78,11 +73,7 @@ class Compression(ABC):
 
 
 def optional(module: str, extra: str) -> Any:
-    """Import ``module``, which an extra of this package installs.
-
-    Raises:
-        ImportError: the module is missing or does not load; the message names the extra.
-    """
+    """Import ``module``; raise an ImportError that names the extra of this package that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -42,9 +42,9 @@ class NvcompLz4Compression(Compression):
         self.check(data)
         if not data.numel():
             return torch.empty_like(data)
-        with _session(data) as session:
-            encoded = session.codec.encode(session.source)
-            session.stream.synchronize()
+        with _session(data) as (codec, source, stream):
+            encoded = codec.encode(source)
+            stream.synchronize()
             result = from_dlpack(encoded).view(torch.uint8).clone()
             # nvCOMP frees its output when this returns, without regard to our stream.
             torch.cuda.current_stream().synchronize()
@@ -66,14 +66,14 @@ class NvcompLz4Compression(Compression):
 
 
 def _decode(data: torch.Tensor, nbytes: int) -> torch.Tensor:
-    with _session(data) as session:
-        found = session.codec.get_uncomp_buffer_size(session.source)
+    with _session(data) as (codec, source, stream):
+        found = codec.get_uncomp_buffer_size(source)
         if found != nbytes:
             raise FormatError(f"the data holds {found} bytes where {nbytes} were announced")
         result = torch.empty(nbytes, dtype=torch.uint8, device=data.device)
-        session.stream.wait_stream(torch.cuda.current_stream())
-        session.codec.decode(session.source, out=result)
-        session.stream.synchronize()
+        stream.wait_stream(torch.cuda.current_stream())
+        codec.decode(source, out=result)
+        stream.synchronize()
     return result
 
 
@@ -86,16 +86,9 @@ def _nvcomp() -> Any:
     return optional("nvidia.nvcomp", "nvcomp")
 
 
-@dataclass(frozen=True)
-class _Session:
-    codec: Any
-    source: Any
-    stream: torch.cuda.Stream
-
-
 @contextmanager
-def _session(data: torch.Tensor) -> Iterator[_Session]:
-    """Yield a codec on a stream of its own, and ``data`` with the alignment that it requires."""
+def _session(data: torch.Tensor) -> Iterator[tuple[Any, Any, torch.cuda.Stream]]:
+    """Yield a codec, ``data`` with the alignment that it requires, and the stream of its own."""
     nvcomp = _nvcomp()
     if data.data_ptr() % _ALIGNMENT:
         data = data.clone()
@@ -104,4 +97,4 @@ def _session(data: torch.Tensor) -> Iterator[_Session]:
         stream.wait_stream(torch.cuda.current_stream())
         handle = stream.cuda_stream
         with nvcomp.Codec(algorithm="LZ4", device_id=data.device.index, cuda_stream=handle) as codec:
-            yield _Session(codec, nvcomp.as_array(data, cuda_stream=handle), stream)
+            yield codec, nvcomp.as_array(data, cuda_stream=handle), stream

@@ -1,13 +1,16 @@
-"""Compression of only the data that gets smaller."""
+"""No compression, and compression of only the data that gets smaller."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 
-from weight_update.compression.base import Compression
-from weight_update.compression.none import NoCompression
+from weight_update.compression.base import Compression, register_compression
+from weight_update.errors import FormatError
 
-__all__ = ["pack"]
+__all__ = ["NoCompression", "pack"]
 
 _SAMPLE_BYTES = 16 << 10
 _SAMPLES = 3
@@ -15,18 +18,32 @@ _WORTHWHILE = 0.95
 """Fraction of their size to which the samples must shrink."""
 
 
+@register_compression
+@dataclass(frozen=True)
+class NoCompression(Compression):
+    """The identity: both directions return the given tensor without a copy."""
+
+    name: ClassVar[str] = "none/1"
+    device: ClassVar[str] = "any"
+
+    def compress(self, data: torch.Tensor) -> torch.Tensor:
+        self.check(data)
+        return data
+
+    @classmethod
+    def decompress(cls, data: torch.Tensor, nbytes: int) -> torch.Tensor:
+        cls.check(data, nbytes)
+        if data.numel() != nbytes:
+            raise FormatError(f"{data.numel()} bytes where {nbytes} were announced")
+        return data
+
+
 def pack(compression: Compression, data: torch.Tensor) -> tuple[str, torch.Tensor]:
-    """Compress ``data`` if that pays.
+    """Compress ``data`` (1-D contiguous uint8) if that pays; return the wire name in use, and the bytes.
 
-    Samples from the start, middle and end are compressed first, so that incompressible data costs little.
-
-    Args:
-        compression: compression to try.
-        data: 1-D contiguous uint8 tensor.
-
-    Returns:
-        The wire name of the compression in use, and the bytes: ``"none/1"`` and ``data`` itself if the
-        samples shrink by less than 5 % or the whole does not shrink.
+    Samples from the start, middle and end are compressed first, so that incompressible data costs little. If
+    they shrink by less than 5 %, or the whole does not shrink, the result is ``"none/1"`` and ``data``
+    itself.
 
     Raises:
         ValueError: ``data`` is another kind of tensor or on another kind of device.

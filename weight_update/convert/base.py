@@ -53,11 +53,7 @@ def stream(items: Iterable[Item], rule: Rule, finish: Callable[[], Iterable[Item
 
 
 def check_only(only: Only | None) -> None:
-    """Check the argument ``only=``.
-
-    Raises:
-        ValueError: it is a string, or has another wrong type.
-    """
+    """Raise ValueError if ``only`` is a string, or has another wrong type."""
     sequence = (
         isinstance(only, Sequence)
         and not isinstance(only, str)
@@ -68,11 +64,7 @@ def check_only(only: Only | None) -> None:
 
 
 class Choice:
-    """The selection of weights of one stream by ``only``.
-
-    Args:
-        only: prefixes, pattern or function (see :data:`Only`); None for all weights.
-    """
+    """The selection of weights of one stream by ``only`` (see :data:`Only`); None selects all."""
 
     def __init__(self, only: Only | None) -> None:
         self._only = only
@@ -92,11 +84,7 @@ class Choice:
         return self._only(name, tensor)
 
     def finish(self) -> tuple[()]:
-        """Check that every prefix was used; call it after the last weight.
-
-        Raises:
-            ConversionError: a prefix selects no weight.
-        """
+        """Raise ConversionError if a prefix selected no weight; call it after the last weight."""
         if self._unused:
             shown = ", ".join(repr(prefix) for prefix in self._prefixes if prefix in self._unused)
             raise ConversionError(

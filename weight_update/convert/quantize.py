@@ -120,12 +120,8 @@ def _quantized(quantize: _Quantize, suffix: str, only: Only, items: Iterator[Ite
     def rule(name: str, tensor: torch.Tensor) -> list[Item]:
         if not choice.takes(name, tensor):
             return [(name, tensor)]
-        if (
-            not tensor.is_floating_point()
-            or tensor.dtype.itemsize < 2
-            or tensor.dim() != 2
-            or not tensor.numel()
-        ):
+        wide = tensor.is_floating_point() and tensor.dtype.itemsize > 1
+        if not wide or tensor.dim() != 2 or not tensor.numel():
             raise ConversionError(
                 f"{name}: {tensor.dtype} of the shape {list(tensor.shape)} cannot be quantized, which "
                 "takes floating matrices of 16 or more bits; leave it out with only="
@@ -157,9 +153,8 @@ def _fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _fp8_blocks(block: tuple[int, int], weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     (rows, columns), (high, wide) = weight.shape, block
     padded = functional.pad(weight, (0, -columns % wide, 0, -rows % high))
-    tiles = torch.unflatten(
-        torch.unflatten(padded, 1, (-1, wide)), 0, (-1, high)
-    )  # (down, high, across, wide)
+    # (down, high, across, wide)
+    tiles = torch.unflatten(torch.unflatten(padded, 1, (-1, wide)), 0, (-1, high))
     scale = _scale(tiles.abs().amax((1, 3)), _FP8_MAX)
     quantized = (tiles / scale[:, None, :, None]).clamp_(-_FP8_MAX, _FP8_MAX).to(_FP8)
     return quantized.flatten(2).flatten(0, 1)[:rows, :columns].contiguous(), scale

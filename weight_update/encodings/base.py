@@ -277,6 +277,7 @@ class DeltaEncoding(Encoding):
 
 _registry: dict[str, type[Encoding]] = {}
 _E = TypeVar("_E", bound=type[Encoding])
+_K = TypeVar("_K", bound=Encoding)
 
 
 def register_encoding(cls: _E) -> _E:
@@ -306,10 +307,7 @@ def decoder_for(wire_name: str, schema: WeightSchema) -> Decoder:
     Raises:
         FormatError: no such encoding is registered here.
     """
-    cls = _registry.get(wire_name)
-    if cls is None or not issubclass(cls, WholeEncoding):
-        raise _unknown(wire_name, [k for k, v in _registry.items() if issubclass(v, WholeEncoding)])
-    return cls.decoder(schema)
+    return _registered(wire_name, WholeEncoding).decoder(schema)  # type: ignore[type-abstract]
 
 
 def read_delta(wire_name: str, payload: torch.Tensor, schema: WeightSchema) -> Delta:
@@ -318,11 +316,12 @@ def read_delta(wire_name: str, payload: torch.Tensor, schema: WeightSchema) -> D
     Raises:
         FormatError: no such encoding is registered here, or the payload is not valid.
     """
+    return _registered(wire_name, DeltaEncoding).read(payload, schema)  # type: ignore[type-abstract]
+
+
+def _registered(wire_name: str, kind: type[_K]) -> type[_K]:
     cls = _registry.get(wire_name)
-    if cls is None or not issubclass(cls, DeltaEncoding):
-        raise _unknown(wire_name, [k for k, v in _registry.items() if issubclass(v, DeltaEncoding)])
-    return cls.read(payload, schema)
-
-
-def _unknown(wire_name: str, known: list[str]) -> FormatError:
-    return FormatError(f"unknown encoding {wire_name!r:.40} (known: {', '.join(sorted(known))})")
+    if cls is not None and issubclass(cls, kind):
+        return cls
+    known = ", ".join(sorted(name for name, one in _registry.items() if issubclass(one, kind)))
+    raise FormatError(f"unknown encoding {wire_name!r:.40} (known: {known})")

@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-import numpy as np
 import torch
 
 from weight_update.encodings.base import Decoder, Encoder, Lend, WholeEncoding, register_encoding
-from weight_update.encodings.reassembly import Joiner
+from weight_update.encodings.reassembly import Joiner, copy_bytes
 from weight_update.encodings.view_cache import ViewCache
 from weight_update.errors import FormatError
 from weight_update.wire.memory import await_stream, byte_view
@@ -223,7 +222,7 @@ class _BucketDecoder(Decoder):
             self._flat = allocate(head.total) if head.load_instant else None
         if self._flat is None:
             return payload
-        _copy(self._flat[head.start : head.stop], payload[_HEAD_BYTES:])
+        copy_bytes(self._flat[head.start : head.stop], payload[_HEAD_BYTES:])
         return self._flat
 
     def stream(self, index: int, payload: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
@@ -263,42 +262,18 @@ class _BucketDecoder(Decoder):
         return self._views.views(flat)
 
     def _from_buckets(self, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        heads = [self._head(payload, index == 0) for index, payload in enumerate(payloads)]
-        if not heads:
+        if not payloads:
             raise FormatError("no buckets")
-        out = []
-        for meta in self._sent.tensors:
-            last = meta.offset + meta.nbytes
-            slices = [
-                payload[
-                    _HEAD_BYTES + max(meta.offset, head.start) - head.start : _HEAD_BYTES + last - head.start
-                ]
-                for head, payload in zip(heads, payloads, strict=True)
-                if head.start < last and meta.offset < head.stop
-            ]
-            raw = slices[0] if len(slices) == 1 else _joined(slices)
-            if raw.numel() != meta.nbytes:
-                raise FormatError(f"{meta.name!r} is not whole in the buckets")
-            out.append(raw.view(meta.dtype).view(meta.shape))
-        return out
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy bytes, and wait until they are copied."""
-    if target.is_cuda or source.is_cuda:
-        target.copy_(source)
-        await_stream(target)
-    else:  # not torch: its threads hang in forked processes
-        target.numpy()[:] = source.numpy()
-
-
-def _joined(slices: Sequence[torch.Tensor]) -> torch.Tensor:
-    if slices and slices[0].is_cuda:
-        return torch.cat(list(slices))
-    whole = torch.empty(sum(one.numel() for one in slices), dtype=torch.uint8)
-    if slices:  # not torch: its threads hang in forked processes
-        np.concatenate([one.numpy() for one in slices], out=whole.numpy())
-    return whole
+        found: dict[int, torch.Tensor] = {}
+        joiner = None
+        for index, payload in enumerate(payloads):
+            head = self._head(payload, index == 0)
+            joiner = joiner or Joiner(self._sent)
+            found.update(joiner.take(head.start, payload[_HEAD_BYTES:]))
+        missing = [meta.name for i, meta in enumerate(self._sent.tensors) if i not in found]
+        if missing:
+            raise FormatError(f"{missing[0]!r} is not whole in the buckets")
+        return [found[i] for i in range(len(found))]
 
 
 @dataclass(frozen=True)

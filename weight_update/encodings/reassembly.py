@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from weight_update.wire.memory import await_stream
 from weight_update.wire.schema import WeightSchema
 
-__all__ = ["Joiner"]
+__all__ = ["Joiner", "copy_bytes"]
 
 
 class Joiner:
-    """A joiner of parts of a flat buffer, which returns each tensor with its last byte.
-
-    Args:
-        schema: layout of the buffer.
-    """
+    """A joiner of the parts of a schema's flat buffer, which returns each tensor with its last byte."""
 
     def __init__(self, schema: WeightSchema) -> None:
         self._tensors = schema.tensors
@@ -24,16 +21,12 @@ class Joiner:
         self._begun: torch.Tensor | None = None  # bytes of that tensor, if it spans parts
 
     def take(self, start: int, body: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        """Return the tensors that end in this part.
+        """Return the position in the schema and the value of each tensor that ends in this part.
 
         Args:
             start: position of the first byte in the flat buffer: the end of the previous part, or 0 for the
                 first part of an update.
-            body: 1-D uint8 CPU tensor.
-
-        Returns:
-            Position in the schema and value of each tensor; values are views into ``body``, except of
-            tensors that span parts.
+            body: 1-D uint8 tensor; values are views into it, except of tensors that span parts.
         """
         if start == 0:
             self._next, self._begun = 0, None
@@ -56,8 +49,7 @@ class Joiner:
             position = self._order[self._next]
             place = start - self._tensors[position].offset
             rest = body[: self._ends[position] - start]
-            # Not torch: its threads hang in forked processes.
-            self._begun.numpy()[place : place + rest.numel()] = rest.numpy()
+            copy_bytes(self._begun[place : place + rest.numel()], rest)
 
     def _begin(self, start: int, body: torch.Tensor) -> None:
         """Keep the bytes of a tensor that continues in the next part."""
@@ -67,6 +59,15 @@ class Joiner:
         meta = self._tensors[self._order[self._next]]
         if meta.offset >= start:
             begin = body[meta.offset - start :]
-            self._begun = torch.empty(meta.nbytes, dtype=torch.uint8) if begin.numel() else None
+            self._begun = body.new_empty(meta.nbytes) if begin.numel() else None
             if self._begun is not None:
-                self._begun.numpy()[: begin.numel()] = begin.numpy()
+                copy_bytes(self._begun[: begin.numel()], begin)
+
+
+def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy 1-D uint8 tensors of one size, and wait until they are copied."""
+    if target.is_cuda or source.is_cuda:
+        target.copy_(source)
+        await_stream(target)
+    else:  # not torch: its threads hang in forked processes
+        target.numpy()[:] = source.numpy()

@@ -17,9 +17,6 @@ class ViewCache:
     """A cache of views into the few buffers that are used again and again; 5,000 views take 15 ms.
 
     Views are dropped with the tensor object for which they were made.
-
-    Args:
-        schema: layout of the buffers.
     """
 
     def __init__(self, schema: WeightSchema) -> None:

@@ -23,10 +23,7 @@ _log = logging.getLogger(__name__)
 class Loading:
     """One version on its way into an engine. The constructor calls ``begin_update`` of the engine.
 
-    Args:
-        engine: the engine.
-        version: number of the version.
-        dtypes: dtype that the engine expects, by name; other weights keep the sender's.
+    The engine expects weights in ``dtypes``, by name; other weights keep the sender's.
 
     Attributes:
         since: time of the beginning, by ``time.perf_counter``.
@@ -46,11 +43,7 @@ class Loading:
 
     @torch.no_grad()
     def load(self, items: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Have the engine load some weights.
-
-        Raises:
-            SchemaMismatchError: the engine did not take all of them.
-        """
+        """Have the engine load some weights; raise SchemaMismatchError if it did not take all of them."""
         weights = self._converted(items)
         self._engine.load_weights(weights)
         left = tuple(name for name, _ in weights)
@@ -58,12 +51,7 @@ class Loading:
             raise SchemaMismatchError("load_weights() returned before it took all weights; it left:", left)
 
     def take(self, chunk: WeightChunk, decoder: Decoder, schema: WeightSchema) -> None:
-        """Have the engine load the weights that are complete with ``chunk``.
-
-        Raises:
-            FormatError: the chunk does not fit, or weights are missing after the last one.
-            SchemaMismatchError: as :meth:`load`.
-        """
+        """Have the engine load the weights that ``chunk`` completes; FormatError if it does not fit."""
         header, (payload,) = chunk.header, payloads_of([chunk])
         found = decoder.stream(header["index"], payload)
         if found:

@@ -3,34 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from weight_update.engines.exclusive import ExclusiveEngine, batches
 
 __all__ = ["SGLangEngine"]
-
-
-class Engine(Protocol):
-    """The methods of ``sglang.Engine`` that are used.
-
-    Source: ``python/sglang/srt/entrypoints/engine.py`` in SGLang, and *SGLang for RL Systems* in its manual.
-    """
-
-    def update_weights_from_tensor(
-        self,
-        named_tensors: list[tuple[str, torch.Tensor]],
-        load_format: str | None = None,
-        flush_cache: bool = True,
-    ) -> tuple[bool, str]:
-        """Load some weights on all ranks; return whether they were loaded, and a message."""
-
-    def flush_cache(self) -> Any:
-        """Drop cached prefixes; the answer has ``success``."""
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate."""
 
 
 class SGLangEngine(ExclusiveEngine):
@@ -44,6 +23,9 @@ class SGLangEngine(ExclusiveEngine):
         scheme.connect()
         answer = engine.generate(prompt, {"temperature": 0.6})
 
+    Source: ``update_weights_from_tensor`` and ``flush_cache`` in ``python/sglang/srt/entrypoints/engine.py``
+    of SGLang, and *SGLang for RL Systems* in its manual.
+
     Args:
         engine: the ``sglang.Engine``.
         device: device from which SGLang's processes open the tensors: the CPU, or a CUDA device that they
@@ -55,7 +37,7 @@ class SGLangEngine(ExclusiveEngine):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Any,
         *,
         device: torch.device | str = "cpu",
         batch_bytes: int = 512 << 20,

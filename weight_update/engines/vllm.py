@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -13,25 +13,6 @@ from weight_update.engines.exclusive import ExclusiveEngine, batches
 from weight_update.wire.schema import WeightSchema
 
 __all__ = ["VLLMEngine", "WorkerExtension"]
-
-
-class LLM(Protocol):
-    """The methods of ``vllm.LLM`` that are used. Source: ``vllm/entrypoints/llm.py``."""
-
-    def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        """Call a method of every worker."""
-
-    def reset_prefix_cache(self) -> bool | None:
-        """Drop cached prefixes; return False if that failed."""
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate."""
 
 
 class VLLMEngine(ExclusiveEngine):
@@ -49,6 +30,7 @@ class VLLMEngine(ExclusiveEngine):
     The workers must be processes of this machine and user: weights reach them in shared memory, and only the
     address of that memory goes through ``collective_rpc``. Generate through :meth:`generate`, so that
     generation and updates take turns: several threads must not call the methods of an ``LLM`` at once.
+    Source: ``collective_rpc`` and ``reset_prefix_cache`` in ``vllm/entrypoints/llm.py``.
 
     Args:
         llm: the ``vllm.LLM``.
@@ -59,7 +41,7 @@ class VLLMEngine(ExclusiveEngine):
 
     def __init__(
         self,
-        llm: LLM,
+        llm: Any,
         *,
         batch_bytes: int = 256 << 20,
         loads_in_chunks: bool = False,

@@ -23,7 +23,6 @@ class PendingBatch:
         is_local: whether the leader holds all of it itself.
         parts: memory for the parts that each rank pushes, and a view of it for each tensor.
         pulls: pending receives: the rank and the work object of each.
-        tag: tag of the data of this batch.
     """
 
     def __init__(self, batch: Batch, tensors: Tensors) -> None:

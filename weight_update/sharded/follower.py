@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from weight_update.report import SyncReport
 from weight_update.sender.outcomes import Outcome
-from weight_update.sharded.errors import error_from_wire
-from weight_update.sharded.links import Message
+from weight_update.sharded.links import Message, error_from_wire
 from weight_update.sharded.ranks import Ranks
 from weight_update.strategy.named_weights import NamedWeights
 
@@ -21,16 +20,13 @@ class Follower:
     """Counterpart, on the other ranks, of the leader's :class:`~weight_update.sender.sender.Sender`.
 
     A follower has no links, opens no port and allocates no buffers. It gives its parts of the weights when
-    they are gathered, and the leader tells it the result of each call.
-
-    Args:
-        ranks: the connection to the leader.
-        timeout: seconds an update may take until all workers have applied it.
+    they are gathered, and the leader tells it the result of each call. Its attributes are as they were on the
+    leader at the end of the last call.
 
     Attributes:
-        version: newest version that a worker had applied at the end of the last call.
-        worker_versions: version that each worker had applied then; None for one that was not connected.
-        serving: whether the leader was serving workers then.
+        version: newest version that a worker had applied.
+        worker_versions: version that each worker had applied; None for one that was not connected.
+        serving: whether the leader was serving workers.
     """
 
     def __init__(self, ranks: Ranks, timeout: float) -> None:
@@ -104,8 +100,7 @@ class Follower:
     def commit(self, version: int, workers: Sequence[int]) -> None:
         """Do nothing: the leader tells the workers."""
 
-    def abort(self, version: int, workers: Sequence[int]) -> None:
-        """Do nothing: the leader tells the workers."""
+    abort = commit
 
     def close(self) -> None:
         """Take part in no more calls."""

@@ -29,10 +29,6 @@ class Gathering:
     describes the parts it holds, and is told which of them to give. Then follow the batches: the leader asks
     for one, all ranks give their parts and report, and the leader asks for the next one before it yields the
     first.
-
-    Args:
-        ranks: connection to the other ranks.
-        options: options of the user.
     """
 
     def __init__(self, ranks: Ranks, options: GatherShards) -> None:
@@ -46,7 +42,7 @@ class Gathering:
         self._tensors: Tensors = {}
         self._pushing: tuple[int, Any, torch.Tensor] | None = None  # tag, pending send, its memory
         self._mine: Iterator[Any] = iter(())
-        ranks.handler = self
+        ranks.handle = self._handle
 
     def begin(self) -> None:
         """Number the weights that are read from now on from 0, on all ranks alike."""
@@ -154,8 +150,7 @@ class Gathering:
 
     # -- the others --------------------------------------------------------------------------------
 
-    def handle(self, message: Message) -> None:
-        """Act on a message of the leader, on the other ranks."""
+    def _handle(self, message: Message) -> None:
         if "pass" in message:
             self._enter(self._weights[message["pass"]].tensors, message["known"])
         elif "plan" in message:

@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from weight_update.report import SyncReport
 from weight_update.sender.outcomes import Outcome
 from weight_update.sender.sender import Sender
-from weight_update.sharded.errors import error_to_wire
-from weight_update.sharded.links import Message
+from weight_update.sharded.links import Message, error_to_wire
 from weight_update.sharded.ranks import Ranks
 from weight_update.strategy.named_weights import NamedWeights
 
@@ -24,10 +24,6 @@ class Leader(Sender):
 
     ``connect``, ``publish`` and ``whole_weights`` are called within a step of all ranks; the other methods
     that wait make one of their own.
-
-    Args:
-        ranks: the connection to the others.
-        arguments: as for :class:`~weight_update.sender.sender.Sender`.
     """
 
     def __init__(self, ranks: Ranks, *arguments: Any) -> None:
@@ -40,20 +36,14 @@ class Leader(Sender):
         timeout: float,
         alive: Callable[[int], bool] | None = None,
     ) -> SyncReport:
-        with self._telling() as result:
-            whole, seconds = self._gathered(weights)
-            report = _add(super().connect(whole, timeout, alive), seconds)
-            result["report"] = dataclasses.asdict(report)
-        return report
+        connect = super().connect
+        return self._gathered(weights, lambda whole: connect(whole, timeout, alive))
 
     def publish(
         self, weights: Mapping[int, NamedWeights], *, commit: bool = True, group_commit: str | None = None
     ) -> SyncReport:
-        with self._telling() as result:
-            whole, seconds = self._gathered(weights)
-            report = _add(super().publish(whole, commit=commit, group_commit=group_commit), seconds)
-            result["report"] = dataclasses.asdict(report)
-        return report
+        publish = partial(super().publish, commit=commit, group_commit=group_commit)
+        return self._gathered(weights, publish)
 
     def wait(self, report: SyncReport, workers: Sequence[int], timeout: float | None) -> dict[int, Exception]:
         with self._step("wait"), self._telling() as result:
@@ -77,14 +67,22 @@ class Leader(Sender):
     def whole_weights(self, weights: Mapping[int, NamedWeights]) -> NamedWeights:
         return next(iter(weights.values())).converted()
 
-    def _gathered(self, weights: Mapping[int, NamedWeights]) -> tuple[Mapping[int, NamedWeights], float]:
-        """Gather weights that do not travel in a pipeline; return them and the seconds that took."""
-        if self._strategy.max_in_flight is not None:
-            return weights, 0.0
-        start = time.perf_counter()
-        distinct = {id(named): named for named in weights.values()}
-        whole = {key: named.converted() for key, named in distinct.items()}
-        return {idx: whole[id(named)] for idx, named in weights.items()}, time.perf_counter() - start
+    def _gathered(
+        self, weights: Mapping[int, NamedWeights], send: Callable[[Mapping[int, NamedWeights]], SyncReport]
+    ) -> SyncReport:
+        """Gather weights, unless they travel in a pipeline; send them, and tell the others the report."""
+        with self._telling() as result:
+            if self._strategy.max_in_flight is not None:
+                report = send(weights)
+            else:
+                start = time.perf_counter()
+                distinct = {id(named): named for named in weights.values()}
+                whole = {key: named.converted() for key, named in distinct.items()}
+                seconds = time.perf_counter() - start
+                report = send({idx: whole[id(named)] for idx, named in weights.items()})
+                report.seconds = {"convert": seconds, **report.seconds}
+            result["report"] = dataclasses.asdict(report)
+        return report
 
     def _step(self, call: str) -> contextlib.AbstractContextManager[Any]:
         return self._ranks.step(call, lambda _: None, self.timeout)
@@ -98,12 +96,6 @@ class Leader(Sender):
         finally:
             versions = list(self.worker_versions.items())
             result.update(version=self.version, workers=versions, serving=self.serving)
-
-
-def _add(report: SyncReport, seconds: float) -> SyncReport:
-    if seconds:
-        report.seconds = {"convert": seconds, **report.seconds}
-    return report
 
 
 def _to_wire(failures: Mapping[int, Exception]) -> Message:

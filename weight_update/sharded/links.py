@@ -1,4 +1,4 @@
-"""The connections between the ranks of a sharded trainer: messages and bytes."""
+"""The connections between the ranks of a sharded trainer: messages, errors and bytes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weight_update.errors import LifecycleError, SyncFailedError, SyncTimeoutError, WeightSyncError
-from weight_update.sharded.errors import error_from_wire, error_to_wire
+import weight_update.errors as known_errors
+from weight_update.errors import (
+    LifecycleError,
+    SchemaMismatchError,
+    SyncFailedError,
+    SyncTimeoutError,
+    WeightSyncError,
+    WorkerError,
+)
 from weight_update.transports.distributed.store import PrefixStore, ProcessGroupGloo, disown, own
 
-__all__ = ["Message", "RankLinks"]
+__all__ = ["Message", "RankLinks", "error_from_wire", "error_to_wire"]
 
 Message = dict[str, Any]
 """A message between ranks; it travels as JSON."""
@@ -43,10 +50,6 @@ class RankLinks:
     Attributes:
         broken: error that every later call raises, once a rank was lost or this was closed.
         patience: seconds that the leader may be silent, on the other ranks.
-
-    Raises:
-        LifecycleError: this rank is not one of the members.
-        SyncTimeoutError: not all ranks called in time.
     """
 
     def __init__(self, members: Sequence[int], timeout: float, rendezvous_timeout: float) -> None:
@@ -97,13 +100,17 @@ class RankLinks:
         sent: list[tuple[int, Any]] = []
         for to, message in messages.items():
             if to not in self._gone:
-                with _collect(problems):
+                try:
                     sent += [(to, work) for work in self._send(to, {**message, "number": self._told})]
+                except WeightSyncError as error:
+                    problems.append(error)
         deadline = time.monotonic() + self.timeout
         for to, work in sent:
             if to not in self._gone:
-                with _collect(problems):
+                try:
                     self._wait(to, work, self.timeout, deadline)
+                except WeightSyncError as error:
+                    problems.append(error)
         if problems:
             raise problems[0]
 
@@ -238,14 +245,6 @@ class RankLinks:
         return own(group)
 
 
-@contextlib.contextmanager
-def _collect(problems: list[Exception]) -> Iterator[None]:
-    try:
-        yield
-    except WeightSyncError as error:
-        problems.append(error)
-
-
 def _brief(error: Exception) -> str:
     """Return the message of a gloo error without the place in its source and its advice."""
     text = str(error).partition("\n")[0].partition(". ")[0]
@@ -254,3 +253,34 @@ def _brief(error: Exception) -> str:
 
 def _bytes(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def error_to_wire(error: BaseException) -> Message:
+    """Return an error in a form that JSON can hold."""
+    wire: Message = {"type": type(error).__name__, "text": str(error)}
+    if isinstance(error, SchemaMismatchError):
+        wire = {**wire, "text": str(error).partition("\n")[0], "problems": error.problems}
+    if isinstance(error, SyncFailedError):
+        wire["failures"] = {idx: error_to_wire(one) for idx, one in error.failures.items()}
+    return wire
+
+
+def error_from_wire(wire: Message, who: str | None = None, *, foreign: bool = False) -> Exception:
+    """Return the error that another process raised; errors of this library keep their type.
+
+    ``who`` names the process; None stands for a worker. With ``foreign`` the message names it in any case.
+    """
+    text, known = wire["text"], vars(known_errors).get(wire["type"])
+    if foreign and known is not None:
+        text = f"{who}: {text}"
+    if "problems" in wire:
+        return SchemaMismatchError(text, tuple(wire["problems"]))
+    if "failures" in wire:
+        failures = {int(idx): error_from_wire(one) for idx, one in wire["failures"].items()}
+        return SyncFailedError(text, failures)
+    if isinstance(known, type) and issubclass(known, WeightSyncError):
+        found: Exception = known(text)
+        return found
+    if who is None:
+        return WorkerError(f"{wire['type']}: {text}")
+    return SyncFailedError(f"{who} failed: {wire['type']}: {text}", {})

@@ -28,9 +28,7 @@ class Row:
     """One rank's description of one of its weights.
 
     Attributes:
-        name: dotted name.
         shape: shape of the whole tensor.
-        dtype: name of the dtype.
         layout: description of the placements, equal on all ranks; None for a plain tensor.
         box: the part that this rank holds; None if that is no box.
         on_cpu: whether the part lies in CPU memory, which can be sent from directly.
@@ -55,10 +53,9 @@ class Row:
 
 @dataclass
 class GatherItem:
-    """One tensor to be gathered.
+    """A tensor to be gathered, under its name and those tied to it.
 
     Attributes:
-        names: names of the tensor and of the tensors tied to it.
         boxes: the box to take from each rank that gives one; empty for a plain tensor; None if only
             ``full_tensor()`` on all ranks can gather it.
     """
@@ -137,10 +134,8 @@ def _in_order_of_cuts(placements: Sequence[Any]) -> list[int]:
 def plan(ranks: Sequence[Sequence[Row]], members: Sequence[int], batch_bytes: int) -> list[Batch]:
     """Return the batches to gather, in the leader's order, with tied weights together.
 
-    Args:
-        ranks: the rows of each rank, the leader's first.
-        members: number of each rank in the default process group, for messages.
-        batch_bytes: size of the largest batch, unless one tensor is larger.
+    ``ranks`` has the rows of each rank, the leader's first; ``members`` their numbers, for messages. A batch
+    has at most ``batch_bytes``, unless one tensor is larger.
 
     Raises:
         SchemaMismatchError: the ranks do not hold parts of the same weights; the error lists the differences.
@@ -174,13 +169,9 @@ def _differences(mine: Sequence[Row], theirs: Mapping[str, Row], them: str, me: 
         other = theirs.get(row.name)
         if other is None or row.layout is None:
             continue
-        here, there = ((one.dtype, list(one.shape), one.layout or "whole") for one in (row, other))
+        here, there = (f"{one.dtype}{list(one.shape)} {one.layout or 'whole'}" for one in (row, other))
         if here != there:
-            yield f"{row.name}: {them} has {_text(*there)}, {me} {_text(*here)}"
-
-
-def _text(dtype: str, shape: list[int], layout: str) -> str:
-    return f"{dtype}{shape} {layout}"
+            yield f"{row.name}: {them} has {there}, {me} {here}"
 
 
 def _boxes(row: Row, others: Sequence[Row]) -> dict[int, Box] | None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from weight_update.errors import LifecycleError, WeightSyncError
-from weight_update.sharded.errors import error_from_wire, error_to_wire
-from weight_update.sharded.links import Message, RankLinks
+from weight_update.sharded.links import Message, RankLinks, error_from_wire, error_to_wire
 
 __all__ = ["Ranks"]
 
@@ -18,31 +17,22 @@ Read = Callable[[Sequence[int] | None], _T]
 """Reads weights for workers, given by index; None leaves it to this rank to find out which."""
 
 
-class MessageHandler(Protocol):
-    """Handler, on ranks that do not lead, of the leader's messages during a step."""
-
-    def handle(self, message: Message) -> None:
-        """Act on a message of the leader. An error that this raises reaches all ranks."""
-
-
 class Ranks(RankLinks):
-    """Steps that all ranks take together.
+    """Steps that all ranks take together; the arguments are those of :class:`RankLinks`.
 
     A step begins when the leader says so and every other rank has answered. Then the others handle the
     leader's messages until it tells them the result. An error on any rank is raised on all of them.
 
-    Args:
-        arguments: as for :class:`RankLinks`.
-
     Attributes:
         result: message that the leader sends to the others at the end of a step.
-        handler: handles the leader's messages on the other ranks.
+        handle: handles a message of the leader, on the other ranks; an error that it raises reaches all
+            ranks.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.result: Message = {}
-        self.handler: MessageHandler | None = None
+        self.handle: Callable[[Message], None] | None = None
         self._working = threading.RLock()
 
     @contextlib.contextmanager
@@ -106,7 +96,7 @@ class Ranks(RankLinks):
 
     def follow(self) -> Message:
         """Handle the leader's messages until the end of the step; return the last one."""
-        assert self.handler is not None
+        assert self.handle is not None
         while True:
             message = self.listen()
             if "end" in message:
@@ -114,7 +104,7 @@ class Ranks(RankLinks):
                 self._require_no_error(message)
                 return message
             try:
-                self.handler.handle(message)
+                self.handle(message)
             except BaseException as error:
                 self._fail(error)
                 raise

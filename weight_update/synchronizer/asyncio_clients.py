@@ -66,10 +66,17 @@ class _AsyncClient(Generic[_P]):
         If the task is cancelled, the wait is taken back.
 
         Returns:
-            ``version``; ``step``: step of this side; ``seconds``: duration; ``bytes``: number of bytes of the
-            weights; ``waited``: seconds of waiting for the other side. There is a ``reason`` only if the
-            version is the one before. See :class:`~weight_update.synchronizer.Metrics` for the names that a
+            ``version``: version in force (explorer), or newest published one (trainer); ``step``: step of
+            this side; ``seconds``: duration; ``bytes``: number of bytes of the weights in force, or of those
+            written or sent; ``waited``: seconds of waiting for the other side. There is a ``reason`` only if
+            the version is the one before; after that everything is as before, and the next step may try
+            again. In FULLY_ASYNC with NCCL a trainer's version is on its way, and counts as published when
+            the first explorer has it. See :class:`~weight_update.synchronizer.Metrics` for the names that a
             logger gets.
+
+        Raises:
+            SchemaMismatchError: the model is not the trainer's, or not the trainer's at the start.
+            LifecycleError: this side is closed, or another client took its place.
         """
         try:
             return await self._run(self.blocking.sync_weight)
@@ -177,13 +184,11 @@ class ExplorerClient(_AsyncClient[BlockingExplorer]):
 
     Call ``if await explorer.need_sync(): await explorer.sync_weight()`` after each step. Without asyncio:
     ``explorer.blocking.need_sync()``, and so on; call ``blocking`` from threads that stay, see
-    :class:`TrainerClient`.
+    :class:`TrainerClient`, also for ``where`` and ``token``.
 
     Args:
-        where: see :class:`TrainerClient`.
         model: module, TensorDict or dict to keep current; updates land between its forward passes.
         id: a number from 0 on, the same after a restart; None takes the first that is free.
-        token: see :class:`TrainerClient`.
         strategy: how weights enter the model; the same as the trainer's.
         timeout: seconds that ``sync_weight`` waits for weights, and any call for a synchronizer that is away.
         transfer_timeout: seconds that a transfer may take.

@@ -35,12 +35,7 @@ _LOOK_SECONDS = 1.0
 
 
 class CheckpointTrainer(StoringTrainer):
-    """The trainer's part: it writes a file for each version.
-
-    Args:
-        source: module, TensorDict, dict or callable that weights are read from.
-        directory: directory that all share.
-    """
+    """The trainer's part: it writes a file for each version into a directory that all share."""
 
     def __init__(self, source: Any, directory: str) -> None:
         self._source, self._store = source, CheckpointStore(directory)
@@ -55,13 +50,7 @@ class CheckpointTrainer(StoringTrainer):
 
 
 class CheckpointExplorer(ExplorerMethod):
-    """The explorer's part: it reads files, in FULLY_ASYNC in a thread of its own.
-
-    Args:
-        client: the explorer's client.
-        model: module, TensorDict or dict to keep current.
-        directory: directory that all share.
-    """
+    """The explorer's part: it reads files, in FULLY_ASYNC in a thread of its own."""
 
     def __init__(self, client: ClientBase, model: Any, directory: str) -> None:
         self._model, self._strategy, self._store = model, client.strategy, CheckpointStore(directory)
@@ -117,11 +106,6 @@ class CheckpointExplorer(ExplorerMethod):
 
         Returns:
             version and trainer step of what is in force now, or None if nothing was read; and the reason.
-
-        Raises:
-            SchemaMismatchError: the file holds the weights of another model.
-            SyncTimeoutError: a forward pass took too long.
-            LinkClosedError: the client was closed before the forward pass ended.
         """
         with self._reading:
             if client.closed.is_set():
@@ -186,11 +170,6 @@ class CheckpointService(Service):
     """The synchronizer's part: it tells explorers which version to read.
 
     The manifests in the directory tell which version is the newest, so no version file is kept.
-
-    Args:
-        plan: see :class:`Service`.
-        directory: directory that all share.
-        options: other arguments of :class:`Service`.
     """
 
     calls = (*Service.calls, "trainer_published", "explorer_fetched")

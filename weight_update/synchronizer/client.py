@@ -27,20 +27,13 @@ _GRACE_SECONDS = 5.0
 class ClientBase:
     """A trainer or an explorer that introduces itself to the synchronizer and asks it.
 
-    Calls are repeated, after another hello, until the synchronizer is back or the time is over.
-
-    Args:
-        channel: channel to the synchronizer.
-        strategy: how weights leave and enter the model.
-        timeout: seconds that ``sync_weight`` waits, and any call for a synchronizer that is away.
-        transfer_timeout: seconds that a transfer may take.
-        step: number of steps done already.
+    Calls are repeated, after another hello, until the synchronizer is back or the time is over. Arguments and
+    methods for users are those of :class:`~weight_update.TrainerClient` and
+    :class:`~weight_update.ExplorerClient`.
 
     Attributes:
-        step: number of steps done so far.
         version: explorer: version in force; trainer: newest version that it published. None before the first.
         id: id of the explorer; None for a trainer.
-        plan: plan of the synchronizer.
         closed: event that is set when the client is closed.
     """
 
@@ -49,10 +42,10 @@ class ClientBase:
     def __init__(
         self,
         channel: Channel,
-        strategy: str | WeightStrategy,
-        timeout: float,
-        transfer_timeout: float,
-        step: int,
+        strategy: str | WeightStrategy = "tensordict",
+        timeout: float = 60.0,
+        transfer_timeout: float = 60.0,
+        step: int = 0,
     ) -> None:
         for name, seconds in (("timeout", timeout), ("transfer_timeout", transfer_timeout)):
             if not seconds > 0:
@@ -75,27 +68,17 @@ class ClientBase:
     # -- for users ---------------------------------------------------------------------------------
 
     def notify(self, status: RunningStatus | str) -> None:
-        """Tell the synchronizer what this side is doing.
-
-        REQUIRE_SYNC announces that this side wants to synchronize, without waiting. RUNNING takes that back.
-        STOPPED wakes all that wait for this side; the next ``need_sync`` or ``sync_weight`` brings it back.
-        """
+        """Tell the synchronizer what this side is doing."""
         self.ask("notify", step=self.step, status=RunningStatus(status).value)
 
     def latest_version(self) -> int | None:
         """Return the newest published version; None before the first."""
-        version = self._status()["version"]
-        return None if version is None else int(version)
+        version: int | None = self.status()["version"]
+        return version
 
     def status(self) -> dict[str, Any]:
-        """Return the state of the trainer and of all explorers.
-
-        Returns:
-            ``"trainer"``: a :class:`RunningStatus`; ``"explorers"``: one for each id; ``"versions"``: version
-            in force in each explorer, by id; ``"version"`` and ``"step"``: the newest published version and
-            the trainer step at which it was made.
-        """
-        reply = self._status()
+        """Return the state of the trainer and of all explorers."""
+        reply = self._retry("status", {}, time.monotonic() + self.timeout, wait=False)
         return {
             "trainer": RunningStatus(reply["trainer"]),
             "explorers": {int(id): RunningStatus(value) for id, value in reply["explorers"].items()},
@@ -184,9 +167,6 @@ class ClientBase:
             if reply.get("refused") == "unknown" and not self._stopped:
                 self._say_hello(lease)
 
-    def _status(self) -> Reply:
-        return self._retry("status", {}, time.monotonic() + self.timeout, wait=False)
-
     def _retry(self, name: str, args: dict[str, Any], limit: float, wait: bool) -> Reply:
         while True:
             if self.closed.is_set():
@@ -207,15 +187,7 @@ class ClientBase:
             self.closed.wait(_RETRY_SECONDS)
 
     def _call(self, name: str, args: dict[str, Any], left: float) -> Reply | None:
-        """Call once; return None if the synchronizer had to be told first who calls.
-
-        Args:
-            name: name of the call.
-            args: arguments of the call.
-            left: seconds until the deadline.
-
-        Raises: the errors of :meth:`ask`.
-        """
+        """Call once; return None if the synchronizer had to be told first who calls. Raise as :meth:`ask`."""
         patience = max(left, self.grace)
         reply = self.channel.call(name, args, patience, 2 * self.transfer_timeout)
         known = reply.get("refused") != "unknown"

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-from weight_update.synchronizer.addresses import is_loopback
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.methods import OUTAGES, TrainerMethod
 from weight_update.synchronizer.plan import RunningStatus, SyncStyle
 from weight_update.synchronizer.service import Service, has_ended, outcome_of
 from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.state import ExplorerState
-from weight_update.synchronizer.transfer import Endpoint, Publisher, Transfer, key_of
+from weight_update.synchronizer.transfer import Endpoint, Publisher, Transfer, is_loopback, key_of
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
 __all__ = ["DirectService", "DirectTrainer"]
@@ -26,13 +25,7 @@ _log = logging.getLogger(__name__)
 class DirectTrainer(TrainerMethod):
     """The trainer's part: a publisher that explorers join.
 
-    Args:
-        client: the trainer's client.
-        source: module, TensorDict, dict or callable that weights are read from.
-        address: address of the interface on which explorers reach this process; None for the one that leads
-            to the synchronizer.
-        served: address by which other machines reach the synchronizer; None if there is none.
-        backend: see :class:`~weight_update.TrainerClient`.
+    ``served`` is the address by which other machines reach the synchronizer, if there is one.
     """
 
     def __init__(
@@ -109,9 +102,8 @@ class DirectService(Service):
     def meet(self, session: str, step: int, timeout: float) -> Reply:
         """Wait for the explorers that are to get weights now.
 
-        Returns:
-            their ``ids``, and the ``version`` that the weights will have; or the newest ``version`` and the
-            ``reason`` for which there is no transfer.
+        Return their ``ids`` and the ``version`` that the weights will have; or the newest ``version`` and the
+        ``reason`` for which there is no transfer.
         """
         machine, deadline = self.machine, deadline_of(timeout)
         with self.changed:
@@ -135,15 +127,10 @@ class DirectService(Service):
     def met(
         self, session: str, step: int, version: int, numbers: list[int], ids: list[int], failures: Reply
     ) -> Reply:
-        """Note how a transfer ended.
+        """Note how a transfer to the explorers ``ids`` ended.
 
-        Args:
-            session: name of the trainer's session.
-            step: step of the trainer.
-            version: version that :meth:`meet` returned.
-            numbers: numbers of the updates that carried it.
-            ids: ids of the explorers that were sent it.
-            failures: reasons of those that do not have it, by id.
+        ``version`` is the one that :meth:`meet` returned, ``numbers`` are those of the updates that carried
+        it, and ``failures`` are the reasons of the explorers that do not have it, by id.
         """
         with self.changed:
             self._trainer(session, step)

@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 from weight_update.errors import TransportError
-from weight_update.strategy.strategy import WeightStrategy
 from weight_update.synchronizer.checkpoint import CheckpointExplorer
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.methods import ExplorerMethod, SubscribingExplorer
@@ -23,32 +22,12 @@ _log = logging.getLogger(__name__)
 
 
 class BlockingExplorer(ClientBase):
-    """A client that takes new weights when the plan says so. See :class:`~weight_update.ExplorerClient`.
-
-    Args:
-        channel: channel to the synchronizer.
-        model: module, TensorDict or dict to keep current.
-        id: a number from 0 on, the same after a restart; None takes the first that is free.
-        strategy: see :class:`ClientBase`.
-        timeout: see :class:`ClientBase`.
-        transfer_timeout: see :class:`ClientBase`.
-        step: see :class:`ClientBase`.
-    """
+    """A client that takes new weights when the plan says so; see :class:`~weight_update.ExplorerClient`."""
 
     role = "explorer"
 
-    def __init__(
-        self,
-        channel: Channel,
-        model: Any,
-        *,
-        id: int | None = None,
-        strategy: str | WeightStrategy = "tensordict",
-        timeout: float = 60.0,
-        transfer_timeout: float = 60.0,
-        step: int = 0,
-    ) -> None:
-        super().__init__(channel, strategy, timeout, transfer_timeout, step)
+    def __init__(self, channel: Channel, model: Any, *, id: int | None = None, **options: Any) -> None:
+        super().__init__(channel, **options)
         if id is not None and id < 0:
             raise ValueError(f"id must be 0 or greater, got {id}")
         self.id, self._model = id, model
@@ -66,30 +45,14 @@ class BlockingExplorer(ClientBase):
     # -- for users ---------------------------------------------------------------------------------
 
     def need_sync(self) -> bool:
-        """Return whether :meth:`sync_weight` should be called now.
-
-        Raises:
-            LinkClosedError: the synchronizer was not there for ``timeout`` seconds.
-        """
+        """Return whether :meth:`sync_weight` should be called now."""
         assert self._method is not None
         reply = self.ask("explorer_needs", step=self.step, held=self._method.held(self.version))
         self.advance_to(reply["version"])
         return bool(reply["need"])
 
     def sync_weight(self) -> Metrics:
-        """Wait for new weights; when this returns they are in force.
-
-        Returns:
-            ``version``: version in force; ``step``: step of this side; ``seconds``: duration; ``bytes``:
-            number of bytes of the weights in force; ``waited``: seconds until the weights were here. There is
-            a ``reason`` only if the version is the one before; after that everything is as before, and the
-            next step may try again.
-            A logger gets other names: see :class:`~weight_update.synchronizer.Metrics`.
-
-        Raises:
-            SchemaMismatchError: the model is not the trainer's.
-            LifecycleError: this side is closed, or another explorer took its place.
-        """
+        """Wait for new weights; when this returns they are in force."""
         assert self._method is not None
         with self._syncing:
             start, step = time.perf_counter(), self.step
@@ -111,10 +74,9 @@ class BlockingExplorer(ClientBase):
             return Metrics(metrics)
 
     def hold(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context inside which no update lands.
+        """Return a context inside which no update lands, for several forward passes in FULLY_ASYNC.
 
-        Use it around several forward passes in FULLY_ASYNC. In the other styles weights change in
-        :meth:`sync_weight` only.
+        In the other styles weights change in :meth:`sync_weight` only.
         """
         assert self._method is not None
         return self._method.hold()

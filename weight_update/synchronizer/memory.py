@@ -11,14 +11,13 @@ from typing import Any
 
 from weight_update.errors import LifecycleError, LinkClosedError, WeightSyncError
 from weight_update.strategy.strategy import WeightStrategy
-from weight_update.synchronizer.addresses import is_loopback
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.methods import StoringTrainer
 from weight_update.synchronizer.plan import SyncPlan, SyncStyle
 from weight_update.synchronizer.service import Service, has_ended, outcome_of
 from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.state import ExplorerState
-from weight_update.synchronizer.transfer import Endpoint, Publisher, Subscriber, Transfer, key_of
+from weight_update.synchronizer.transfer import Endpoint, Publisher, Subscriber, Transfer, is_loopback, key_of
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
 __all__ = ["CachedVersion", "MemoryService", "MemoryTrainer", "WeightCache"]
@@ -29,14 +28,7 @@ _SYNCHRONIZER = 0
 
 
 class MemoryTrainer(StoringTrainer):
-    """The trainer's part: a publisher that the synchronizer subscribes to.
-
-    Args:
-        client: the trainer's client.
-        source: module, TensorDict, dict or callable that weights are read from.
-        address: address of the interface on which the synchronizer reaches this process; None for the one
-            that leads to it.
-    """
+    """The trainer's part: a publisher that the synchronizer subscribes to."""
 
     def __init__(self, client: ClientBase, source: Any, address: str | None) -> None:
         found = address or client.channel.address
@@ -69,10 +61,6 @@ class WeightCache:
     It takes weights from the trainer once, and sends them to explorers, which may come when the trainer is
     gone.
 
-    Args:
-        strategy: see :class:`~weight_update.WeightSyncScheme`.
-        timeout: seconds that a transfer may take.
-
     Attributes:
         newest: the newest version; None before the first weights.
     """
@@ -86,11 +74,7 @@ class WeightCache:
         self._taking = threading.Lock()
 
     def listen_on(self, address: str) -> None:
-        """Let explorers of other machines in, too; call it before the first weights come.
-
-        Raises:
-            LifecycleError: explorers of this machine were let in already.
-        """
+        """Let explorers of other machines in, too; raise LifecycleError if others were let in already."""
         if self._publisher is not None and self._address != address:
             raise LifecycleError(
                 "the synchronizer already hands weights out on another interface; call serve() before the "
@@ -104,11 +88,7 @@ class WeightCache:
         return None if self._publisher is None else self._publisher.endpoint
 
     def subscribe(self, endpoint: Endpoint) -> None:
-        """Join the trainer's publisher.
-
-        Raises:
-            LinkClosedError: it cannot be reached.
-        """
+        """Join the trainer's publisher; raise LinkClosedError if it cannot be reached."""
         with self._taking:
             if self._subscriber is not None:
                 self._subscriber.close()
@@ -117,14 +97,7 @@ class WeightCache:
                 raise LinkClosedError(f"the synchronizer does not reach the trainer: {reason}")
 
     def keep(self, version: int, step: int) -> bool:
-        """Keep a copy of the weights that the trainer has just sent.
-
-        Returns:
-            whether these are the first weights: explorers may join from now on.
-
-        Raises:
-            LinkClosedError: there is no link to the trainer.
-        """
+        """Keep a copy of the weights that the trainer has just sent; return whether these are the first."""
         with self._taking:
             if self._subscriber is None:
                 raise LinkClosedError("the synchronizer has no link to the trainer")
@@ -135,14 +108,7 @@ class WeightCache:
             return first
 
     def send(self, ids: Iterable[int] | None = None) -> tuple[CachedVersion, Transfer]:
-        """Send the newest version to explorers, without waiting for them.
-
-        Args:
-            ids: ids of the explorers; None for all that joined.
-
-        Raises:
-            WeightSyncError: there are no weights, or they cannot be sent.
-        """
+        """Send the newest version to the explorers ``ids`` (None: all that joined), and do not wait."""
         newest, publisher = self.newest, self._publisher
         if newest is None or publisher is None:
             raise LinkClosedError("the synchronizer holds no weights")
@@ -163,16 +129,7 @@ class WeightCache:
 
 
 class MemoryService(Service):
-    """The synchronizer's part: a cache of the newest weights, for explorers that wait and those that come.
-
-    Args:
-        plan: see :class:`Service`.
-        strategy: see :class:`~weight_update.WeightSyncScheme`.
-        options: other arguments of :class:`Service`.
-
-    Attributes:
-        cache: the newest weights.
-    """
+    """The synchronizer's part: a cache of the newest weights, for explorers that wait and those that come."""
 
     calls = (*Service.calls, "take_from", "trainer_published")
 

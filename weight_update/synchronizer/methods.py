@@ -34,16 +34,7 @@ class TrainerMethod(ABC):
 
     @abstractmethod
     def give(self, client: ClientBase, step: int) -> dict[str, Any]:
-        """Give the weights of now away.
-
-        Args:
-            client: the trainer's client.
-            step: step of the trainer.
-
-        Returns:
-            ``version``, and perhaps ``bytes``, ``waited`` and ``reason``; see
-            :meth:`BlockingTrainer.sync_weight`.
-        """
+        """Give the weights of now away; return ``version``, perhaps ``bytes``, ``waited``, ``reason``."""
 
     def close(self) -> None:
         """Close the publisher, after the client was closed."""
@@ -76,24 +67,15 @@ class ExplorerMethod(ABC):
     def held(self, version: int | None) -> list[Any] | None:
         """Return source and number of the update in force, for the synchronizer; None for none.
 
-        Args:
-            version: version in force, as far as the client knows.
+        ``version`` is the version in force, as far as the client knows.
         """
 
     @abstractmethod
     def sync(self, client: ClientBase, step: int, metrics: dict[str, Any]) -> Reply:
-        """Wait for new weights and take them.
+        """Wait for new weights and take them; raise WeightSyncError if the model is not the trainer's.
 
-        Args:
-            client: the explorer's client.
-            step: step of the explorer.
-            metrics: gets ``waited``, the seconds until the weights were here.
-
-        Returns:
-            the ``version`` in force, and the ``reason`` if it is the one before.
-
-        Raises:
-            WeightSyncError: the model is not the trainer's.
+        ``metrics`` gets ``waited``, the seconds until the weights were here. Return the ``version`` in force,
+        and the ``reason`` if it is the one before.
         """
 
     @abstractmethod
@@ -109,11 +91,7 @@ class ExplorerMethod(ABC):
 
 
 class SubscribingExplorer(ExplorerMethod):
-    """The explorer's part of NCCL and MEMORY: a subscriber of the trainer, or of the synchronizer.
-
-    Args:
-        model: module, TensorDict or dict to keep current.
-    """
+    """The explorer's part of NCCL and MEMORY: a subscriber of the trainer, or of the synchronizer."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -32,14 +32,7 @@ class RayHost:
     def start(
         cls, make: Callable[[], Any], name: str, namespace: str | None, options: dict[str, Any]
     ) -> RayHost:
-        """Start the actor.
-
-        Args:
-            make: function that makes the synchronizer, there.
-            name: name of the actor.
-            namespace: Ray namespace of the actor; None takes that of this process.
-            options: Ray options of the actor.
-        """
+        """Start an actor with the synchronizer that ``make`` returns there."""
         ray = require_ray()
         settings = {"num_cpus": 0, **options, "max_concurrency": _THREADS, "name": name}
         if namespace is not None:
@@ -77,11 +70,7 @@ class _Actor:
 
 
 class RayChannel(Channel):
-    """A channel to a synchronizer in an actor.
-
-    Args:
-        address: address of the actor, ``ray:<name>`` or ``ray:<namespace>/<name>``.
-    """
+    """A channel to the synchronizer in the actor at ``ray:<name>`` or ``ray:<namespace>/<name>``."""
 
     def __init__(self, address: str) -> None:
         self._ray = require_ray()

@@ -74,12 +74,7 @@ class RpcConnection:
         self._sent = self._received = 0
 
     def send(self, message: dict[str, Any], timeout: float | None = _SEND_SECONDS) -> None:
-        """Send a JSON object. After an error the connection is of no more use.
-
-        Raises:
-            LinkClosedError: the other end is gone.
-            SyncTimeoutError: the other end did not read in time.
-        """
+        """Send a JSON object. After an error the connection is of no more use."""
         body = json.dumps(message, allow_nan=False).encode()
         tag = self._sign(self._mine, self._sent, body)
         self._sent += 1
@@ -92,8 +87,8 @@ class RpcConnection:
     def receive(self, timeout: float | None) -> dict[str, Any]:
         """Return the next message. After an error the connection is of no more use.
 
-        Args:
-            timeout: seconds for all of the message; None waits for its first byte without a limit.
+        ``timeout`` is the number of seconds for all of the message; None waits for its first byte without a
+        limit.
 
         Raises:
             LinkClosedError: the other end is gone.
@@ -179,21 +174,12 @@ def _dial(address: str, port: int, deadline: float) -> socket.socket:
 class Server:
     """A listener by which clients of other processes call a service, with a thread for each connection.
 
-    A client may have several connections. When one ends without a goodbye, the client counts as gone.
-
-    Args:
-        service: the service that answers.
-        address: address of the interface to listen on; the default of all callers is loopback.
-        port: port to listen on; 0 takes a free one.
-        token: secret that clients must show; None takes the environment's ``WEIGHT_UPDATE_TOKEN``, or makes
-            one.
+    A client may have several connections. When one ends without a goodbye, the client counts as gone. The
+    arguments and errors are those of :meth:`Synchronizer.serve`.
 
     Attributes:
         address: ``host:port``, for clients.
         token: the secret, for clients.
-
-    Raises:
-        OSError: the address is not of this machine, or the port is taken.
     """
 
     def __init__(
@@ -285,12 +271,7 @@ class LocalChannel(Channel):
 
 
 class SocketChannel(Channel):
-    """A channel to a server. Each call has a connection of its own, which later calls use again.
-
-    Args:
-        address: address of the server, ``host:port``.
-        token: token of the server.
-    """
+    """A channel to a server at ``host:port``. A call has a connection of its own, which later calls reuse."""
 
     def __init__(self, address: str, token: str) -> None:
         host, _, port = address.rpartition(":")

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from weight_update.errors import WeightSyncError
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan, SyncStyle
 from weight_update.synchronizer.sessions import Closed, Refused, Reply, Session, SessionManager, VersionFile
-from weight_update.synchronizer.state import ExplorerState, TrainerState
+from weight_update.synchronizer.state import ExplorerState, MemberState, TrainerState
 from weight_update.synchronizer.transfer import Endpoint, key_of
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
@@ -26,13 +26,8 @@ class Service(SessionManager, ABC):
 
     Calls may come from any thread, and each ends within the time it is given. ``step`` is the number of steps
     that the client has done. ``held`` is the update in force in an explorer: the key of the publisher and the
-    number that its scheme gave the update.
-
-    Args:
-        plan: the rules.
-        version_file: keeps the number of the newest version; None to remember nothing.
-        lease: seconds after which a client that is not heard of counts as gone; None for never.
-        timeout: seconds that a transfer may take.
+    number that its scheme gave the update. ``timeout`` is the number of seconds that a transfer may take; the
+    other arguments are those of :class:`SessionManager`.
     """
 
     calls: ClassVar[tuple[str, ...]] = (
@@ -66,10 +61,6 @@ class Service(SessionManager, ABC):
 
     def call(self, name: str, args: dict[str, Any]) -> Reply:
         """Run a call of a client.
-
-        Args:
-            name: one of :attr:`calls`.
-            args: arguments of that method.
 
         Returns:
             the answer; ``{"refused": why}`` if the call makes no sense, ``{"error": text}`` if it failed,
@@ -146,12 +137,7 @@ class Service(SessionManager, ABC):
     ) -> Reply:
         """Wait for new weights, up to ``timeout`` seconds.
 
-        Args:
-            session: name of the explorer's session.
-            step: its step.
-            held: the update in force there.
-            timeout: seconds.
-            again: whether it was told to join a publisher, and has done so.
+        ``again`` says that the explorer was told to join a publisher, and has done so.
 
         Returns:
             the ``version`` in force and perhaps a ``reason``; or, where the explorer has to act first, the
@@ -211,16 +197,9 @@ class Service(SessionManager, ABC):
         timeout: float,
         ready: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Wait until there is something to do for an explorer, or its wait is over.
+        """Wait until there is something to do for a waiting explorer (return True), or its wait is over.
 
-        Args:
-            explorer: a waiting explorer.
-            deadline: moment at which it gives up.
-            timeout: seconds that it had, for the reason.
-            ready: tells whether there is something to do.
-
-        Returns:
-            whether there is something to do; else the outcome of the explorer says how its wait ended.
+        ``timeout`` is the number of seconds that it had, for the reason.
         """
         self.wait_for(lambda: has_ended(explorer) or ready(), deadline)
         if not has_ended(explorer) and not ready():
@@ -255,7 +234,7 @@ class Service(SessionManager, ABC):
         self.changed.notify_all()
 
 
-def has_ended(member: TrainerState | ExplorerState) -> bool:
+def has_ended(member: MemberState) -> bool:
     """Return whether a trainer or an explorer waits no longer."""
     return member.status is not RunningStatus.REQUIRE_SYNC
 

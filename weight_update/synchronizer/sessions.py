@@ -14,11 +14,10 @@ from typing import Any
 
 from weight_update.checkpoints.io import read_regular
 from weight_update.errors import LifecycleError
-from weight_update.synchronizer.addresses import is_loopback
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan
-from weight_update.synchronizer.state import TRAINER_STOPPED, ExplorerState, TrainerState
+from weight_update.synchronizer.state import TRAINER_STOPPED, ExplorerState, MemberState, TrainerState
 from weight_update.synchronizer.state_machine import StateMachine
-from weight_update.synchronizer.transfer import Endpoint
+from weight_update.synchronizer.transfer import Endpoint, is_loopback
 
 __all__ = ["Closed", "Refused", "Reply", "Session", "SessionManager", "SessionTable", "VersionFile"]
 
@@ -47,7 +46,7 @@ class Session:
         seen: time on the monotonic clock when the client was last heard of.
     """
 
-    member: TrainerState | ExplorerState
+    member: MemberState
     leased: bool = False
     linked: str | None = None
     seen: float = field(default_factory=time.monotonic)
@@ -62,10 +61,6 @@ class SessionTable:
         changed: the lock; notified when a client came or left.
         lease: seconds after which a leased client that is not heard of counts as gone; None for never.
         on_lapsed: called for such a client with the name of its session and the reason.
-
-    Attributes:
-        lease: seconds, as given.
-        closed: whether the synchronizer was closed.
     """
 
     def __init__(
@@ -80,7 +75,7 @@ class SessionTable:
     def __contains__(self, name: str) -> bool:
         return name in self._sessions
 
-    def add(self, name: str, member: TrainerState | ExplorerState, leased: bool) -> None:
+    def add(self, name: str, member: MemberState, leased: bool) -> None:
         """Add the session of a client that has come."""
         self._sessions[name] = Session(member, leased=leased and self.lease is not None)
         if self._leased() and not self._watching and self.lease is not None:
@@ -90,12 +85,7 @@ class SessionTable:
         self._changed.notify_all()
 
     def of(self, name: str) -> Session:
-        """Return a session, and renew its lease.
-
-        Raises:
-            Refused: no client has said hello under this name, or another client has taken its place.
-            Closed: the synchronizer was closed.
-        """
+        """Return a session, and renew its lease; raise Refused if there is none, and Closed after the end."""
         self.require_not_replaced(name)
         if name not in self._sessions:
             raise Refused("unknown")
@@ -118,7 +108,7 @@ class SessionTable:
         self._changed.notify_all()
         return self._sessions.pop(name, None)
 
-    def replace(self, member: TrainerState | ExplorerState | None) -> None:
+    def replace(self, member: MemberState | None) -> None:
         """Remove the session of ``member``, whose place a new client takes. Its later calls are refused."""
         for name, session in list(self._sessions.items()):
             if session.member is member:
@@ -165,14 +155,11 @@ class SessionManager:
         version_file: keeps the number of the newest version; None to remember nothing.
 
     Attributes:
-        plan: the rules.
-        machine: the state machine.
         changed: the lock of all this; notified when anything changed.
-        table: the sessions.
         trainer_endpoint: endpoint of the trainer's publisher; None while there is none.
         directory: directory of the checkpoints; None for methods that have none.
-        address: address of the interface by which clients on other machines reach this one; None if there
-            are no such clients.
+        address: address of the interface by which clients on other machines reach this one; None if there are
+            no such clients.
     """
 
     def __init__(self, plan: SyncPlan, lease: float | None, version_file: VersionFile | None) -> None:
@@ -276,7 +263,7 @@ class SessionManager:
                     self.machine.trainer_announces()
                 else:
                     self.machine.trainer_withdraws()
-            else:
+            elif isinstance(member, ExplorerState):
                 self.machine.explorer_at(member.id, step)
                 if status == RunningStatus.REQUIRE_SYNC.value:
                     self.machine.explorer_announces(member.id)
@@ -301,12 +288,7 @@ class SessionManager:
     # -- for the service ---------------------------------------------------------------------------
 
     def gone(self, session: str, how: str | None = "its connection ended") -> None:
-        """Remove a client that left or is missed, and wake those that wait for it.
-
-        Args:
-            session: name of its session.
-            how: reason, for those that wait; None if the client said goodbye.
-        """
+        """Remove a client that left (``how`` is None) or is missed, and wake those that wait for it."""
         with self.changed:
             ended = self.table.remove(session)
             if ended is None:
@@ -366,9 +348,7 @@ class VersionFile:
     """A small file that keeps the number of the newest version, so that a restarted synchronizer goes on.
 
     It is replaced as a whole at each new version and survives the death of the process. It holds no weights.
-
-    Args:
-        directory: directory of the file; made if it does not exist, for this user alone.
+    Its directory is made, for this user alone, if it does not exist.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:

@@ -6,7 +6,15 @@ from dataclasses import dataclass, field
 
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan, SyncStyle
 
-__all__ = ["TRAINER_STOPPED", "ExplorerState", "State", "SyncOutcome", "TrainerState", "resolve"]
+__all__ = [
+    "TRAINER_STOPPED",
+    "ExplorerState",
+    "MemberState",
+    "State",
+    "SyncOutcome",
+    "TrainerState",
+    "resolve",
+]
 
 TRAINER_STOPPED = "the trainer stopped"
 """Reason when the trainer said goodbye, as at the end of a run; if it died, the reason says more."""
@@ -27,17 +35,16 @@ class SyncOutcome:
     reason: str | None = None
 
 
-@dataclass(eq=False)
-class TrainerState:
-    """The state of the trainer.
+@dataclass(eq=False, kw_only=True)
+class MemberState:
+    """The state of the trainer or of an explorer, from its coming to its end.
 
     Attributes:
-        status: its status.
         step: number of steps done.
         synced_at: step of its last synchronization; None before.
         failed_at: step at which it last failed to synchronize; None if it succeeded since.
-        waits: NCCL: whether it is inside ``sync_weight``; if not, REQUIRE_SYNC only announces that.
-        given: NCCL, FULLY_ASYNC: newest version that it sent off, even if no explorer is known to have it.
+        waits: whether it is inside ``sync_weight`` (the trainer: by NCCL); if not, REQUIRE_SYNC only
+            announces that.
         outcome: end of its last wait; None while it waits.
     """
 
@@ -46,41 +53,39 @@ class TrainerState:
     synced_at: int | None = None
     failed_at: int | None = None
     waits: bool = False
-    given: int = -1
     outcome: SyncOutcome | None = None
 
 
 @dataclass(eq=False)
-class ExplorerState:
-    """The state of an explorer, from its coming to its end.
+class TrainerState(MemberState):
+    """The state of the trainer.
 
     Attributes:
-        id: its id.
+        given: NCCL, FULLY_ASYNC: newest version that it sent off, even if no explorer is known to have it.
+    """
+
+    given: int = -1
+
+
+@dataclass(eq=False)
+class ExplorerState(MemberState):
+    """The state of an explorer.
+
+    Attributes:
         version: version in force; None before the first.
-        status: its status.
-        step: number of steps done.
-        synced_at: step of its last synchronization.
-        failed_at: step at which it last failed to synchronize; None if it succeeded since.
-        waits: whether it is inside ``sync_weight``; if not, REQUIRE_SYNC only announces that.
         wanted: FIXED, while it waits: trainer step whose weights it needs.
         asked: while it waits: newest version when it began to wait.
         had: while it waits: version in force when it began to wait.
         busy: whether weights are on their way to it, so that it cannot give up.
-        outcome: end of its last wait; None while it waits.
     """
 
     id: int
     version: int | None = None
-    status: RunningStatus = RUNNING
-    step: int = 0
-    synced_at: int = -1
-    failed_at: int | None = None
-    waits: bool = False
+    synced_at: int = field(default=-1, kw_only=True)
     wanted: int = 0
     asked: int | None = None
     had: int | None = None
     busy: bool = False
-    outcome: SyncOutcome | None = None
 
 
 @dataclass(eq=False)
@@ -88,7 +93,6 @@ class State:
     """The state of one trainer and any number of explorers.
 
     Attributes:
-        plan: the rules.
         trainer: the trainer; None before it came.
         explorers: explorers that are here, by id.
         newest: newest published version; None before the first.
@@ -148,8 +152,7 @@ class State:
     def may_transfer(self, late: bool = False) -> tuple[int, ...]:
         """Return the explorers that are to get weights now (NCCL); none if the trainer is to wait.
 
-        Args:
-            late: whether the trainer has waited long enough, and goes on without those that are not ready.
+        ``late`` says that the trainer has waited long enough, and goes on without those that are not ready.
         """
         ready = self.ready()
         if self.trainer is None or self.trainer.status is not REQUIRE_SYNC:
@@ -233,7 +236,7 @@ class State:
         return self.trainer is not None and self.trainer.status is STOPPED
 
 
-def resolve(member: TrainerState | ExplorerState, outcome: SyncOutcome) -> None:
+def resolve(member: MemberState, outcome: SyncOutcome) -> None:
     """End the wait of ``member``, if it waits."""
     if member.status is not REQUIRE_SYNC:
         return

@@ -171,10 +171,8 @@ class StateMachine(State):
     def offered(self, step: int, version: int | None = None) -> None:
         """Note that the trainer gave its weights away at ``step``; which explorers take them shows later.
 
-        Args:
-            step: step of the trainer.
-            version: NCCL, FULLY_ASYNC: the version that they will be. Explorers without it are behind from
-                now on.
+        ``version`` (NCCL, FULLY_ASYNC) is the version that they will be: explorers without it are behind from
+        now on.
         """
         if self.trainer is not None and version is not None:
             self.trainer.given = max(self.trainer.given, version)

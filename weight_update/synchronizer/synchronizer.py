@@ -10,7 +10,6 @@ from typing import Any
 
 from weight_update.errors import LifecycleError
 from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
-from weight_update.synchronizer.addresses import is_loopback, require_reachable
 from weight_update.synchronizer.checkpoint import CheckpointService
 from weight_update.synchronizer.direct import DirectService
 from weight_update.synchronizer.memory import MemoryService
@@ -19,6 +18,7 @@ from weight_update.synchronizer.ray_actor import RayHost
 from weight_update.synchronizer.rpc import Server
 from weight_update.synchronizer.service import Service
 from weight_update.synchronizer.sessions import VersionFile
+from weight_update.synchronizer.transfer import is_loopback, require_reachable
 
 __all__ = ["Synchronizer"]
 
@@ -35,16 +35,13 @@ class Synchronizer:
     then: it asks the trainer for new ones, which is right also if the trainer has gone on.
 
     Args:
-        plan: a :class:`SyncPlan`; or a :class:`SyncMethod` (or its name), and the other fields of the plan.
-        style: see :class:`SyncPlan`.
-        sync_interval: see :class:`SyncPlan`.
-        sync_offset: see :class:`SyncPlan`.
-        max_staleness: see :class:`SyncPlan`.
+        plan: a :class:`SyncPlan`; or a :class:`SyncMethod` (or its name), with the other fields of the plan
+            as ``style``, ``sync_interval``, ``sync_offset`` and ``max_staleness``.
         directory: where the number of the newest version is kept. CHECKPOINT needs a directory that all
             share, and keeps its files there.
         strategy: MEMORY: how weights travel to explorers; see :class:`~weight_update.WeightSyncScheme`.
-        lease: seconds after which a client that is not heard of counts as gone: its process or machine
-            has stopped, or the thread that used it last has ended without closing it.
+        lease: seconds after which a client that is not heard of counts as gone: its process or machine has
+            stopped, or the thread that used it last has ended without closing it.
         transfer_timeout: seconds that a transfer may take.
 
     Raises:

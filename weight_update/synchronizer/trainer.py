@@ -9,8 +9,6 @@ from typing import Any
 from torch import nn
 
 from weight_update.errors import TransportError
-from weight_update.strategy.strategy import WeightStrategy
-from weight_update.synchronizer.addresses import require_reachable
 from weight_update.synchronizer.checkpoint import CheckpointTrainer
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.direct import DirectTrainer
@@ -20,7 +18,7 @@ from weight_update.synchronizer.metrics import Metrics
 from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncStyle
 from weight_update.synchronizer.rpc import Channel
 from weight_update.synchronizer.sessions import Reply
-from weight_update.synchronizer.transfer import Endpoint
+from weight_update.synchronizer.transfer import Endpoint, require_reachable
 from weight_update.transports.distributed.relay.nccl import group_class
 
 __all__ = ["BlockingTrainer"]
@@ -29,19 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class BlockingTrainer(ClientBase):
-    """A client that gives weights away when the plan says so. See :class:`~weight_update.TrainerClient`.
-
-    Args:
-        channel: channel to the synchronizer.
-        source: module, TensorDict, dict or callable that weights are read from.
-        address: address of the interface on which explorers (NCCL) or the synchronizer (MEMORY) reach this
-            process; None for the one that leads to the synchronizer.
-        backend: see :class:`~weight_update.TrainerClient`.
-        strategy: see :class:`ClientBase`.
-        timeout: see :class:`ClientBase`.
-        transfer_timeout: see :class:`ClientBase`.
-        step: number of steps done already; None for that of the newest version in FIXED, else 0.
-    """
+    """A client that gives weights away when the plan says so; see :class:`~weight_update.TrainerClient`."""
 
     role = "trainer"
 
@@ -52,12 +38,10 @@ class BlockingTrainer(ClientBase):
         *,
         address: str | None = None,
         backend: str = "gloo",
-        strategy: str | WeightStrategy = "tensordict",
-        timeout: float = 60.0,
-        transfer_timeout: float = 60.0,
         step: int | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(channel, strategy, timeout, transfer_timeout, step or 0)
+        super().__init__(channel, step=step or 0, **options)
         if address is not None:
             require_reachable(address)
         self._method: TrainerMethod | None = None
@@ -109,27 +93,11 @@ class BlockingTrainer(ClientBase):
     # -- for users ---------------------------------------------------------------------------------
 
     def need_sync(self) -> bool:
-        """Return whether :meth:`sync_weight` should be called now.
-
-        Raises:
-            LinkClosedError: the synchronizer was not there for ``timeout`` seconds.
-        """
+        """Return whether :meth:`sync_weight` should be called now."""
         return bool(self.ask("trainer_needs", step=self.step)["need"])
 
     def sync_weight(self) -> Metrics:
-        """Give the weights of now away: publish them (MEMORY, CHECKPOINT), or meet explorers (NCCL).
-
-        Returns:
-            ``version``: newest published version; ``step``: step of this side; ``seconds``: duration;
-            ``bytes``: number of bytes written or sent; ``waited``: seconds until explorers were ready. There
-            is a ``reason`` only if nothing was published; after that everything is as before. In FULLY_ASYNC
-            with NCCL the version is on its way, and counts as published when the first explorer has it.
-            A logger gets other names: see :class:`~weight_update.synchronizer.Metrics`.
-
-        Raises:
-            SchemaMismatchError: the weights have other names, shapes or dtypes than at the start.
-            LifecycleError: this side is closed, or another trainer took its place.
-        """
+        """Give the weights of now away: publish them (MEMORY, CHECKPOINT), or meet explorers (NCCL)."""
         assert self._method is not None
         with self._syncing:
             start, step = time.perf_counter(), self.step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import ipaddress
 import logging
 import secrets
 import threading
@@ -21,7 +22,7 @@ from weight_update.schemes import DistributedWeightSyncScheme, SharedMemWeightSy
 from weight_update.sender.handle import SendHandle
 from weight_update.strategy.strategy import WeightStrategy
 
-__all__ = ["Endpoint", "Publisher", "Subscriber", "Transfer", "key_of"]
+__all__ = ["Endpoint", "Publisher", "Subscriber", "Transfer", "is_loopback", "key_of", "require_reachable"]
 
 Endpoint = dict[str, Any]
 """Where a subscriber finds a :class:`Publisher`: plain values."""
@@ -32,11 +33,7 @@ _PLACEHOLDER = (1 << 31) - 1
 
 
 class Transfer:
-    """Weights that were sent to explorers.
-
-    Args:
-        handle: handle of the update.
-        gone: ids of explorers that were meant but are not connected.
+    """Weights that were sent to explorers. Those with an id in ``gone`` were meant but are not connected.
 
     Attributes:
         ids: ids of the explorers that it was sent to.
@@ -50,14 +47,7 @@ class Transfer:
         self.number, self.nbytes = handle.version, handle.report.wire_bytes
 
     def settle(self, ids: Iterable[int]) -> dict[int, str]:
-        """Wait until explorers have it in force, or have failed.
-
-        Args:
-            ids: ids of the explorers.
-
-        Returns:
-            the reasons of those that failed, by id.
-        """
+        """Wait until explorers have it in force or have failed; return the reasons of failed ones, by id."""
         wanted = set(ids)
         failures = dict.fromkeys(wanted & self._gone, "it is not connected to the sender")
         try:
@@ -86,8 +76,7 @@ class Publisher:
             shared memory.
         strategy: see :class:`~weight_update.WeightSyncScheme`.
         timeout: seconds that an explorer may take to apply an update.
-        backend: library that carries weights to other hosts; see
-            :class:`~weight_update.DistributedWeightSyncScheme`.
+        backend: see :class:`~weight_update.DistributedWeightSyncScheme`.
 
     Attributes:
         endpoint: where subscribers find it.
@@ -131,15 +120,7 @@ class Publisher:
         return [idx for idx in self._scheme.worker_versions if idx != _PLACEHOLDER]
 
     def send(self, ids: Iterable[int], weights: Any = None) -> Transfer:
-        """Send weights to explorers, without waiting for them.
-
-        Args:
-            ids: ids of the explorers.
-            weights: None reads the source.
-
-        Raises:
-            WeightSyncError: the weights cannot be sent at all; no explorer has them.
-        """
+        """Send ``weights``, or the source, to explorers, and do not wait; after an error none has them."""
         wanted = frozenset(ids)
         with self._sending:
             while True:
@@ -170,16 +151,8 @@ class Publisher:
 class Subscriber:
     """The receiving end at one explorer, or at a synchronizer that holds the newest weights.
 
-    Args:
-        endpoint: endpoint of the publisher.
-        id: id of the explorer.
-        model: model to keep current; None keeps the weights only.
-        strategy: see :class:`~weight_update.WeightSyncScheme`.
-        timeout: seconds that an update waits for the model's forward pass to end.
-
-    Attributes:
-        endpoint: endpoint of the publisher.
-        scheme: the scheme underneath.
+    ``model`` is kept current; None keeps the weights only. ``timeout`` is the number of seconds that an
+    update waits for the model's forward pass to end.
     """
 
     def __init__(
@@ -218,6 +191,29 @@ class Subscriber:
     def close(self) -> None:
         """Leave; the model keeps its weights."""
         self.scheme.shutdown()
+
+
+def is_loopback(address: str | None) -> bool:
+    """Return whether only processes of this machine reach ``address``; None is no address at all."""
+    if address is None or address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False  # a name
+
+
+def require_reachable(address: str) -> None:
+    """Raise ValueError for an address that stands for all interfaces: no other machine can connect to it."""
+    try:
+        wildcard = address == "" or ipaddress.ip_address(address).is_unspecified
+    except ValueError:
+        return  # a name
+    if wildcard:
+        raise ValueError(
+            f"address={address!r} stands for all interfaces, and other machines cannot connect to it; give "
+            "the address by which they reach this machine, such as '10.0.0.5'"
+        )
 
 
 def key_of(endpoint: Endpoint) -> str:

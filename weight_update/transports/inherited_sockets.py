@@ -44,7 +44,9 @@ class InheritedSockets:
         """Close these sockets also in programs that this process starts."""
         for fd, sock in _sockets():
             if self._matches(sock):
-                with contextlib.suppress(OSError):  # another thread closed it, perhaps a copy made by _sockets
+                with contextlib.suppress(
+                    OSError
+                ):  # another thread closed it, perhaps a copy made by _sockets
                     os.set_inheritable(fd, False)
 
     def refuse_more(self) -> None:

@@ -107,13 +107,7 @@ def _gather(buffers: Sequence[torch.Tensor], out: Array) -> None:
 class ArrayReader:
     """A reader of the arrays of a payload, in order.
 
-    Args:
-        payload: 1-D uint8 CPU tensor.
-        start: first byte of the table.
-        arrays: number of its entries.
-
-    Raises:
-        FormatError: the table does not fit into the payload.
+    Their table of ``arrays`` entries begins at ``start``; FormatError is raised if it does not fit in.
     """
 
     def __init__(self, payload: torch.Tensor, start: int, arrays: int) -> None:
@@ -125,11 +119,7 @@ class ArrayReader:
         self._entries = _ENTRY.iter_unpack(self._bytes[start : self._at].tobytes())
 
     def exactly(self, items: int, widths: Sequence[int] = (1, 2, 4, 8)) -> Array:
-        """Read the next array; see :meth:`at_most`.
-
-        Raises:
-            FormatError: the array does not have ``items`` items, or is not valid.
-        """
+        """Read the next array as :meth:`at_most` does; raise FormatError unless it has ``items`` items."""
         array = self.at_most(items, widths)
         if array.size != items:
             raise FormatError(f"an array of a patch has {array.size} items, not {items}")
@@ -164,11 +154,7 @@ class ArrayReader:
         return self._payload[start : self._at]
 
     def finish(self) -> None:
-        """Check that everything was read.
-
-        Raises:
-            FormatError: arrays or bytes are left.
-        """
+        """Raise FormatError if arrays or bytes are left."""
         if next(self._entries, None) is not None or self._at != self._payload.numel():
             raise FormatError("a patch has more arrays or bytes than its head announces")
 

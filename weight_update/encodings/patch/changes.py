@@ -27,12 +27,7 @@ _SHARE = 1 << 17  # elements that one thread writes at a time
 
 @dataclass(frozen=True, eq=False)
 class ByteRange:
-    """A contiguous range of bytes to replace.
-
-    Attributes:
-        start: first byte in the flat buffer.
-        data: new bytes, 1-D uint8.
-    """
+    """New bytes (1-D uint8) for a contiguous range that begins at byte ``start`` of the flat buffer."""
 
     start: int
     data: torch.Tensor
@@ -40,12 +35,10 @@ class ByteRange:
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A segment of the elements that change.
+    """A segment of the elements that change; ``offsets`` count from the element ``first`` of the buffer.
 
-    Attributes:
-        first: element of the buffer from which ``offsets`` count.
-        offsets: 1-D int32 or int64, not empty, not negative, strictly increasing.
-        values: as in :class:`Sparse`, with the shape of ``offsets``.
+    ``offsets`` are 1-D int32 or int64, not empty, not negative, strictly increasing, and ``values`` as in
+    :class:`Sparse`, of their shape.
     """
 
     first: int

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from weight_update.encodings.base import Difference
 from weight_update.encodings.patch.changes import ByteRange, Changes, Segment, Sparse
 from weight_update.encodings.patch.threads import in_threads
 from weight_update.encodings.patch.tiles import Tile, cut, flattened
@@ -57,18 +58,10 @@ ElementDiff = tuple[int, NDArray[Any], NDArray[Any]]
 
 
 @dataclass(frozen=True, eq=False)
-class Scan:
-    """The result of a scan.
-
-    Attributes:
-        changes: all differences; their tensors share no memory with the scanned tensors.
-        changed: number of elements that differ; the halves of a complex128 count as two.
-        total: number of elements compared.
-    """
+class Scan(Difference):
+    """The result of a scan, in memory of its own. The halves of a complex128 count as two elements."""
 
     changes: Changes
-    changed: int
-    total: int
 
 
 class Scanner:
@@ -77,16 +70,13 @@ class Scanner:
     Run one scan at a time: scans share scratch memory.
 
     Args:
-        schema: layout and dtypes of the snapshot. Live tensors may have other dtypes of the same kind and
-            are converted as ``Tensor.copy_`` converts.
+        schema: layout and dtypes of the snapshot. Live tensors may have other dtypes of the same kind and are
+            converted as ``Tensor.copy_`` converts.
         tracked: positions of the schema entries to compare; None for all. Of tied entries only the first
             tracked one is compared.
         dense_above: fraction of changed elements above which the whole tile is replaced.
         relative: whether values are steps from the old bits instead of the new bits.
         threads: number of threads; None for as many as torch uses, or one if there is little to do.
-
-    Raises:
-        ValueError: ``threads`` is below 1.
     """
 
     def __init__(
@@ -122,7 +112,7 @@ class Scanner:
         done = self._compare_shares(flattened(tensors, self._tiles), snapshot.numpy())
         groups = [done[i % len(done)][i // len(done)] for i in range(sum(map(len, done)))]
         changed = sum(group.changed for group in groups)
-        return Scan(_merge(groups, self._relative), changed, self._total)
+        return Scan(changed, self._total, _merge(groups, self._relative))
 
     def _compare_shares(self, live: Sequence[torch.Tensor], snapshot: Bytes) -> list[list[_GroupDiff]]:
         def compare(group: Sequence[_TileReader]) -> _GroupDiff:

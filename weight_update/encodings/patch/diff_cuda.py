@@ -33,11 +33,7 @@ ElementDiff = tuple[int, torch.Tensor, torch.Tensor]
 
 
 class Queues:
-    """Queues of copies that run beside the computation in the caller's current stream.
-
-    Args:
-        device: a CUDA device.
-    """
+    """Queues of copies that run beside the computation in the caller's current stream of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -86,14 +82,11 @@ class Queues:
 class CudaScanner:
     """A :class:`~weight_update.encodings.patch.diff_cpu.Scanner` for live tensors on a CUDA device.
 
-    Run one scan at a time. Live tensors are read on the caller's current stream.
+    Live tensors are read on the caller's current stream.
 
     Args:
-        schema: layout and dtypes of the snapshot.
+        schema: see ``Scanner``, as for ``tracked``, ``dense_above`` and ``relative``.
         queues: queues of the device that holds the live tensors and compares.
-        tracked: positions of the schema entries to compare; None for all.
-        dense_above: fraction of changed elements above which the whole tile is replaced.
-        relative: whether values are steps from the old bits instead of the new bits.
         snapshot_device: ``"cpu"``, best pinned, or ``"cuda"``, the device of ``queues``.
         transport_device: device of the resulting positions and values: ``"cpu"`` for pinned memory, or
             ``"cuda"``.
@@ -120,15 +113,7 @@ class CudaScanner:
 
     @torch.no_grad()
     def scan(self, tensors: Sequence[torch.Tensor], snapshot: torch.Tensor) -> Scan:
-        """Compare without writing to either side.
-
-        Args:
-            tensors: one for each schema entry, in order, of any strides; only read.
-            snapshot: 1-D uint8, ``schema.nbytes`` long, 8-byte aligned.
-
-        Raises:
-            ValueError: ``snapshot`` or the number of ``tensors`` does not fit the schema.
-        """
+        """Compare as :meth:`Scanner.scan <weight_update.encodings.patch.diff_cpu.Scanner.scan>` does."""
         check_sizes(self._schema, tensors, snapshot)
         live = flattened(tensors, self._tiles)
         found, ranges, changed = [], [], 0
@@ -148,7 +133,7 @@ class CudaScanner:
                 found.append((width, at + tile.start // width, values))
         changes = Changes(self._merge(found), tuple(ranges))
         self._queues.finish()
-        return Scan(changes, changed, sum(tile.elements for tile in self._tiles))
+        return Scan(changed, sum(tile.elements for tile in self._tiles), changes)
 
     def _empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._queues.device)

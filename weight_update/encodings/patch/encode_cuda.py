@@ -30,22 +30,10 @@ _SIGNED: dict[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32
 def encode_patch_on_device(
     changes: Changes, schema: WeightSchema, base: int, version: int, options: PatchOptions, lend: Lend
 ) -> Tensor:
-    """Write ``changes`` into one payload.
+    """Write ``changes`` into one payload, on the CPU, as ``encode_patch`` does.
 
-    Args:
-        changes: tensors of one device; relative exactly if ``options.values`` is. Positions are trusted.
-            Work is queued in the caller's current stream.
-        schema: layout of the buffer that changes.
-        base: see :func:`~weight_update.encodings.patch.format.encode_patch`.
-        version: likewise.
-        options: likewise; the compression works on that device.
-        lend: likewise.
-
-    Returns:
-        The payload, 1-D uint8, on the CPU.
-
-    Raises:
-        ValueError: layout ``"coo"`` and a change that lies in no tensor of its width.
+    ``changes`` have tensors of one device, on which the compression works. They are relative exactly if
+    ``options.values`` is. Work is queued in the caller's current stream.
     """
     out = ArrayWriter(options.compression)
     for part in changes.sparse:

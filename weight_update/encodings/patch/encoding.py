@@ -17,7 +17,6 @@ from weight_update.compression import Compression, resolve_compression
 from weight_update.encodings.base import (
     Delta,
     DeltaEncoding,
-    Difference,
     Lend,
     Tracker,
     WholeEncoding,
@@ -25,10 +24,10 @@ from weight_update.encodings.base import (
 )
 from weight_update.encodings.bucket import BucketEncoding, require_bool, require_size
 from weight_update.encodings.patch.changes import ByteRange, Changes
-from weight_update.encodings.patch.diff_cpu import Scanner
+from weight_update.encodings.patch.diff_cpu import Scan, Scanner
 from weight_update.encodings.patch.diff_cuda import CudaScanner, Queues
 from weight_update.encodings.patch.encode_cuda import encode_patch_on_device
-from weight_update.encodings.patch.format import Patch, PatchOptions, decode_patch, encode_patch
+from weight_update.encodings.patch.format import PatchOptions, decode_patch, encode_patch
 from weight_update.wire.schema import WeightSchema, matching
 
 __all__ = ["PatchEncoding"]
@@ -132,22 +131,15 @@ class PatchEncoding(DeltaEncoding):
         owners = chosen | {first for first, other in schema.ties if other in chosen}
         return sorted(owners | {other for first, other in schema.ties if first in owners})
 
-    def tracker(self, schema: WeightSchema, tracked: Sequence[int] | None) -> Tracker[PatchDifference]:
+    def tracker(self, schema: WeightSchema, tracked: Sequence[int] | None) -> Tracker[Scan]:
         return PatchTracker(self, schema, tracked)
 
     @classmethod
     def read(cls, payload: torch.Tensor, schema: WeightSchema) -> Delta:
-        return PatchDelta(decode_patch(payload, schema))
+        return decode_patch(payload, schema)
 
 
-@dataclass(frozen=True)
-class PatchDifference(Difference):
-    """A :class:`Difference` with its changes."""
-
-    changes: Changes
-
-
-class PatchTracker(Tracker[PatchDifference]):
+class PatchTracker(Tracker[Scan]):
     """A snapshot in one flat buffer, and the scanner that compares weights with it.
 
     A large snapshot is advanced in the background; methods that need the snapshot wait for that.
@@ -163,11 +155,7 @@ class PatchTracker(Tracker[PatchDifference]):
 
     @torch.no_grad()
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Remember ``tensors`` (in schema order, live).
-
-        Raises:
-            ValueError: ``snapshot_device="cuda"``, and the weights are not on a GPU.
-        """
+        """Remember ``tensors`` (in schema order, live)."""
         gpus = {tensor.device for tensor in tensors if tensor.is_cuda}
         if self._options.snapshot_device == "cuda" and not gpus:
             raise ValueError("snapshot_device='cuda' needs weights on a GPU; use 'cpu' here")
@@ -197,13 +185,12 @@ class PatchTracker(Tracker[PatchDifference]):
         else:
             self._scanner = Scanner(self._schema, self._tracked, relative=relative)
 
-    def compare(self, tensors: Sequence[torch.Tensor | None]) -> PatchDifference:
+    def compare(self, tensors: Sequence[torch.Tensor | None]) -> Scan:
         assert self._scanner is not None
         self._flushed()
-        found = self._scanner.scan([_NOTHING if one is None else one for one in tensors], self._flat)
-        return PatchDifference(found.changed, found.total, found.changes)
+        return self._scanner.scan([_NOTHING if one is None else one for one in tensors], self._flat)
 
-    def encode(self, difference: PatchDifference, base: int, version: int, lend: Lend) -> torch.Tensor:
+    def encode(self, difference: Scan, base: int, version: int, lend: Lend) -> torch.Tensor:
         if self._options.transport_device == "cpu" or self._queues is None:
             return self._encode(difference.changes, base, version, lend)
         return encode_patch_on_device(
@@ -221,7 +208,7 @@ class PatchTracker(Tracker[PatchDifference]):
     def _encode(self, changes: Changes, base: int, version: int, lend: Lend) -> torch.Tensor:
         return encode_patch(changes, self._flat, self._schema, base, version, self._options.options, lend)
 
-    def advance(self, difference: PatchDifference) -> None:
+    def advance(self, difference: Scan) -> None:
         self._flushed()
         if difference.changed < _FEW:
             self._write(difference.changes)
@@ -259,17 +246,3 @@ class PatchTracker(Tracker[PatchDifference]):
         other._flat.copy_(self._flat)
         other._written()
         return other
-
-
-class PatchDelta(Delta):
-    """The :class:`Delta` of a patch that arrived."""
-
-    def __init__(self, patch: Patch) -> None:
-        self.base, self.version = patch.base, patch.version
-        self._changes = patch.changes
-
-    def write(self, flat: torch.Tensor) -> None:
-        self._changes.to(flat.device).write(flat)
-
-    def touched(self, schema: WeightSchema) -> list[int]:
-        return self._changes.touched(schema)

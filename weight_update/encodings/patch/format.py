@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from weight_update.compression import Compression
-from weight_update.encodings.base import Lend
+from weight_update.encodings.base import Delta, Lend
 from weight_update.encodings.patch.arrays import ALIGNMENT, UNSIGNED, Array, ArrayReader, ArrayWriter
 from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, Segment, Sparse
 from weight_update.encodings.patch.positions_coo import Grid, decode_coo, encode_coo
@@ -56,19 +56,23 @@ class PatchOptions:
     compression: Compression
 
 
-@dataclass(frozen=True, eq=False)
-class Patch:
+@dataclass(eq=False)
+class Patch(Delta):
     """The content of a payload.
 
     Attributes:
-        base: version that the patch applies to.
-        version: version that the patch makes.
         changes: CPU tensors, perhaps views into the payload.
     """
 
     base: int
     version: int
     changes: Changes
+
+    def write(self, flat: torch.Tensor) -> None:
+        self.changes.to(flat.device).write(flat)
+
+    def touched(self, schema: WeightSchema) -> list[int]:
+        return self.changes.touched(schema)
 
 
 def encode_patch(
@@ -80,20 +84,17 @@ def encode_patch(
     options: PatchOptions,
     lend: Lend,
 ) -> torch.Tensor:
-    """Write ``changes`` into one payload.
+    """Write ``changes`` into one payload, 1-D uint8, exactly as long as needed.
 
     Args:
         changes: CPU tensors; positions are trusted.
-        snapshot: flat buffer before the change, 1-D uint8, CPU, ``schema.nbytes`` long. It is read only to
-            convert between raw and relative values.
+        snapshot: flat buffer of ``schema`` before the change, 1-D uint8, CPU. It is read only to convert
+            between raw and relative values.
         schema: layout of ``snapshot``.
         base: version of ``snapshot``, not negative.
         version: version after the change, not negative.
         options: layout, values and compression.
         lend: source of the payload's memory; called once.
-
-    Returns:
-        The payload, 1-D uint8, exactly as long as needed.
 
     Raises:
         ValueError: layout ``"coo"`` and a change that lies in no tensor of its width.

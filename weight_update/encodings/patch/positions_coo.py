@@ -21,15 +21,13 @@ __all__ = ["Grid", "decode_coo", "encode_coo"]
 class Grid:
     """The tensors of one element width as matrices, in the order of their offsets.
 
-    A scalar is 1 x 1, a vector 1 x N, and a tensor of more than two dimensions is
-    shape[0] x prod(shape[1:]). Elements of 16 bytes are two of 8, so that complex128 has twice the columns.
-    Attributes are 1-D int64, with one item for each tensor that is neither empty nor tied to an earlier one.
+    A scalar is 1 x 1, a vector 1 x N, and a tensor of more than two dimensions is shape[0] x prod(shape[1:]).
+    Elements of 16 bytes are two of 8, so that complex128 has twice the columns. Attributes are 1-D int64,
+    with one item for each tensor that is neither empty nor tied to an earlier one.
 
     Attributes:
         ordinals: position in ``schema.tensors``.
         starts: first element in the flat buffer, in elements of this width.
-        rows: rows of the matrix.
-        columns: columns of the matrix.
     """
 
     ordinals: Array
@@ -56,11 +54,7 @@ class Grid:
 
 
 def encode_coo(out: ArrayWriter, positions: Array, grid: Grid, delta: bool) -> None:
-    """Write ``positions`` (int64, strictly increasing, not empty): ordinals, counts, rows, columns.
-
-    Raises:
-        ValueError: a position lies in no tensor of this width.
-    """
+    """Write ``positions`` (int64, strictly increasing, not empty): ordinals, counts, rows, columns."""
     ends = grid.starts + grid.rows * grid.columns
     counts = np.searchsorted(positions, ends) - np.searchsorted(positions, grid.starts)
     if counts.sum() != positions.size:
@@ -76,9 +70,8 @@ def encode_coo(out: ArrayWriter, positions: Array, grid: Grid, delta: bool) -> N
 
 
 def _coordinates(positions: Array, first: Array, grid: Grid) -> tuple[Array, Array]:
-    largest = max(
-        int(positions[-1]), int(grid.columns.max())
-    )  # numpy cannot divide by a number outside the dtype
+    # Numpy cannot divide by a number outside the dtype.
+    largest = max(int(positions[-1]), int(grid.columns.max()))
     columns = positions.astype(np.uint32 if largest < 1 << 32 else np.uint64)
     rows = np.empty_like(columns)
     # Tensor by tensor: dividing by a scalar is many times faster than by an array.
@@ -109,12 +102,7 @@ def _differences(rows: Array, columns: Array, first: Array) -> tuple[Array, Arra
 
 
 def decode_coo(arrays: ArrayReader, count: int, schema: WeightSchema, width: int, delta: bool) -> Array:
-    """Read ``count`` positions, int64.
-
-    Raises:
-        FormatError: tensors are unknown or repeated, counts or coordinates are outside a tensor, or positions
-            do not increase.
-    """
+    """Read ``count`` positions, int64; raise FormatError unless they increase and lie in the tensors."""
     grid = Grid.of(schema, width)
     ordinals = arrays.at_most(grid.ordinals.size)
     counts = arrays.exactly(ordinals.size)

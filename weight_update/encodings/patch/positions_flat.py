@@ -36,11 +36,7 @@ def encode_flat(out: ArrayWriter, part: Sparse, delta: bool) -> None:
 
 
 def decode_flat(arrays: ArrayReader, count: int, limit: int, delta: bool) -> Array:
-    """Read ``count`` positions below ``limit``, int64.
-
-    Raises:
-        FormatError: there are not ``count`` positions, or they do not increase or are not below ``limit``.
-    """
+    """Read ``count`` positions, int64; raise FormatError unless they increase and are below ``limit``."""
     if delta:
         return join_units(arrays.at_most(most_units(count, limit), UNITS), count, limit)
     positions = arrays.exactly(count)
@@ -51,11 +47,7 @@ def decode_flat(arrays: ArrayReader, count: int, limit: int, delta: bool) -> Arr
 
 
 def require_increasing(positions: Array) -> None:
-    """Check that each position is larger than the previous one.
-
-    Raises:
-        FormatError: a position is not.
-    """
+    """Raise FormatError unless each position is larger than the previous one."""
     if not (positions[1:] > positions[:-1]).all():
         raise FormatError("the positions of a patch do not increase")
 
@@ -64,11 +56,8 @@ def split_units(segments: Sequence[tuple[int, Array]]) -> list[Array]:
     """Return gaps (position - previous - 1) in units of 1, 2 or 4 bytes, as one array for each segment.
 
     The largest value of a unit is an escape: "add it and continue with the next unit". The size of a unit is
-    the one that gives the fewest bytes.
-
-    Args:
-        segments: pairs of a first position and offsets from it, int32 or int64, not empty; all positions
-            together are strictly increasing.
+    the one that gives the fewest bytes. A segment is a first position and offsets from it, int32 or int64,
+    not empty; all positions together are strictly increasing.
     """
     ends = [first + int(offsets[-1]) for first, offsets in segments]
     gaps = [_gaps(*segment, end) for segment, end in zip(segments, [-1, *ends], strict=False)]
@@ -128,11 +117,7 @@ def most_units(count: int, limit: int) -> int:
 
 
 def join_units(units: Array, count: int, limit: int) -> Array:
-    """Return the positions, int64, from the ``units`` that :func:`split_units` made.
-
-    Raises:
-        FormatError: there are not ``count`` positions, or they are not below ``limit``.
-    """
+    """Return the positions that ``units`` stand for, int64; FormatError unless ``count`` below ``limit``."""
     escape = escape_of(units.itemsize)
     if units.size * escape >= 1 << 63:  # the sum could wrap around; no writer makes so many wide units
         raise FormatError(f"a patch has {units.size} units of {units.itemsize} bytes")

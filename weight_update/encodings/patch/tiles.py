@@ -16,14 +16,7 @@ __all__ = ["EntrySlice", "Tile", "cut", "flattened"]
 
 @dataclass(frozen=True)
 class EntrySlice:
-    """Consecutive elements of one schema entry.
-
-    Attributes:
-        entry: position in the schema.
-        meta: the entry.
-        first: the first element.
-        count: number of elements.
-    """
+    """Consecutive elements of ``meta``, the schema entry at position ``entry``, from ``first`` on."""
 
     entry: int
     meta: TensorMeta
@@ -109,13 +102,12 @@ class Tile:
 
 
 def cut(schema: WeightSchema, tracked: Sequence[int] | None, size: int, large: int) -> Iterator[Tile]:
-    """Cut the tracked entries into tiles, in ascending order.
+    """Cut the tracked entries (None for all) into tiles, in ascending order.
 
-    Args:
-        schema: the layout.
-        tracked: positions of entries; None for all. The first of several tied entries stands for all.
-        size: largest number of bytes of a tile, a multiple of 64.
-        large: bytes from which a tensor gets tiles of its own; at most ``size``.
+    The first of several tied entries stands for all.
+
+    A tile has at most ``size`` bytes, a multiple of 64. A tensor of at least ``large`` bytes, at most
+    ``size``, gets tiles of its own.
     """
     batch: list[EntrySlice] = []
     for one in _owners(schema, tracked):

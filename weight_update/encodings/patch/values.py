@@ -18,13 +18,9 @@ _NONE = np.empty(0, np.uint8)
 def encode_steps(out: ArrayWriter, steps: Sequence[Array]) -> None:
     """Write steps (unsigned: new - old modulo 2**bits) so that small ones of either sign cost little.
 
-    Steps are zigzag coded (0, -1, 1, -2, ... become 0, 1, 2, 3, ...). Byte plane k holds byte k of all
-    steps and is written as two arrays: the positions of its nonzero bytes, and these bytes. Where that is
-    not shorter, the positions are empty and the second array is the whole plane.
-
-    Args:
-        out: writer of the arrays.
-        steps: consecutive arrays, none of them empty.
+    Steps are zigzag coded (0, -1, 1, -2, ... become 0, 1, 2, 3, ...). Byte plane k holds byte k of all steps
+    and is written as two arrays: the positions of its nonzero bytes, and these bytes. Where that is not
+    shorter, the positions are empty and the second array is the whole plane. None of ``steps`` is empty.
     """
     for plane in zip(*map(_byte_planes, steps), strict=True):
         _encode_plane(out, plane)
@@ -50,11 +46,7 @@ def _encode_plane(out: ArrayWriter, plane: Sequence[Array]) -> None:
 
 
 def decode_steps(arrays: ArrayReader, count: int, width: int) -> Array:
-    """Read ``count`` steps of ``width`` bytes, unsigned.
-
-    Raises:
-        FormatError: the bytes of a plane are neither none, nor all, nor at valid positions.
-    """
+    """Read ``count`` steps of ``width`` bytes, unsigned; raise FormatError for a plane that is not valid."""
     kind = UNSIGNED[width]
     zigzag = np.zeros(count, kind)
     for plane in range(width):

@@ -28,6 +28,12 @@ _log = logging.getLogger(__name__)
 _GONE_AT_ONCE = 64  # names of released slots in one command
 _OPENING = 20.0  # seconds in which a worker has to make its group, if updates may not take longer
 _LEAST_PATIENCE = 1.0  # seconds for a host that is sent to directly, unless its limit is less
+_LINK_SHARE = 2
+"""Two relays may take this share of the sender's patience to meet, and half as long again to connect.
+
+The sender waits twice its patience for their answers. A relay must not be given up because its next host does
+not come, even if it was out of reach itself for a moment.
+"""
 _LOOK = 0.5
 _numbers = itertools.count()
 _T = TypeVar("_T")
@@ -228,9 +234,9 @@ def _join(before: _Hop, after: _Hop, patience: float, limit: float) -> None:
     name = f"link/{uuid.uuid4().hex}"
     before.client.outgoing_link = after.client.incoming_link = None
     for hop, way in ((after, "in"), (before, "out")):
-        command = {"do": "link", "way": way, "name": name, "patience": patience}
+        command = {"do": "link", "way": way, "name": name, "patience": patience / _LINK_SHARE}
         hop.do(hop.client.send_command, command, patience)
-    deadline = time.monotonic() + limit  # the two ends take ``patience``, and half of it to connect
+    deadline = time.monotonic() + limit
     answers = [hop.do(hop.client.receive_answer, _time_left(deadline)) for hop in (before, after)]
     if all(answer == {} for answer in answers):
         before.client.outgoing_link = after.client.incoming_link = name

@@ -32,6 +32,11 @@ __all__ = ["HostRelay", "SlotReplicas"]
 
 _log = logging.getLogger(__name__)
 _MAX_ERROR_CHARS = 1000  # characters of an error that fit into a message
+_FORWARD_SHARE = 4
+"""The next host may take this share of the sender's patience for a piece of a payload.
+
+The relay answers no command meanwhile, and the sender waits twice its patience for an answer.
+"""
 
 
 class SlotReplicas:
@@ -153,7 +158,9 @@ class HostRelay:
                 answer = self._take(command, sender, forwarder)
                 sender.send(answer, None)
                 whole = answer.get("fd", -1) >= 0
-                if command["onward"] and not (whole and forwarder.finish(command["patience"])):
+                if command["onward"] and not (
+                    whole and forwarder.finish(command["patience"] / _FORWARD_SHARE)
+                ):
                     self._unlink("out")  # the next host notices
 
     def _link(self, command: dict[str, Any]) -> dict[str, Any]:
