@@ -17,7 +17,7 @@ from weight_update.encodings.patch.changes import BITS, Changes, Sparse
 from weight_update.encodings.patch.format import PatchOptions, decode_patch, encode_patch
 from weight_update.wire.schema import WeightSchema
 
-DOCS = Path(__file__).parent.parent / "docs" / "patch_format.rst"
+DOCS = Path(__file__).parents[2] / "docs" / "patch_format.rst"
 
 
 @given(cases(), any_options)
