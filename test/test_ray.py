@@ -197,6 +197,14 @@ def gone(name: str) -> bool:
     return False
 
 
+def is_available(player: Any) -> bool:
+    """Return whether Ray takes calls for an actor; it takes none while the actor is restarted."""
+    try:
+        return bool(ray.get(player.pid.remote(), timeout=WAIT))
+    except ray.exceptions.ActorUnavailableError:
+        return False
+
+
 @STORE
 def test_busy_killed_restarted_and_dead_actors(data: str, troupe: Troupe) -> None:
     source = mlp(1)
@@ -221,6 +229,7 @@ def test_busy_killed_restarted_and_dead_actors(data: str, troupe: Troupe) -> Non
     assert {idx: type(error) for idx, error in caught.value.failures.items()} == {1: LinkClosedError}
     assert all_have_it(players[:1])
     assert eventually(lambda: scheme.worker_versions[1] is not None, WAIT)  # Ray made it anew
+    assert eventually(lambda: is_available(players[1]), WAIT)  # Ray told this process later
     assert all_have_it(players)
     ray.kill(players[1])
     with pytest.raises(SyncFailedError, match=r"worker 1: Actor\(Player.* killed by `ray.kill`"):

@@ -81,10 +81,8 @@ class BucketEncoding(WholeEncoding):
         if label is not None and label not in get_args(BucketDtype):
             known = ", ".join(get_args(BucketDtype))
             raise ValueError(f"unknown bucket_dtype {dtype!r} (known: None, {known})")
-        if self.bucket_device is not None and str(self.bucket_device).partition(":")[0] not in (
-            "cpu",
-            "cuda",
-        ):
+        device = None if self.bucket_device is None else str(self.bucket_device).partition(":")[0]
+        if device not in (None, "cpu", "cuda"):
             raise ValueError(f"unknown bucket_device {self.bucket_device!r} (known: None, cpu, cuda)")
 
     @property
@@ -107,7 +105,8 @@ class BucketEncoding(WholeEncoding):
         return self.load_instant
 
     def payload_sizes(self, schema: WeightSchema) -> list[int]:
-        return [_HEAD_BYTES + stop - start for start, stop in self._cuts(schema)]
+        cuts = _cuts(_as_sent(schema, self.dtype), self.bucket_size)
+        return [_HEAD_BYTES + stop - start for start, stop in cuts]
 
     @classmethod
     def decoder(cls, schema: WeightSchema) -> Decoder:
@@ -117,9 +116,6 @@ class BucketEncoding(WholeEncoding):
     def dtype(self) -> torch.dtype | None:
         """``bucket_dtype`` as a dtype."""
         return DTYPES[self.bucket_dtype] if isinstance(self.bucket_dtype, str) else self.bucket_dtype
-
-    def _cuts(self, schema: WeightSchema) -> list[tuple[int, int]]:
-        return list(_cuts(_as_sent(schema, self.dtype), self.bucket_size))
 
 
 class _BucketEncoder(Encoder):

@@ -75,7 +75,8 @@ class _AsyncClient(Generic[_P]):
             logger gets.
 
         Raises:
-            SchemaMismatchError: the model is not the trainer's, or not the trainer's at the start.
+            SchemaMismatchError: the model is not the trainer's (explorer), or the weights have other names,
+                shapes or dtypes than at the start (trainer).
             LifecycleError: this side is closed, or another client took its place.
         """
         try:
@@ -174,9 +175,8 @@ class TrainerClient(_AsyncClient[BlockingTrainer]):
         step: int | None = None,
     ) -> None:
         options: dict[str, Any] = {"timeout": timeout, "transfer_timeout": transfer_timeout, "step": step}
-        channel = _channel_to(where, token)
         options |= {"address": address, "backend": backend, "strategy": strategy}
-        super().__init__(BlockingTrainer(channel, model, **options))
+        super().__init__(BlockingTrainer(_channel_to(where, token), model, **options))
 
 
 class ExplorerClient(_AsyncClient[BlockingExplorer]):
@@ -212,8 +212,8 @@ class ExplorerClient(_AsyncClient[BlockingExplorer]):
         step: int = 0,
     ) -> None:
         options: dict[str, Any] = {"timeout": timeout, "transfer_timeout": transfer_timeout, "step": step}
-        channel = _channel_to(where, token)
-        super().__init__(BlockingExplorer(channel, model, id=id, strategy=strategy, **options))
+        options |= {"id": id, "strategy": strategy}
+        super().__init__(BlockingExplorer(_channel_to(where, token), model, **options))
 
     def hold(self) -> contextlib.AbstractContextManager[None]:
         """Return a context inside which no update lands, for several forward passes in FULLY_ASYNC."""

@@ -74,7 +74,7 @@ class WeightCache:
         self._taking = threading.Lock()
 
     def listen_on(self, address: str) -> None:
-        """Let explorers of other machines in, too; raise LifecycleError if others were let in already."""
+        """Let explorers of other machines in, too; raise LifecycleError once explorers of this one came."""
         if self._publisher is not None and self._address != address:
             raise LifecycleError(
                 "the synchronizer already hands weights out on another interface; call serve() before the "

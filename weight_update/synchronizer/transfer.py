@@ -224,15 +224,10 @@ def key_of(endpoint: Endpoint) -> str:
 def _scheme(
     endpoint: Endpoint, strategy: str | WeightStrategy, timeout: float, backend: str = "gloo"
 ) -> SharedMemWeightSyncScheme | DistributedWeightSyncScheme:
+    address, token = endpoint["address"], endpoint["token"]
     if endpoint["shared"]:
-        return SharedMemWeightSyncScheme(
-            strategy, address=endpoint["address"], token=endpoint["token"], timeout=timeout
-        )
+        return SharedMemWeightSyncScheme(strategy, address=address, token=token, timeout=timeout)
+    port = endpoint["port"]
     return DistributedWeightSyncScheme(
-        backend,
-        strategy=strategy,
-        address=endpoint["address"],
-        port=endpoint["port"],
-        token=endpoint["token"],
-        timeout=timeout,
+        backend, strategy=strategy, address=address, port=port, token=token, timeout=timeout
     )

@@ -117,7 +117,7 @@ def most_units(count: int, limit: int) -> int:
 
 
 def join_units(units: Array, count: int, limit: int) -> Array:
-    """Return the positions that ``units`` stand for, int64; FormatError unless ``count`` below ``limit``."""
+    """Return the ``count`` positions below ``limit`` that ``units`` stand for; FormatError if they do not."""
     escape = escape_of(units.itemsize)
     if units.size * escape >= 1 << 63:  # the sum could wrap around; no writer makes so many wide units
         raise FormatError(f"a patch has {units.size} units of {units.itemsize} bytes")
