@@ -51,8 +51,7 @@ from weight_update.schemes import (
     send_together,
 )
 from weight_update.sender.handle import SendHandle
-from weight_update.strategy.gather import GatherShards
-from weight_update.strategy.strategy import WeightStrategy
+from weight_update.strategy.strategy import GatherShards, WeightStrategy
 from weight_update.synchronizer import (
     BlockingExplorer,
     BlockingTrainer,

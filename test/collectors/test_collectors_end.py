@@ -12,7 +12,7 @@ import pytest
 from collector_parts import OPTIONS, Env, make_policy, weights_of
 from interpreters import run_python
 
-from collectors import Collector, MultiAsyncCollector, MultiSyncCollector, multi
+from collectors import Collector, MultiAsyncCollector, MultiSyncCollector, updating
 from weight_update import (
     LifecycleError,
     MultiProcessWeightSyncScheme,
@@ -119,7 +119,7 @@ def test_at_exit_every_collector_is_closed_when_one_close_raises(monkeypatch):
     monkeypatch.setattr(made[0], "shutdown", fail)
     monkeypatch.setattr(made[2], "shutdown", fail)
     with pytest.raises(ZeroDivisionError):
-        multi._end_all()
+        updating._end_all()
     assert [collector.procs[0].is_alive() for collector in made] == [True, False, True]
     monkeypatch.undo()
     for collector in made:

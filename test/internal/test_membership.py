@@ -23,7 +23,7 @@ from weight_update import (
     WeightSyncScheme,
 )
 from weight_update.errors import JoinRefusedError, LinkClosedError
-from weight_update.schemes.liveness import liveness
+from weight_update.sender.joining import liveness
 from weight_update.sender.sender import Sender
 from weight_update.sender.workers import ReceiverId
 from weight_update.testing import WorkerProcesses, mlp

@@ -11,9 +11,8 @@ import torch
 from weight_update.encodings import Decoder
 from weight_update.engines.base import InferenceEngine
 from weight_update.errors import FormatError, SchemaMismatchError
-from weight_update.wire.frames import WeightChunk
+from weight_update.wire.frames import WeightChunk, payloads_of
 from weight_update.wire.schema import WeightSchema
-from weight_update.wire.updates import payloads_of
 
 __all__ = ["Loading"]
 

@@ -15,8 +15,7 @@ import torch
 from weight_update.encodings import Delta
 from weight_update.encodings.patch.diff_cpu import SERIAL
 from weight_update.errors import SchemaMismatchError
-from weight_update.receiver.storage import StagedUpdate, Storage
-from weight_update.receiver.targets import Target
+from weight_update.receiver.targets import StagedUpdate, Storage, Target
 from weight_update.strategy.binding import Binding, count_writes
 from weight_update.wire.memory import digest
 from weight_update.wire.schema import WeightSchema

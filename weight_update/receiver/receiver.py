@@ -52,13 +52,14 @@ class Receiver:
             keeps the weights for :meth:`receive`.
 
     Attributes:
+        options: the same.
         error: reason why no more updates come; None while they do.
     """
 
     def __init__(self, options: ReceiverOptions, model: Any) -> None:
         self.link, self.gate, self.worker = options.link, options.gate, options.worker
         self.error: Exception | None = None
-        self._options = options
+        self.options = options
         self._closing = threading.Event()
         self._updates = UpdateHandler(options, self._closing)
         self._staging = self._updates.staging
@@ -78,7 +79,7 @@ class Receiver:
             LifecycleError, UnsupportedSourceError, SchemaMismatchError: as :meth:`Staging.bind`.
         """
         self._model = None
-        self._staging.bind(model, self._options.timeout)
+        self._staging.bind(model, self.options.timeout)
 
     def guard_outside(self) -> None:
         """Take the hooks off the model: the caller holds the gate around every forward pass itself."""
@@ -142,13 +143,13 @@ class Receiver:
     ) -> None:
         """Send a HELLO with the schema that the model expects, or with the reason why it cannot join."""
         hello = {
-            "token": self._options.token,
+            "token": self.options.token,
             "worker": self.worker,
             "pid": os.getpid(),
             "version": self.version,
             "schema": None if expected is None else expected.to_header(),
             "error": None if error is None else "\n\n".join(summary_of(error))[:_LONGEST],
-            "instance": self._options.instance,
+            "instance": self.options.instance,
             "again": again,
         }
         self.link.restart(seconds_left(deadline))
@@ -216,7 +217,7 @@ class Receiver:
         Raises:
             LinkClosedError: the sender is gone and no new version is left.
         """
-        return self._options.strategy.export(self.weights()) if self.await_next(timeout) else None
+        return self.options.strategy.export(self.weights()) if self.await_next(timeout) else None
 
     def await_next(self, timeout: float | None) -> bool:
         """Wait for the next version as :meth:`receive` does; return whether there is one."""

@@ -14,15 +14,13 @@ from weight_update.encodings import Decoder, decoder_for, read_delta
 from weight_update.errors import FormatError, LifecycleError
 from weight_update.receiver.flat_buffers import FlatBuffer, OwnCopy
 from weight_update.receiver.gate import Gate
-from weight_update.receiver.storage import StagedUpdate, Storage
-from weight_update.receiver.targets import EngineTarget, Target, target_for
+from weight_update.receiver.targets import EngineTarget, StagedUpdate, Storage, Target, target_for
 from weight_update.strategy.binding import Binding
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
-from weight_update.wire.frames import WeightChunk
+from weight_update.wire.frames import WeightChunk, extra_of, payloads_of
 from weight_update.wire.memory import await_stream, memory_identity
 from weight_update.wire.schema import WeightSchema
-from weight_update.wire.updates import extra_of, payloads_of
 
 __all__ = ["Staging"]
 
@@ -177,13 +175,7 @@ class Staging:
         engine = self.target.chunk_loader(header, self._decoder) if self._own is None else None
         if engine is not None:
             return self._load_chunk(engine, chunk, self._schema)
-        if header["base"] is None and chunk.payload is not None:
-            allocate = functools.partial(self.allocate, device=self.target.device_for(chunk.payload))
-            fed = self._decoder(header["encoding"]).feed(header["index"], chunk.payload, allocate)
-            if fed is not chunk.payload:
-                self._release(chunk.payload)
-                chunk = replace(chunk, payload=fed)
-        self.parts.append(chunk)
+        self.parts.append(self._fed(chunk) if header["base"] is None else chunk)
         if len(self.parts) < header["count"]:
             return None
         parts, self.parts = self.parts, []
@@ -194,6 +186,18 @@ class Staging:
         update.storage.stage(update, self.target)
         self.staged = update
         return update
+
+    def _fed(self, chunk: WeightChunk) -> WeightChunk:
+        """Return a chunk whose payload the decoder has read on arrival, unless it is flat."""
+        header, payload = chunk.header, chunk.payload
+        if payload is None or (decoder := self._decoder(header["encoding"])).is_flat:
+            return chunk
+        allocate = functools.partial(self.allocate, device=self.target.device_for(payload))
+        fed = decoder.feed(header["index"], payload, allocate)
+        if fed is payload:
+            return chunk
+        self._release(payload)
+        return replace(chunk, payload=fed)
 
     def forget(self, version: int | None = None) -> bool:
         """Drop everything that arrived and is not in force; if ``version`` is given, only its parts.
@@ -247,8 +251,8 @@ class Staging:
         header, payloads = parts[0].header, payloads_of(parts)
         decoder = self._decoder(header["encoding"])
         values = decoder.decode(payloads)
-        for value in values[:1]:
-            await_stream(value)  # other threads read on other streams
+        if values and values[0].is_cuda:
+            await_stream(values[0])  # other threads read on other streams
         storage: Storage | None = self._own
         if storage is None and decoder.is_flat and payloads[0].is_cpu:
             storage = self._flat_buffer(schema)

@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -28,13 +28,13 @@ from weight_update.receiver.flat_buffers import MissingBaseError
 from weight_update.receiver.gate import Gate
 from weight_update.receiver.group_commit import commit_group
 from weight_update.receiver.staging import Staging
-from weight_update.receiver.storage import StagedUpdate
+from weight_update.receiver.targets import StagedUpdate
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.wire.frames import Kind, WeightChunk
 
-__all__ = ["ReceiverOptions", "UpdateHandler", "as_memory_error", "summary_of"]
+__all__ = ["ReceiverOptions", "UpdateHandler", "UpdateObserver", "as_memory_error", "summary_of"]
 
 _log = logging.getLogger(__name__)
 _PARTING_SECONDS = 3.0
@@ -42,7 +42,21 @@ _NO_MEMORY = "no memory to receive"
 _SHORTAGES = ("can't allocate memory", "can't start new thread", _NO_MEMORY)  # texts of errors
 
 
-@dataclass(frozen=True)
+class UpdateObserver(Protocol):
+    """An object that is told of each update."""
+
+    def switched(self) -> None:
+        """Note that a version becomes visible. Called inside the gate."""
+
+    def applied(self, weights: Callable[[], NamedWeights]) -> None:
+        """Note that a version was applied. Called outside the gate, before the sender gets the answer.
+
+        Args:
+            weights: returns the weights of the version.
+        """
+
+
+@dataclass
 class ReceiverOptions:
     """Options with which one receiver joins its sender and applies updates.
 
@@ -55,9 +69,7 @@ class ReceiverOptions:
         instance: random name that tells the receiver from others that join as ``worker``.
         stable_addresses: whether to copy into the model's tensors instead of pointing them at payloads.
         timeout: seconds that an update waits for the running forward pass to end.
-        on_switched: called with the version inside the gate, when the version becomes visible.
-        on_applied: called with the version and a function that returns the weights, after that and outside
-            the gate, before the sender gets the answer.
+        observer: object that is told of each update; None if there is none. It may be set at any time.
     """
 
     link: TransportBackend
@@ -68,8 +80,7 @@ class ReceiverOptions:
     instance: str
     stable_addresses: bool
     timeout: float
-    on_switched: Callable[[int], None]
-    on_applied: Callable[[int, Callable[[], NamedWeights]], None]
+    observer: UpdateObserver | None
 
 
 class UpdateHandler:
@@ -97,8 +108,7 @@ class UpdateHandler:
         self.busy = threading.RLock()
         self.news = threading.Condition()
         self._link, self._gate, self._worker = options.link, options.gate, options.worker
-        self._timeout, self._closing = options.timeout, closing
-        self._on_switched, self._on_applied = options.on_switched, options.on_applied
+        self._timeout, self._closing, self._options = options.timeout, closing, options
         self._unwanted: int | None = None  # a version that failed: its other chunks are not read
         self._leftovers: list[torch.Tensor] = []  # payloads switched away from, not yet released
 
@@ -194,7 +204,7 @@ class UpdateHandler:
         if update is None:
             self._answer(Kind.TAKEN, {"version": header["version"], "index": header["index"]})
         elif update is self.staging.current:  # an engine loaded it chunk by chunk
-            self._in_force(update)
+            self._in_force()
             self._finish(update, update.seconds, before)
         elif header["commit"]:
             self._commit(header["version"])
@@ -217,15 +227,17 @@ class UpdateHandler:
         """Apply the updates of all members at one moment; return the seconds that forward passes waited."""
         return self._gate.run(functools.partial(_apply, members), self._timeout, self._closing.is_set)
 
-    def _in_force(self, update: StagedUpdate) -> None:
+    def _in_force(self) -> None:
         self.applied += 1
-        self._on_switched(update.version)
+        if self._options.observer is not None:
+            self._options.observer.switched()
 
     def _finish(self, update: StagedUpdate, stall: float, before: StagedUpdate | None) -> None:
         """Tell everyone concerned that an update is in force."""
         with self.news:
             self.news.notify_all()
-        self._on_applied(update.version, functools.partial(self.staging.named, update))
+        if self._options.observer is not None:
+            self._options.observer.applied(functools.partial(self.staging.named, update))
         applied = {
             "version": update.version,
             "apply_seconds": time.perf_counter() - update.arrived,
@@ -295,7 +307,7 @@ def _apply(members: list[tuple[UpdateHandler, StagedUpdate]]) -> None:
     # An engine may still refuse, so engines come first.
     for handler, update in sorted(members, key=lambda member: not member[0].staging.target.takes_over):
         handler.staging.switch(update)
-        handler._in_force(update)
+        handler._in_force()
 
 
 def _is_of_the_model(reason: BaseException) -> bool:

@@ -17,13 +17,12 @@ import torch
 from weight_update.errors import JoinRefusedError, LifecycleError
 from weight_update.receiver.forked_threads import warn_if_forked
 from weight_update.receiver.gate import shared_gate
-from weight_update.schemes.collector import cascade, count_update, register_with_torchrl, resolve_model
+from weight_update.schemes.collector import ContextObserver, register_with_torchrl, resolve_model
 from weight_update.schemes.receiver_side import ReceiverSide
 from weight_update.schemes.sender_side import SenderSide, close_all
 from weight_update.schemes.sources import DeviceMap, Sources
 from weight_update.schemes.updates import SchemeUpdates
 from weight_update.sender.sender import Sender
-from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
 from weight_update.transports.base import TransportBackend
 
@@ -324,6 +323,24 @@ class WeightSyncScheme(SchemeUpdates):
             raise LifecycleError("call init_on_sender() or init_on_receiver() before connect()")
         self._connected = True
 
+    @property
+    def context(self) -> Any | None:
+        """The context given at initialization, while it exists; only a weak reference is kept."""
+        return None if self._context is None else self._context()
+
+    @context.setter
+    def context(self, context: Any) -> None:
+        self._context = None if context is None else weakref.ref(context)
+        if self._receiver is not None:
+            self._receiver.options.observer = self._observer()
+
+    def _observer(self) -> ContextObserver | None:
+        """Return the object that tells the context of a receiver of updates; None without a context."""
+        context = self.context
+        if context is None:
+            return None
+        return ContextObserver(context, self.model_id or "policy", self.strategy.export)
+
     def _connect_limit(self, timeout: float | None) -> float:
         return self.connect_timeout if timeout is None else _require_seconds("timeout", timeout)
 
@@ -345,7 +362,6 @@ class WeightSyncScheme(SchemeUpdates):
         side.worker_idx = idx
         deadline = time.monotonic() + limit
         self._find_sender(limit)
-        myself = weakref.ref(self)
         side.connect(
             self._model,
             functools.partial(self.create_transport, worker_idx=idx, end="receiver"),
@@ -357,8 +373,7 @@ class WeightSyncScheme(SchemeUpdates):
             token=self._token,
             stable_addresses=self.stable_addresses,
             timeout=self.timeout,
-            on_switched=lambda version: _on_switched(myself),
-            on_applied=lambda version, weights: _on_applied(myself, weights),
+            observer=self._observer(),
         )
 
 
@@ -375,19 +390,3 @@ def _require_seconds(option: str, given: Any) -> float:
             f"{option} is a positive number of seconds, at most {threading.TIMEOUT_MAX:.0f}, got {given!r}"
         )
     return float(given)  # locks and sockets take no other kind of number
-
-
-def _on_switched(reference: weakref.ref[WeightSyncScheme]) -> None:
-    """Count an update in the context of a receiver."""
-    scheme = reference()
-    context = None if scheme is None else scheme.context
-    if context is not None:
-        count_update(context)
-
-
-def _on_applied(reference: weakref.ref[WeightSyncScheme], weights: Callable[[], NamedWeights]) -> None:
-    """Pass an update on to the workers of a receiver's context."""
-    scheme = reference()
-    context = None if scheme is None else scheme.context
-    if scheme is not None and context is not None:
-        cascade(context, scheme.model_id or "policy", lambda: scheme.strategy.export(weights()))

@@ -18,13 +18,16 @@ from __future__ import annotations
 
 import re
 import sys
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from weight_update.strategy.named_weights import NamedWeights
+
 __all__ = [
-    "cascade",
-    "count_update",
+    "ContextObserver",
     "devices_of",
     "factories_of",
     "first_worker_of",
@@ -95,21 +98,36 @@ def first_worker_of(context: Any) -> int:
     return int(getattr(context, "first_worker_idx", isinstance(context, by_rank)))
 
 
-def count_update(context: Any) -> None:
-    """Raise the policy version of a context that counts updates itself."""
-    if not _has_own_schemes(context) and hasattr(context, "increment_version"):
-        context.increment_version()
+class ContextObserver:
+    """Tells the context of a receiver of each update, as long as the context exists.
 
-
-def cascade(context: Any, model_id: str, weights: Any) -> None:
-    """Pass weights on to the workers of a context that has workers of its own.
-
-    Workers that have not connected yet get the weights when they do.
+    Args:
+        context: the context; only a weak reference is kept.
+        model_id: name of the model in the context.
+        export: returns weights in the format of the strategy.
     """
-    if _has_own_schemes(context):
-        scheme = context._weight_sync_schemes.get(model_id)
-        if scheme is None or scheme.synchronized_on_sender:
-            context.update_policy_weights_(model_id=model_id, policy_or_weights=weights())
+
+    def __init__(self, context: Any, model_id: str, export: Callable[[NamedWeights], Any]) -> None:
+        self._context, self._model_id, self._export = weakref.ref(context), model_id, export
+
+    def switched(self) -> None:
+        """Raise the policy version of a context that counts updates itself."""
+        context: Any = self._context()
+        if not _has_own_schemes(context) and hasattr(context, "increment_version"):
+            context.increment_version()
+
+    def applied(self, weights: Callable[[], NamedWeights]) -> None:
+        """Pass weights on to the workers of a context that has workers of its own.
+
+        Workers that have not connected yet get the weights when they do.
+        """
+        context: Any = self._context()
+        if _has_own_schemes(context):
+            scheme = context._weight_sync_schemes.get(self._model_id)
+            if scheme is None or scheme.synchronized_on_sender:
+                context.update_policy_weights_(
+                    model_id=self._model_id, policy_or_weights=self._export(weights())
+                )
 
 
 def _has_own_schemes(context: Any) -> bool:

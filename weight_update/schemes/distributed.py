@@ -17,7 +17,8 @@ from weight_update.errors import LifecycleError, SyncTimeoutError
 from weight_update.schemes.collector import first_worker_of
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
 from weight_update.schemes.sources import DeviceMap
-from weight_update.strategy.strategy import ExtractAs, WeightStrategy
+from weight_update.strategy.named_weights import ExtractAs
+from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.distributed.store import leave_in_order
 
 __all__ = ["DistributedWeightSyncScheme"]

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 from weight_update.errors import LifecycleError
 from weight_update.receiver.receiver import Receiver
 from weight_update.report import SyncReport
-from weight_update.schemes.liveness import WorkerAlive
 from weight_update.schemes.receiver_side import ReceiverSide
 from weight_update.schemes.sender_side import SenderListener, SenderSide
+from weight_update.sender.joining import WorkerAlive
 from weight_update.sender.sender import Sender
 from weight_update.sharded import Follower
 from weight_update.strategy.strategy import WeightStrategy
@@ -81,23 +81,6 @@ class SchemeLifecycle(ABC):
     def _receiver(self) -> Receiver | None:
         return None if self._receiver_side is None else self._receiver_side.receiver
 
-    def _require_sender(self) -> SenderSide:
-        side = self._sender_side
-        if side is None:
-            raise LifecycleError("this is not a sender; call init_on_sender() first")
-        if not side.sender.serving:  # connect() may have failed for some workers: the others are there
-            ended = self._finalizer is not None and not self._finalizer.alive
-            cure = "was shut down; make a new scheme" if ended else "is not connected; call connect() first"
-            raise LifecycleError(f"the sender {cure}")
-        return side
-
-    def _require_receiver(self) -> Receiver:
-        if self._receiver is None:
-            raise LifecycleError(
-                "this is not a connected receiver; call init_on_receiver() and connect() first"
-            )
-        return self._receiver
-
     @property
     def initialized_on_sender(self) -> bool:
         """Whether this object was initialized as a sender, in this process."""
@@ -148,15 +131,6 @@ class SchemeLifecycle(ABC):
     def strategy_str(self) -> str:
         """Format of the strategy: ``"tensordict"`` or ``"state_dict"``."""
         return self.strategy.extract_as
-
-    @property
-    def context(self) -> Any | None:
-        """The context given at initialization, while it exists; only a weak reference is kept."""
-        return None if self._context is None else self._context()
-
-    @context.setter
-    def context(self, context: Any) -> None:
-        self._context = None if context is None else weakref.ref(context)
 
     # -- the end -----------------------------------------------------------------------------------
 

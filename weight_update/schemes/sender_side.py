@@ -1,26 +1,32 @@
-"""The sending side of a scheme: reads weights from their sources and hands them to the sender."""
+"""The sending side of a scheme: reads weights from their sources, and hands them to the sender."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
+from tensordict import TensorDictBase
 
-from weight_update.errors import JoinRefusedError
+from weight_update.errors import (
+    JoinRefusedError,
+    NothingToSendError,
+    UnknownWorkerError,
+    UnsupportedSourceError,
+)
 from weight_update.report import SyncReport
 from weight_update.schemes.collector import resolve_path
-from weight_update.schemes.liveness import WorkerAlive, liveness
 from weight_update.schemes.sources import Sources
 from weight_update.sender.handle import SendHandle, failed
+from weight_update.sender.joining import WorkerAlive, liveness
 from weight_update.sender.sender import Sender
 from weight_update.sharded import Follower, Gathering, Leader, Ranks
-from weight_update.strategy.gather import GatherShards
 from weight_update.strategy.named_weights import NamedWeights
-from weight_update.strategy.strategy import WeightStrategy
+from weight_update.strategy.strategy import GatherShards, WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.rate_limit import Refusals
 from weight_update.wire.schema import WeightSchema
@@ -50,6 +56,142 @@ class SenderListener(Protocol):
         """Stop listening and free everything."""
 
 
+class SourceReader:
+    """Reads the weights for each worker from its source.
+
+    Late joiners have the source of the first worker, because they are admitted only where all workers share
+    one; see :attr:`Sources.common`.
+
+    Args:
+        sources: sources of the initial workers.
+        strategy: strategy that reads them.
+
+    Attributes:
+        gathering: gathers the weights of a sharded trainer; None if the trainer is not sharded.
+    """
+
+    def __init__(self, sources: Sources, strategy: WeightStrategy) -> None:
+        self.gathering: Gathering | None = None
+        self._sources, self._strategy = sources, strategy
+        self._first = next(iter(sources.by_worker))
+        self._chosen: dict[int, frozenset[str] | None] = {}  # names that the strategy selects, by worker
+
+    def survey(self) -> _Surveyed:
+        """Return the weights that each worker is to have, and those that updates carry (None for all).
+
+        Workers that get the same weights share one object.
+
+        Raises:
+            ValueError: the strategy selects nothing.
+            NothingToSendError, UnsupportedSourceError: as :meth:`read`.
+        """
+        strategy = self._strategy
+        sources = self._sources_of(None, sorted(self._sources.by_worker))
+        found: dict[int, tuple[NamedWeights, NamedWeights | None]] = {}
+        chosen: dict[int, frozenset[str] | None] = {}
+        for source in sources.values():
+            if id(source) in found:
+                continue
+            names = chosen[id(source)] = strategy.chosen(source)
+            tracked = self._outgoing(source, names)
+            one = names is None or strategy.partial
+            found[id(source)] = (tracked, None) if one else (self._outgoing(source), tracked)
+        self._chosen = {idx: chosen[id(source)] for idx, source in sources.items()}
+        return {idx: found[id(source)] for idx, source in sources.items()}
+
+    def read(self, weights: Any, workers: Sequence[int], *, first: bool = False) -> dict[int, NamedWeights]:
+        """Return the weights for each of ``workers``; workers that get the same weights share one object.
+
+        Args:
+            weights: weights as given to ``send``; None for the sources.
+            workers: indices.
+            first: whether to read all weights that workers are to have, not only those that updates carry.
+
+        Raises:
+            NothingToSendError: no weights were given and there is no source.
+            UnsupportedSourceError: the weights are of a type that cannot be read.
+        """
+        found = self._sources_of(weights, workers)
+        everything = first and not self._strategy.partial
+        named: dict[int, NamedWeights] = {}
+        for idx, source in found.items():
+            if id(source) not in named:
+                chosen = None if everything else self._chosen.get(idx, self._chosen.get(self._first))
+                named[id(source)] = self._outgoing(source, chosen)
+        return {idx: named[id(source)] for idx, source in found.items()}
+
+    def _sources_of(self, weights: Any, workers: Sequence[int]) -> dict[int, Any]:
+        by_worker, device_map = self._sources.by_worker, self._sources.device_map
+        per_worker = _is_per_worker(weights)
+        found: dict[int, Any] = {}
+        for idx in workers:
+            source = weights[idx] if per_worker else weights
+            if source is None:
+                source = by_worker[idx if idx in by_worker else self._first]
+            if source is None:
+                raise NothingToSendError(
+                    "send() without weights needs a model: give init_on_sender one, or give send() weights"
+                )
+            found[idx] = source
+        if device_map is not None:
+            found = {idx: device_map(idx, source) for idx, source in found.items()}
+        if self.gathering is not None:
+            self.gathering.begin()
+        return found
+
+    def _outgoing(self, source: Any, chosen: frozenset[str] | None = None) -> NamedWeights:
+        if self.gathering is not None:
+            return self.gathering.read(self._strategy, source, chosen)
+        named = self._strategy.outgoing(source, chosen)
+        if named.sharded:
+            raise UnsupportedSourceError(
+                "these weights are sharded (DTensor): give init_on_sender a sharded model on every rank, or "
+                "WeightStrategy(gather=GatherShards())"
+            )
+        return named
+
+    def select(self, worker_ids: Any, weights: Any, present: Iterable[int]) -> list[int]:
+        """Return the worker indices that the arguments of ``send`` mean.
+
+        Args:
+            worker_ids: as for ``send``.
+            weights: as for ``send``.
+            present: indices of the initial workers and of the late joiners that are connected.
+
+        Raises:
+            UnknownWorkerError: no worker has one of the indices or devices.
+        """
+        known = sorted({*self._sources.by_worker, *present})
+        per_worker = _is_per_worker(weights)
+        chosen: list[int] = []
+        if worker_ids is None:
+            chosen = sorted(weights) if per_worker else known
+        else:
+            many = isinstance(worker_ids, (list, tuple, set, range))
+            for item in worker_ids if many else [worker_ids]:
+                chosen.extend(self._workers_of(item))
+        if not chosen:
+            raise UnknownWorkerError(f"worker_ids={worker_ids!r} names no worker (known workers: {known})")
+        lacking = [i for i in chosen if i not in weights] if per_worker else []
+        unknown = [i for i in chosen if i not in known] + lacking
+        if unknown:
+            raise UnknownWorkerError(f"no weights or no such worker: {unknown} (known workers: {known})")
+        return list(dict.fromkeys(chosen))
+
+    def _workers_of(self, item: Any) -> list[int]:
+        if not isinstance(item, (torch.device, str)):
+            return [int(item)]
+        try:
+            device = torch.device(item)
+        except RuntimeError:
+            raise UnknownWorkerError(f"{item!r} is neither a worker index nor a device") from None
+        devices = self._sources.devices
+        matching = [idx for idx, place in devices.items() if place == device]
+        if not matching:
+            raise UnknownWorkerError(f"no worker on {device} (devices: {devices})")
+        return matching
+
+
 class SenderSide:
     """The sender of one scheme, from its initialization on.
 
@@ -74,7 +216,7 @@ class SenderSide:
     def __init__(
         self, sources: Sources, strategy: WeightStrategy, timeout: float, connect_timeout: float
     ) -> None:
-        self.sources = sources
+        self.sources, self._reader = sources, SourceReader(sources, strategy)
         self.listener: SenderListener | None = None
         self._strategy, self._timeout, self._connect_timeout = strategy, timeout, connect_timeout
         self._ranks = self._meet_ranks()
@@ -88,7 +230,7 @@ class SenderSide:
             return None
         gather = gather or GatherShards()
         ranks = Ranks(gather.members(), self._timeout, self._connect_timeout)
-        self.sources.gathering = Gathering(ranks, gather)
+        self._reader.gathering = Gathering(ranks, gather)
         return ranks
 
     def _in_step(
@@ -128,9 +270,7 @@ class SenderSide:
         try:
             with (
                 _outside_inference_mode(),
-                self._in_step(
-                    "init_on_sender", lambda _: self.sources.survey(self._strategy), patience
-                ) as surveyed,
+                self._in_step("init_on_sender", lambda _: self._reader.survey(), patience) as surveyed,
             ):
                 self.sender = self._make_sender(surveyed, token, open_links, listener)
         except BaseException:
@@ -190,7 +330,7 @@ class SenderSide:
 
         def read(workers: Sequence[int] | None) -> dict[int, NamedWeights]:
             chosen = sender.workers if workers is None else workers
-            return self.sources.with_late_joiners(chosen).read(self._strategy, weights, chosen, first=True)
+            return self._reader.read(weights, chosen, first=True)
 
         if self.listener is not None and isinstance(sender, Sender):
             self.listener.refusals.clear()  # of an earlier call
@@ -204,18 +344,20 @@ class SenderSide:
 
     # -- sending -----------------------------------------------------------------------------------
 
-    def publish(self, weights: Any, worker_ids: Any, context: Any, **how: Any) -> SendHandle:
+    def publish(
+        self, weights: Any, worker_ids: Any, context: weakref.ref[Any] | None, **how: Any
+    ) -> SendHandle:
         """Send weights to workers without waiting for them.
 
         Args:
             weights: as for :meth:`WeightSyncScheme.send`.
             worker_ids: as for :meth:`WeightSyncScheme.send`.
-            context: object that ``weights`` is looked up in, if it is a name.
+            context: reference to the object that ``weights`` is looked up in, if it is a name.
             how: further arguments of :meth:`Sender.publish`.
         """
         with self._sending, _outside_inference_mode():
             start = time.perf_counter()
-            read = self._reader(weights, worker_ids, context)
+            read = self._read_for(weights, worker_ids, context)
             with self._in_step("send", read, self._patience) as named:
                 extract = time.perf_counter() - start
                 handle = SendHandle(self.sender, self.sender.publish(named, **how), tuple(named))
@@ -239,28 +381,29 @@ class SenderSide:
         if bad is not None:
             raise failed(bad.version, dict(outcomes)[bad][1], bad.report)
 
-    def read(self, weights: Any, context: Any) -> NamedWeights | None:
+    def read(self, weights: Any, context: weakref.ref[Any] | None) -> NamedWeights | None:
         """Return the weights that :meth:`publish` would send; None on ranks that do not lead."""
-        read = self._reader(weights, None, context)
+        read = self._read_for(weights, None, context)
         with self._in_step("prepare_weights", read, self._patience) as named:
             return self.sender.whole_weights(named)
 
-    def _reader(
-        self, weights: Any, worker_ids: Any, context: Any
+    def _read_for(
+        self, weights: Any, worker_ids: Any, context: weakref.ref[Any] | None
     ) -> Callable[[Sequence[int] | None], dict[int, NamedWeights]]:
         """Return a function that reads weights for ``worker_ids``, or for workers that another rank names."""
 
         def read(workers: Sequence[int] | None) -> dict[int, NamedWeights]:
             found = weights
             if isinstance(weights, str):
-                if context is None:
+                where = None if context is None else context()
+                if where is None:
                     raise ValueError(
                         f"weights={weights!r} names a model, but there is no context to find it in"
                     )
-                found = resolve_path(context, weights)
-            sources = self.sources.with_late_joiners(self.sender.workers if workers is None else workers)
-            chosen = sources.select(worker_ids, found) if workers is None else workers
-            return sources.read(self._strategy, found, chosen)
+                found = resolve_path(where, weights)
+            if workers is None:
+                workers = self._reader.select(worker_ids, found, self.sender.workers)
+            return self._reader.read(found, workers)
 
         return read
 
@@ -278,6 +421,13 @@ def _schemas_of(
         idx: None if part is None else frozenset(known[id(part)].names) for idx, (_, part) in surveyed.items()
     }
     return schemas, tracked
+
+
+def _is_per_worker(weights: Any) -> bool:
+    """Return whether ``weights`` maps worker indices to weights."""
+    if not isinstance(weights, Mapping) or isinstance(weights, TensorDictBase):
+        return False  # a TensorDict is a Mapping too, but one without a truth value
+    return len(weights) > 0 and all(isinstance(key, int) for key in weights)
 
 
 def _outside_inference_mode() -> contextlib.AbstractContextManager[Any, Any]:

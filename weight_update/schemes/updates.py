@@ -8,8 +8,10 @@ from typing import Any, TypeVar
 
 from weight_update.errors import LifecycleError
 from weight_update.receiver.gate import Hold
+from weight_update.receiver.receiver import Receiver
 from weight_update.report import SyncReport
 from weight_update.schemes.lifecycle import SchemeLifecycle
+from weight_update.schemes.sender_side import SenderSide
 from weight_update.schemes.sources import ModelOf
 from weight_update.sender.handle import SendHandle
 from weight_update.sender.sender import Sender
@@ -24,6 +26,23 @@ class SchemeUpdates(SchemeLifecycle):
 
     sync: bool
     timeout: float
+
+    def _require_sender(self) -> SenderSide:
+        side = self._sender_side
+        if side is None:
+            raise LifecycleError("this is not a sender; call init_on_sender() first")
+        if not side.sender.serving:  # connect() may have failed for some workers: the others are there
+            ended = self._finalizer is not None and not self._finalizer.alive
+            cure = "was shut down; make a new scheme" if ended else "is not connected; call connect() first"
+            raise LifecycleError(f"the sender {cure}")
+        return side
+
+    def _require_receiver(self) -> Receiver:
+        if self._receiver is None:
+            raise LifecycleError(
+                "this is not a connected receiver; call init_on_receiver() and connect() first"
+            )
+        return self._receiver
 
     # -- updates, on the sender --------------------------------------------------------------------
 
@@ -84,7 +103,7 @@ class SchemeUpdates(SchemeLifecycle):
         return self._publish(weights, worker_ids, commit=False, group_commit=step)
 
     def _publish(self, weights: Any, worker_ids: Any, **how: Any) -> SendHandle:
-        handle = self._require_sender().publish(weights, worker_ids, self.context, **how)
+        handle = self._require_sender().publish(weights, worker_ids, self._context, **how)
         self.last_report = handle.report
         return handle
 
@@ -103,7 +122,7 @@ class SchemeUpdates(SchemeLifecycle):
 
         If the model is sharded, every rank calls this, and ranks that do not lead get None.
         """
-        named = self._require_sender().read(weights, self.context)
+        named = self._require_sender().read(weights, self._context)
         return None if named is None else self.strategy.export(named)
 
     # -- updates, on a receiver --------------------------------------------------------------------

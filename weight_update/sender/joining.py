@@ -1,13 +1,23 @@
-"""The admission of workers: which receivers the sender serves, and under which index."""
+"""Joining: which receivers the sender serves, under which index, and the wait of connect() for them."""
 
 from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
-from weight_update.errors import FormatError, JoinRefusedError, SchemaMismatchError, WorkerError
+from weight_update.errors import (
+    FormatError,
+    JoinRefusedError,
+    LinkClosedError,
+    SchemaMismatchError,
+    SyncFailedError,
+    SyncTimeoutError,
+    WorkerError,
+)
 from weight_update.sender.delivery import Delivery
 from weight_update.sender.groups.base import SendGroup
 from weight_update.sender.workers import ReceiverId, WorkerState, WorkerTable
@@ -15,9 +25,18 @@ from weight_update.strategy.strategy import WeightStrategy
 from weight_update.wire.frames import Kind, WeightChunk
 from weight_update.wire.schema import WeightSchema
 
-__all__ = ["Admission"]
+__all__ = [
+    "Admission",
+    "WorkerAlive",
+    "absent",
+    "liveness",
+    "require_weights",
+    "wait_for_none",
+    "without_weights",
+]
 
 _log = logging.getLogger(__name__)
+_CHECK_SECONDS = 0.2
 _MAX_REPLACED = 1024
 """Number of replaced receivers that are remembered."""
 
@@ -156,3 +175,124 @@ class Admission:
         with self._table.changed:
             worker.joined, worker.lost = False, error
             self._table.changed.notify_all()
+
+
+def initial(table: WorkerTable) -> list[WorkerState]:
+    """Return the workers that ``init_on_sender`` was told of."""
+    return [worker for worker in table if not worker.late]
+
+
+def absent(table: WorkerTable) -> list[WorkerState]:
+    """Return the initial workers that have neither joined nor an error."""
+    return [worker for worker in initial(table) if not worker.joined and worker.error is None]
+
+
+def without_weights(table: WorkerTable) -> list[WorkerState]:
+    """Return the initial workers that have neither weights nor an error."""
+    return [
+        worker
+        for worker in initial(table)
+        if worker.error is None and (not worker.joined or worker.version is None)
+    ]
+
+
+def wait_for_none(
+    table: WorkerTable,
+    missing: Callable[[WorkerTable], list[WorkerState]],
+    deadline: float,
+    alive: Callable[[int], bool] | None,
+) -> None:
+    """Wait until ``missing(table)`` is empty or the deadline has passed.
+
+    Args:
+        table: the workers.
+        missing: returns the workers to wait for.
+        deadline: time on the monotonic clock.
+        alive: tells whether the process of a worker index lives, if the caller knows.
+    """
+    with table.changed:
+        while missing(table) and time.monotonic() < deadline:
+            for worker in missing(table):
+                if alive is not None and not alive(worker.idx):
+                    worker.lost = LinkClosedError("its process died before it connected")
+            table.changed.wait(_CHECK_SECONDS)
+
+
+def require_weights(table: WorkerTable, timeout: float, refusals: Iterable[str] = ()) -> None:
+    """Raise an error if initial workers have no weights.
+
+    Args:
+        table: the workers.
+        timeout: seconds that were waited.
+        refusals: reasons for which join requests were refused meanwhile.
+
+    Raises:
+        SchemaMismatchError: a worker's model has other weights.
+        SyncTimeoutError: workers did not connect in time.
+        SyncFailedError: workers failed or were lost.
+    """
+    with table.changed:
+        failures = {worker.idx: error for worker in initial(table) if (error := worker.error) is not None}
+        overdue = [worker.idx for worker in without_weights(table)]
+        late = [worker for worker in table if worker.late]
+        others = [worker.idx for worker in late if worker.joined]
+        refused = [f"worker {worker.idx}: {worker.lost}" for worker in late if worker.lost]
+    _raise_connect(failures, overdue, others, timeout, [*refusals, *refused])
+
+
+def _raise_connect(
+    failures: Mapping[int, Exception],
+    overdue: list[int],
+    others: list[int],
+    timeout: float,
+    refusals: list[str],
+) -> None:
+    """Raise the error of ``connect()``, if there is one; ``others`` are late joiners that did connect."""
+    refused = "".join(f"\n  {reason}" for reason in dict.fromkeys(refusals))
+    if refused:
+        refused = f"\njoin requests were refused meanwhile:{refused}"
+    mismatches = [error for error in failures.values() if isinstance(error, SchemaMismatchError)]
+    if mismatches:
+        problems = tuple(line for error in mismatches for line in error.problems)
+        raise SchemaMismatchError(str(mismatches[0]).partition("\n")[0], problems)
+    if failures:
+        silent = {idx: SyncTimeoutError(f"did not connect within {timeout:g} s") for idx in overdue}
+        failures = {**failures, **silent}
+        lines = "".join(f"\n  worker {idx}: {error}" for idx, error in sorted(failures.items()))
+        raise SyncFailedError(f"workers could not connect:{lines}{refused}", failures)
+    if overdue:
+        joined = f" (others did: {others}; do the indices match?)" if others else ""
+        raise SyncTimeoutError(
+            f"workers {overdue} did not connect within {timeout:g} s{joined}"
+            f"{refused or '; have they called connect()?'}"
+        )
+
+
+WorkerAlive = Callable[[int], bool] | Sequence[Any] | Mapping[int, Any]
+"""A function of the worker index, or processes of ``multiprocessing`` or ``subprocess`` by worker index."""
+
+
+def liveness(workers: WorkerAlive | None) -> Callable[[int], bool] | None:
+    """Return a function that tells whether the process of a worker index lives; None if that is not known.
+
+    Raises:
+        TypeError: an entry is no process.
+    """
+    if workers is None or callable(workers):
+        return workers
+    processes = dict(workers if isinstance(workers, Mapping) else enumerate(workers))
+    for process in processes.values():
+        _lives(process)
+
+    def lives(worker_idx: int) -> bool:
+        return worker_idx not in processes or _lives(processes[worker_idx])
+
+    return lives
+
+
+def _lives(process: Any) -> bool:
+    if hasattr(process, "is_alive"):  # of multiprocessing, or a thread
+        return bool(process.is_alive())
+    if hasattr(process, "poll"):  # of subprocess
+        return process.poll() is None
+    raise TypeError(f"worker_alive takes processes or a function of the worker index, not {process!r}")

@@ -13,17 +13,14 @@ import torch
 from weight_update.encodings import Encoder
 from weight_update.errors import SchemaMismatchError, SyncTimeoutError
 from weight_update.report import SyncReport
-from weight_update.sender.buffers import EncodedUpdate, Slot, VersionId
-from weight_update.sender.chunk_window import ChunkWindow
+from weight_update.sender.buffers import ChunkWindow, EncodedUpdate, Slot, VersionId
 from weight_update.sender.delivery import Delivery
-from weight_update.sender.groups.assignment import GroupAssignment
-from weight_update.sender.workers import WorkerState, WorkerTable
+from weight_update.sender.workers import GroupAssignment, WorkerState, WorkerTable
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
-from weight_update.wire.frames import Kind, WeightChunk
+from weight_update.wire.frames import Kind, Step, WeightChunk, frame_of
 from weight_update.wire.memory import memory_identity
 from weight_update.wire.schema import WeightSchema
-from weight_update.wire.updates import Step, frame_of
 
 __all__ = ["PipelineSender"]
 

@@ -9,25 +9,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 
-from weight_update.encodings import DeltaEncoding, WholeEncoding
+from weight_update.encodings import DeltaEncoding
 from weight_update.errors import JoinRefusedError
 from weight_update.report import SyncReport
-from weight_update.sender.answers import AnswerThreads
 from weight_update.sender.buffers import BufferPool
-from weight_update.sender.delivery import Delivery
-from weight_update.sender.groups.assignment import GroupAssignment
+from weight_update.sender.delivery import AnswerThreads, Delivery
 from weight_update.sender.groups.base import SendGroup, UpdateStats
-from weight_update.sender.joining import Admission
-from weight_update.sender.outcomes import Outcomes
+from weight_update.sender.handle import Outcomes
+from weight_update.sender.joining import Admission, absent, require_weights, wait_for_none, without_weights
 from weight_update.sender.pipeline import PipelineSender
-from weight_update.sender.workers import WorkerState, WorkerTable
+from weight_update.sender.workers import GroupAssignment, WorkerState, WorkerTable
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
-from weight_update.wire.frames import Kind, WeightChunk
+from weight_update.wire.frames import Kind, Step, WeightChunk
 from weight_update.wire.schema import WeightSchema
-from weight_update.wire.updates import Step
-from weight_update.wire.verify import require_agreed
 
 __all__ = ["Sender"]
 
@@ -78,9 +74,9 @@ class Sender(Outcomes):
         self._admission = Admission(table, self._delivery, strategy, token, self._group_to_join)
         self._answers = AnswerThreads(
             table,
-            self._groups,
             self._delivery,
-            self._admission,
+            self._admission.welcome,
+            self._groups.leave,
             self._publishing,
             copies=strategy.encoding.receiver_copies,
         )
@@ -159,7 +155,7 @@ class Sender(Outcomes):
         if self._strategy.max_in_flight is not None:
             for worker in self.table:
                 self._answers.start(worker)
-            self.table.wait_for_none(lambda: self.table.absent, deadline, alive)
+            wait_for_none(self.table, absent, deadline, alive)
             with self._publishing:
                 self._number += 1
                 report = self._pipelines.send(self._of_known(weights), Step(self._number), self.timeout)
@@ -172,8 +168,8 @@ class Sender(Outcomes):
                 self._delivery.update(worker)
                 self._answers.start(worker)
         try:
-            self.table.wait_for_none(lambda: self.table.without_weights, deadline, alive)
-            self.table.require_weights(timeout, self.refusals)
+            wait_for_none(self.table, without_weights, deadline, alive)
+            require_weights(self.table, timeout, self.refusals)
         finally:
             with self._publishing:
                 self._end_connect(weights)
@@ -202,13 +198,13 @@ class Sender(Outcomes):
 
     def _assign_first(self, worker: WorkerState, wire: WeightSchema, named: NamedWeights | None) -> None:
         self._groups.assign_first(worker, wire, self._number, named)
-        self._trim_to([wire])
+        assert worker.group is not None
+        self._trim_to([worker.group])
 
-    def _trim_to(self, schemas: Iterable[WeightSchema]) -> None:
-        """Free buffers beyond the size of an update that carries all weights of the largest schema."""
-        whole = self._strategy.encoding.whole
+    def _trim_to(self, groups: Iterable[SendGroup]) -> None:
+        """Free buffers beyond the size of the largest update that carries all weights of a group."""
         with self.table.changed:
-            self._pool.trim(max(_update_bytes(whole, schema) for schema in schemas))
+            self._pool.trim(max(group.whole_bytes for group in groups))
 
     # -- sending -----------------------------------------------------------------------------------
 
@@ -243,10 +239,13 @@ class Sender(Outcomes):
             start = time.perf_counter()
             sent = self._delivery.update_all([self.table[idx] for idx in weights])
             report.seconds["send"] = time.perf_counter() - start
-            chunks = [chunk for update in sent for chunk in update.chunks]
-            if self._shares_memory:
-                chunks = list({id(chunk.payload): chunk for chunk in chunks}.values())
-            report.wire_bytes = sum(chunk.payload_bytes for chunk in chunks)
+            shared: set[int] = set()
+            for update in sent:
+                for chunk in update.chunks:
+                    if id(chunk.payload) not in shared:
+                        report.wire_bytes += chunk.payload_bytes
+                    if self._shares_memory:
+                        shared.add(id(chunk.payload))
             return report
 
     def continue_from(self, version: int) -> None:
@@ -267,7 +266,7 @@ class Sender(Outcomes):
         start = time.perf_counter()
         self._require_agreed(weights)
         self._number += 1
-        report = SyncReport(self._number, self._strategy.encoding.label)
+        report = SyncReport(self._number, "")
         # an update that may be aborted does not unite groups
         parts = self._groups.partition(weights, apart=not commit)
         groups: list[SendGroup] = []
@@ -290,7 +289,9 @@ class Sender(Outcomes):
                 group.commit()
         if groups:  # else no worker has joined, and forked ones still hold the memory that would be freed
             _enter(report, groups, staged)
-            self._trim_to(group.schema for group in groups)
+            self._trim_to(groups)
+        else:
+            report.encoding = self._strategy.encoding.label
         report.seconds["encode"] = time.perf_counter() - start
         return report
 
@@ -307,13 +308,13 @@ class Sender(Outcomes):
             worker = self.table[idx]
             alike.setdefault((id(named), id(worker.schema), id(worker.tracked), worker.group is None), idx)
         for idx in alike.values():
-            worker, tensors = self.table[idx], weights[idx].tensors
+            worker, named = self.table[idx], weights[idx]
             schema = worker.schema
             if worker.tracked is not None and worker.group is not None:
-                tracked = worker.tracked
-                needed = (meta for meta in schema.tensors if meta.name in tracked or meta.name in tensors)
+                names = worker.tracked.union(named.tensors)
+                needed = (meta for meta in schema.tensors if meta.name in names)
                 schema = WeightSchema(tuple(needed), schema.nbytes)
-            require_agreed(schema, tensors, more=self._strategy.partial)
+            named.require_agreed(schema, more=self._strategy.partial)
 
     def whole_weights(self, weights: Mapping[int, NamedWeights]) -> NamedWeights | None:
         """Return the whole weights of one worker; None on a rank of a sharded trainer that does not lead."""
@@ -398,15 +399,16 @@ class Sender(Outcomes):
         self._pool.close()
 
 
-def _update_bytes(encoding: WholeEncoding, schema: WeightSchema) -> int:
-    """Return the size of all payloads of an update that carries all weights."""
-    return max(schema.nbytes, sum(encoding.payload_sizes(schema)))
-
-
 def _enter(report: SyncReport, groups: list[SendGroup], staged: list[UpdateStats]) -> None:
     """Enter the facts about the staged updates into ``report``."""
-    report.dense_bytes = sum(group.schema.dense_bytes for group in groups)
-    report.encoding = "+".join(sorted({one.label for one in staged}))
-    report.compression = "+".join(sorted({one.compression for one in staged} - {""}))
-    total = sum(one.total for one in staged)
-    report.changed_fraction = sum(one.changed for one in staged) / total if total else 0.0
+    changed = total = 0
+    labels, compressions = set(), set()
+    for group, one in zip(groups, staged, strict=True):
+        report.dense_bytes += group.schema.dense_bytes
+        labels.add(one.label)
+        compressions.add(one.compression)
+        changed += one.changed
+        total += one.total
+    report.encoding = "+".join(sorted(labels))
+    report.compression = "+".join(sorted(compressions - {""}))
+    report.changed_fraction = changed / total if total else 0.0

@@ -1,26 +1,71 @@
-"""The workers of a sender, and what each of them has."""
+"""The workers of a sender: what each of them has, its send group, and the thread that writes to it."""
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
-from weight_update.errors import LinkClosedError, SchemaMismatchError, SyncFailedError, SyncTimeoutError
-from weight_update.sender.buffers import MIXED, EncodedUpdate, VersionId
-from weight_update.sender.chunk_window import ChunkWindow
-from weight_update.sender.groups.base import SendGroup
-from weight_update.sender.outbox import Outbox
+from weight_update.encodings import DeltaEncoding, Encoding
+from weight_update.sender.buffers import MIXED, ChunkWindow, EncodedUpdate, VersionId
+from weight_update.sender.groups.base import Borrow, FullGroup, SendGroup
+from weight_update.sender.groups.delta import DeltaGroup
+from weight_update.strategy.named_weights import NamedWeights
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.shared_memory.slots import may_run
+from weight_update.wire.frames import Step
 from weight_update.wire.schema import WeightSchema
 
-__all__ = ["ReceiverId", "WorkerState", "WorkerTable"]
+__all__ = ["GroupAssignment", "Outbox", "ReceiverId", "WorkerState", "WorkerTable"]
+
 
 _CHECK_SECONDS = 0.2
 _MAX_FAILURES = 8
+_MAX_UPDATES = 4
+
+
+class Outbox:
+    """A thread that writes to one worker, so that other workers do not wait for its link.
+
+    Args:
+        idx: index of the worker.
+        changed: the sender's lock; notified when the thread has nothing left to write.
+    """
+
+    def __init__(self, idx: int, changed: threading.Condition) -> None:
+        self._changed = changed
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._left = 0
+        threading.Thread(target=self._run, name=f"weight_update-outbox-{idx}", daemon=True).start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job runs or waits."""
+        return self._left > 0
+
+    def put(self, job: Callable[[], None]) -> None:
+        """Have the thread call ``job``, which must not raise, after all earlier ones.
+
+        The caller holds the sender's lock.
+        """
+        self._left += 1
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """End the thread after the jobs that it has."""
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # it keeps an update and its worker alive
+            with self._changed:
+                self._left -= 1
+                if not self._left:
+                    self._changed.notify_all()
 
 
 class ReceiverId(NamedTuple):
@@ -114,7 +159,8 @@ class WorkerState:
         target = None if self.group is None else self.group.target(self.has)
         if target is None or target in self.failures:
             return None
-        return None if self.version is not None and self.version >= target else target
+        version = self.version
+        return None if version is not None and version >= target else target
 
     @property
     def writing(self) -> bool:
@@ -224,9 +270,13 @@ class WorkerTable:
 
     def known(self, workers: Iterable[int]) -> list[WorkerState]:
         """Return the workers of these indices; late joiners that were forgotten are left out."""
+        found: list[WorkerState] = []
         with self.changed:
-            found = [self._states.get(idx) or self._removed.get(idx) for idx in workers]
-        return [worker for worker in found if worker is not None]
+            for idx in workers:
+                worker = self._states.get(idx) or self._removed.get(idx)
+                if worker is not None:
+                    found.append(worker)
+        return found
 
     def removed(self, idx: int) -> WorkerState | None:
         """Return a removed late joiner if it is still remembered."""
@@ -235,96 +285,149 @@ class WorkerTable:
     @property
     def present(self) -> list[WorkerState]:
         """All initial workers and the late joiners that are connected, by index."""
-        return sorted((one for one in self if one.joined or not one.late), key=lambda one: one.idx)
+        states = self._states
+        return [states[idx] for idx in sorted(states) if states[idx].joined or not states[idx].late]
 
     def count_overdue(self, timeout: float) -> int:
         """Return the number of workers that have had an update for longer than ``timeout`` seconds."""
         now = time.monotonic()
         return sum(worker.inflight is not None and now - worker.sent_at > timeout for worker in self)
 
-    @property
-    def initial(self) -> list[WorkerState]:
-        """The workers that ``init_on_sender`` was told of."""
-        return [worker for worker in self if not worker.late]
 
-    @property
-    def absent(self) -> list[WorkerState]:
-        """The initial workers that have neither joined nor an error."""
-        return [worker for worker in self.initial if not worker.joined and worker.error is None]
+class GroupAssignment:
+    """Assigns workers to send groups. One thread at a time calls its methods.
 
-    @property
-    def without_weights(self) -> list[WorkerState]:
-        """The initial workers that have neither weights nor an error."""
-        return [
-            worker
-            for worker in self.initial
-            if worker.error is None and (not worker.joined or worker.version is None)
-        ]
+    A group is closed when its last worker leaves it.
 
-    def wait_for_none(
-        self,
-        missing: Callable[[], list[WorkerState]],
-        deadline: float,
-        alive: Callable[[int], bool] | None,
+    Args:
+        table: the workers.
+        encoding: encoding of updates.
+        borrow: lends memory for payloads.
+    """
+
+    def __init__(self, table: WorkerTable, encoding: Encoding, borrow: Borrow) -> None:
+        self._table, self._encoding, self._borrow = table, encoding, borrow
+
+    def all(self) -> list[SendGroup]:
+        """Return the groups that have workers."""
+        return list({id(worker.group): worker.group for worker in self._table if worker.group}.values())
+
+    def move(self, states: Iterable[WorkerState], group: SendGroup) -> None:
+        """Move workers into ``group``."""
+        with self._table.changed:
+            left = {id(worker.group): worker.group for worker in states if worker.group not in (None, group)}
+            for worker in states:
+                worker.group = group
+            self._close_unused(left.values())
+
+    def _close_unused(self, left: Iterable[SendGroup | None]) -> None:
+        for group in left:
+            if group is not None and group not in self.all():
+                group.close()
+
+    def join(self, worker: WorkerState, wire: WeightSchema) -> None:
+        """Move a worker that joins again, or late, to the group for weights that travel best as ``wire``."""
+        if worker.group is None and worker.late:
+            newest = max(self.all(), key=_version, default=None)
+            if newest is not None:
+                self.move([worker], newest)
+        group = worker.group
+        if group is None or wire.digest == group.schema.digest:
+            return
+        alike = [one for one in self.all() if one.source == group.source]
+        same = [one for one in alike if one.schema.digest == wire.digest]
+        if same:
+            self.move([worker], same[0])
+        elif group.schema.digest != worker.schema.digest:  # neither the best schema nor ours: wait
+            self.move([worker], self._new(wire, worker.tracked, group.source))
+
+    def assign_first(
+        self, worker: WorkerState, wire: WeightSchema, version: int, named: NamedWeights | None
     ) -> None:
-        """Wait until ``missing()`` is empty or the deadline has passed.
+        """Find or make the first group of a worker, with ``named`` as its weights."""
+        source = (version, id(named))
+        for group in self.all():
+            if group.source == source and group.schema.digest == wire.digest:
+                self.move([worker], group)
+                return
+        group = self._new(wire, worker.tracked, source)
+        if named is not None:
+            group.stage(Step.of(version, named.extra), named.tensors)
+            group.commit()
+        self.move([worker], group)
+
+    def _new(self, schema: WeightSchema, tracked: frozenset[str] | None, source: Hashable) -> SendGroup:
+        names = schema.names
+        positions = None if tracked is None else [i for i, name in enumerate(names) if name in tracked]
+        group: SendGroup
+        if isinstance(self._encoding, DeltaEncoding):
+            group = DeltaGroup(schema, self._borrow, self._table.changed, self._encoding, positions)
+        else:
+            group = FullGroup(schema, self._borrow, self._table.changed, self._encoding.whole)
+        group.source = source
+        return group
+
+    def release_departed(self) -> None:
+        """Release updates held for late joiners that have left."""
+        with self._table.changed:
+            for worker in self._table:
+                if worker.late and not worker.joined and worker.lost is not None:
+                    self.leave(worker)
+
+    def leave(self, worker: WorkerState) -> None:
+        """Take a worker out of its group."""
+        with self._table.changed:
+            left, worker.group = worker.group, None
+            self._close_unused([left])
+
+    def partition(self, weights: Mapping[int, NamedWeights], *, apart: bool) -> list[list[WorkerState]]:
+        """Return lists of workers that can be sent the same bytes; workers without a group are left out.
 
         Args:
-            missing: returns the workers to wait for.
-            deadline: time on the monotonic clock.
-            alive: tells whether the process of a worker index lives, if the caller knows.
+            weights: weights for each worker index.
+            apart: keep workers of different groups apart even if they could be sent the same.
         """
-        with self.changed:
-            while missing() and time.monotonic() < deadline:
-                for worker in missing():
-                    if alive is not None and not alive(worker.idx):
-                        worker.lost = LinkClosedError("its process died before it connected")
-                self.changed.wait(_CHECK_SECONDS)
+        parts: dict[tuple[Any, ...], list[WorkerState]] = {}
+        for idx, named in weights.items():
+            worker = self._table[idx]
+            if worker.group is not None:
+                own = id(worker.group) if apart else None
+                key = (id(named), worker.group.schema.digest, worker.tracked, own)
+                parts.setdefault(key, []).append(worker)
+        return list(parts.values())
 
-    def require_weights(self, timeout: float, refusals: Iterable[str] = ()) -> None:
-        """Raise an error if initial workers have no weights.
+    def await_room(self, timeout: float) -> None:
+        """Wait while so many updates are in use that one more would cost too much memory.
 
-        Args:
-            timeout: seconds that were waited.
-            refusals: reasons for which join requests were refused meanwhile.
-
-        Raises:
-            SchemaMismatchError: a worker's model has other weights.
-            SyncTimeoutError: workers did not connect in time.
-            SyncFailedError: workers failed or were lost.
+        A worker that is overdue keeps up to two updates until it goes on: the limit grows with their number.
         """
-        with self.changed:
-            failures = {worker.idx: error for worker in self.initial if (error := worker.error) is not None}
-            overdue = [worker.idx for worker in self.without_weights]
-            late = [worker for worker in self if worker.late]
-            others = [worker.idx for worker in late if worker.joined]
-            refused = [f"worker {worker.idx}: {worker.lost}" for worker in late if worker.lost]
-        _raise_connect(failures, overdue, others, timeout, [*refusals, *refused])
+        deadline = time.monotonic() + timeout
+        with self._table.changed:
+            while time.monotonic() < deadline:
+                groups = self.all()
+                used = [one for group in groups for one in group.kept]
+                used += [one for worker in self._table for one in (worker.applied, worker.inflight) if one]
+                limit = _MAX_UPDATES + 2 * self._table.count_overdue(timeout) + 2 * (len(groups) - 1)
+                if len({id(one.version_id) for one in used}) < limit:
+                    return
+                self._table.changed.wait(_CHECK_SECONDS)
+
+    def group_for(self, states: list[WorkerState]) -> SendGroup:
+        """Return a group for these workers alone, which :meth:`partition` put together.
+
+        The caller moves them to it once the update is staged.
+        """
+        groups = {id(worker.group): worker.group for worker in states if worker.group is not None}
+        outside = {id(worker.group) for worker in self._table if worker not in states}
+        own = [group for key, group in groups.items() if key not in outside]
+        return max(own, key=_version) if own else next(iter(groups.values())).fork()
+
+    def discard(self, groups: Iterable[SendGroup]) -> None:
+        """Discard what is staged in ``groups``, and close those that have no workers."""
+        for group in groups:
+            group.discard()
+            self._close_unused([group])
 
 
-def _raise_connect(
-    failures: Mapping[int, Exception],
-    overdue: list[int],
-    others: list[int],
-    timeout: float,
-    refusals: list[str],
-) -> None:
-    """Raise the error of ``connect()``, if there is one; ``others`` are late joiners that did connect."""
-    refused = "".join(f"\n  {reason}" for reason in dict.fromkeys(refusals))
-    if refused:
-        refused = f"\njoin requests were refused meanwhile:{refused}"
-    mismatches = [error for error in failures.values() if isinstance(error, SchemaMismatchError)]
-    if mismatches:
-        problems = tuple(line for error in mismatches for line in error.problems)
-        raise SchemaMismatchError(str(mismatches[0]).partition("\n")[0], problems)
-    if failures:
-        silent = {idx: SyncTimeoutError(f"did not connect within {timeout:g} s") for idx in overdue}
-        failures = {**failures, **silent}
-        lines = "".join(f"\n  worker {idx}: {error}" for idx, error in sorted(failures.items()))
-        raise SyncFailedError(f"workers could not connect:{lines}{refused}", failures)
-    if overdue:
-        joined = f" (others did: {others}; do the indices match?)" if others else ""
-        raise SyncTimeoutError(
-            f"workers {overdue} did not connect within {timeout:g} s{joined}"
-            f"{refused or '; have they called connect()?'}"
-        )
+def _version(group: SendGroup) -> int:
+    return -1 if group.version is None else group.version

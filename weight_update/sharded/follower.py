@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from weight_update.report import SyncReport
-from weight_update.sender.outcomes import Outcome
+from weight_update.sender.handle import Outcome
 from weight_update.sharded.links import Message, error_from_wire
 from weight_update.sharded.ranks import Ranks
 from weight_update.strategy.named_weights import NamedWeights

@@ -15,9 +15,8 @@ from weight_update.sharded.batch import PendingBatch, Tensors, flat, whole_of
 from weight_update.sharded.links import Message
 from weight_update.sharded.plan import Batch, Row, local_of, plan, reshard, rows_of
 from weight_update.sharded.ranks import Ranks
-from weight_update.strategy.gather import GatherShards
 from weight_update.strategy.named_weights import NamedWeights
-from weight_update.strategy.strategy import WeightStrategy
+from weight_update.strategy.strategy import GatherShards, WeightStrategy
 
 __all__ = ["Gathering"]
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from weight_update.report import SyncReport
-from weight_update.sender.outcomes import Outcome
+from weight_update.sender.handle import Outcome
 from weight_update.sender.sender import Sender
 from weight_update.sharded.links import Message, error_to_wire
 from weight_update.sharded.ranks import Ranks

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import NonTensorData, TensorDictBase
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from weight_update.errors import ConversionError, UnsupportedSourceError
+from weight_update.encodings import Encoding
+from weight_update.errors import ConversionError, SchemaMismatchError, UnsupportedSourceError
 from weight_update.wire.memory import memory_identity
-from weight_update.wire.schema import WeightSchema
+from weight_update.wire.schema import WeightSchema, differences, matching, untied, wrapper_hint
 
-__all__ = ["Convert", "Gather", "NamedWeights"]
+__all__ = ["Convert", "ExtractAs", "Gather", "NamedWeights", "Select", "WeightReader"]
+
+ExtractAs = Literal["tensordict", "state_dict"]
+Select = Literal["trainable"] | Sequence[str] | Callable[[str, torch.Tensor], bool]
 
 EXTRA = "_extra_state"
 EXTRA_IN_TENSORDICT = "__extra_state__"
@@ -25,6 +31,10 @@ Convert = Callable[[Iterator[tuple[str, torch.Tensor]]], Iterable[tuple[str, tor
 
 Gather = Callable[[Mapping[str, torch.Tensor]], Generator[tuple[str, torch.Tensor]]]
 """Function that gathers tensors of which this process holds parts, one after the other."""
+
+# these run for thousands of tensors in each update, so without interpreted code for each tensor
+_SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
+_LAYOUT, _IS_META = operator.attrgetter("layout"), operator.attrgetter("is_meta")
 
 
 @dataclass
@@ -99,6 +109,142 @@ class NamedWeights:
                 last, hollow = tensor, tensor.to("meta")
             found[name] = hollow
         return WeightSchema.of(found)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether other processes hold parts of some of the tensors."""
+        return any(issubclass(kind, DTensor) for kind in set(map(type, self.tensors.values())))
+
+    def require_agreed(self, schema: WeightSchema, *, more: bool) -> None:
+        """Check that the tensors fit a schema and have values.
+
+        Args:
+            schema: the schema that was agreed on.
+            more: whether further names are allowed.
+
+        Raises:
+            UnsupportedSourceError: tensors are on the meta device, or cannot be sent at all.
+            SchemaMismatchError: names do not fit; the error has one line for each.
+        """
+        tensors = self.tensors
+        if any(map(_IS_META, tensors.values())):
+            hollow = ", ".join([name for name, tensor in tensors.items() if tensor.is_meta][:10])
+            raise UnsupportedSourceError(f"on the meta device, without values to send: {hollow}")
+        if _exact(schema, tensors, more=more):
+            return
+        given = WeightSchema.of(tensors)
+        problems = [*differences(schema, given, "the weights given", more=more), *untied(schema, given)]
+        if problems:
+            hint = wrapper_hint({"the weights given": given.names, "the weights agreed on": schema.names})
+            raise SchemaMismatchError(
+                "the weights given are not those agreed on in connect() "
+                f"({len(problems)} differences{hint}):",
+                tuple(problems),
+            )
+
+
+class WeightReader:
+    """The part of a strategy that reads weights from sources.
+
+    Attributes:
+        extract_as: whether a module is read as ``"tensordict"`` or as ``"state_dict"``.
+        encoding: how weights become chunks.
+        select: weights that updates carry; None for all.
+        convert: conversion to the receiver's format, if any.
+        max_in_flight: number of chunks that travel at one time; None builds whole versions.
+    """
+
+    extract_as: ExtractAs
+    encoding: Encoding
+    select: Select | None
+    convert: Convert | None
+    max_in_flight: int | None
+
+    @property
+    def partial(self) -> bool:
+        """Whether receivers may have more weights than are sent."""
+        return self.select is not None and self.encoding is self.encoding.whole
+
+    def named(self, source: Any) -> NamedWeights:
+        """Return the weights of ``source`` by dotted name; the tensors are live references.
+
+        Raises:
+            UnsupportedSourceError: ``source`` is of a type that has no weights; the message names the type.
+        """
+        if isinstance(source, NamedWeights):
+            return source
+        if isinstance(source, TensorDictBase):
+            return from_tensordict(source)
+        if isinstance(source, nn.Module):
+            if self.extract_as == "state_dict":
+                return from_items(iter(source.state_dict(keep_vars=True).items()))
+            return from_module(source)
+        if isinstance(source, Mapping):
+            return from_items(walk_mapping(source))
+        if callable(source):
+            return self.named(source())
+        raise UnsupportedSourceError(
+            f"cannot read weights from a {type(source).__name__}; give an nn.Module, a TensorDict, "
+            "a dict of tensors, or a callable that returns one of these"
+        )
+
+    def chosen(self, source: Any) -> frozenset[str] | None:
+        """Return the names in ``source`` that ``select`` chooses; None for all.
+
+        Raises:
+            ValueError: a prefix matches no name, or no weight is chosen.
+        """
+        if self.select is None:
+            return None
+        while callable(source) and not isinstance(source, nn.Module):
+            source = source()
+        tensors = self.named(source).tensors
+        if self.select == "trainable":
+            names = set(tensors) - frozen_or_transient(source, tensors)
+        elif callable(self.select):
+            names = {name for name, tensor in tensors.items() if self.select(name, tensor)}
+        else:
+            names = matching(self.select, tensors)
+        if not names:
+            raise ValueError(f"select={self.select!r} chooses none of the {len(tensors)} weights")
+        return frozenset(names)
+
+    def outgoing(
+        self, source: Any, chosen: frozenset[str] | None = None, *, later: bool = False
+    ) -> NamedWeights:
+        """Return the weights of ``source`` as they are sent: those ``chosen`` (None: all), converted.
+
+        With ``max_in_flight`` or ``later``, each weight is converted when it is taken from the items.
+
+        Raises:
+            UnsupportedSourceError: as :meth:`named`, or ``convert`` gave a name twice.
+        """
+        named = self.named(source)
+        if chosen is not None:
+            kept = {name: value for name, value in named.tensors.items() if name in chosen}
+            named = NamedWeights(kept, named.extra)
+        if self.convert is None:
+            return named
+        named = NamedWeights(named.tensors, convert=self.convert)
+        return named if later or self.max_in_flight is not None else named.converted()
+
+
+def _exact(schema: WeightSchema, tensors: Mapping[str, torch.Tensor], *, more: bool) -> bool:
+    """Return whether nothing differs, not even a dtype; a fast check."""
+    values = list(tensors.values())
+    if tuple(tensors) != schema.names:
+        values = [tensors[name] for name in schema.names if name in tensors]
+    return (
+        len(values) == len(schema.names)
+        and (more or len(values) == len(tensors))
+        and all(map(operator.eq, map(_SHAPE, values), schema.shapes))
+        and all(map(operator.is_, map(_DTYPE, values), schema.dtypes))
+        and set(map(_LAYOUT, values)) <= {torch.strided}
+        and all(
+            values[a] is values[b] or memory_identity(values[a]) == memory_identity(values[b])
+            for a, b in schema.ties
+        )
+    )
 
 
 def _writes(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:

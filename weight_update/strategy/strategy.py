@@ -3,37 +3,72 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
 
-import torch
+import torch.distributed as dist
 from tensordict import NonTensorData, TensorDict, TensorDictBase
-from torch import nn
 
 from weight_update.encodings import Encoding, encoding_from_config, resolve_encoding
-from weight_update.errors import UnsupportedSourceError
+from weight_update.errors import LifecycleError
 from weight_update.strategy.binding import Binding
-from weight_update.strategy.gather import GatherShards
 from weight_update.strategy.named_weights import (
     EXTRA,
     EXTRA_IN_TENSORDICT,
     Convert,
+    ExtractAs,
     NamedWeights,
-    from_items,
-    from_module,
-    from_tensordict,
-    frozen_or_transient,
-    walk_mapping,
+    Select,
+    WeightReader,
 )
-from weight_update.wire.schema import WeightSchema, matching
+from weight_update.wire.schema import WeightSchema
 
-__all__ = ["WeightStrategy", "resolve_strategy"]
-
-ExtractAs = Literal["tensordict", "state_dict"]
-Select = Literal["trainable"] | Sequence[str] | Callable[[str, torch.Tensor], bool]
+__all__ = ["GatherShards", "WeightStrategy", "resolve_strategy"]
 
 
-class WeightStrategy:
+@dataclass(frozen=True)
+class GatherShards:
+    """Options for gathering the weights of a sharded trainer on one rank, a few at a time.
+
+    Every rank makes the same scheme and calls ``init_on_sender``, ``connect``, ``send`` and ``shutdown``
+    alike. The first rank of ``group`` leads: it alone talks to the workers.
+
+    Args:
+        group: process group of the trainer's ranks; None for the default process group. The messages that
+            keep the ranks in step, and shards in CPU memory, travel through another group with the same
+            ranks.
+        gather: gather function for weights that are not DTensors. It takes an iterator of ``(name, tensor)``
+            with the tensors of this rank, and yields names and whole tensors. It runs on every rank, and all
+            ranks ask for the next item together, so it may use collectives; only its items on the leader are
+            used. None gathers DTensors, and takes the leader's value of all other tensors.
+        batch_bytes: bytes of weights that are gathered at once, in two batches: one that is handed on, and
+            one on its way. A larger tensor is a batch by itself.
+
+    Raises:
+        ValueError: ``batch_bytes`` is not a positive number.
+    """
+
+    group: dist.ProcessGroup | None = None
+    gather: Convert | None = None
+    batch_bytes: int = 32 << 20
+
+    def __post_init__(self) -> None:
+        if not self.batch_bytes > 0:
+            raise ValueError(f"batch_bytes is a positive number of bytes: {self.batch_bytes!r}")
+
+    def members(self) -> list[int]:
+        """Return the numbers, in the default process group, of the ranks that take part; the first leads.
+
+        Raises:
+            LifecycleError: torch.distributed is not initialized.
+        """
+        if not dist.is_initialized():
+            raise LifecycleError("a sharded trainer needs torch.distributed: call init_process_group() first")
+        return [int(rank) for rank in dist.get_process_group_ranks(self.group or dist.group.WORLD)]
+
+
+class WeightStrategy(WeightReader):
     """Extracts weights from a source, and applies them to a destination.
 
     A source or destination is an ``nn.Module``, a TensorDict or a (nested or dotted) dict of tensors. A
@@ -120,57 +155,12 @@ class WeightStrategy:
             raise ValueError("is_agent=True renames weights for the receiver: give convert= a function too")
         return cls(**{**defaults, "encoding": encoding, **options})
 
-    @property
-    def partial(self) -> bool:
-        """Whether receivers may have more weights than are sent."""
-        return self.select is not None and self.encoding is self.encoding.whole
-
     def __repr__(self) -> str:
         return f"WeightStrategy({self.extract_as!r}, encoding={self.encoding!r})"
 
     def for_receiver(self) -> WeightStrategy:
         """Return this strategy without the options that only a sender needs, which may not pickle."""
         return WeightStrategy(self.extract_as, encoding=self.encoding)
-
-    def chosen(self, source: Any) -> frozenset[str] | None:
-        """Return the names in ``source`` that ``select`` chooses; None for all.
-
-        Raises:
-            ValueError: a prefix matches no name, or no weight is chosen.
-        """
-        if self.select is None:
-            return None
-        while callable(source) and not isinstance(source, nn.Module):
-            source = source()
-        tensors = self.named(source).tensors
-        if self.select == "trainable":
-            names = set(tensors) - frozen_or_transient(source, tensors)
-        elif callable(self.select):
-            names = {name for name, tensor in tensors.items() if self.select(name, tensor)}
-        else:
-            names = matching(self.select, tensors)
-        if not names:
-            raise ValueError(f"select={self.select!r} chooses none of the {len(tensors)} weights")
-        return frozenset(names)
-
-    def outgoing(
-        self, source: Any, chosen: frozenset[str] | None = None, *, later: bool = False
-    ) -> NamedWeights:
-        """Return the weights of ``source`` as they are sent: those ``chosen`` (None: all), converted.
-
-        With ``max_in_flight`` or ``later``, each weight is converted when it is taken from the items.
-
-        Raises:
-            UnsupportedSourceError: as :meth:`extract_weights`, or ``convert`` gave a name twice.
-        """
-        named = self.named(source)
-        if chosen is not None:
-            kept = {name: value for name, value in named.tensors.items() if name in chosen}
-            named = NamedWeights(kept, named.extra)
-        if self.convert is None:
-            return named
-        named = NamedWeights(named.tensors, convert=self.convert)
-        return named if later or self.max_in_flight is not None else named.converted()
 
     def extract_weights(self, source: Any) -> TensorDictBase | dict[str, Any]:
         """Return the weights of ``source`` in the format of this strategy; the tensors are not copied.
@@ -214,29 +204,6 @@ class WeightStrategy:
             UnsupportedSourceError: ``destination`` is of a type that cannot be written.
         """
         return Binding(self.named, destination)
-
-    def named(self, source: Any) -> NamedWeights:
-        """Return the weights of ``source`` by dotted name; the tensors are live references.
-
-        Raises:
-            UnsupportedSourceError: as :meth:`extract_weights`.
-        """
-        if isinstance(source, NamedWeights):
-            return source
-        if isinstance(source, TensorDictBase):
-            return from_tensordict(source)
-        if isinstance(source, nn.Module):
-            if self.extract_as == "state_dict":
-                return from_items(iter(source.state_dict(keep_vars=True).items()))
-            return from_module(source)
-        if isinstance(source, Mapping):
-            return from_items(walk_mapping(source))
-        if callable(source):
-            return self.named(source())
-        raise UnsupportedSourceError(
-            f"cannot read weights from a {type(source).__name__}; give an nn.Module, a TensorDict, "
-            "a dict of tensors, or a callable that returns one of these"
-        )
 
     def export(self, named: NamedWeights) -> TensorDictBase | dict[str, Any]:
         """Return ``named`` in the format of this strategy."""

@@ -13,9 +13,8 @@ from weight_update.errors import FormatError
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.buffer import Allocate, Buffer
-from weight_update.wire.frames import Kind, WeightChunk
+from weight_update.wire.frames import Kind, Step, WeightChunk, extra_of, frames_of, payloads_of
 from weight_update.wire.schema import WeightSchema
-from weight_update.wire.updates import Step, extra_of, frames_of, payloads_of
 
 __all__ = ["WeightTransfer"]
 

@@ -1,4 +1,4 @@
-"""The contract of a send group: workers that take the same bytes of each update."""
+"""Send groups: workers that take the same bytes of each update, and those whose updates carry all weights."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from typing import Any
 
 import torch
 
-from weight_update.encodings import Lend
-from weight_update.sender.buffers import EncodedUpdate, Slot, VersionId
+from weight_update.encodings import Encoder, Lend, WholeEncoding
+from weight_update.sender.buffers import EncodedUpdate, Slot, VersionId, give_back
+from weight_update.wire.frames import Step, frames_of
 from weight_update.wire.schema import WeightSchema
-from weight_update.wire.updates import Step
 
-__all__ = ["Borrow", "SendGroup", "UpdateStats"]
-
+__all__ = ["Borrow", "FullGroup", "SendGroup", "UpdateStats"]
 
 Borrow = Callable[[list[Slot]], Lend]
 """Returns a ``lend`` function that appends each slot it lends to the list, and counts one user for it."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class UpdateStats:
     """Facts about a staged update, for reports.
 
@@ -49,15 +48,20 @@ class SendGroup(ABC):
         schema: the tensors as they travel, in the receivers' dtypes.
         borrow: lends memory for payloads.
         lock: the sender's lock; it guards versions and the number of users of each slot.
+        whole: encoding of updates that carry all weights.
 
     Attributes:
+        whole_bytes: size of all payloads of an update that carries all weights.
         version_id: the weights that were committed last.
         pending: number of the update that is staged and neither committed nor discarded.
         source: key of the weights that the group was last given; equal for groups that were given the same.
     """
 
-    def __init__(self, schema: WeightSchema, borrow: Borrow, lock: threading.Condition) -> None:
+    def __init__(
+        self, schema: WeightSchema, borrow: Borrow, lock: threading.Condition, whole: WholeEncoding
+    ) -> None:
         self.schema = schema
+        self.whole_bytes = max(schema.nbytes, sum(whole.payload_sizes(schema)))
         self.version_id: VersionId | None = None
         self.pending: int | None = None
         self.source: Hashable = None
@@ -123,3 +127,86 @@ class SendGroup(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release all memory."""
+
+
+class FullGroup(SendGroup):
+    """A send group whose updates carry all weights."""
+
+    def __init__(
+        self,
+        schema: WeightSchema,
+        borrow: Borrow,
+        lock: threading.Condition,
+        encoding: WholeEncoding,
+        encoder: Encoder | None = None,
+    ) -> None:
+        super().__init__(schema, borrow, lock, encoding)
+        self._encoding = encoding
+        self._stats = UpdateStats(encoding.label, schema.elements, schema.elements)
+        self._encoder = encoder or encoding.encoder(schema)
+        self._step = Step(-1)
+        self._latest: EncodedUpdate | None = None
+        self._staged: EncodedUpdate | None = None
+
+    @property
+    def kept(self) -> list[EncodedUpdate]:
+        return [one for one in (self._latest, self._staged) if one is not None]
+
+    def stage(
+        self, step: Step, tensors: Mapping[str, torch.Tensor], bases: Sequence[VersionId] = ()
+    ) -> UpdateStats:
+        del bases
+        slots: list[Slot] = []
+        try:
+            payloads = self._encoder.encode(
+                [tensors[name] for name in self.schema.names], self._borrow(slots)
+            )
+        except BaseException:
+            with self._lock:
+                give_back(slots)
+            raise
+        chunks = frames_of(step, self.schema, self._encoding.name, payloads)
+        with self._lock:
+            self.discard()
+            self._staged = EncodedUpdate(VersionId(step.version), chunks, slots)
+            self._step, self.pending = step, step.version
+        return self._stats
+
+    def commit(self) -> None:
+        with self._lock:
+            update, self._staged = self._staged, None
+            if update is None:
+                return
+            if not self._step.commit:
+                payloads = [chunk.payload for chunk in update.chunks if chunk.payload is not None]
+                step = self._step.committed()
+                chunks = frames_of(step, self.schema, self._encoding.name, payloads)
+                update = EncodedUpdate(update.version_id, chunks, update.slots)
+            if self._latest is not None:
+                self._latest.release()
+            self._latest, self.version_id, self.pending = update, update.version_id, None
+
+    def discard(self) -> None:
+        with self._lock:
+            if self._staged is not None:
+                self._staged.release()
+            self._staged, self.pending = None, None
+
+    def update_for(self, has: VersionId | None) -> EncodedUpdate | None:
+        pending = self.pending is not None and self.target(has) == self.pending
+        return self._staged if pending else self._latest
+
+    def fork(self) -> SendGroup:
+        """Return another group that starts with the same update, in the same memory."""
+        other = FullGroup(self.schema, self._borrow, self._lock, self._encoding, self._encoder)
+        with self._lock:
+            other.version_id, other.source = self.version_id, self.source
+            other._latest = None if self._latest is None else self._latest.retain()
+        return other
+
+    def close(self) -> None:
+        with self._lock:
+            self.discard()
+            if self._latest is not None:
+                self._latest.release()
+            self._latest = self.version_id = None

@@ -13,9 +13,9 @@ import torch
 from weight_update.encodings import DeltaEncoding, Difference, Lend, Tracker
 from weight_update.sender.buffers import EncodedUpdate, Slot, VersionId, give_back
 from weight_update.sender.groups.base import Borrow, SendGroup, UpdateStats
+from weight_update.wire.frames import Step, frames_of
 from weight_update.wire.memory import digest
 from weight_update.wire.schema import WeightSchema
-from weight_update.wire.updates import Step, frames_of
 
 __all__ = ["DeltaGroup"]
 
@@ -50,7 +50,7 @@ class DeltaGroup(SendGroup):
         tracked: Sequence[int] | None = None,
         tracker: Tracker[Any] | None = None,
     ) -> None:
-        super().__init__(schema, borrow, lock)
+        super().__init__(schema, borrow, lock, encoding.whole)
         self._encoding, self._tracked = encoding, tracked
         self._tracker = tracker or encoding.tracker(schema, tracked)
         self._remembering = threading.Lock()  # held while the tracker is read or changed

@@ -29,8 +29,8 @@ from weight_update.transports.distributed.signed_queue import SignedQueue, Unsig
 from weight_update.transports.distributed.store import Store
 from weight_update.transports.distributed.store_client import DroppedError
 from weight_update.transports.rate_limit import RateLimitedLog
-from weight_update.transports.shared_memory.slot_frames import SlotStream
 from weight_update.transports.shared_memory.slots import SlotTable
+from weight_update.transports.shared_memory.transport import SlotStream
 from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
 from weight_update.wire.frames import PRELUDE_BYTES, Kind, Prelude, WeightChunk
 from weight_update.wire.memory import byte_view

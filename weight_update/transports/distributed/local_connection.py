@@ -10,8 +10,8 @@ from weight_update.transports.distributed.connection import USE_SOCKET, MapSlot
 from weight_update.transports.distributed.local_rendezvous import LocalCall
 from weight_update.transports.distributed.signed_queue import SignedQueue
 from weight_update.transports.distributed.store import Store
-from weight_update.transports.shared_memory.slot_frames import SlotStream
 from weight_update.transports.shared_memory.slots import SlotTable
+from weight_update.transports.shared_memory.transport import SlotStream
 from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
 from weight_update.wire.frames import WeightChunk
 

@@ -88,7 +88,7 @@ class SocketStream:
 
     def wait_readable(self, timeout: float | None) -> bool:
         """Return whether bytes, or the end, can be read within ``timeout`` seconds."""
-        return self._poll(select.POLLIN, deadline_of(timeout))
+        return self._poll(select.POLLIN, timeout)
 
     def send(self, data: bytes | memoryview, deadline: float | None) -> None:
         """Send all of ``data``.
@@ -101,7 +101,7 @@ class SocketStream:
             try:
                 view = view[self.sock.send(view) :]
             except BlockingIOError:
-                if not self._poll(select.POLLOUT, deadline):
+                if not self._poll(select.POLLOUT, seconds_left(deadline)):
                     raise SyncTimeoutError("the other end does not read") from None
             except OSError as error:
                 raise LinkClosedError(f"the other end is gone ({error})") from None
@@ -152,7 +152,7 @@ class SocketStream:
                 sent = socket.send_fds(self.sock, [data], [fd])
                 break
             except BlockingIOError:
-                if not self._poll(select.POLLOUT, deadline):
+                if not self._poll(select.POLLOUT, seconds_left(deadline)):
                     raise SyncTimeoutError("the other end does not read") from None
             except OSError as error:
                 raise LinkClosedError(f"the other end is gone ({error})") from None
@@ -181,17 +181,16 @@ class SocketStream:
         self.sock.close()
 
     def _await_more(self, deadline: float | None) -> None:
-        if self._poll(select.POLLIN, deadline_of(_STALLED) if deadline is None else deadline):
+        if self._poll(select.POLLIN, _STALLED if deadline is None else seconds_left(deadline)):
             return
         if deadline is not None:
             raise SyncTimeoutError("the other end did not send the whole message in time")
         raise LinkClosedError(f"the other end stopped in the middle of a frame for {_STALLED:.0f} s")
 
-    def _poll(self, event: int, deadline: float | None) -> bool:
+    def _poll(self, event: int, seconds: float | None) -> bool:
         poller = select.poll()
         try:
             poller.register(self.sock, event)
         except (ValueError, OSError):
             raise LinkClosedError("this end was closed") from None
-        seconds = seconds_left(deadline)
-        return bool(poller.poll(None if seconds is None else seconds * 1e3))
+        return bool(poller.poll(None if seconds is None else max(seconds, 0.0) * 1e3))
