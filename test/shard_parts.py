@@ -11,7 +11,6 @@ import socket
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ from weight_update import (
 from weight_update.convert import Sharded, gather_tensor_parallel
 from weight_update.sharded import batch, gathering
 from weight_update.testing.models import Noted, fingerprint
-from weight_update.testing.workers import Worker
+from weight_update.testing.workers import RemoteObject, Worker, WorkerDiedError
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(  # not this module: the server does not look where pytest does
@@ -147,6 +146,11 @@ class Body:
         self.scheme.init_on_sender(model=self.net, num_workers=workers)
         return pickle.dumps(self.scheme) if dist.get_rank() == 0 else None
 
+    def end(self) -> None:
+        if self.scheme is not None:
+            self.scheme.shutdown()
+        os._exit(0)  # other ranks may have been killed: an orderly end would wait for them
+
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the scheme."""
         return getattr(self.scheme, name)(*args, **kwargs)
@@ -173,8 +177,8 @@ class Body:
 BODY = Body()  # of this rank
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
-    torch.set_num_threads(1)
+def make_rank(rank: int, size: int, port: int) -> Body:
+    """Join the group of all ranks."""
     dist.init_process_group(
         "gloo",
         init_method=f"tcp://127.0.0.1:{port}",
@@ -182,17 +186,8 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
         world_size=size,
         timeout=timedelta(seconds=60),
     )
-    body = globals()["BODY"] = Body()
-    while (message := pipe.recv()) is not None:
-        name, args, kwargs = message
-        try:
-            answer: Any = (True, getattr(body, name)(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 - handed to the test, which asserts on it
-            answer = (False, error)
-        pipe.send(answer)
-    if body.scheme is not None:
-        body.scheme.shutdown()
-    os._exit(0)  # other ranks may have been killed: an orderly end would wait for them
+    globals()["BODY"] = Body()
+    return BODY
 
 
 class Ranks:
@@ -201,14 +196,10 @@ class Ranks:
     def __init__(self, size: int) -> None:
         self.size = size
         port = free_port()
-        self.pipes, self.processes = [], []
-        for rank in range(size):
-            mine, theirs = multiprocessing.Pipe()
-            process = CONTEXT.Process(target=_serve, args=(theirs, rank, size, port), daemon=True)
-            process.start()
-            theirs.close()
-            self.pipes.append(mine)
-            self.processes.append(process)
+        self.all_ranks = [
+            RemoteObject(make_rank, rank, size, port, method="forkserver", name=f"rank {rank}")
+            for rank in range(size)
+        ]
 
     def each(self, name: str, *args: Any, of: int | None = None, **kwargs: Any) -> list[Any]:
         """Call a method on the first ``of`` ranks (None: all) at one time; return results or exceptions."""
@@ -224,36 +215,37 @@ class Ranks:
         return answers
 
     def post(self, name: str, *args: Any, of: int | None = None, **kwargs: Any) -> None:
-        for pipe in self.pipes[:of]:
+        for rank in self.all_ranks[:of]:
             with contextlib.suppress(BrokenPipeError):  # it was killed
-                pipe.send((name, args, kwargs))
+                rank.post(name, *args, **kwargs)
 
     def answers(self, of: int | None = None) -> list[Any]:
-        return [self._answer(rank) for rank in range(of or self.size)]
+        return [_answer(rank) for rank in self.all_ranks[:of]]
 
-    def _answer(self, rank: int) -> Any:
-        try:
-            if not self.pipes[rank].poll(ANSWER_SECONDS):
-                raise AssertionError(f"rank {rank} gave no answer")
-            return self.pipes[rank].recv()[1]
-        except (EOFError, ConnectionError):
-            return None  # it was killed
+    def pid(self, rank: int) -> int:
+        return int(self.all_ranks[rank].runner.pid)
 
     def kill(self, rank: int) -> None:
-        os.kill(self.processes[rank].pid, signal.SIGKILL)
-        self.processes[rank].join()
+        os.kill(self.pid(rank), signal.SIGKILL)
+        self.all_ranks[rank].runner.join()
 
     def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for pipe, process in zip(self.pipes, self.processes, strict=True):
-            with contextlib.suppress(OSError):
-                pipe.send(None)
-            process.join(10.0)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        for rank in self.all_ranks:
+            rank.stop()
+
+
+def _answer(rank: RemoteObject) -> Any:
+    """Return the result or the exception of a rank, or None if it was killed."""
+    assert not rank.busy(ANSWER_SECONDS), f"{rank.name} gave no answer"
+    try:
+        return rank.answer()
+    except WorkerDiedError:
+        return None
+    except Exception as error:  # noqa: BLE001 - handed to the test, which asserts on it
+        return error
 
 
 @contextlib.contextmanager
@@ -262,20 +254,20 @@ def running(
 ) -> Iterator[list[Worker]]:
     """Connect ranks and workers; yield the workers."""
     blob = ranks.all("init", kind, size, workers, free_port(), options, of=size)[0]
-    crew = [Worker(pickle.loads(blob), idx, "forkserver") for idx in range(workers)]  # type: ignore[arg-type]
+    procs = [Worker(pickle.loads(blob), idx, "forkserver") for idx in range(workers)]
     try:
-        for worker in crew:
+        for worker in procs:
             worker.call("init", Net(7) if model is None else model)
         ranks.post("call", "connect", of=size)
-        for worker in crew:
+        for worker in procs:
             worker.post("connect")
         errors = [one for one in ranks.answers(size) if isinstance(one, Exception)]
-        for worker in crew:
+        for worker in procs:
             worker.answer()
         assert not errors, errors
-        yield crew
+        yield procs
     finally:
-        for worker in crew:
+        for worker in procs:
             worker.stop()
         ranks.each("call", "shutdown", of=size)
 

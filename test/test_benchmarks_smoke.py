@@ -131,13 +131,12 @@ def test_stall_and_memory_of_both_libraries(tables):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_targets_are_judged_by_the_run(tables):
-    head, *rows = tables["Targets"]
-    judged = {row[0]: row[head.index("met")] for row in rows}
-    assert set(judged.values()) <= {"yes", "no", "not measured"}
+    judged = _require_verdicts(tables["Targets"])
     (head, row) = tables["Synchronous update"]
     shown = float(row[head.index("ours/torchrl")])
-    allowed = {"yes"} if shown < 0.999 else {"no"} if shown > 1.001 else {"yes", "no"}  # shown rounded
-    assert judged["SharedMem, 1 MB, 1 workers, of torchrl's time"] in allowed
+    target = judged["SharedMem, 1 MB, 1 workers, of torchrl's time"]
+    assert float(target["reached"]) == pytest.approx(shown, rel=0.01, abs=0.01)
+    assert float(target["limit"].removeprefix("<= ")) == 1.0
 
 
 def _cells(table, **wanted):
@@ -145,6 +144,21 @@ def _cells(table, **wanted):
     head, *rows = table
     rows = [dict(zip(head, row, strict=True)) for row in rows]
     return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+
+
+def _require_verdicts(table):
+    """Check every verdict against the figures beside it; return the rows, by target."""
+    rows = _cells(table)
+    for row in rows:
+        limit = float(row["limit"].removeprefix("<= "))
+        reached = [float(row[name]) for name in ("reached", "fastest") if row.get(name, "-") != "-"]
+        if row["reached"] == "-":
+            assert row["met"] == "not measured", row
+        elif abs(max(reached) - limit) > 0.005 * limit:  # both are shown rounded
+            assert row["met"] == ("yes" if max(reached) < limit else "no"), row
+        else:
+            assert row["met"] in ("yes", "no"), row
+    return {row["target"]: row for row in rows}
 
 
 @pytest.mark.slow
@@ -178,7 +192,7 @@ def test_patches_are_timed_beside_a_copy_and_the_obvious_way(patch_tables):
         if row["compression"] != "-":
             assert float(row["build/copy"]) > 0, row
             assert float(row["obvious/build"]) > 0, row
-    assert all(row["met"] in ("yes", "no") for row in _cells(patch_tables["Targets"]))
+    assert all(row["met"] != "not measured" for row in _require_verdicts(patch_tables["Targets"]).values())
 
 
 @pytest.mark.slow
@@ -245,9 +259,9 @@ def test_distributed_was_measured_beside_torchrl(cluster_tables, title):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_targets_of_distributed_are_judged(cluster_tables):
-    judged = {row["target"]: row["met"] for row in _cells(cluster_tables["Across processes: targets"])}
-    assert judged["Distributed, 1 GB, 4 workers, of torchrl's time"] == "not measured"
-    assert judged["Distributed, 1 MB, 1 workers, of torchrl's time"] in ("yes", "no")
+    judged = _require_verdicts(cluster_tables["Across processes: targets"])
+    assert judged["Distributed, 1 GB, 4 workers, of torchrl's time"]["met"] == "not measured"
+    assert judged["Distributed, 1 MB, 1 workers, of torchrl's time"]["met"] != "not measured"
 
 
 def _documented(shape, *places):
@@ -282,6 +296,16 @@ def test_options_of_every_benchmark(name):
     pytest.importorskip("zstandard")
     with pytest.raises(SystemExit, match=r"^0$"):
         main([name, "--help"])
+
+
+def test_a_wrong_verdict_is_found():
+    head = ["target", "limit", "reached", "fastest", "met"]
+    figures = [["a", "<= 2", "1.9", "-"], ["b", "<= 2", "1.9", "2.2"], ["c", "<= 2", "-", "-"]]
+    rows = [[*row, met] for row, met in zip(figures, ["yes", "no", "not measured"], strict=True)]
+    assert list(_require_verdicts([head, *rows])) == ["a", "b", "c"]
+    for row, met in zip(figures, ["no", "yes", "yes"], strict=True):
+        with pytest.raises(AssertionError):
+            _require_verdicts([head, [*row, met]])
 
 
 def test_a_missed_target_is_the_exit_status(capsys):

@@ -15,8 +15,8 @@ from torch import nn
 
 from weight_update import BucketEncoding, SharedMemWeightSyncScheme, WeightStrategy
 from weight_update.encodings import bucket
-from weight_update.testing import Body, Crew, fingerprint, scramble
-from weight_update.testing.crew import context_of
+from weight_update.testing import Body, WorkerProcesses, fingerprint, scramble
+from weight_update.testing.worker_processes import context_of
 
 LAYERS = 12
 KINDS: dict[str, WeightStrategy] = {
@@ -32,7 +32,7 @@ KINDS: dict[str, WeightStrategy] = {
 SLOTS = {"dense": 2, "buckets, kept": 4, "buckets": 2 * LAYERS, "buckets, two in flight": 2}
 KEPT = ["dense", "buckets, kept"]  # weights lie in the slots, nothing is copied
 
-Hire = Callable[..., Crew]
+Hire = Callable[..., WorkerProcesses]
 
 
 def layers() -> nn.Sequential:
@@ -42,25 +42,25 @@ def layers() -> nn.Sequential:
 
 @pytest.fixture
 def hire() -> Iterator[Hire]:
-    crews: list[Crew] = []
+    running: list[WorkerProcesses] = []
 
-    def build(source: nn.Module, kind: str, workers: int = 1) -> Crew:
+    def build(source: nn.Module, kind: str, workers: int = 1) -> WorkerProcesses:
         scheme = SharedMemWeightSyncScheme(strategy=KINDS[kind], timeout=20.0, connect_timeout=30.0)
         scheme.init_on_sender(model=source, num_workers=workers, ctx=context_of("fork"))
-        crews.append(Crew(scheme, "fork"))
+        running.append(WorkerProcesses(scheme, "fork"))
         for index in range(workers):
-            crews[-1].hire(index, layers()).call("run", note_what_was_inherited)
-        crews[-1].connect()
-        return crews[-1]
+            running[-1].hire(index, layers()).call("run", note_what_was_inherited)
+        running[-1].connect()
+        return running[-1]
 
     yield build
-    for crew in crews:
-        crew.__exit__()
+    for procs in running:
+        procs.__exit__()
 
 
-def files_of_the_sender(crew: Crew) -> dict[str, int]:
+def files_of_the_sender(procs: WorkerProcesses) -> dict[str, int]:
     """The inode of each slot, by its key."""
-    slots = crew.scheme._sender._pool._slots
+    slots = procs.scheme._sender._pool._slots
     return {slot.buffer.key: os.fstat(slot.buffer.fd).st_ino for slot in slots}
 
 
@@ -115,16 +115,16 @@ def read_slowly(body: Body) -> None:
 @pytest.mark.parametrize("kind", KEPT)
 def test_weights_of_a_worker_lie_in_the_senders_memory(hire: Hire, kind: str) -> None:
     source = layers()
-    crew = hire(source, kind, workers=2)
+    procs = hire(source, kind, workers=2)
     seen = []
     for seed in range(6):
         scramble(source, seed)
-        crew.scheme.send()
-        files, (first, second) = files_of_the_sender(crew), crew.ask("run", slots_with_weights)
+        procs.scheme.send()
+        files, (first, second) = files_of_the_sender(procs), procs.ask("run", slots_with_weights)
         assert first == second
         assert first <= set(files)
         seen.append(first)
-        for there in crew.ask("run", files_mapped):
+        for there in procs.ask("run", files_mapped):
             assert first <= set(there)
             assert there.items() <= files.items()
     assert all(now.isdisjoint(before) for before, now in itertools.pairwise(seen))
@@ -133,54 +133,54 @@ def test_weights_of_a_worker_lie_in_the_senders_memory(hire: Hire, kind: str) ->
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in KEPT])
 def test_buckets_that_are_read_leave_no_weights_in_slots(hire: Hire, kind: str) -> None:
-    crew = hire(layers(), kind)
+    procs = hire(layers(), kind)
     for _ in range(3):
-        crew.scheme.send()
-        assert crew.ask("run", slots_with_weights) == [{""}]
+        procs.scheme.send()
+        assert procs.ask("run", slots_with_weights) == [{""}]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_slots_serve_fifty_updates(hire: Hire, kind: str) -> None:
     source = layers()
-    crew = hire(source, kind)
-    crew.scheme.send()
-    before = files_of_the_sender(crew)
+    procs = hire(source, kind)
+    procs.scheme.send()
+    before = files_of_the_sender(procs)
     assert len(before) == SLOTS[kind]
     for seed in range(50):
         scramble(source, seed, finite=True)
-        crew.scheme.send()
-    assert files_of_the_sender(crew) == before
-    (there,) = crew.ask("run", files_mapped)
+        procs.scheme.send()
+    assert files_of_the_sender(procs) == before
+    (there,) = procs.ask("run", files_mapped)
     assert there.items() <= before.items()
     assert there == before  # none was mapped again
-    assert crew.ask("fingerprint") == [fingerprint(source)]
+    assert procs.ask("fingerprint") == [fingerprint(source)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_in_use_stay_as_they_are_while_others_are_sent(hire: Hire, kind: str) -> None:
     source = layers()
-    crew = hire(source, kind, workers=2)
-    slow = crew.workers[0]
+    procs = hire(source, kind, workers=2)
+    slow = procs.workers[0]
     held = fingerprint(source)
     slow.call("hold")
     for seed in range(3):
         scramble(source, seed, finite=True)
-        handle = crew.scheme.send_async(worker_ids=1 if "flight" in kind else None)
+        handle = procs.scheme.send_async(worker_ids=1 if "flight" in kind else None)
         assert slow.call("fingerprint") == held
     slow.call("release")
     handle.wait()
-    crew.scheme.send()
-    assert crew.ask("fingerprint") == [fingerprint(source)] * 2
-    assert len(files_of_the_sender(crew)) <= 2 * SLOTS[kind]
+    procs.scheme.send()
+    assert procs.ask("fingerprint") == [fingerprint(source)] * 2
+    assert len(files_of_the_sender(procs)) <= 2 * SLOTS[kind]
 
 
 @pytest.mark.parametrize("kind", ["buckets", "buckets, two in flight"])
 def test_a_bucket_is_not_written_before_it_was_read(hire: Hire, kind: str) -> None:
     source = layers()
-    crew = hire(source, kind, workers=2)
-    crew.workers[0].call("run", read_slowly)
+    procs = hire(source, kind, workers=2)
+    procs.workers[0].call("run", read_slowly)
     for seed in range(15):
         scramble(source, seed, finite=True)
-        crew.scheme.send()
-        assert crew.ask("fingerprint") == [fingerprint(source)] * 2
-    assert len(files_of_the_sender(crew)) <= SLOTS[kind]
+        procs.scheme.send()
+        assert procs.ask("fingerprint") == [fingerprint(source)] * 2
+    assert len(files_of_the_sender(procs)) <= SLOTS[kind]

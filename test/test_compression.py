@@ -5,8 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import struct
-import subprocess
-import sys
 import tracemalloc
 
 import numpy as np
@@ -14,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from interpreters import run_python
 
 from benchmarks.compression import CODECS as MEASURED
 from benchmarks.compression import KINDS, measure, row
@@ -273,7 +272,7 @@ for use in (lambda: resolve_compression({label!r}),
     except ImportError as error:
         print(error)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = run_python("-c", program, timeout=60.0)
     lines = done.stdout.splitlines()
     assert len(lines) == 2, done.stdout + done.stderr
     assert all(f'pip install "weight-update[{label}]"' in line for line in lines)

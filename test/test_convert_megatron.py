@@ -20,7 +20,8 @@ from convert_parts import (
     same,
     state,
 )
-from hypothesis import given, settings
+from fuzz import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from weight_update import ConversionError
@@ -39,7 +40,7 @@ HF = state(HuggingFace())
 sizes = st.integers(1, 4)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(groups=sizes, each=sizes, dim=sizes, tail=st.lists(sizes, max_size=2), dtype=st.sampled_from(FLOATING))
 def test_qkv(groups: int, each: int, dim: int, tail: list[int], dtype: torch.dtype) -> None:
     q = random_bits((groups * each * dim, *tail), dtype, 1)
@@ -50,7 +51,7 @@ def test_qkv(groups: int, each: int, dim: int, tail: list[int], dtype: torch.dty
     same(dict(zip("qkv", split_qkv(reference, groups * each, groups), strict=True)), {"q": q, "k": k, "v": v})
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(rows=sizes, tail=st.lists(sizes, max_size=2), dtype=st.sampled_from(FLOATING))
 def test_gate_up(rows: int, tail: list[int], dtype: torch.dtype) -> None:
     gate, up = random_bits((rows, *tail), dtype, 1), random_bits((rows, *tail), dtype, 2)

@@ -23,7 +23,8 @@ from convert_parts import (
     same,
     state,
 )
-from hypothesis import given, settings
+from fuzz import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from weight_update import ConversionError
@@ -34,7 +35,7 @@ from weight_update.testing.workers import dumps, loads
 sizes = st.integers(1, 3)
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(
     ranks=st.integers(1, 4),
     dim=st.integers(0, 1),

@@ -8,7 +8,8 @@ import re
 import pytest
 import torch
 from convert_parts import convert, numbers, same
-from hypothesis import given, settings
+from fuzz import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from weight_update import ConversionError
@@ -47,7 +48,7 @@ def test_scales_stand_after_their_weights(
     same({"b": found["a.bias"]}, {"b": weights["a.bias"]})
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(shape=shapes, seed=st.integers(0, 99), exponent=st.integers(-30, 30))
 def test_int8_row_by_row(shape: tuple[int, int], seed: int, exponent: int) -> None:
     weight = numbers(*shape, seed=seed) * 2.0**exponent
@@ -63,7 +64,7 @@ def test_int8_row_by_row(shape: tuple[int, int], seed: int, exponent: int) -> No
     same({"w": dequantize(found[NAME], scale)}, {"w": found[NAME].float() * scale})
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(shape=shapes, high=st.integers(1, 10), wide=st.integers(1, 10), seed=st.integers(0, 99))
 def test_fp8_block_by_block(shape: tuple[int, int], high: int, wide: int, seed: int) -> None:
     weight = numbers(*shape, seed=seed)

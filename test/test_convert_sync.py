@@ -28,16 +28,18 @@ from weight_update.convert import (
     quantize_int8,
     rename,
 )
-from weight_update.testing import Crew, fingerprint
-from weight_update.testing.crew import context_of
+from weight_update.testing import WorkerProcesses, fingerprint
+from weight_update.testing.worker_processes import context_of
 from weight_update.testing.workers import Method
 
 
-def crew_of(scheme: WeightSyncScheme, source: Any, target: nn.Module, method: Method = "thread") -> Crew:
+def procs_of(
+    scheme: WeightSyncScheme, source: Any, target: nn.Module, method: Method = "thread"
+) -> WorkerProcesses:
     scheme.init_on_sender(model=source, num_workers=1, ctx=context_of(method))
-    crew = Crew(scheme, method)
-    crew.hire(0, target)
-    return crew
+    procs = WorkerProcesses(scheme, method)
+    procs.hire(0, target)
+    return procs
 
 
 def change(model: nn.Module, seed: int) -> None:
@@ -78,14 +80,16 @@ def test_what_does_not_fit_is_an_error_on_both_sides_before_anything_is_sent(
 ) -> None:
     target = nn.Sequential(nn.Linear(4, 3))
     strategy = WeightStrategy("state_dict", convert=wrong)
-    with crew_of(cls(strategy, connect_timeout=20.0), nn.Sequential(nn.Linear(4, 3)), target, method) as crew:
-        errors = crew.try_connect()
+    with procs_of(
+        cls(strategy, connect_timeout=20.0), nn.Sequential(nn.Linear(4, 3)), target, method
+    ) as procs:
+        errors = procs.try_connect()
         for error in errors.values():
             assert isinstance(error, WeightSyncError)
             with pytest.raises(type(error), match=line):
                 raise error
         assert isinstance(errors[0], SchemaMismatchError)
-        assert crew.ask("fingerprint") == [fingerprint(target, strategy)]
+        assert procs.ask("fingerprint") == [fingerprint(target, strategy)]
 
 
 @pytest.mark.parametrize("later", [extra, missing, reshaped])
@@ -94,36 +98,38 @@ def test_a_converter_that_changes_its_mind(later: Callable[..., Any], encoding: 
     now: list[Callable[..., Any]] = [lambda items: items]
     source, target = nn.Sequential(nn.Linear(4, 3)), nn.Sequential(nn.Linear(4, 3))
     strategy = WeightStrategy("state_dict", encoding=encoding, convert=lambda items: now[0](items))
-    with crew_of(MemoryWeightSyncScheme(strategy, timeout=20.0), source, target) as crew:
-        crew.connect()
-        before, version = crew.ask("fingerprint"), crew.scheme.version
+    with procs_of(MemoryWeightSyncScheme(strategy, timeout=20.0), source, target) as procs:
+        procs.connect()
+        before, version = procs.ask("fingerprint"), procs.scheme.version
         change(source, 0)
         now[0] = later
         with pytest.raises(SchemaMismatchError, match="more.weight" if later is extra else r"0\.bias"):
-            crew.scheme.send()
-        assert crew.ask("fingerprint") == before
-        assert crew.ask("version") == [version]
+            procs.scheme.send()
+        assert procs.ask("fingerprint") == before
+        assert procs.ask("version") == [version]
         now[0] = lambda items: items
-        crew.scheme.send()
-        assert crew.ask("fingerprint") == [fingerprint(source, strategy)]
+        procs.scheme.send()
+        assert procs.ask("fingerprint") == [fingerprint(source, strategy)]
 
 
 def test_a_converter_that_fails_leaves_workers_alone() -> None:
     source = nn.Sequential(nn.Linear(4, 3))
     strategy = WeightStrategy("state_dict", convert=quantize_int8())
     quantized = Tree(convert(quantize_int8(), source.state_dict().items()))
-    with crew_of(MemoryWeightSyncScheme(strategy, timeout=20.0), source, quantized) as crew:
-        crew.connect()
-        before = crew.ask("fingerprint")
+    with procs_of(MemoryWeightSyncScheme(strategy, timeout=20.0), source, quantized) as procs:
+        procs.connect()
+        before = procs.ask("fingerprint")
         with torch.no_grad():
             source[0].weight[1, 1] = torch.nan
         with pytest.raises(WeightSyncError, match=r"0\.weight: has a NaN"):
-            crew.scheme.send()
-        assert crew.ask("fingerprint") == before
+            procs.scheme.send()
+        assert procs.ask("fingerprint") == before
         with torch.no_grad():
             source[0].weight[1, 1] = 0.0
-        crew.scheme.send()
-        assert crew.ask("fingerprint") == [fingerprint(convert(quantize_int8(), source.state_dict().items()))]
+        procs.scheme.send()
+        assert procs.ask("fingerprint") == [
+            fingerprint(convert(quantize_int8(), source.state_dict().items()))
+        ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -134,11 +140,11 @@ def test_a_fused_trainer_and_a_worker_process_with_separate_weights(
     source = Tree(megatron_of(state(HuggingFace(1, layers=2)), layers=2))
     strategy = WeightStrategy("state_dict", encoding=encoding, convert=megatron_to_hf(HEADS, GROUPS))
     scheme = SharedMemWeightSyncScheme(strategy, timeout=20.0)
-    with crew_of(scheme, source, HuggingFace(2, layers=2).to(dtype), "fork") as crew:
-        crew.connect()
+    with procs_of(scheme, source, HuggingFace(2, layers=2).to(dtype), "fork") as procs:
+        procs.connect()
         for seed in range(4):
             expected = convert(megatron_to_hf(HEADS, GROUPS), source.named_parameters())
-            assert crew.ask("fingerprint") == [
+            assert procs.ask("fingerprint") == [
                 fingerprint({name: value.to(dtype) for name, value in expected.items()}, strategy)
             ]
             change(source, seed)
@@ -158,11 +164,11 @@ def test_quantized_weights_and_their_scales_arrive(quantize: Converter, encoding
     )
     strategy = WeightStrategy("state_dict", encoding=encoding, convert=converter)
     scheme = SharedMemWeightSyncScheme(strategy, timeout=20.0)
-    with crew_of(scheme, source, target, "fork") as crew:
-        crew.connect()
+    with procs_of(scheme, source, target, "fork") as procs:
+        procs.connect()
         for seed in range(4):
             expected = convert(converter, source.named_parameters())
-            assert crew.ask("fingerprint") == [fingerprint(expected, strategy)]
+            assert procs.ask("fingerprint") == [fingerprint(expected, strategy)]
             change(source, seed)
             report = scheme.send()
         assert report.encoding == encoding
@@ -180,11 +186,11 @@ class Noted(nn.Linear):
 def test_extra_state_stays_with_the_trainer(extract_as: Any) -> None:
     source, target = nn.Sequential(Noted(4, 3)), nn.ModuleDict({"body": nn.Linear(4, 3)})
     strategy = WeightStrategy(extract_as, convert=rename([("^0", "body")]))
-    with crew_of(MemoryWeightSyncScheme(strategy, timeout=20.0), source, target) as crew:
-        crew.connect()
+    with procs_of(MemoryWeightSyncScheme(strategy, timeout=20.0), source, target) as procs:
+        procs.connect()
         change(source, 0)
-        crew.scheme.send()
-        assert crew.ask("fingerprint") == [
+        procs.scheme.send()
+        assert procs.ask("fingerprint") == [
             fingerprint({f"body.{name}": value for name, value in source[0].named_parameters()})
         ]
 
@@ -199,13 +205,13 @@ def test_only_the_adapters_are_trained() -> None:
     source = Tree(adapted)
     strategy = WeightStrategy("state_dict", encoding="patch", convert=merge_lora(2.0))
     scheme = SharedMemWeightSyncScheme(strategy, timeout=20.0)
-    with crew_of(scheme, source, HuggingFace(2, layers=1), "fork") as crew:
-        crew.connect()
-        assert crew.ask("fingerprint") == [fingerprint(base, strategy)]
+    with procs_of(scheme, source, HuggingFace(2, layers=1), "fork") as procs:
+        procs.connect()
+        assert procs.ask("fingerprint") == [fingerprint(base, strategy)]
         with torch.no_grad():
             dict(source.named_parameters())[f"{layer}.lora_B.default.weight"][:2] += 1.0
         report = scheme.send()
         assert report.encoding == "patch"
-        assert crew.ask("fingerprint") == [
+        assert procs.ask("fingerprint") == [
             fingerprint(convert(merge_lora(2.0), source.named_parameters()), strategy)
         ]

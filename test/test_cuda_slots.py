@@ -27,9 +27,9 @@ from weight_update import (
     UnreachableMemoryError,
     WeightStrategy,
 )
-from weight_update.testing import Body, Crew, Zoo, fingerprint, mlp, scramble
-from weight_update.testing.crew import context_of
+from weight_update.testing import Body, WorkerProcesses, Zoo, fingerprint, mlp, scramble
 from weight_update.testing.processes import freeze
+from weight_update.testing.worker_processes import context_of
 from weight_update.transports.shared_memory import cuda_slots
 from weight_update.transports.shared_memory.cuda_slots import CudaBuffer, CudaHandle
 
@@ -101,7 +101,7 @@ def test_a_gpu_that_the_worker_does_not_see() -> None:
 
 # -- with CPU memory in the place of the GPU's -----------------------------------------------------
 
-Hire = Callable[..., Crew]
+Hire = Callable[..., WorkerProcesses]
 
 
 def share(whole: torch.Tensor) -> CudaHandle:
@@ -122,25 +122,25 @@ def hire(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hire]:
     monkeypatch.setattr("weight_update.sender.sender._PARTING_SECONDS", 1.0)
     monkeypatch.setattr(CudaHandle, "of", share)
     monkeypatch.setattr(CudaHandle, "open", open_shared)
-    crews: list[Crew] = []
+    running: list[WorkerProcesses] = []
 
-    def build(source: nn.Module, target: nn.Module, kind: str = "dense", workers: int = 1) -> Crew:
+    def build(source: nn.Module, target: nn.Module, kind: str = "dense", workers: int = 1) -> WorkerProcesses:
         scheme = SharedMemWeightSyncScheme(
             KINDS[kind], slot_device="cuda", timeout=20.0, connect_timeout=20.0
         )
         scheme.init_on_sender(model=source, num_workers=workers, ctx=context_of("fork"))
-        crews.append(Crew(scheme, "fork"))
+        running.append(WorkerProcesses(scheme, "fork"))
         for index in range(workers):
-            crews[-1].hire(index, target)
-        return crews[-1]
+            running[-1].hire(index, target)
+        return running[-1]
 
     yield build
-    for crew in crews:
-        crew.__exit__()
+    for procs in running:
+        procs.__exit__()
 
 
-def slots_of(crew: Crew) -> list[CudaBuffer]:
-    slots = [slot.buffer for slot in crew.scheme._sender._pool._slots]
+def slots_of(procs: WorkerProcesses) -> list[CudaBuffer]:
+    slots = [slot.buffer for slot in procs.scheme._sender._pool._slots]
     assert all(type(slot) is CudaBuffer for slot in slots)
     return slots
 
@@ -170,31 +170,31 @@ def borrowed(body: Body) -> int:
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_bits(hire: Hire, kind: str) -> None:
     source = Zoo(1)
-    crew = hire(source, Zoo(2), kind, workers=2)
-    crew.connect()
+    procs = hire(source, Zoo(2), kind, workers=2)
+    procs.connect()
     strategy = KINDS[kind]
     for seed in range(4):
-        assert crew.ask("fingerprint") == [fingerprint(source, strategy)] * 2
+        assert procs.ask("fingerprint") == [fingerprint(source, strategy)] * 2
         source.load_state_dict(Zoo(10 + seed).state_dict())
-        crew.scheme.send()
-    assert crew.ask("fingerprint") == [fingerprint(source, strategy)] * 2
-    assert slots_of(crew)
+        procs.scheme.send()
+    assert procs.ask("fingerprint") == [fingerprint(source, strategy)] * 2
+    assert slots_of(procs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_stay_when_the_sender_goes_and_its_memory_is_free(hire: Hire, kind: str) -> None:
     source = mlp(1)
-    crew = hire(source, mlp(2), kind, workers=2)
-    pipes = crew.ask("run", borrowed)
-    crew.connect()
-    crew.scheme.send()
-    memory = [weakref.ref(slot._whole) for slot in slots_of(crew)]
-    before = crew.ask("pointers")
-    crew.scheme.shutdown()
-    assert crew.ask("fingerprint") == [fingerprint(source)] * 2
+    procs = hire(source, mlp(2), kind, workers=2)
+    pipes = procs.ask("run", borrowed)
+    procs.connect()
+    procs.scheme.send()
+    memory = [weakref.ref(slot._whole) for slot in slots_of(procs)]
+    before = procs.ask("pointers")
+    procs.scheme.shutdown()
+    assert procs.ask("fingerprint") == [fingerprint(source)] * 2
     assert all_given_back(memory, 5.0)
-    assert crew.ask("run", borrowed) == pipes
-    after = crew.ask("pointers")
+    assert procs.ask("run", borrowed) == pipes
+    after = procs.ask("pointers")
     moved = [old["0.weight"] != new["0.weight"] for old, new in zip(before, after, strict=True)]
     assert moved == [kind in ("dense", "buckets, kept")] * 2
 
@@ -202,15 +202,15 @@ def test_weights_stay_when_the_sender_goes_and_its_memory_is_free(hire: Hire, ki
 @pytest.mark.parametrize("kind", ["dense", "buckets"])
 def test_a_worker_in_hold_keeps_its_memory_until_it_is_out(hire: Hire, kind: str) -> None:
     source = mlp(1)
-    crew = hire(source, mlp(2), kind)
-    crew.connect()
-    (worker,) = crew.workers
-    memory = [weakref.ref(slot._whole) for slot in slots_of(crew)]
+    procs = hire(source, mlp(2), kind)
+    procs.connect()
+    (worker,) = procs.workers
+    memory = [weakref.ref(slot._whole) for slot in slots_of(procs)]
     held = fingerprint(source)
     worker.call("hold")
     scramble(source, 3)
-    crew.scheme.send_async()
-    crew.scheme.shutdown()
+    procs.scheme.send_async()
+    procs.scheme.shutdown()
     assert worker.call("fingerprint") == held
     assert not all_given_back(memory, 0.1)
     worker.call("release")
@@ -220,27 +220,27 @@ def test_a_worker_in_hold_keeps_its_memory_until_it_is_out(hire: Hire, kind: str
 
 def test_a_worker_that_leaves_takes_its_weights_along(hire: Hire) -> None:
     source = mlp(1)
-    crew = hire(source, mlp(2), workers=2)
-    pipes = crew.ask("run", borrowed)
-    crew.connect()
-    crew.scheme.send()
-    leaving, staying = crew.workers
+    procs = hire(source, mlp(2), workers=2)
+    pipes = procs.ask("run", borrowed)
+    procs.connect()
+    procs.scheme.send()
+    leaving, staying = procs.workers
     kept = fingerprint(source)
     leaving.call("shutdown")
     assert leaving.call("run", borrowed) == pipes[0]
     for seed in range(4):
         scramble(source, seed)
-        crew.scheme.send(worker_ids=1)
+        procs.scheme.send(worker_ids=1)
         assert leaving.call("fingerprint") == kept
         assert staying.call("fingerprint") == fingerprint(source)
 
 
 def test_inside_hold_a_worker_may_leave_too(hire: Hire) -> None:
     source = mlp(1)
-    crew = hire(source, mlp(2))
-    pipes = crew.ask("run", borrowed)
-    crew.connect()
-    (worker,) = crew.workers
+    procs = hire(source, mlp(2))
+    pipes = procs.ask("run", borrowed)
+    procs.connect()
+    (worker,) = procs.workers
     worker.call("hold")
     worker.call("shutdown")
     assert worker.call("run", borrowed) == pipes[0]
@@ -250,29 +250,29 @@ def test_inside_hold_a_worker_may_leave_too(hire: Hire) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_of_a_worker_that_is_killed_is_given_back(hire: Hire, kind: str) -> None:
     source = mlp(1)
-    crew = hire(source, mlp(2), kind, workers=2)
-    crew.connect()
-    victim = crew.workers.pop(0)
+    procs = hire(source, mlp(2), kind, workers=2)
+    procs.connect()
+    victim = procs.workers.pop(0)
     os.kill(victim.runner.pid, signal.SIGKILL)
     victim.runner.join(10.0)
     for seed in range(4):
         scramble(source, seed)
         with contextlib.suppress(SyncFailedError):
-            crew.scheme.send()
-        assert crew.workers[0].call("fingerprint") == fingerprint(source)
-    memory = [weakref.ref(slot._whole) for slot in slots_of(crew)]
-    crew.scheme.shutdown()
+            procs.scheme.send()
+        assert procs.workers[0].call("fingerprint") == fingerprint(source)
+    memory = [weakref.ref(slot._whole) for slot in slots_of(procs)]
+    procs.scheme.shutdown()
     assert all_given_back(memory, 5.0)
 
 
 def test_a_stopped_worker_keeps_its_memory_until_it_ends(hire: Hire) -> None:
-    crew = hire(mlp(1), mlp(2))
-    crew.connect()
-    (worker,) = crew.workers
-    memory = [weakref.ref(slot._whole) for slot in slots_of(crew)]
+    procs = hire(mlp(1), mlp(2))
+    procs.connect()
+    (worker,) = procs.workers
+    memory = [weakref.ref(slot._whole) for slot in slots_of(procs)]
     freeze(worker.runner.pid)
     start = time.monotonic()
-    crew.scheme.shutdown()
+    procs.scheme.shutdown()
     assert time.monotonic() - start < 5.0
     assert not all_given_back(memory, 0.1)
     os.kill(worker.runner.pid, signal.SIGKILL)
@@ -286,8 +286,8 @@ def test_memory_that_a_worker_cannot_reach_is_told_to_both_sides(
         raise UnreachableMemoryError("no such GPU here")
 
     monkeypatch.setattr(CudaHandle, "open", fails)
-    crew = hire(mlp(1), mlp(2))
-    errors = crew.try_connect()
+    procs = hire(mlp(1), mlp(2))
+    errors = procs.try_connect()
     assert isinstance(errors[0], UnreachableMemoryError)
     with pytest.raises(SyncFailedError, match="no such GPU here"):
         raise errors[None]

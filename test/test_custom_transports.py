@@ -30,6 +30,7 @@ class TestFileTransport(TransportContract):
         return FileTransport(self.directory, "receiver")
 
 
+@pytest.mark.smoke
 class TestFileScheme(SchemeContract):
     @pytest.fixture(autouse=True)
     def _place(self, tmp_path: Path) -> None:
@@ -78,6 +79,7 @@ def test_strangers_do_not_stop_a_listener() -> None:
     assert any("not a HELLO" in one for one in case.listener.refusals)
 
 
+@pytest.mark.smoke
 class TestPipeScheme(SchemeContract, LateJoinerContract):
     def make_scheme(self, **options: Any) -> WeightSyncScheme:
         return PipeScheme(**options)

@@ -1,13 +1,11 @@
 """The snippets of pages of the manual run, one after the other, as a reader would type them."""
 
-import os
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from interpreters import run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -34,13 +32,6 @@ def test_the_snippets_of_the_page_run_one_after_the_other(page: str, at_least: i
     assert len(found) >= at_least
     program = tmp_path / "page.py"
     program.write_text("\n".join([*found, "print('all of it ran')"]))
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(program)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = run_python("-W", "error", program)
     assert done.returncode == 0, done.stderr
     assert (done.stdout, done.stderr) == ("all of it ran\n", "")

@@ -32,8 +32,8 @@ from weight_update import (
     send_together,
 )
 from weight_update.encodings.reassembly import Joiner
-from weight_update.testing import Apart, Crew, Zoo, fingerprint, mlp, random_bits, scramble
-from weight_update.testing.crew import context_of
+from weight_update.testing import Apart, WorkerProcesses, Zoo, fingerprint, mlp, random_bits, scramble
+from weight_update.testing.worker_processes import context_of
 from weight_update.testing.workers import Method
 
 SCHEMES: dict[str, tuple[type[WeightSyncScheme], Method]] = {
@@ -61,24 +61,26 @@ def tensors_of(source: Any) -> dict[str, str]:
 
 
 @pytest.fixture
-def hire() -> Iterator[Callable[..., Crew]]:
-    crews: list[Crew] = []
+def hire() -> Iterator[Callable[..., WorkerProcesses]]:
+    running: list[WorkerProcesses] = []
 
-    def build(source: Any, *engines: InferenceEngine, kind: str = "shared_mem", **options: Any) -> Crew:
+    def build(
+        source: Any, *engines: InferenceEngine, kind: str = "shared_mem", **options: Any
+    ) -> WorkerProcesses:
         connects = options.pop("connects", True)
         cls, method = SCHEMES[kind]
         scheme = cls(**{"timeout": 20.0, "connect_timeout": 30.0, **options})
         scheme.init_on_sender(model=source, num_workers=len(engines), ctx=context_of(method))
-        crews.append(Crew(scheme, method))
+        running.append(WorkerProcesses(scheme, method))
         for index, engine in enumerate(engines):
-            crews[-1].hire(index, engine)
+            running[-1].hire(index, engine)
         if connects:
-            crews[-1].connect()
-        return crews[-1]
+            running[-1].connect()
+        return running[-1]
 
     yield build
-    for crew in crews:
-        crew.__exit__()
+    for procs in running:
+        procs.__exit__()
 
 
 def in_order(noted: list[tuple[str, Any]], version: int) -> list[str]:
@@ -103,7 +105,7 @@ CASES = [
 @pytest.mark.parametrize("in_chunks", [False, True], ids=["staged", "in chunks"])
 def test_calls_and_bits(hire: Any, kind: str, encoding: str, in_chunks: bool) -> None:
     source = Zoo(1)
-    crew = hire(source, Notebook(in_chunks), kind=kind, strategy=strategy(ENCODINGS[encoding]))
+    procs = hire(source, Notebook(in_chunks), kind=kind, strategy=strategy(ENCODINGS[encoding]))
     names = list(WeightStrategy("state_dict").named(source).tensors)
     for version in range(4):
         if version == 1:
@@ -111,8 +113,8 @@ def test_calls_and_bits(hire: Any, kind: str, encoding: str, in_chunks: bool) ->
         elif version:
             source.load_state_dict(Zoo(10 + version).state_dict())
         if version:
-            assert crew.scheme.send().version == version
-        (noted,) = crew.ask("run", calls)
+            assert procs.scheme.send().version == version
+        (noted,) = procs.ask("run", calls)
         assert sorted(in_order(noted, version)) == sorted(names)
         if not in_chunks or encoding in ("dense", "patch"):
             assert len(noted) == 3
@@ -120,21 +122,21 @@ def test_calls_and_bits(hire: Any, kind: str, encoding: str, in_chunks: bool) ->
         else:
             assert len(noted) > 6
             assert all(loaded_names for _, loaded_names in noted[1:-1])
-        assert crew.ask("run", loaded) == [tensors_of(source)]
-        assert crew.ask("version") == [version]
+        assert procs.ask("run", loaded) == [tensors_of(source)]
+        assert procs.ask("version") == [version]
 
 
 @pytest.mark.parametrize("kind", SCHEMES)
 @pytest.mark.parametrize("in_chunks", [False, True], ids=["staged", "in chunks"])
 def test_sent_chunk_by_chunk(hire: Any, kind: str, in_chunks: bool) -> None:
     source, engines = Zoo(1), [Notebook(in_chunks) for _ in range(2)]
-    crew = hire(source, *engines, kind=kind, strategy=strategy(limit=2))
+    procs = hire(source, *engines, kind=kind, strategy=strategy(limit=2))
     for seed in range(3):
         source.load_state_dict(Zoo(10 + seed).state_dict())
-        report = crew.scheme.send()
+        report = procs.scheme.send()
         assert set(report.apply_seconds) == set(report.stall_seconds) == {0, 1}
-        assert crew.ask("run", loaded) == [tensors_of(source)] * 2
-        assert crew.scheme.worker_versions == {0: seed + 1, 1: seed + 1}
+        assert procs.ask("run", loaded) == [tensors_of(source)] * 2
+        assert procs.scheme.worker_versions == {0: seed + 1, 1: seed + 1}
 
 
 @pytest.mark.parametrize("in_chunks", [False, True], ids=["staged", "in chunks"])
@@ -146,16 +148,16 @@ def test_dtypes_are_those_expected(
     source = mlp(1)
     engine = Notebook(in_chunks, mlp(2).to(expected).to("meta").state_dict())
     encoding = BucketEncoding(bucket_size=64, bucket_dtype=travels)
-    crew = hire(source, engine, kind="memory", strategy=strategy(encoding))
+    procs = hire(source, engine, kind="memory", strategy=strategy(encoding))
     there = {name: value.to(travels).to(expected) for name, value in source.state_dict().items()}
-    assert crew.ask("run", loaded) == [fingerprint(there)]
+    assert procs.ask("run", loaded) == [fingerprint(there)]
 
 
 def test_a_wider_dtype_than_the_senders(hire: Any) -> None:
     source = mlp(1).bfloat16()
-    crew = hire(source, Notebook(expected=mlp(2).state_dict()), strategy=strategy("dense"))
+    procs = hire(source, Notebook(expected=mlp(2).state_dict()), strategy=strategy("dense"))
     there = {name: value.float() for name, value in source.state_dict().items()}
-    assert crew.ask("run", loaded) == [fingerprint(there)]
+    assert procs.ask("run", loaded) == [fingerprint(there)]
 
 
 def test_names_are_those_of_the_conversion(hire: Any) -> None:
@@ -164,31 +166,31 @@ def test_names_are_those_of_the_conversion(hire: Any) -> None:
             yield f"model.{name}", 2 * tensor
 
     source = mlp(1)
-    crew = hire(source, Notebook(True), strategy=strategy(limit=2, convert=renamed))
+    procs = hire(source, Notebook(True), strategy=strategy(limit=2, convert=renamed))
     there = {f"model.{name}": 2 * value for name, value in source.state_dict().items()}
-    assert crew.ask("run", loaded) == [fingerprint(there)]
+    assert procs.ask("run", loaded) == [fingerprint(there)]
 
 
 def test_receive_tells_of_versions_and_hands_out_nothing(hire: Any) -> None:
     source = mlp(1)
-    crew = hire(source, Notebook(), strategy=strategy())
-    assert crew.ask("run", received, 0.0) == [None]
-    crew.scheme.send()
-    assert crew.ask("run", received, 10.0) == [{}]
+    procs = hire(source, Notebook(), strategy=strategy())
+    assert procs.ask("run", received, 0.0) == [None]
+    procs.scheme.send()
+    assert procs.ask("run", received, 10.0) == [{}]
 
 
 def test_hold_keeps_out_what_is_staged_and_not_what_comes_in_chunks(hire: Any) -> None:
     source = mlp(1)
-    crew = hire(source, Notebook(), Notebook(True), strategy=strategy(), sync=False)
-    for worker in crew.workers:
+    procs = hire(source, Notebook(), Notebook(True), strategy=strategy(), sync=False)
+    for worker in procs.workers:
         worker.call("hold")
-    handle = crew.scheme.send_async()
-    while crew.scheme.worker_versions[1] != 1:
+    handle = procs.scheme.send_async()
+    while procs.scheme.worker_versions[1] != 1:
         time.sleep(0.01)
-    assert crew.scheme.worker_versions[0] == 0
-    crew.workers[0].call("release")
+    assert procs.scheme.worker_versions[0] == 0
+    procs.workers[0].call("release")
     handle.wait(10.0)
-    assert crew.ask("version") == [1, 1]
+    assert procs.ask("version") == [1, 1]
 
 
 @pytest.fixture
@@ -252,32 +254,32 @@ def test_weights_that_are_not_those_expected(hire: Any, limit: int | None) -> No
     expected["0.bias"] = torch.zeros(9)
     del expected["2.weight"]
     engine = Notebook(limit is not None, expected)
-    crew = hire(mlp(1), engine, kind="memory", strategy=strategy(limit=limit), connects=False)
-    errors = crew.try_connect()
+    procs = hire(mlp(1), engine, kind="memory", strategy=strategy(limit=limit), connects=False)
+    errors = procs.try_connect()
     for error in errors.values():
         assert isinstance(error, SchemaMismatchError)
         assert sorted(line.partition(":")[0] for line in error.problems) == ["0.bias", "2.weight", "extra"]
-    assert crew.ask("run", calls) == [[]]
-    crew.workers[0].call("run", set_in_engine, "expected", mlp(1).state_dict())
-    crew.connect()
-    assert crew.ask("run", loaded) == [tensors_of(mlp(1))]
+    assert procs.ask("run", calls) == [[]]
+    procs.workers[0].call("run", set_in_engine, "expected", mlp(1).state_dict())
+    procs.connect()
+    assert procs.ask("run", loaded) == [tensors_of(mlp(1))]
 
 
 def test_patches_need_weights_to_begin_with(hire: Any) -> None:
     encoding = PatchEncoding(init_sync=False)
-    crew = hire(mlp(1), Notebook(), strategy=strategy(encoding), connects=False)
-    errors = crew.try_connect()
+    procs = hire(mlp(1), Notebook(), strategy=strategy(encoding), connects=False)
+    errors = procs.try_connect()
     assert "init_sync=False needs" in str(errors[0])
 
 
 def test_an_engine_is_not_written_past_its_scheme(hire: Any) -> None:
-    crew = hire(mlp(1), Notebook(), kind="memory", strategy=strategy())
+    procs = hire(mlp(1), Notebook(), kind="memory", strategy=strategy())
     with pytest.raises(UnsupportedSourceError, match="Notebook"):
-        crew.workers[0].call("apply_weights", mlp(2).state_dict())
+        procs.workers[0].call("apply_weights", mlp(2).state_dict())
     for other in (Notebook(), mlp(2)):
         with pytest.raises(LifecycleError, match="create a receiver for the new engine"):
-            crew.workers[0].call("replace_model", other)
-    crew.scheme.send()
+            procs.workers[0].call("replace_model", other)
+    procs.scheme.send()
 
 
 # -- failures ------------------------------------------------------------------------------------------
@@ -296,59 +298,59 @@ ROADS = {
 def test_an_engine_that_fails(hire: Any, road: str, place: int | str) -> None:
     in_chunks, encoding, limit = ROADS[road]
     source, engines = mlp(1), [Notebook(in_chunks) for _ in range(2)]
-    crew = hire(source, *engines, strategy=strategy(encoding, limit))
-    crew.ask("run", calls)
-    crew.workers[0].call("run", set_in_engine, "fails", place)
+    procs = hire(source, *engines, strategy=strategy(encoding, limit))
+    procs.ask("run", calls)
+    procs.workers[0].call("run", set_in_engine, "fails", place)
     with torch.no_grad():
         source[0].weight[0, :2] += 1.0
     with pytest.raises(SyncFailedError) as caught:
-        crew.scheme.send()
+        procs.scheme.send()
     assert list(caught.value.failures) == [0]
     message = str(caught.value.failures[0])
     assert f"the engine broke at {place}" in message
     assert "in _fail_at" in message, "the traceback of the worker"
-    assert crew.ask("version") == [None, 1]
-    assert list(crew.scheme.worker_versions.values()) == [None, 1]
-    noted, others = crew.ask("run", calls)
+    assert procs.ask("version") == [None, 1]
+    assert list(procs.scheme.worker_versions.values()) == [None, 1]
+    noted, others = procs.ask("run", calls)
     assert (noted[0], noted[-1]) == (("begin", 1), ("abort", 1))
     in_order(others, 1)
-    assert crew.workers[0].call("run", received, 0.0) is None
+    assert procs.workers[0].call("run", received, 0.0) is None
     with torch.no_grad():
         source[2].bias += 1.0
-    report = crew.scheme.send()
+    report = procs.scheme.send()
     assert report.version == 2
-    assert crew.ask("run", loaded) == [tensors_of(source)] * 2
-    assert crew.ask("version") == [2, 2]
-    assert sorted(in_order(crew.workers[0].call("run", calls), 2)) == sorted(NAMES)
-    assert crew.workers[0].call("run", received, 0.0) == {}
+    assert procs.ask("run", loaded) == [tensors_of(source)] * 2
+    assert procs.ask("version") == [2, 2]
+    assert sorted(in_order(procs.workers[0].call("run", calls), 2)) == sorted(NAMES)
+    assert procs.workers[0].call("run", received, 0.0) == {}
 
 
 @pytest.mark.parametrize("road", ROADS)
 def test_an_engine_that_does_not_begin_keeps_its_version(hire: Any, road: str) -> None:
     in_chunks, encoding, limit = ROADS[road]
     source = mlp(1)
-    crew = hire(source, Notebook(in_chunks), kind="memory", strategy=strategy(encoding, limit))
-    before = crew.ask("run", loaded)
-    crew.ask("run", calls)
-    crew.workers[0].call("run", set_in_engine, "fails", "begin")
+    procs = hire(source, Notebook(in_chunks), kind="memory", strategy=strategy(encoding, limit))
+    before = procs.ask("run", loaded)
+    procs.ask("run", calls)
+    procs.workers[0].call("run", set_in_engine, "fails", "begin")
     scramble(source, 2, finite=True)
     with pytest.raises(SyncFailedError, match="the engine broke at begin"):
-        crew.scheme.send()
-    assert (crew.ask("run", calls), crew.ask("version"), crew.ask("run", loaded)) == ([[]], [0], before)
-    crew.scheme.send()
-    assert crew.ask("run", loaded) == [tensors_of(source)]
+        procs.scheme.send()
+    assert (procs.ask("run", calls), procs.ask("version"), procs.ask("run", loaded)) == ([[]], [0], before)
+    procs.scheme.send()
+    assert procs.ask("run", loaded) == [tensors_of(source)]
 
 
 @pytest.mark.parametrize("in_chunks", [False, True], ids=["staged", "in chunks"])
 def test_weights_that_an_engine_leaves(hire: Any, in_chunks: bool) -> None:
-    crew = hire(mlp(1), Notebook(in_chunks), strategy=strategy(BucketEncoding(bucket_size=1 << 20)))
-    crew.workers[0].call("run", set_in_engine, "skips", 1)
+    procs = hire(mlp(1), Notebook(in_chunks), strategy=strategy(BucketEncoding(bucket_size=1 << 20)))
+    procs.workers[0].call("run", set_in_engine, "skips", 1)
     with pytest.raises(SyncFailedError, match="before it took all weights") as caught:
-        crew.scheme.send()
+        procs.scheme.send()
     assert "0.bias" in str(caught.value)
-    assert crew.ask("version") == [None]
-    crew.scheme.send()
-    assert crew.ask("version") == [2]
+    assert procs.ask("version") == [None]
+    procs.scheme.send()
+    assert procs.ask("version") == [2]
 
 
 @pytest.mark.parametrize("in_chunks", [False, True], ids=["staged", "in chunks"])
@@ -362,28 +364,28 @@ def test_a_conversion_that_fails_midway(hire: Any, in_chunks: bool) -> None:
             yield name, tensor
 
     source = mlp(1)
-    crew = hire(source, Notebook(in_chunks), strategy=strategy(BucketEncoding(64), 1, convert=fragile))
-    crew.ask("run", calls)
+    procs = hire(source, Notebook(in_chunks), strategy=strategy(BucketEncoding(64), 1, convert=fragile))
+    procs.ask("run", calls)
     broken.append("2.bias")
     with pytest.raises(ZeroDivisionError, match="the conversion broke"):
-        crew.scheme.send()
-    (noted,) = crew.ask("run", calls)
+        procs.scheme.send()
+    (noted,) = procs.ask("run", calls)
     if in_chunks:
         until = time.monotonic() + 10.0
         while noted[-1] != ("abort", 1) and time.monotonic() < until:  # the frame takes a moment
-            noted += crew.workers[0].call("run", calls)
+            noted += procs.workers[0].call("run", calls)
         assert (noted[0], noted[-1]) == (("begin", 1), ("abort", 1))
     else:
         assert noted == []
-    assert crew.ask("version") == [None if in_chunks else 0]
+    assert procs.ask("version") == [None if in_chunks else 0]
     until = time.monotonic() + 10.0
-    while crew.scheme.worker_versions != {0: None if in_chunks else 0} and time.monotonic() < until:
+    while procs.scheme.worker_versions != {0: None if in_chunks else 0} and time.monotonic() < until:
         time.sleep(0.01)
-    assert crew.scheme.worker_versions == {0: None if in_chunks else 0}
+    assert procs.scheme.worker_versions == {0: None if in_chunks else 0}
     broken.clear()
     scramble(source, 3, finite=True)
-    crew.scheme.send()
-    assert crew.ask("run", loaded) == [tensors_of(source)]
+    procs.scheme.send()
+    assert procs.ask("run", loaded) == [tensors_of(source)]
 
 
 def test_a_worker_that_leaves_midway_aborts(hire: Any) -> None:
@@ -395,23 +397,23 @@ def test_a_worker_that_leaves_midway_aborts(hire: Any) -> None:
                 assert goes_on.wait(20.0)
             yield name, tensor
 
-    crew = hire(mlp(1), Notebook(True), strategy=strategy(BucketEncoding(64), 1, convert=halting))
-    crew.ask("run", calls)
+    procs = hire(mlp(1), Notebook(True), strategy=strategy(BucketEncoding(64), 1, convert=halting))
+    procs.ask("run", calls)
     reached.set()
     errors: list[BaseException | None] = []
 
     def send() -> None:
         with pytest.raises(SyncFailedError) as caught:
-            crew.scheme.send()
+            procs.scheme.send()
         errors.append(caught.value)
 
     thread = threading.Thread(target=send)
     thread.start()
     noted: list[tuple[str, Any]] = []
     while len(noted) < 3:
-        noted += crew.workers[0].call("run", calls)
-    crew.workers[0].call("shutdown")
-    assert crew.workers[0].call("run", calls)[-1:] == [("abort", 1)]
+        noted += procs.workers[0].call("run", calls)
+    procs.workers[0].call("shutdown")
+    assert procs.workers[0].call("run", calls)[-1:] == [("abort", 1)]
     goes_on.set()
     thread.join(20.0)
     assert [list(error.failures) for error in errors] == [[0]]
@@ -420,23 +422,23 @@ def test_a_worker_that_leaves_midway_aborts(hire: Any) -> None:
 @pytest.mark.parametrize("kind", ["shared_mem", "distributed"])
 def test_a_worker_killed_midway_and_started_again(hire: Any, kind: str) -> None:
     source, engines = mlp(1), [Notebook(True) for _ in range(2)]
-    crew = hire(source, *engines, kind=kind, strategy=strategy(BucketEncoding(64)))
-    crew.workers[0].call("run", set_in_engine, "stays", 2)
-    killer = threading.Timer(0.5, os.kill, (crew.workers[0].runner.pid, signal.SIGKILL))
+    procs = hire(source, *engines, kind=kind, strategy=strategy(BucketEncoding(64)))
+    procs.workers[0].call("run", set_in_engine, "stays", 2)
+    killer = threading.Timer(0.5, os.kill, (procs.workers[0].runner.pid, signal.SIGKILL))
     killer.start()
     scramble(source, 2, finite=True)
     with pytest.raises(SyncFailedError) as caught:
-        crew.scheme.send()
+        procs.scheme.send()
     assert list(caught.value.failures) == [0]
-    assert crew.workers[1].call("run", loaded) == tensors_of(source)
-    crew.workers[0].stop()
-    del crew.workers[0]
-    again = crew.hire(0, Notebook(True))
+    assert procs.workers[1].call("run", loaded) == tensors_of(source)
+    procs.workers[0].stop()
+    del procs.workers[0]
+    again = procs.hire(0, Notebook(True))
     again.call("connect")
     assert again.call("run", loaded) == tensors_of(source)
     scramble(source, 3, finite=True)
-    crew.scheme.send()
-    assert crew.ask("run", loaded) == [tensors_of(source)] * 2
+    procs.scheme.send()
+    assert procs.ask("run", loaded) == [tensors_of(source)] * 2
 
 
 # -- tensors put together from parts -------------------------------------------------------------------

@@ -7,10 +7,8 @@ the same names, arguments and answers, and no more; vLLM's workers are processes
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import threading
 from collections.abc import Iterable, Iterator
-from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +25,7 @@ from weight_update import (
 )
 from weight_update.engines import ExclusiveEngine, SGLangEngine, VLLMEngine, WorkerExtension
 from weight_update.testing import fingerprint, mlp, scramble
-from weight_update.testing.workers import dumps, loads
+from weight_update.testing.workers import RemoteObject
 
 WAIT = 20.0
 
@@ -65,16 +63,8 @@ class StandInWorker(WorkerExtension):
     def refuse(self, name: str | None) -> None:
         self.model_runner.model.refuses = name
 
-
-def serve(pipe: Connection) -> None:
-    worker = StandInWorker()
-    torch.set_num_threads(1)  # a forked child hangs in parallel regions if its parent ever used one
-    while (call := loads(pipe.recv_bytes())) is not None:
-        method, args, kwargs = call
-        try:
-            pipe.send_bytes(dumps((True, getattr(worker, method)(*args, **kwargs))))
-        except ValueError as error:
-            pipe.send_bytes(dumps((False, error)))
+    def end(self) -> None:
+        """Do nothing; the process ends."""
 
 
 class StandInLLM:
@@ -84,15 +74,7 @@ class StandInLLM:
     """
 
     def __init__(self) -> None:
-        self.pipes, self.processes = [], []
-        for _ in range(2):
-            mine, theirs = multiprocessing.Pipe()
-            self.pipes.append(mine)
-            self.processes.append(
-                multiprocessing.get_context("fork").Process(target=serve, args=(theirs,), daemon=True)
-            )
-            self.processes[-1].start()
-            theirs.close()
+        self.workers = [RemoteObject(StandInWorker) for _ in range(2)]
         self.calls: list[str] = []
         self.resets = True
 
@@ -104,17 +86,19 @@ class StandInLLM:
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         self.calls.append(method)
-        for pipe in self.pipes:
-            pipe.send_bytes(dumps((method, args, kwargs or {})))
-        answers = []
-        for pipe in self.pipes:
-            if not pipe.poll(timeout):
-                raise TimeoutError(method)
-            answers.append(loads(pipe.recv_bytes()))
-        for good, value in answers:
-            if not good:
-                raise value
-        return [value for _, value in answers]
+        for worker in self.workers:
+            worker.post(method, *args, **(kwargs or {}))
+        if any(worker.busy(timeout) for worker in self.workers):
+            raise TimeoutError(method)
+        errors, values = [], []
+        for worker in self.workers:
+            try:
+                values.append(worker.answer())
+            except ValueError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return values
 
     def reset_prefix_cache(self) -> bool:
         self.calls.append("reset_prefix_cache")
@@ -124,10 +108,8 @@ class StandInLLM:
         return [f"{prompt}, {sampling_params}" for prompt in prompts]
 
     def close(self) -> None:
-        for pipe, process in zip(self.pipes, self.processes, strict=True):
-            pipe.send_bytes(dumps(None))
-            process.join(WAIT)
-            pipe.close()
+        for worker in self.workers:
+            worker.stop()
 
 
 class StandInSGLang:

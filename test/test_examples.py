@@ -1,31 +1,23 @@
 """The examples run as a reader would run them, and say what the text around them promises."""
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from interpreters import run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run(name: str, *args: str, timeout: float = 110.0) -> subprocess.CompletedProcess[str]:
+def run(name: str, *args: str, timeout: float = 110.0, **how: bool) -> subprocess.CompletedProcess[str]:
     """Run an example in a process of its own."""
-    return subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name), *args],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    return run_python(ROOT / "examples" / name, *args, timeout=timeout, **how)
 
 
-def succeed(name: str, *args: str, timeout: float = 110.0) -> str:
+def succeed(name: str, *args: str, timeout: float = 110.0, **how: bool) -> str:
     """What the example prints; fails if it fails, or complains on stderr about anything."""
-    done = run(name, *args, timeout=timeout)
+    done = run(name, *args, timeout=timeout, **how)
     assert done.returncode == 0, done.stderr
     complaints = [
         line for line in re.split(r"[\r\n]", done.stderr) if line.strip() and "frames/s" not in line
@@ -38,8 +30,12 @@ def is_plot(path: Path) -> bool:
     return path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
 
 
-def test_cartpole_gets_through(tmp_path: Path) -> None:
-    printed = succeed("train_cartpole.py", "--smoke", "--workers", "2", "--out", str(tmp_path))
+@pytest.mark.parametrize(
+    "quick_spawn", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["from a forkserver", "by spawn"]
+)
+def test_cartpole_gets_through(quick_spawn: bool, tmp_path: Path) -> None:
+    args = ["--smoke", "--workers", "2", "--out", str(tmp_path)]
+    printed = succeed("train_cartpole.py", *args, quick_spawn=quick_spawn)
     assert re.search(r"updates +6\n", printed)
     assert re.search(r"stale frames +0 of 3,072\n", printed)
     for stage in ("extract", "encode", "send", "ack", "an update in all", "stall of a worker"):
@@ -87,13 +83,7 @@ def test_standalone(scheme: str) -> None:
 @pytest.mark.parametrize("encoding", [pytest.param("dense", marks=pytest.mark.slow), "patch"])
 def test_distributed(encoding: str) -> None:
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "3", str(ROOT / "examples/distributed.py")]
-    done = subprocess.run(
-        [sys.executable, *command, "--updates", "20", "--encoding", encoding],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = run_python(*command, "--updates", "20", "--encoding", encoding)
     assert done.returncode == 0, done.stderr
     assert "trainer: the workers have {0: 20, 1: 20}" in done.stdout
     assert sorted(re.findall(r"worker (\d): version 20", done.stdout)) == ["0", "1"]
@@ -101,15 +91,10 @@ def test_distributed(encoding: str) -> None:
     assert "[W" not in done.stderr, "no warnings from the C++ side at the end"
 
 
+@pytest.mark.slow  # test_sharded has trainers of several ranks, with FSDP too
 def test_fsdp_trainer() -> None:
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "4", str(ROOT / "examples/fsdp_trainer.py")]
-    done = subprocess.run(
-        [sys.executable, *command, "--updates", "5"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = run_python(*command, "--updates", "5", env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert sorted(re.findall(r"trainer (\d): the workers have {0: 5, 1: 5}", done.stdout)) == ["0", "1"]
     assert sorted(re.findall(r"worker (\d): version 5", done.stdout)) == ["0", "1"]
@@ -219,7 +204,9 @@ def test_llm_rollout() -> None:
 def test_trainer_explorer(style: str, tmp_path: Path) -> None:
     picture = tmp_path / "lines.png"
     lines = succeed(
-        "trainer_explorer.py", "--style", style, "--steps", "8", "--picture", str(picture)
+        "trainer_explorer.py",
+        *["--style", style, "--steps", "8", "--picture", str(picture)],
+        quick_spawn=style == "fixed",
     ).splitlines()
     rows = [line for line in lines if line.startswith(("  explorer", "  trainer"))]
     assert len(rows) == (3 if style == "fixed" else 15)

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from weight_update import BucketEncoding, SharedMemWeightSyncScheme, SyncFailedError, WeightStrategy
-from weight_update.testing import Body, Crew, Zoo, fingerprint, scramble
-from weight_update.testing.crew import context_of
+from weight_update.testing import Body, WorkerProcesses, Zoo, fingerprint, scramble
+from weight_update.testing.worker_processes import context_of
 from weight_update.transports.shared_memory.cuda_slots import CudaBuffer
 
 pytestmark = [
@@ -44,7 +44,7 @@ KEPT = ["dense", "buckets, kept"]  # weights lie in the slots, nothing is copied
 LAYERS = 4
 NBYTES = LAYERS << 20
 
-Hire = Callable[..., Crew]
+Hire = Callable[..., WorkerProcesses]
 
 
 def layers(device: str = "cuda", dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -55,26 +55,26 @@ def layers(device: str = "cuda", dtype: torch.dtype = torch.float32) -> nn.Modul
 
 @pytest.fixture
 def hire() -> Iterator[Hire]:
-    crews: list[Crew] = []
+    running: list[WorkerProcesses] = []
 
-    def build(source: nn.Module, target: nn.Module, kind: str = "dense", workers: int = 1) -> Crew:
+    def build(source: nn.Module, target: nn.Module, kind: str = "dense", workers: int = 1) -> WorkerProcesses:
         scheme = SharedMemWeightSyncScheme(
             KINDS[kind], slot_device="cuda", timeout=60.0, connect_timeout=120.0
         )
         scheme.init_on_sender(model=source, num_workers=workers, ctx=context_of("spawn"))
-        crews.append(Crew(scheme, "spawn"))
+        running.append(WorkerProcesses(scheme, "spawn"))
         for index in range(workers):
-            crews[-1].hire(index, target)
-        return crews[-1]
+            running[-1].hire(index, target)
+        return running[-1]
 
     yield build
-    for crew in crews:
-        crew.__exit__()
+    for procs in running:
+        procs.__exit__()
 
 
-def slots_of(crew: Crew) -> dict[str, int]:
+def slots_of(procs: WorkerProcesses) -> dict[str, int]:
     """Address of each slot, by its key."""
-    slots = [slot.buffer for slot in crew.scheme._sender._pool._slots]
+    slots = [slot.buffer for slot in procs.scheme._sender._pool._slots]
     assert all(type(slot) is CudaBuffer for slot in slots)
     return {slot.key: slot.tensor.data_ptr() for slot in slots}
 
@@ -109,128 +109,128 @@ def as_sent(source: nn.Module, kind: str) -> dict[str, str]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_bits(hire: Hire, kind: str) -> None:
     source = layers()
-    crew = hire(source, layers(), kind, workers=2)
-    crew.connect()
+    procs = hire(source, layers(), kind, workers=2)
+    procs.connect()
     for seed in range(5):
-        assert crew.ask("fingerprint") == [as_sent(source, kind)] * 2
+        assert procs.ask("fingerprint") == [as_sent(source, kind)] * 2
         scramble(source, seed, finite=True)
-        crew.scheme.send()
-    assert crew.ask("fingerprint") == [as_sent(source, kind)] * 2
+        procs.scheme.send()
+    assert procs.ask("fingerprint") == [as_sent(source, kind)] * 2
 
 
 @pytest.mark.parametrize("kind", ["dense", "two in flight"])
 @pytest.mark.parametrize("devices", [("cpu", "cuda"), ("cuda", "cpu"), ("cpu", "cpu")])
 def test_models_elsewhere_get_copies(hire: Hire, devices: tuple[str, str], kind: str) -> None:
     source = layers(devices[0])
-    crew = hire(source, layers(devices[1], torch.bfloat16), kind)
-    crew.connect()
+    procs = hire(source, layers(devices[1], torch.bfloat16), kind)
+    procs.connect()
     for seed in range(3):
         scramble(source, seed, finite=True)
-        crew.scheme.send()
+        procs.scheme.send()
         expected = {name: value.bfloat16() for name, value in source.state_dict().items()}
-        assert crew.ask("fingerprint") == [fingerprint(expected)]
+        assert procs.ask("fingerprint") == [fingerprint(expected)]
 
 
 def test_every_dtype_and_shape(hire: Hire) -> None:
     source = Zoo(1).cuda()
     strategy = KINDS["two in flight"]
-    crew = hire(source, Zoo(2).cuda(), "two in flight")
-    crew.connect()
-    assert crew.ask("fingerprint") == [fingerprint(source, strategy)]
+    procs = hire(source, Zoo(2).cuda(), "two in flight")
+    procs.connect()
+    assert procs.ask("fingerprint") == [fingerprint(source, strategy)]
 
 
 @pytest.mark.parametrize("kind", KEPT)
 def test_workers_allocate_no_memory_for_weights(hire: Hire, kind: str) -> None:
     source = layers()
-    crew = hire(source, layers(), kind, workers=2)
-    before = crew.ask("run", memory_here)
+    procs = hire(source, layers(), kind, workers=2)
+    before = procs.ask("run", memory_here)
     assert min(before) >= NBYTES
-    crew.connect()
+    procs.connect()
     for _ in range(6):
-        crew.scheme.send()
-    assert all(now <= then - NBYTES for now, then in zip(crew.ask("run", memory_here), before, strict=True))
+        procs.scheme.send()
+    assert all(now <= then - NBYTES for now, then in zip(procs.ask("run", memory_here), before, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_slots_serve_fifty_updates(hire: Hire, kind: str) -> None:
     source = layers()
-    crew = hire(source, layers(), kind)
-    crew.connect()
+    procs = hire(source, layers(), kind)
+    procs.connect()
     for _ in range(3):
-        crew.scheme.send()
-    slots, memory = slots_of(crew), torch.cuda.memory_allocated()
-    there = crew.ask("run", memory_here)
+        procs.scheme.send()
+    slots, memory = slots_of(procs), torch.cuda.memory_allocated()
+    there = procs.ask("run", memory_here)
     for seed in range(50):
         scramble(source, seed, finite=True)
-        crew.scheme.send()
-    assert slots_of(crew) == slots
+        procs.scheme.send()
+    assert slots_of(procs) == slots
     assert torch.cuda.memory_allocated() == memory
-    assert crew.ask("run", memory_here) == there
-    assert crew.ask("fingerprint") == [as_sent(source, kind)]
+    assert procs.ask("run", memory_here) == there
+    assert procs.ask("fingerprint") == [as_sent(source, kind)]
 
 
 @pytest.mark.parametrize("kind", ["dense", "buckets"])
 def test_weights_in_use_stay_as_they_are_while_others_are_sent(hire: Hire, kind: str) -> None:
     source = layers()
-    crew = hire(source, layers(), kind, workers=2)
-    crew.connect()
+    procs = hire(source, layers(), kind, workers=2)
+    procs.connect()
     held = fingerprint(source)
-    crew.workers[0].call("hold")
+    procs.workers[0].call("hold")
     for seed in range(4):
         scramble(source, seed, finite=True)
-        handle = crew.scheme.send_async()
-        assert crew.workers[0].call("fingerprint") == held
-    crew.workers[0].call("release")
+        handle = procs.scheme.send_async()
+        assert procs.workers[0].call("fingerprint") == held
+    procs.workers[0].call("release")
     handle.wait()
-    assert crew.ask("fingerprint") == [fingerprint(source)] * 2
+    assert procs.ask("fingerprint") == [fingerprint(source)] * 2
 
 
 @pytest.mark.parametrize("kind", ["dense", "buckets", "two in flight"])
 def test_no_mixture_while_a_worker_computes_without_pause(hire: Hire, kind: str) -> None:
     source = layers()
-    crew = hire(source, layers(), kind)
+    procs = hire(source, layers(), kind)
     for parameter in source.parameters():
         nn.init.constant_(parameter, 0.0)
-    crew.connect()
-    crew.workers[0].post("run", compute, 3.0)
+    procs.connect()
+    procs.workers[0].post("run", compute, 3.0)
     value = 0
-    while crew.workers[0].busy():
+    while procs.workers[0].busy():
         value += 1
         for parameter in source.parameters():
             nn.init.constant_(parameter, float(value))
-        crew.scheme.send()
-    assert crew.workers[0].answer() == 0
+        procs.scheme.send()
+    assert procs.workers[0].answer() == 0
     assert value > 10
 
 
 @pytest.mark.parametrize("kind", ["dense", "two in flight"])
 def test_weights_that_another_stream_still_writes(hire: Hire, kind: str) -> None:
     source = layers()
-    crew = hire(source, layers(), kind)
-    crew.connect()
+    procs = hire(source, layers(), kind)
+    procs.connect()
     for value in range(1, 4):
         with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
             torch.cuda._sleep(50_000_000)  # so that the weights are not written yet when send() is called
             for parameter in source.parameters():
                 parameter.fill_(value)
-            crew.scheme.send()
-        assert crew.ask("fingerprint") == [fingerprint(source)]
+            procs.scheme.send()
+        assert procs.ask("fingerprint") == [fingerprint(source)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_stay_when_the_sender_goes_and_its_memory_is_free(hire: Hire, kind: str) -> None:
     source = layers()
     before = torch.cuda.memory_allocated()
-    crew = hire(source, layers(), kind, workers=2)
-    crew.connect()
-    crew.scheme.send()
+    procs = hire(source, layers(), kind, workers=2)
+    procs.connect()
+    procs.scheme.send()
     assert torch.cuda.memory_allocated() > before
-    crew.scheme.shutdown()
+    procs.scheme.shutdown()
     expected = as_sent(source, kind)
     assert freed_to(before)
     with torch.no_grad():
         others = [torch.full((1 << 20,), 7.0, device="cuda") for _ in range(8)]  # where the slots were
-    assert crew.ask("fingerprint") == [expected] * 2
+    assert procs.ask("fingerprint") == [expected] * 2
     del others
 
 
@@ -238,17 +238,17 @@ def test_weights_stay_when_the_sender_goes_and_its_memory_is_free(hire: Hire, ki
 def test_memory_of_a_worker_that_is_killed_is_given_back(hire: Hire, kind: str) -> None:
     source = layers()
     before = torch.cuda.memory_allocated()
-    crew = hire(source, layers(), kind, workers=2)
-    crew.connect()
-    victim = crew.workers.pop(0)
+    procs = hire(source, layers(), kind, workers=2)
+    procs.connect()
+    victim = procs.workers.pop(0)
     os.kill(victim.runner.pid, signal.SIGKILL)
     victim.runner.join(10.0)
     for seed in range(4):
         scramble(source, seed, finite=True)
         with contextlib.suppress(SyncFailedError):
-            crew.scheme.send()
-        assert crew.workers[0].call("fingerprint") == fingerprint(source)
-    crew.scheme.shutdown()
+            procs.scheme.send()
+        assert procs.workers[0].call("fingerprint") == fingerprint(source)
+    procs.scheme.shutdown()
     assert freed_to(before)
 
 
@@ -262,8 +262,8 @@ def freed_to(nbytes: int) -> bool:
 
 def test_a_worker_that_does_not_see_the_gpu(hire: Hire, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    crew = hire(layers(), layers("cpu"))
-    errors = crew.try_connect()
+    procs = hire(layers(), layers("cpu"))
+    errors = procs.try_connect()
     with pytest.raises(SyncFailedError, match="CUDA_VISIBLE_DEVICES"):
         raise errors[None]
 
@@ -277,15 +277,15 @@ def test_programs_end_without_a_word(tmp_path: Path) -> None:
             import torch
             from torch import nn
             from weight_update import SharedMemWeightSyncScheme
-            from weight_update.testing import Crew
+            from weight_update.testing import WorkerProcesses
 
             if __name__ == "__main__":
                 source = nn.Linear(512, 512).cuda()
                 scheme = SharedMemWeightSyncScheme(slot_device="cuda")
                 scheme.init_on_sender(model=source, num_workers=1)
-                crew = Crew(scheme, "spawn")
-                worker = crew.hire(0, nn.Linear(512, 512).cuda())
-                crew.connect()
+                procs = WorkerProcesses(scheme, "spawn")
+                worker = procs.hire(0, nn.Linear(512, 512).cuda())
+                procs.connect()
                 scheme.send()
                 if "shutdown" in sys.argv:
                     scheme.shutdown()

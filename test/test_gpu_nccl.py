@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from weight_update.schemes.base import End
-from weight_update.testing import Apart, Crew, fingerprint
-from weight_update.testing.crew import context_of
+from weight_update.testing import Apart, WorkerProcesses, fingerprint
+from weight_update.testing.worker_processes import context_of
 from weight_update.transports import TransportBackend
 
 pytestmark = [
@@ -43,13 +43,13 @@ def test_weights_go_through_nccl(workers: int, monkeypatch: pytest.MonkeyPatch) 
     source = large(0.0)
     scheme = OwnDevices(**options)
     scheme.init_on_sender(model=source, num_workers=workers, ctx=context_of("spawn"))
-    with Crew(scheme, "spawn") as crew:
+    with WorkerProcesses(scheme, "spawn") as procs:
         for index in range(workers):
-            crew.hire(index, large(-1.0))
-        crew.connect()
+            procs.hire(index, large(-1.0))
+        procs.connect()
         for value in (1.0, 2.0, 3.0):
             nn.init.constant_(source.weight, value)
             before = scheme.network_bytes
             report = scheme.send()
-            assert crew.ask("fingerprint") == [fingerprint(source)] * workers
+            assert procs.ask("fingerprint") == [fingerprint(source)] * workers
             assert scheme.network_bytes - before == report.wire_bytes

@@ -23,9 +23,9 @@ from weight_update import (
     WeightStrategy,
 )
 from weight_update.errors import FormatError, NotEnoughMemoryError
-from weight_update.testing import Apart, ApartInTwos, Body, Crew, fingerprint, mlp
-from weight_update.testing.crew import context_of
+from weight_update.testing import Apart, ApartInTwos, Body, WorkerProcesses, fingerprint, mlp
 from weight_update.testing.processes import eventually, freeze, wait_until
+from weight_update.testing.worker_processes import context_of
 from weight_update.testing.workers import Worker
 from weight_update.transports.distributed.checksum import BLOCK, Checksum
 from weight_update.transports.distributed.relay.gloo import PointToPointGroup
@@ -39,7 +39,7 @@ NUMEL = 6_000_000
 NBYTES = 4 * NUMEL
 TIMEOUT = 8.0
 
-Hire = Callable[..., Crew]
+Hire = Callable[..., WorkerProcesses]
 
 
 class Large(nn.Module):
@@ -53,28 +53,28 @@ class Large(nn.Module):
 
 @pytest.fixture
 def hire() -> Iterator[Hire]:
-    crews: list[Crew] = []
+    running: list[WorkerProcesses] = []
 
     def build(
         cls: type[DistributedWeightSyncScheme], count: int, encoding: Any = "dense", timeout: float = TIMEOUT
-    ) -> Crew:
+    ) -> WorkerProcesses:
         scheme = cls(timeout=timeout, strategy=WeightStrategy(encoding=encoding))
         scheme.init_on_sender(model=Large(0.0), num_workers=count, ctx=context_of("fork"))
-        crews.append(Crew(scheme))
+        running.append(WorkerProcesses(scheme))
         for index in range(count):
-            crews[-1].hire(index, Large(-1.0))
+            running[-1].hire(index, Large(-1.0))
         connecting = threading.Thread(target=scheme.connect)
         connecting.start()
-        for worker in crews[-1].workers:
+        for worker in running[-1].workers:
             worker.call("connect")  # in this order: the first of a host becomes its relay
         connecting.join()
-        return crews[-1]
+        return running[-1]
 
     yield build
-    for crew in crews:
-        for worker in crew.workers:
+    for procs in running:
+        for worker in procs.workers:
             send_signal(worker, signal.SIGCONT)
-        crew.__exit__()
+        procs.__exit__()
 
 
 def send_signal(worker: Worker, number: int) -> None:
@@ -100,20 +100,20 @@ def has(worker: Worker, value: float, within: float = 20.0) -> bool:
 
 
 def test_once_a_host_and_once_from_the_sender(hire: Hire) -> None:
-    crew = hire(ApartInTwos, 4)
-    scheme = crew.scheme
+    procs = hire(ApartInTwos, 4)
+    scheme = procs.scheme
     assert scheme.network_bytes <= 2 * (NBYTES + 4096)  # each host by itself, as it joined
     for value in (1.0, 2.0, 3.0):
         before = scheme.network_bytes
         report = scheme.send(Large(value))
-        assert [value_of(worker) for worker in crew.workers] == [value] * 4
+        assert [value_of(worker) for worker in procs.workers] == [value] * 4
         assert scheme.network_bytes - before == report.wire_bytes
 
 
 def test_siblings_map_the_same_memory(hire: Hire) -> None:
-    crew = hire(ApartInTwos, 2)
-    crew.scheme.send(Large(1.0))
-    ours = [set(worker.call("run", mapped_slots)) for worker in crew.workers]
+    procs = hire(ApartInTwos, 2)
+    procs.scheme.send(Large(1.0))
+    ours = [set(worker.call("run", mapped_slots)) for worker in procs.workers]
     assert ours[0] & ours[1]
 
 
@@ -129,53 +129,53 @@ def test_patches_and_buckets_travel_once_too(hire: Hire, encoding: str) -> None:
         "bucket": BucketEncoding(bucket_size=8 << 20),
         "kept bucket": BucketEncoding(bucket_size=8 << 20, load_instant=False),
     }[encoding]
-    crew = hire(ApartInTwos, 4, made)
+    procs = hire(ApartInTwos, 4, made)
     source = Large(0.0)
     for step in range(4):
         with torch.no_grad():
             source.weight[step::50] += 1
-        before = crew.scheme.network_bytes
-        report = crew.scheme.send(source)
-        assert crew.ask("fingerprint") == [fingerprint(source)] * 4
-        assert crew.scheme.network_bytes - before == report.wire_bytes
+        before = procs.scheme.network_bytes
+        report = procs.scheme.send(source)
+        assert procs.ask("fingerprint") == [fingerprint(source)] * 4
+        assert procs.scheme.network_bytes - before == report.wire_bytes
     assert report.encoding == made.label
 
 
 def test_only_hosts_that_are_to_get_it(hire: Hire) -> None:
-    crew = hire(Apart, 3)
-    before = crew.scheme.network_bytes
-    report = crew.scheme.send(Large(1.0), worker_ids=[0, 2])
-    assert crew.scheme.network_bytes - before == report.wire_bytes
-    assert [value_of(worker) for worker in crew.workers] == [1.0, 0.0, 1.0]
-    crew.scheme.send(Large(2.0))
-    assert [value_of(worker) for worker in crew.workers] == [2.0] * 3
+    procs = hire(Apart, 3)
+    before = procs.scheme.network_bytes
+    report = procs.scheme.send(Large(1.0), worker_ids=[0, 2])
+    assert procs.scheme.network_bytes - before == report.wire_bytes
+    assert [value_of(worker) for worker in procs.workers] == [1.0, 0.0, 1.0]
+    procs.scheme.send(Large(2.0))
+    assert [value_of(worker) for worker in procs.workers] == [2.0] * 3
 
 
 def test_send_async_does_not_wait_for_a_host_that_does_not_read(hire: Hire) -> None:
-    crew = hire(Apart, 2)
-    freeze(crew.workers[0].runner.pid)
+    procs = hire(Apart, 2)
+    freeze(procs.workers[0].runner.pid)
     start = time.monotonic()
-    handle = crew.scheme.send_async(Large(1.0))
+    handle = procs.scheme.send_async(Large(1.0))
     assert time.monotonic() - start < 2.0
     assert not handle.done()
-    os.kill(crew.workers[0].runner.pid, signal.SIGCONT)
+    os.kill(procs.workers[0].runner.pid, signal.SIGCONT)
     handle.wait()
-    assert [value_of(worker) for worker in crew.workers] == [1.0] * 2
+    assert [value_of(worker) for worker in procs.workers] == [1.0] * 2
 
 
 def test_whatever_goes_wrong_in_a_thread_that_sends_is_told(
     hire: Hire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crew = hire(Apart, 2)
+    procs = hire(Apart, 2)
 
     def broken(*_: Any) -> None:
         raise ArithmeticError("nobody thought of this")
 
-    monkeypatch.setattr(crew.scheme._sender.table[0].link, "send_chunk", broken)
+    monkeypatch.setattr(procs.scheme._sender.table[0].link, "send_chunk", broken)
     with pytest.raises(SyncFailedError, match="nobody thought of this") as caught:
-        crew.scheme.send(Large(1.0))
+        procs.scheme.send(Large(1.0))
     assert set(caught.value.failures) == {0}
-    assert value_of(crew.workers[1]) == 1.0
+    assert value_of(procs.workers[1]) == 1.0
 
 
 class ApartInThrees(Apart):
@@ -183,32 +183,32 @@ class ApartInThrees(Apart):
 
 
 def test_a_worker_that_joins_maps_what_its_host_holds(hire: Hire) -> None:
-    crew = hire(ApartInThrees, 2)
-    crew.scheme.send(Large(1.0))
-    before = crew.scheme.network_bytes
-    crew.hire(2, Large(-1.0)).call("connect")
-    assert value_of(crew.workers[2]) == 1.0
-    assert crew.scheme.network_bytes == before
+    procs = hire(ApartInThrees, 2)
+    procs.scheme.send(Large(1.0))
+    before = procs.scheme.network_bytes
+    procs.hire(2, Large(-1.0)).call("connect")
+    assert value_of(procs.workers[2]) == 1.0
+    assert procs.scheme.network_bytes == before
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["relay", "sibling"])
 def test_killed_before_an_update(hire: Hire, victim: int) -> None:
-    crew = hire(ApartInTwos, 2)
-    send_signal(crew.workers[victim], signal.SIGKILL)
+    procs = hire(ApartInTwos, 2)
+    send_signal(procs.workers[victim], signal.SIGKILL)
     with pytest.raises(SyncFailedError) as caught:
-        crew.scheme.send(Large(1.0))
+        procs.scheme.send(Large(1.0))
     assert set(caught.value.failures) == {victim}
-    assert value_of(crew.workers[1 - victim]) == 1.0
+    assert value_of(procs.workers[1 - victim]) == 1.0
 
 
 def test_relay_killed_in_the_middle(hire: Hire) -> None:
-    crew = hire(ApartInTwos, 2)
-    send_signal(crew.workers[0], signal.SIGSTOP)  # so that it is the middle
-    kill_later(crew.workers[0])
+    procs = hire(ApartInTwos, 2)
+    send_signal(procs.workers[0], signal.SIGSTOP)  # so that it is the middle
+    kill_later(procs.workers[0])
     with pytest.raises(SyncFailedError) as caught:
-        crew.scheme.send(Large(1.0))
+        procs.scheme.send(Large(1.0))
     assert set(caught.value.failures) == {0}
-    assert value_of(crew.workers[1]) == 1.0
+    assert value_of(procs.workers[1]) == 1.0
 
 
 def kill_later(worker: Worker) -> None:
@@ -221,80 +221,80 @@ def kill_later(worker: Worker) -> None:
 
 
 def test_stopped_relay_is_given_up_for_a_sibling(hire: Hire) -> None:
-    crew = hire(ApartInTwos, 2)
-    send_signal(crew.workers[0], signal.SIGSTOP)
+    procs = hire(ApartInTwos, 2)
+    send_signal(procs.workers[0], signal.SIGSTOP)
     start = time.monotonic()
     with pytest.raises(SyncFailedError) as caught:
-        crew.scheme.send(Large(1.0))
+        procs.scheme.send(Large(1.0))
     assert time.monotonic() - start < TIMEOUT
     assert set(caught.value.failures) == {0}
-    assert value_of(crew.workers[1]) == 1.0
-    send_signal(crew.workers[0], signal.SIGCONT)
-    assert has(crew.workers[0], 1.0)
-    crew.scheme.send(Large(2.0))
-    assert [value_of(worker) for worker in crew.workers] == [2.0] * 2
+    assert value_of(procs.workers[1]) == 1.0
+    send_signal(procs.workers[0], signal.SIGCONT)
+    assert has(procs.workers[0], 1.0)
+    procs.scheme.send(Large(2.0))
+    assert [value_of(worker) for worker in procs.workers] == [2.0] * 2
 
 
 @pytest.mark.parametrize("end", ["killed", "stopped"])
 def test_middle_of_a_chain(hire: Hire, end: str) -> None:
-    crew = hire(Apart, 3)
-    crew.scheme.send(Large(1.0))
-    send_signal(crew.workers[1], signal.SIGSTOP)
+    procs = hire(Apart, 3)
+    procs.scheme.send(Large(1.0))
+    send_signal(procs.workers[1], signal.SIGSTOP)
     if end == "killed":
-        kill_later(crew.workers[1])
+        kill_later(procs.workers[1])
     with pytest.raises(SyncFailedError) as caught:
-        crew.scheme.send(Large(2.0))
+        procs.scheme.send(Large(2.0))
     assert set(caught.value.failures) == {1}
-    assert [value_of(crew.workers[index]) for index in (0, 2)] == [2.0] * 2
+    assert [value_of(procs.workers[index]) for index in (0, 2)] == [2.0] * 2
     if end == "killed":
-        crew.workers[1].runner.join()
-        crew.workers[1] = Worker(crew.scheme, 1, "fork")
-        crew.workers[1].call("init", Large(-1.0))
-        crew.workers[1].call("connect")
-    send_signal(crew.workers[1], signal.SIGCONT)
-    assert has(crew.workers[1], 2.0)
-    before = crew.scheme.network_bytes
-    report = crew.scheme.send(Large(3.0))
-    assert [value_of(worker) for worker in crew.workers] == [3.0] * 3
-    assert crew.scheme.network_bytes - before == report.wire_bytes  # the chain is whole again
+        procs.workers[1].runner.join()
+        procs.workers[1] = Worker(procs.scheme, 1, "fork")
+        procs.workers[1].call("init", Large(-1.0))
+        procs.workers[1].call("connect")
+    send_signal(procs.workers[1], signal.SIGCONT)
+    assert has(procs.workers[1], 2.0)
+    before = procs.scheme.network_bytes
+    report = procs.scheme.send(Large(3.0))
+    assert [value_of(worker) for worker in procs.workers] == [3.0] * 3
+    assert procs.scheme.network_bytes - before == report.wire_bytes  # the chain is whole again
 
 
 def test_others_stay_connected_when_a_host_does_not_answer(
     hire: Hire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crew = hire(Apart, 3, timeout=1.6)
-    crew.scheme.send(Large(1.0))
+    procs = hire(Apart, 3, timeout=1.6)
+    procs.scheme.send(Large(1.0))
     joins: list[Any] = []  # a worker that is cut off joins again at once
     for index in (0, 2):
-        monkeypatch.setattr(crew.scheme._sender.table[index].link, "on_join_request", joins.append)
-    send_signal(crew.workers[1], signal.SIGSTOP)
+        monkeypatch.setattr(procs.scheme._sender.table[index].link, "on_join_request", joins.append)
+    send_signal(procs.workers[1], signal.SIGSTOP)
     with pytest.raises(SyncFailedError) as caught:
-        crew.scheme.send(Large(2.0))
+        procs.scheme.send(Large(2.0))
     assert set(caught.value.failures) == {1}
-    assert [value_of(crew.workers[index]) for index in (0, 2)] == [2.0] * 2
+    assert [value_of(procs.workers[index]) for index in (0, 2)] == [2.0] * 2
     assert joins == []
 
 
 def test_a_sibling_that_holds_delays_nobody(hire: Hire) -> None:
-    crew = hire(ApartInTwos, 4)
+    procs = hire(ApartInTwos, 4)
     for holding in (0, 1):  # the relay, too
-        crew.workers[holding].call("hold")
+        procs.workers[holding].call("hold")
         others = [index for index in range(4) if index != holding]
         for value in (1.0, 2.0, 3.0):
             start = time.monotonic()
-            crew.scheme.send(Large(value), worker_ids=others)
+            procs.scheme.send(Large(value), worker_ids=others)
             assert time.monotonic() - start < TIMEOUT / 2
-        crew.workers[holding].call("release")
+        procs.workers[holding].call("release")
 
 
 def test_one_that_left_keeps_its_weights_whole(hire: Hire) -> None:
     """Its model still points at memory that other workers of the host get new versions in."""
-    crew = hire(ApartInTwos, 2)
-    crew.scheme.send(Large(1.0))
-    crew.workers[1].call("shutdown")
+    procs = hire(ApartInTwos, 2)
+    procs.scheme.send(Large(1.0))
+    procs.workers[1].call("shutdown")
     for value in (2.0, 3.0, 4.0, 5.0, 6.0):
-        crew.scheme.send(Large(value), worker_ids=0)
-    assert crew.workers[1].call("run", read_freely) == (1.0, 1.0)
+        procs.scheme.send(Large(value), worker_ids=0)
+    assert procs.workers[1].call("run", read_freely) == (1.0, 1.0)
 
 
 def read_freely(body: Body) -> tuple[float, float]:
@@ -303,14 +303,14 @@ def read_freely(body: Body) -> tuple[float, float]:
 
 
 def test_replicas_do_not_pile_up(hire: Hire) -> None:
-    crew = hire(ApartInTwos, 2, PatchEncoding())
+    procs = hire(ApartInTwos, 2, PatchEncoding())
     source = Large(0.0)
-    inherited = crew.ask("run", open_slots)
+    inherited = procs.ask("run", open_slots)
     for step in range(25):
         with torch.no_grad():
             source.weight[: 100_000 * (step + 1)] += 1  # another size of patch each time
-        crew.scheme.send(source)
-    counts = crew.ask("run", open_slots)
+        procs.scheme.send(source)
+    counts = procs.ask("run", open_slots)
     assert max(now - before for now, before in zip(counts, inherited, strict=True)) <= 14
 
 
@@ -332,22 +332,22 @@ def _existing(links: Iterator[str]) -> Iterator[str]:
 def test_death_of_a_worker_with_a_tiny_model_is_noticed() -> None:
     scheme = Apart(timeout=TIMEOUT)
     scheme.init_on_sender(model=mlp(1), num_workers=1, ctx=context_of("fork"))
-    with Crew(scheme) as crew:
-        crew.hire(0, mlp(2))
-        crew.connect()
-        crew.workers[0].runner.kill()
+    with WorkerProcesses(scheme) as procs:
+        procs.hire(0, mlp(2))
+        procs.connect()
+        procs.workers[0].runner.kill()
         wait_until(lambda: scheme.worker_versions[0] is None, 5.0)
 
 
 @pytest.mark.parametrize("end", ["sender", "worker"])
 def test_a_forked_child_leaves_the_chain_alone(hire: Hire, end: str) -> None:
-    crew = hire(Apart, 2)
-    crew.scheme.send(Large(1.0))
-    statuses = [fork_and_end(None)] if end == "sender" else crew.ask("run", fork_and_end)
+    procs = hire(Apart, 2)
+    procs.scheme.send(Large(1.0))
+    statuses = [fork_and_end(None)] if end == "sender" else procs.ask("run", fork_and_end)
     assert set(statuses) == {0}
     for value in (2.0, 3.0, 4.0):
-        crew.scheme.send(Large(value))
-        assert [value_of(worker) for worker in crew.workers] == [value] * 2
+        procs.scheme.send(Large(value))
+        assert [value_of(worker) for worker in procs.workers] == [value] * 2
 
 
 def fork_and_end(body: Body | None) -> int:
@@ -432,18 +432,18 @@ def test_control_messages_are_signed(groups: tuple[PointToPointGroup, PointToPoi
 
 def test_a_host_without_memory_for_a_while(hire: Hire) -> None:
     """Its workers report it and keep their version; other hosts get the update; all get the next one."""
-    crew = hire(ApartInTwos, 4)
-    for worker in crew.workers[:2]:
+    procs = hire(ApartInTwos, 4)
+    for worker in procs.workers[:2]:
         worker.call("run", have_no_memory, True)
     with pytest.raises(SyncFailedError) as caught:
-        crew.scheme.send(Large(1.0))
+        procs.scheme.send(Large(1.0))
     assert set(caught.value.failures) == {0, 1}
     assert all("NotEnoughMemoryError: too small" in str(one) for one in caught.value.failures.values())
-    assert [value_of(worker) for worker in crew.workers] == [0.0, 0.0, 1.0, 1.0]
-    for worker in crew.workers[:2]:
+    assert [value_of(worker) for worker in procs.workers] == [0.0, 0.0, 1.0, 1.0]
+    for worker in procs.workers[:2]:
         worker.call("run", have_no_memory, False)
-    crew.scheme.send(Large(2.0))
-    assert [value_of(worker) for worker in crew.workers] == [2.0] * 4
+    procs.scheme.send(Large(2.0))
+    assert [value_of(worker) for worker in procs.workers] == [2.0] * 4
 
 
 def have_no_memory(body: Body, on: bool) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -22,8 +24,8 @@ from weight_update import (
     WeightStrategy,
     WeightSyncScheme,
 )
-from weight_update.testing import Apart, Crew, Zoo, fingerprint, mlp, scramble
-from weight_update.testing.crew import context_of
+from weight_update.testing import Apart, WorkerProcesses, Zoo, fingerprint, mlp, scramble
+from weight_update.testing.worker_processes import context_of
 from weight_update.testing.workers import Method
 
 SCHEMES: dict[str, tuple[type[WeightSyncScheme], Method]] = {
@@ -61,85 +63,105 @@ DESTINATIONS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.fixture(params=SCHEMES, ids=str)
-def hire(request: pytest.FixtureRequest) -> Any:
-    """Builds a connected crew of one worker."""
-    cls, method = SCHEMES[request.param]
-    crews: list[Crew] = []
+REPEATS = ("multiprocess", "distributed, two hosts")
+"""Schemes with the slots and the gate of another one; most tests with them are slow."""
+FULL = ("shared_mem", "distributed")
 
-    def build(source: Any, target: Any, **options: Any) -> Crew:
+
+def same_bits_cases() -> Iterator[Any]:
+    """Yield every combination; those that are not slow have each encoding once over each scheme."""
+    for scheme in SCHEMES:
+        for number, encoding in enumerate(ENCODINGS):
+            for strategy, stable in itertools.product(STRATEGIES, (False, True)):
+                chosen = (strategy, stable) == (STRATEGIES[number % 2], number % 4 > 1)
+                kept = scheme in FULL or chosen
+                yield pytest.param(
+                    *(scheme, strategy, encoding, stable),
+                    id=f"{scheme}-{strategy}-{encoding}-{'copying' if stable else 'pointing'}",
+                    marks=[] if kept else [pytest.mark.slow],
+                )
+
+
+@pytest.fixture(
+    params=[pytest.param(name, marks=[pytest.mark.slow] * (name in REPEATS)) for name in SCHEMES], ids=str
+)
+def hire(request: pytest.FixtureRequest) -> Any:
+    """Return a function that starts one worker and connects it."""
+    cls, method = SCHEMES[request.param]
+    running: list[WorkerProcesses] = []
+
+    def build(source: Any, target: Any, **options: Any) -> WorkerProcesses:
         scheme = cls(timeout=20.0, connect_timeout=30.0, **options)
         scheme.init_on_sender(model=source, num_workers=1, ctx=context_of(method))
-        crews.append(Crew(scheme, method))
-        crews[-1].hire(0, target)
-        crews[-1].connect()
-        return crews[-1]
+        running.append(WorkerProcesses(scheme, method))
+        running[-1].hire(0, target)
+        running[-1].connect()
+        return running[-1]
 
     yield build
-    for crew in crews:
-        crew.__exit__()
+    for procs in running:
+        procs.__exit__()
 
 
-@pytest.mark.parametrize("stable", [False, True], ids=["pointing", "copying"])
-@pytest.mark.parametrize("encoding", ENCODINGS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("hire", "strategy", "encoding", "stable"), list(same_bits_cases()), indirect=["hire"]
+)
 def test_same_bits(
-    hire: Any, strategy: str, encoding: str, stable: bool, capfd: pytest.CaptureFixture[str], caplog: Any
+    hire: Any, strategy: str, encoding: str, stable: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     source, made = Zoo(1), WeightStrategy(strategy, encoding=ENCODINGS[encoding])
-    crew = hire(source, Zoo(2), strategy=made, stable_addresses=stable)
+    procs = hire(source, Zoo(2), strategy=made, stable_addresses=stable)
     for seed in range(5):
-        assert crew.ask("fingerprint") == [fingerprint(source, made)]
+        assert procs.ask("fingerprint") == [fingerprint(source, made)]
         source.load_state_dict(Zoo(10 + seed).state_dict())
         with torch.no_grad():
             source.cache.copy_(Zoo(10 + seed).cache)
-        report = crew.scheme.send()
+        report = procs.scheme.send()
         assert report.encoding == made.encoding.whole.label  # all has changed
-    assert crew.ask("fingerprint") == [fingerprint(source, made)]
+    assert procs.ask("fingerprint") == [fingerprint(source, made)]
     for step in range(4):
         with torch.no_grad():
             source.inner.bias[: step + 1].add_(1)
-        report = crew.scheme.send()
+        report = procs.scheme.send()
         assert report.encoding == made.encoding.label
-        assert crew.ask("fingerprint") == [fingerprint(source, made)]
-        assert crew.scheme.worker_versions == {0: report.version}
-    said = capfd.readouterr().err + caplog.text
-    assert "joins again" not in said
-    assert "asks for all" not in said
+        assert procs.ask("fingerprint") == [fingerprint(source, made)]
+        assert procs.scheme.worker_versions == {0: report.version}
+    assert procs.ask("warnings") == [[]], "the worker asked for full weights, or joined again"
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 @pytest.mark.parametrize("destination", DESTINATIONS)
 @pytest.mark.parametrize("stable", [False, True], ids=["pointing", "copying"])
 def test_every_destination(hire: Any, destination: str, stable: bool) -> None:
     source = Zoo(1)
-    crew = hire(source, DESTINATIONS[destination](Zoo(2)), stable_addresses=stable)
+    procs = hire(source, DESTINATIONS[destination](Zoo(2)), stable_addresses=stable)
     for seed in range(4):
-        assert crew.ask("fingerprint") == [fingerprint(source)]
+        assert procs.ask("fingerprint") == [fingerprint(source)]
         scramble(source, seed)
         source.note = {"seed": seed}
-        crew.scheme.send()
-    assert crew.ask("fingerprint") == [fingerprint(source)]
+        procs.scheme.send()
+    assert procs.ask("fingerprint") == [fingerprint(source)]
 
 
 @pytest.mark.parametrize("stable", [False, True], ids=["pointing", "copying"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn])
 def test_receiver_of_another_dtype_gets_its_own(hire: Any, dtype: torch.dtype, stable: bool) -> None:
     source = mlp(1)
-    crew = hire(source, mlp(2).to(dtype), stable_addresses=stable)
+    procs = hire(source, mlp(2).to(dtype), stable_addresses=stable)
     for seed in range(3):
         scramble(source, seed, finite=True)
-        crew.scheme.send()
+        procs.scheme.send()
         expected = {name: value.to(dtype) for name, value in source.state_dict().items()}
-        assert crew.ask("fingerprint") == [fingerprint(expected)]
+        assert procs.ask("fingerprint") == [fingerprint(expected)]
 
 
 def test_addresses_move_only_if_they_may(hire: Any) -> None:
     source = mlp(1)
     for stable in (False, True):
-        crew = hire(source, mlp(2), stable_addresses=stable)
-        before = crew.ask("pointers")
-        crew.scheme.send()
-        assert (crew.ask("pointers") == before) is stable
+        procs = hire(source, mlp(2), stable_addresses=stable)
+        before = procs.ask("pointers")
+        procs.scheme.send()
+        assert (procs.ask("pointers") == before) is stable
 
 
 @pytest.mark.parametrize("view", ["conj", "neg"])
@@ -147,9 +169,9 @@ def test_lazy_views_are_sent_as_what_they_show(hire: Any, view: str) -> None:
     numbers = torch.arange(6).to(torch.complex64) * (1 + 2j)
     shown = numbers.conj() if view == "conj" else numbers.conj().imag
     assert shown.is_conj() or shown.is_neg()
-    crew = hire({"x": shown}, {"x": torch.zeros_like(shown.resolve_conj().resolve_neg())})
+    procs = hire({"x": shown}, {"x": torch.zeros_like(shown.resolve_conj().resolve_neg())})
     for _ in range(3):
         expected = shown.resolve_conj().resolve_neg().clone()
-        assert crew.ask("fingerprint") == [fingerprint({"x": expected})]
+        assert procs.ask("fingerprint") == [fingerprint({"x": expected})]
         numbers.mul_(2)
-        crew.scheme.send()
+        procs.scheme.send()

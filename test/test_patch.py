@@ -27,10 +27,10 @@ from weight_update import (
     group_schemes,
     send_together,
 )
-from weight_update.testing import Crew, fingerprint, scramble
-from weight_update.testing.crew import context_of
+from weight_update.testing import WorkerProcesses, fingerprint, scramble
 from weight_update.testing.models import Brittle
 from weight_update.testing.processes import wait_until
+from weight_update.testing.worker_processes import context_of
 from weight_update.testing.workers import Method
 from weight_update.wire.schema import WeightSchema
 
@@ -44,7 +44,7 @@ SMALL = 2000
 
 
 class Yard:
-    """Builds crews, all of one kind of scheme."""
+    """Starts schemes of one kind and their workers."""
 
     def __init__(self, kind: str, stack: ExitStack) -> None:
         self._cls, self._method = KINDS[kind]
@@ -54,22 +54,22 @@ class Yard:
         made = strategy or WeightStrategy(encoding="patch")
         return self._cls(made, **{"timeout": 10.0, "connect_timeout": 20.0, **options})
 
-    def crew(
+    def procs(
         self,
         source: Any,
         models: list[Any],
         strategy: WeightStrategy | None = None,
         connect: bool = True,
         **options: Any,
-    ) -> Crew:
+    ) -> WorkerProcesses:
         scheme = self.scheme(strategy, **options)
         self.init(scheme, source, len(models))
-        crew = self._stack.enter_context(Crew(scheme, self._method))
+        procs = self._stack.enter_context(WorkerProcesses(scheme, self._method))
         for index, model in enumerate(models):
-            crew.hire(index, model)
+            procs.hire(index, model)
         if connect:
-            crew.connect()
-        return crew
+            procs.connect()
+        return procs
 
     def init(self, scheme: WeightSyncScheme, source: Any, count: int) -> None:
         given = {"model" if isinstance(source, nn.Module) else "weights": source}
@@ -125,11 +125,11 @@ def poke(module: nn.Module, seed: int, share: float = 0.0) -> None:
         flat[where] = torch.randn(count, generator=generator)
 
 
-def same(crew: Crew, *expected: Any) -> None:
+def same(procs: WorkerProcesses, *expected: Any) -> None:
     """Every worker has all of its own; one stands for all."""
-    all_of = expected * len(crew.workers) if len(expected) == 1 else expected
-    strategy = crew.scheme.strategy
-    assert crew.ask("fingerprint") == [fingerprint(one, strategy) for one in all_of]
+    all_of = expected * len(procs.workers) if len(expected) == 1 else expected
+    strategy = procs.scheme.strategy
+    assert procs.ask("fingerprint") == [fingerprint(one, strategy) for one in all_of]
 
 
 # -- what the report says ------------------------------------------------------------------------------
@@ -137,9 +137,9 @@ def same(crew: Crew, *expected: Any) -> None:
 
 def test_a_small_change_is_a_small_patch(yard: Yard) -> None:
     source = net(1)
-    crew = yard.crew(source, [net(2)])
+    procs = yard.procs(source, [net(2)])
     poke(source, 3)
-    report = crew.scheme.send()
+    report = procs.scheme.send()
     assert report.encoding == "patch"
     assert 0 < report.wire_bytes < SMALL
     assert report.dense_bytes == sum(4 * one.numel() for one in source.parameters())
@@ -147,15 +147,15 @@ def test_a_small_change_is_a_small_patch(yard: Yard) -> None:
     assert list(report.seconds) == ["extract", "encode", "send", "ack"]
     assert all(value >= 0 for value in report.seconds.values())
     assert set(report.apply_seconds) == set(report.stall_seconds) == {0}
-    same(crew, source)
+    same(procs, source)
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95, 1.0])
 def test_the_report_tells_what_travelled(one_yard: Yard, share: float) -> None:
     source = net(1)
-    crew = one_yard.crew(source, [net(2)])
+    procs = one_yard.procs(source, [net(2)])
     poke(source, 3, share)
-    report = crew.scheme.send()
+    report = procs.scheme.send()
     assert report.encoding == ("patch" if report.wire_bytes < 0.9 * report.dense_bytes else "bucket")
     assert report.changed_fraction == pytest.approx(share, abs=0.01)
     assert report.wire_bytes < 1.01 * report.dense_bytes
@@ -163,31 +163,31 @@ def test_the_report_tells_what_travelled(one_yard: Yard, share: float) -> None:
         assert report.encoding == "patch"
     if share >= 0.9:
         assert report.encoding == "bucket"
-    same(crew, source)
+    same(procs, source)
     poke(source, 4)
-    assert crew.scheme.send().encoding == "patch"
-    same(crew, source)
+    assert procs.scheme.send().encoding == "patch"
+    same(procs, source)
 
 
 def test_a_patch_of_more_than_half_the_weights_travels(one_yard: Yard) -> None:
     source = {name: torch.zeros(1 << 20) for name in "abcd"}
-    crew = one_yard.crew(source, [{name: torch.ones(1 << 20) for name in source}])
+    procs = one_yard.procs(source, [{name: torch.ones(1 << 20) for name in source}])
     for name in "abc":
         source[name].add_(1.0)
-    report = crew.scheme.send()
+    report = procs.scheme.send()
     assert report.encoding == "patch"
     assert report.wire_bytes / report.dense_bytes == pytest.approx(0.75, abs=0.01)
-    same(crew, source)
+    same(procs, source)
 
 
 def test_nothing_changed(yard: Yard) -> None:
     source = net(1)
-    crew = yard.crew(source, [net(2)])
-    report = crew.scheme.send()
+    procs = yard.procs(source, [net(2)])
+    report = procs.scheme.send()
     assert (report.version, report.encoding, report.changed_fraction) == (1, "patch", 0.0)
     assert report.wire_bytes < 200
-    assert crew.ask("version") == [1]
-    same(crew, source)
+    assert procs.ask("version") == [1]
+    same(procs, source)
 
 
 def test_bytes_in_shared_memory_count_once() -> None:
@@ -196,20 +196,20 @@ def test_bytes_in_shared_memory_count_once() -> None:
             yard = Yard("shared_mem", stack)
             yard._cls = cls
             source = net(1)
-            crew = yard.crew(source, [net(2), net(3), net(4)])
+            procs = yard.procs(source, [net(2), net(3), net(4)])
             poke(source, 5)
-            assert crew.scheme.send().wire_bytes < SMALL / 4
+            assert procs.scheme.send().wire_bytes < SMALL / 4
 
 
 def test_bits_that_compare_equal_are_sent(yard: Yard) -> None:
     source = {"a": torch.zeros(1000), "b": torch.full((1000,), float("nan"))}
-    crew = yard.crew(source, [{name: torch.ones(1000) for name in source}])
-    same(crew, source)
+    procs = yard.procs(source, [{name: torch.ones(1000) for name in source}])
+    same(procs, source)
     source["a"][5] = -0.0
     source["b"].view(torch.int32)[7] += 1
-    report = crew.scheme.send()
+    report = procs.scheme.send()
     assert (report.encoding, report.changed_fraction) == ("patch", 2 / 2000)
-    same(crew, source)
+    same(procs, source)
 
 
 # -- who gets what -------------------------------------------------------------------------------------
@@ -217,85 +217,85 @@ def test_bits_that_compare_equal_are_sent(yard: Yard) -> None:
 
 def test_a_restarted_worker_gets_all_and_then_patches(yard: Yard) -> None:
     source = net(1)
-    crew = yard.crew(source, [net(2), net(3)])
+    procs = yard.procs(source, [net(2), net(3)])
     poke(source, 4)
-    crew.scheme.send()
-    crew.workers[0].call("shutdown")
+    procs.scheme.send()
+    procs.workers[0].call("shutdown")
     with pytest.raises(SyncFailedError) as caught:
-        crew.scheme.send()
+        procs.scheme.send()
     assert {idx: type(error) for idx, error in caught.value.failures.items()} == {0: LinkClosedError}
-    if crew.method == "thread":
+    if procs.method == "thread":
         return  # a link in memory ends with its worker
-    crew.workers[0].stop()
-    crew.workers.pop(0)
-    crew.hire(0, net(5)).call("connect")
-    same(crew, source)
+    procs.workers[0].stop()
+    procs.workers.pop(0)
+    procs.hire(0, net(5)).call("connect")
+    same(procs, source)
     poke(source, 6)
-    report = crew.scheme.send()
+    report = procs.scheme.send()
     assert report.encoding == "patch"
     assert report.wire_bytes < SMALL
-    same(crew, source)
+    same(procs, source)
 
 
 @pytest.mark.parametrize("missed", [3, 20])
 def test_a_busy_worker_gets_all_that_it_missed(yard: Yard, missed: int) -> None:
     source = net(1)
-    crew = yard.crew(source, [net(2), net(3)])
-    crew.workers[0].call("hold")
+    procs = yard.procs(source, [net(2), net(3)])
+    procs.workers[0].call("hold")
     for step in range(missed):
         poke(source, step)
-        handle = crew.scheme.send_async()
-    assert crew.workers[0].call("version") == 0
-    crew.workers[0].call("release")
+        handle = procs.scheme.send_async()
+    assert procs.workers[0].call("version") == 0
+    procs.workers[0].call("release")
     handle.wait()
-    assert crew.ask("version") == [missed, missed]
-    same(crew, source)
+    assert procs.ask("version") == [missed, missed]
+    same(procs, source)
 
 
 def test_many_small_versions_keep_few_buffers(yard: Yard) -> None:
     source = net(1)
-    crew = yard.crew(source, [net(2)])
+    procs = yard.procs(source, [net(2)])
     for step in range(50):
         poke(source, step)
-        crew.scheme.send()
-    assert crew.scheme._sender is not None
-    assert len(crew.scheme._sender._pool._slots) < 15
-    same(crew, source)
+        procs.scheme.send()
+    assert procs.scheme._sender is not None
+    assert len(procs.scheme._sender._pool._slots) < 15
+    same(procs, source)
 
 
 def test_workers_with_weights_of_their_own_come_together(yard: Yard) -> None:
     """Both have a version 1, with other weights each: a patch for one must not reach the other."""
     first, second = net(1), net(2)
-    crew = yard.crew(first, [net(3), net(4)])
-    crew.scheme.send({0: first, 1: second})
-    same(crew, first, second)
+    procs = yard.procs(first, [net(3), net(4)])
+    procs.scheme.send({0: first, 1: second})
+    same(procs, first, second)
     together = copy.deepcopy(first)
     poke(together, 5)
-    crew.scheme.send(together)
-    same(crew, together)
+    procs.scheme.send(together)
+    same(procs, together)
     poke(together, 6)
-    assert crew.scheme.send().version == 3
-    same(crew, first)
-    report = crew.scheme.send(together)
+    assert procs.scheme.send().version == 3
+    same(procs, first)
+    report = procs.scheme.send(together)
     assert report.encoding == "patch"
-    same(crew, together)
+    same(procs, together)
 
 
 def test_an_aborted_step_brings_no_workers_together(one_yard: Yard) -> None:
     scheme, first, second = one_yard.scheme(), Brittle(1), Brittle(2)
     group_schemes([scheme])
     one_yard.init(scheme, first, 2)
-    with Crew(scheme, "thread") as crew:
-        crew.hire(0, Brittle(3))
-        crew.hire(1, Brittle(4))
-        crew.connect()
+    with WorkerProcesses(scheme, "thread") as procs:
+        procs.hire(0, Brittle(3))
+        procs.hire(1, Brittle(4))
+        procs.connect()
         scheme.send({0: first, 1: second})
         staged = scheme.stage(Brittle(5), None, "step/1")
         assert staged.wait_staged() == {}
         staged.abort()
-        same(crew, first, second)
+        same(procs, first, second)
         scheme.send({0: first, 1: second})
-        same(crew, first, second)
+        same(procs, first, second)
 
 
 def brittle(seed: int, **options: Any) -> Brittle:
@@ -312,10 +312,10 @@ def test_a_step_together_after_a_failure(yard: Yard, small: bool) -> None:
     scheme, source = yard.scheme(), make(1)
     group_schemes([scheme])
     yard.init(scheme, source, 2)
-    with Crew(scheme, yard._method) as crew:
-        crew.hire(0, make(2))
-        crew.hire(1, make(3, refuses="nothing"))
-        crew.connect()
+    with WorkerProcesses(scheme, yard._method) as procs:
+        procs.hire(0, make(2))
+        procs.hire(1, make(3, refuses="nothing"))
+        procs.connect()
         poke(source, 4)
         source.note = "poison"
         with pytest.raises(SyncFailedError, match="poison refused"):
@@ -325,37 +325,37 @@ def test_a_step_together_after_a_failure(yard: Yard, small: bool) -> None:
         start = time.monotonic()
         send_together({scheme: None})
         assert time.monotonic() - start < 5.0
-        same(crew, source)
+        same(procs, source)
 
 
 def test_one_after_the_other_over_many_workers_does_not_block(one_yard: Yard) -> None:
     for encoding in (DenseEncoding(), BucketEncoding(), PatchEncoding()):
         source = net(1)
-        crew = one_yard.crew(source, [net(2)] * 8, WeightStrategy(encoding=encoding))
+        procs = one_yard.procs(source, [net(2)] * 8, WeightStrategy(encoding=encoding))
         start = time.monotonic()
         for step in range(24):
             poke(source, step)
-            crew.scheme.send(worker_ids=step % 8)
+            procs.scheme.send(worker_ids=step % 8)
         assert time.monotonic() - start < 5.0
-        assert sorted(crew.scheme.worker_versions.values()) == list(range(17, 25))
-        crew.scheme.send()
-        same(crew, source)
+        assert sorted(procs.scheme.worker_versions.values()) == list(range(17, 25))
+        procs.scheme.send()
+        same(procs, source)
 
 
 def test_many_busy_workers_do_not_block_the_sender(one_yard: Yard) -> None:
     source = net(1)
-    crew = one_yard.crew(source, [net(2)] * 8)
-    for worker in crew.workers:
+    procs = one_yard.procs(source, [net(2)] * 8)
+    for worker in procs.workers:
         worker.call("hold")
     start = time.monotonic()
     for step in range(6):
         poke(source, step)
-        handle = crew.scheme.send_async()
+        handle = procs.scheme.send_async()
     assert time.monotonic() - start < 5.0
-    for worker in crew.workers:
+    for worker in procs.workers:
         worker.call("release")
     handle.wait()
-    same(crew, source)
+    same(procs, source)
 
 
 # -- what the worker does ------------------------------------------------------------------------------
@@ -363,44 +363,44 @@ def test_many_busy_workers_do_not_block_the_sender(one_yard: Yard) -> None:
 
 def test_a_worker_that_wrote_into_its_weights(yard: Yard) -> None:
     source = net(1)
-    crew = yard.crew(source, [net(2)])
+    procs = yard.procs(source, [net(2)])
     for number, write in enumerate(["fill", "inplace", "pointing"]):
         if write == "fill":
-            crew.workers[0].call("fill", 7.0)
+            procs.workers[0].call("fill", 7.0)
         else:
-            crew.workers[0].call("apply_weights", net(9), write == "inplace")
+            procs.workers[0].call("apply_weights", net(9), write == "inplace")
         poke(source, number)
-        crew.scheme.send()
-        same(crew, source)
+        procs.scheme.send()
+        same(procs, source)
 
 
 def test_a_worker_that_writes_while_a_patch_waits(yard: Yard) -> None:
     source = net(1)
-    crew = yard.crew(source, [net(2)])
-    worker = crew.workers[0]
+    procs = yard.procs(source, [net(2)])
+    worker = procs.workers[0]
     worker.call("hold")
     poke(source, 3)
-    handle = crew.scheme.send_async()
+    handle = procs.scheme.send_async()
     time.sleep(0.2)
     worker.call("fill", 7.0)
     worker.call("release")
     handle.wait()
-    same(crew, source)
+    same(procs, source)
 
 
 @pytest.mark.parametrize("stable", [False, True], ids=["pointing", "copying"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_worker_that_changes_its_model(yard: Yard, stable: bool, dtype: torch.dtype) -> None:
     source = net(1)
-    crew = yard.crew(source, [net(2)], stable_addresses=stable)
+    procs = yard.procs(source, [net(2)], stable_addresses=stable)
     poke(source, 3)
-    crew.scheme.send()
-    crew.workers[0].call("replace_model", net(4).to(dtype))
+    procs.scheme.send()
+    procs.workers[0].call("replace_model", net(4).to(dtype))
     for step in range(3):
-        same(crew, copy.deepcopy(source).to(dtype))
+        same(procs, copy.deepcopy(source).to(dtype))
         poke(source, step)
-        assert crew.scheme.send().encoding == "patch"
-    same(crew, copy.deepcopy(source).to(dtype))
+        assert procs.scheme.send().encoding == "patch"
+    same(procs, copy.deepcopy(source).to(dtype))
 
 
 def spoil(payload: torch.Tensor) -> None:
@@ -412,23 +412,23 @@ def test_a_spoilt_patch_is_not_applied(yard: Yard, values: Any) -> None:
     """It is spoilt after it was made, where no checksum of the link sees it."""
     source = net(1)
     strategy = WeightStrategy(encoding=PatchEncoding(values=values, compression="zstd"))
-    crew = yard.crew(source, [net(2)], strategy)
+    procs = yard.procs(source, [net(2)], strategy)
     poke(source, 4)
-    crew.scheme.send()
+    procs.scheme.send()
     before = copy.deepcopy(source)
-    crew.workers[0].call("hold")
+    procs.workers[0].call("hold")
     for step in (5, 6):  # one waits in the worker, one in the sender
         poke(source, step)
-        crew.scheme.send_async()
-    assert crew.scheme._sender is not None
-    spoil(crew.scheme._sender.table[0].group._past[-1].payload)  # type: ignore[union-attr]
-    same(crew, before)
-    crew.workers[0].call("release")
-    wait_until(lambda: crew.scheme.worker_versions[0] == 3)  # it joins again by itself
-    same(crew, source)
+        procs.scheme.send_async()
+    assert procs.scheme._sender is not None
+    spoil(procs.scheme._sender.table[0].group._past[-1].payload)  # type: ignore[union-attr]
+    same(procs, before)
+    procs.workers[0].call("release")
+    wait_until(lambda: procs.scheme.worker_versions[0] == 3)  # it joins again by itself
+    same(procs, source)
     poke(source, 7)
-    assert crew.scheme.send().encoding == "patch"
-    same(crew, source)
+    assert procs.scheme.send().encoding == "patch"
+    same(procs, source)
 
 
 def test_a_snapshot_that_still_advances_is_waited_for_by_every_thread() -> None:

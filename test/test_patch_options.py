@@ -24,7 +24,7 @@ from weight_update import (
     group_schemes,
     send_together,
 )
-from weight_update.testing import Crew, fingerprint, scramble
+from weight_update.testing import WorkerProcesses, fingerprint, scramble
 
 BF16 = torch.bfloat16
 
@@ -42,15 +42,15 @@ def patches(select: Any = None, convert: Any = None, **options: Any) -> WeightSt
 
 def test_equal_weights_need_not_travel(yard: Yard) -> None:  # noqa: F811
     source = net(1)
-    crew = yard.crew(source, [copy.deepcopy(source), copy.deepcopy(source)], patches(init_sync=False))
-    assert crew.ask("version") == [0, 0]
-    group = crew.scheme._sender.table[0].group  # type: ignore[union-attr]
+    procs = yard.procs(source, [copy.deepcopy(source), copy.deepcopy(source)], patches(init_sync=False))
+    assert procs.ask("version") == [0, 0]
+    group = procs.scheme._sender.table[0].group  # type: ignore[union-attr]
     assert sum(chunk.payload_bytes for chunk in group.kept[0].chunks) < 200  # type: ignore[union-attr]
     poke(source, 3)
-    report = crew.scheme.send()
+    report = procs.scheme.send()
     assert report.encoding == "patch"
     assert report.wire_bytes < 2 * SMALL
-    same(crew, source)
+    same(procs, source)
 
 
 def test_different_weights_are_an_error_on_both_sides(yard: Yard) -> None:  # noqa: F811
@@ -58,62 +58,62 @@ def test_different_weights_are_an_error_on_both_sides(yard: Yard) -> None:  # no
     with torch.no_grad():
         other[1].bias[3] += 1.0
     models = [copy.deepcopy(source), copy.deepcopy(other)]
-    crew = yard.crew(source, models, patches(init_sync=False), connect=False)
-    errors = crew.try_connect()
+    procs = yard.procs(source, models, patches(init_sync=False), connect=False)
+    errors = procs.try_connect()
     assert errors[0] is None
     assert isinstance(errors[1], SchemaMismatchError)
     assert errors[1].problems == ("1.bias: differs from the sender's",)
     assert isinstance(errors[None], SyncFailedError)
     assert "1.bias" in str(errors[None])
     assert list(errors[None].failures) == [1]
-    same(crew, source, other)
-    crew.workers[1].call("replace_model", copy.deepcopy(source))
-    crew.workers[1].post("connect")
-    crew.scheme.connect()
-    crew.workers[1].answer()
+    same(procs, source, other)
+    procs.workers[1].call("replace_model", copy.deepcopy(source))
+    procs.workers[1].post("connect")
+    procs.scheme.connect()
+    procs.workers[1].answer()
     poke(source, 3)
-    assert crew.scheme.send().encoding == "patch"
-    same(crew, source)
+    assert procs.scheme.send().encoding == "patch"
+    same(procs, source)
 
 
 def test_whoever_joins_later_is_sent_all(yard: Yard) -> None:  # noqa: F811
     source = net(1)
     late = net(5)
-    crew = yard.crew(source, [copy.deepcopy(source), late], patches(init_sync=False), connect=False)
-    crew.workers[0].post("connect")
+    procs = yard.procs(source, [copy.deepcopy(source), late], patches(init_sync=False), connect=False)
+    procs.workers[0].post("connect")
     with pytest.raises(SyncTimeoutError):
-        crew.scheme.connect(timeout=0.5)
-    crew.workers[0].answer()
+        procs.scheme.connect(timeout=0.5)
+    procs.workers[0].answer()
     poke(source, 3)
-    crew.scheme.send(worker_ids=0)
+    procs.scheme.send(worker_ids=0)
     for step in range(2):
         with pytest.raises(SyncFailedError):
-            crew.scheme.send()
+            procs.scheme.send()
         poke(source, step)
-    crew.workers[1].call("connect")
-    crew.scheme.send()
-    same(crew, source)
+    procs.workers[1].call("connect")
+    procs.scheme.send()
+    same(procs, source)
 
 
 def test_only_prefixes_travel(yard: Yard) -> None:  # noqa: F811
     source = Frozen(1)
     target = copy.deepcopy(source)
     scramble(target.head, 5, finite=True)
-    crew = yard.crew(source, [target], patches(init_sync_prefixes=["head"]))
-    group = crew.scheme._sender.table[0].group  # type: ignore[union-attr]
+    procs = yard.procs(source, [target], patches(init_sync_prefixes=["head"]))
+    group = procs.scheme._sender.table[0].group  # type: ignore[union-attr]
     sent = sum(chunk.payload_bytes for chunk in group.kept[0].chunks)  # type: ignore[union-attr]
     head = sum(4 * one.numel() for one in source.head.parameters())
     assert head < sent < head + 500
-    same(crew, source)
+    same(procs, source)
     poke(source, 3)
-    crew.scheme.send()
-    same(crew, source)
+    procs.scheme.send()
+    same(procs, source)
 
 
 def test_prefixes_that_do_not_cover_a_difference(one_yard: Yard) -> None:  # noqa: F811
     source = Frozen(1)
-    crew = one_yard.crew(source, [Frozen(2)], patches(init_sync_prefixes=["head", "cache"]), connect=False)
-    error = crew.try_connect()[0]
+    procs = one_yard.procs(source, [Frozen(2)], patches(init_sync_prefixes=["head", "cache"]), connect=False)
+    error = procs.try_connect()[0]
     assert isinstance(error, SchemaMismatchError)
     assert {line.partition(":")[0] for line in error.problems} == {"body.weight", "body.bias", "steps"}
 
@@ -126,8 +126,8 @@ def test_a_prefix_of_the_second_name_of_a_tied_weight(one_yard: Yard) -> None:  
         return model
 
     source = tied(1)
-    crew = one_yard.crew(source, [tied(2)], patches(init_sync_prefixes=["output"]))
-    same(crew, source)
+    procs = one_yard.procs(source, [tied(2)], patches(init_sync_prefixes=["output"]))
+    same(procs, source)
 
 
 def test_an_unknown_prefix_is_an_error_at_once() -> None:
@@ -143,19 +143,19 @@ def test_an_unknown_prefix_is_an_error_at_once() -> None:
 
 def test_the_frozen_part_is_sent_once(yard: Yard) -> None:  # noqa: F811
     source = Frozen(1)
-    crew = yard.crew(source, [Frozen(2)], patches("trainable"))
-    same(crew, source)
+    procs = yard.procs(source, [Frozen(2)], patches("trainable"))
+    same(procs, source)
     before = copy.deepcopy(source)
     with torch.no_grad():
         for tensor in [*source.parameters(), *source.buffers()]:
             tensor.add_(1.0)
-    report = crew.scheme.send()
+    report = procs.scheme.send()
     chosen = [*source.head.parameters(), source.steps]
     assert report.encoding == "patch"
     assert report.changed_fraction == 1.0
     assert report.wire_bytes < sum(4 * one.numel() for one in chosen) + 500
     before.head, before.steps = source.head, source.steps
-    same(crew, before)
+    same(procs, before)
 
 
 @pytest.mark.parametrize(
@@ -163,14 +163,14 @@ def test_the_frozen_part_is_sent_once(yard: Yard) -> None:  # noqa: F811
 )
 def test_prefixes_and_functions_select(one_yard: Yard, select: Any) -> None:  # noqa: F811
     source = Frozen(1)
-    crew = one_yard.crew(source, [Frozen(2)], patches(select))
+    procs = one_yard.procs(source, [Frozen(2)], patches(select))
     before = copy.deepcopy(source)
     scramble(source, 7, finite=True)
-    crew.scheme.send()
+    procs.scheme.send()
     before.head = source.head
     if callable(select):
         before.body.bias = source.body.bias
-    same(crew, before)
+    same(procs, before)
 
 
 def test_a_selection_of_nothing_is_an_error() -> None:
@@ -185,26 +185,26 @@ def test_a_selection_of_nothing_is_an_error() -> None:
 
 def test_what_is_sent_may_be_only_what_is_selected(yard: Yard) -> None:  # noqa: F811
     source = Frozen(1)
-    crew = yard.crew(source, [Frozen(2)], patches("trainable"))
+    procs = yard.procs(source, [Frozen(2)], patches("trainable"))
     given = {"head.weight": torch.randn(4, 256), "head.bias": torch.randn(4), "steps": torch.ones(3)}
-    assert crew.scheme.send(given).encoding == "patch"
+    assert procs.scheme.send(given).encoding == "patch"
     source.load_state_dict({**source.state_dict(), **given})
-    same(crew, source)
+    same(procs, source)
     with pytest.raises(SchemaMismatchError, match="steps"):
-        crew.scheme.send({name: value for name, value in given.items() if name != "steps"})
-    same(crew, source)
+        procs.scheme.send({name: value for name, value in given.items() if name != "steps"})
+    same(procs, source)
 
 
 @pytest.mark.parametrize("encoding", ["dense", "bucket"])
 def test_whole_updates_leave_other_weights_alone(one_yard: Yard, encoding: str) -> None:  # noqa: F811
     source, target = Frozen(1), Frozen(2)
-    crew = one_yard.crew(source, [target], WeightStrategy(encoding=encoding, select=["head"]))
+    procs = one_yard.procs(source, [target], WeightStrategy(encoding=encoding, select=["head"]))
     expected = copy.deepcopy(target)
     for step in range(3):
         expected.head = source.head
-        same(crew, expected)
+        same(procs, expected)
         poke(source.head, step)
-        assert crew.scheme.send().dense_bytes == sum(4 * one.numel() for one in source.head.parameters())
+        assert procs.scheme.send().dense_bytes == sum(4 * one.numel() for one in source.head.parameters())
 
 
 # -- conversion and dtypes -----------------------------------------------------------------------------
@@ -221,17 +221,17 @@ def renamed(items: Iterator[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, to
 
 def test_weights_renamed_and_split(yard: Yard) -> None:  # noqa: F811
     source = Frozen(1)
-    crew = yard.crew(source, [dict(_renamed(Frozen(2)))], patches(["head", "body.weight"], renamed))
+    procs = yard.procs(source, [dict(_renamed(Frozen(2)))], patches(["head", "body.weight"], renamed))
     expected = _renamed(source)
-    same(crew, expected)
+    same(procs, expected)
     scramble(source, 3, finite=True)
-    report = crew.scheme.send()
+    report = procs.scheme.send()
     assert report.encoding == "bucket"
     poke(source, 4)
-    assert crew.scheme.send().encoding == "patch"
+    assert procs.scheme.send().encoding == "patch"
     chosen = ("policy.head", "policy.upper", "policy.lower")
     expected.update({name: value for name, value in _renamed(source).items() if name.startswith(chosen)})
-    same(crew, expected)
+    same(procs, expected)
 
 
 def _renamed(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -241,24 +241,24 @@ def _renamed(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def test_each_worker_gets_its_own_dtype(yard: Yard) -> None:  # noqa: F811
     source = net(1)
-    crew = yard.crew(source, [net(2), cast(net(3)), cast(net(4), torch.float16)])
+    procs = yard.procs(source, [net(2), cast(net(3)), cast(net(4), torch.float16)])
     for step in range(3):
-        same(crew, source, cast(source), cast(source, torch.float16))
+        same(procs, source, cast(source), cast(source, torch.float16))
         poke(source, step)
-        report = crew.scheme.send()
+        report = procs.scheme.send()
         assert report.encoding == "patch"
         assert report.dense_bytes == sum((4 + 2 + 2) * one.numel() for one in source.parameters())
-    same(crew, source, cast(source), cast(source, torch.float16))
+    same(procs, source, cast(source), cast(source, torch.float16))
 
 
 def test_half_the_bytes_for_half_the_dtype(one_yard: Yard) -> None:  # noqa: F811
     reports = {}
     for dtype in (torch.float32, BF16):
         source = net(1)
-        crew = one_yard.crew(source, [cast(net(2), dtype)])
+        procs = one_yard.procs(source, [cast(net(2), dtype)])
         poke(source, 3, 0.1)
-        reports[dtype] = crew.scheme.send()
-        same(crew, cast(source, dtype))
+        reports[dtype] = procs.scheme.send()
+        same(procs, cast(source, dtype))
     full, half = reports[torch.float32], reports[BF16]
     assert half.dense_bytes * 2 == full.dense_bytes
     assert half.wire_bytes < 0.7 * full.wire_bytes  # positions cost the same
@@ -266,28 +266,28 @@ def test_half_the_bytes_for_half_the_dtype(one_yard: Yard) -> None:  # noqa: F81
 
 def test_a_change_too_small_for_the_dtype_is_none(one_yard: Yard) -> None:  # noqa: F811
     source = net(1)
-    crew = one_yard.crew(source, [cast(net(2))])
+    procs = one_yard.procs(source, [cast(net(2))])
     with torch.no_grad():
         source[0].weight.mul_(1 + 1e-7)
-    assert crew.scheme.send().changed_fraction < 0.01
-    same(crew, cast(source))
+    assert procs.scheme.send().changed_fraction < 0.01
+    same(procs, cast(source))
 
 
 @pytest.mark.parametrize("stable", [False, True], ids=["pointing", "copying"])
 def test_a_late_worker_of_another_dtype(yard: Yard, stable: bool) -> None:  # noqa: F811
     source = net(1)
-    crew = yard.crew(source, [net(2), cast(net(3))], connect=False, stable_addresses=stable)
-    crew.workers[0].post("connect")
+    procs = yard.procs(source, [net(2), cast(net(3))], connect=False, stable_addresses=stable)
+    procs.workers[0].post("connect")
     with pytest.raises(SyncTimeoutError):
-        crew.scheme.connect(timeout=0.5)
-    crew.workers[0].answer()
+        procs.scheme.connect(timeout=0.5)
+    procs.workers[0].answer()
     poke(source, 3)
-    crew.scheme.send(worker_ids=0)
-    crew.workers[1].call("connect")
+    procs.scheme.send(worker_ids=0)
+    procs.workers[1].call("connect")
     for step in range(3):
         poke(source, step)
-        assert crew.scheme.send().encoding == "patch"
-        same(crew, source, cast(source))
+        assert procs.scheme.send().encoding == "patch"
+        same(procs, source, cast(source))
 
 
 def test_a_worker_that_comes_back_with_another_dtype(yard: Yard) -> None:  # noqa: F811
@@ -297,28 +297,28 @@ def test_a_worker_that_comes_back_with_another_dtype(yard: Yard) -> None:  # noq
     scheme, source = yard.scheme(timeout=2.0), net(1)
     group_schemes([scheme])
     yard.init(scheme, source, 2)
-    with Crew(scheme, yard._method) as crew:
-        crew.hire(0, cast(net(2)))
-        crew.hire(1, cast(net(3)))
-        crew.connect()
+    with WorkerProcesses(scheme, yard._method) as procs:
+        procs.hire(0, cast(net(2)))
+        procs.hire(1, cast(net(3)))
+        procs.connect()
         for dtype, send in (
             (torch.float32, scheme.send),
             (torch.float16, lambda: send_together({scheme: None})),
         ):
-            crew.workers.pop(0).stop()
-            crew.hire(0, cast(net(4), dtype)).post("connect")
-            crew.workers.reverse()
+            procs.workers.pop(0).stop()
+            procs.hire(0, cast(net(4), dtype)).post("connect")
+            procs.workers.reverse()
             poke(source, 5)
             deadline = time.monotonic() + 10.0
-            while crew.workers[0].busy():
+            while procs.workers[0].busy():
                 assert time.monotonic() < deadline
                 with contextlib.suppress(SyncFailedError):  # it may not be there yet
                     send()
-            crew.workers[0].answer()
+            procs.workers[0].answer()
             for step in range(2):
                 poke(source, step)
                 scheme.send()
-                same(crew, cast(source, dtype), cast(source))
+                same(procs, cast(source, dtype), cast(source))
 
 
 # -- configuration -------------------------------------------------------------------------------------
@@ -355,11 +355,11 @@ def test_a_configuration_of_rlinf(one_yard: Yard, config: dict[str, Any]) -> Non
     assert isinstance(strategy.encoding, kind)
     source, target = Frozen(1), Frozen(2)
     target.body.load_state_dict(source.body.state_dict())
-    crew = one_yard.crew(source, [target], strategy)
+    procs = one_yard.procs(source, [target], strategy)
     poke(source.head, 3)
-    report = crew.scheme.send()
+    report = procs.scheme.send()
     assert report.encoding == ("bucket" if config is BUCKET else "patch")
-    assert crew.ask("fingerprint") == [fingerprint(source, strategy)]
+    assert procs.ask("fingerprint") == [fingerprint(source, strategy)]
 
 
 @pytest.mark.parametrize("config", [PATCH, BUCKET], ids=["patch", "bucket"])

@@ -27,9 +27,9 @@ from weight_update import (
     WeightStrategy,
     WeightSyncScheme,
 )
-from weight_update.testing import Apart, Crew, Zoo, fingerprint, scramble
-from weight_update.testing.crew import context_of
+from weight_update.testing import Apart, WorkerProcesses, Zoo, fingerprint, scramble
 from weight_update.testing.processes import freeze, wait_until
+from weight_update.testing.worker_processes import context_of
 from weight_update.testing.workers import Method
 
 SCHEMES: dict[str, tuple[type[WeightSyncScheme], Method]] = {
@@ -77,22 +77,22 @@ class Doubled:
 
 
 @pytest.fixture
-def hire() -> Iterator[Callable[..., Crew]]:
-    crews: list[Crew] = []
+def hire() -> Iterator[Callable[..., WorkerProcesses]]:
+    running: list[WorkerProcesses] = []
 
-    def build(kind: str, source: Any, target: Any, workers: int = 1, **options: Any) -> Crew:
+    def build(kind: str, source: Any, target: Any, workers: int = 1, **options: Any) -> WorkerProcesses:
         cls, method = SCHEMES[kind]
         scheme = cls(**{"timeout": 20.0, "connect_timeout": 30.0, **options})
         scheme.init_on_sender(model=source, num_workers=workers, ctx=context_of(method))
-        crews.append(Crew(scheme, method))
+        running.append(WorkerProcesses(scheme, method))
         for index in range(workers):
-            crews[-1].hire(index, target)
-        crews[-1].connect()
-        return crews[-1]
+            running[-1].hire(index, target)
+        running[-1].connect()
+        return running[-1]
 
     yield build
-    for crew in crews:
-        crew.__exit__()
+    for procs in running:
+        procs.__exit__()
 
 
 def doubled(model: nn.Module) -> dict[str, str]:
@@ -103,34 +103,34 @@ def doubled(model: nn.Module) -> dict[str, str]:
 @pytest.mark.parametrize("kind", SCHEMES)
 def test_same_bits(hire: Any, kind: str, limit: int) -> None:
     source, made = Zoo(1), strategy(limit, 256)
-    crew = hire(kind, source, Zoo(2), workers=2, strategy=made)
+    procs = hire(kind, source, Zoo(2), workers=2, strategy=made)
     for seed in range(4):
-        assert crew.ask("fingerprint") == [fingerprint(source, made)] * 2
+        assert procs.ask("fingerprint") == [fingerprint(source, made)] * 2
         source.load_state_dict(Zoo(10 + seed).state_dict())
-        report = crew.scheme.send()
+        report = procs.scheme.send()
         assert report.encoding == "bucket"
         assert set(report.seconds) == {"extract", "convert", "encode", "send", "ack"}
-        assert crew.scheme.worker_versions == {0: report.version, 1: report.version}
-    assert crew.ask("fingerprint") == [fingerprint(source, made)] * 2
+        assert procs.scheme.worker_versions == {0: report.version, 1: report.version}
+    assert procs.ask("fingerprint") == [fingerprint(source, made)] * 2
 
 
 @pytest.mark.parametrize("kind", SCHEMES)
 def test_converted_weights_in_a_dtype_of_the_receivers(hire: Any, kind: str) -> None:
     source = layers()
-    crew = hire(kind, source, layers(5).to(torch.bfloat16), strategy=strategy(2, 5000, convert=Doubled()))
+    procs = hire(kind, source, layers(5).to(torch.bfloat16), strategy=strategy(2, 5000, convert=Doubled()))
     scramble(source, 3, finite=True)
-    crew.scheme.send()
+    procs.scheme.send()
     expected = {name: (2 * value).to(torch.bfloat16) for name, value in source.state_dict().items()}
-    assert crew.ask("fingerprint") == [fingerprint(expected)]
+    assert procs.ask("fingerprint") == [fingerprint(expected)]
 
 
-def set_timeout(crew: Crew, seconds: float) -> None:
-    sender = crew.scheme._sender
+def set_timeout(procs: WorkerProcesses, seconds: float) -> None:
+    sender = procs.scheme._sender
     sender.timeout = sender._delivery.timeout = seconds
 
 
-def stop(crew: Crew, index: int = 0) -> int:
-    pid = crew.workers[index].runner.pid
+def stop(procs: WorkerProcesses, index: int = 0) -> int:
+    pid = procs.workers[index].runner.pid
     freeze(pid)
     return pid
 
@@ -140,9 +140,9 @@ def stop(crew: Crew, index: int = 0) -> int:
 def test_no_more_is_converted_than_may_be_in_flight(hire: Any, kind: str, limit: int) -> None:
     convert = Doubled()
     source = layers()
-    crew = hire(kind, source, layers(5), strategy=strategy(limit, convert=convert))
-    pid = stop(crew)
-    sending = threading.Thread(target=crew.scheme.send)
+    procs = hire(kind, source, layers(5), strategy=strategy(limit, convert=convert))
+    pid = stop(procs)
+    sending = threading.Thread(target=procs.scheme.send)
     sending.start()
     wait_until(lambda: convert.asked >= limit)
     time.sleep(0.2)  # nothing that could be asked for meanwhile is
@@ -150,7 +150,7 @@ def test_no_more_is_converted_than_may_be_in_flight(hire: Any, kind: str, limit:
     os.kill(pid, signal.SIGCONT)
     sending.join(20)
     assert convert.asked == LAYERS
-    assert crew.ask("fingerprint") == [doubled(source)]
+    assert procs.ask("fingerprint") == [doubled(source)]
 
 
 @pytest.mark.parametrize("kind", ["shared_mem", "memory"])
@@ -167,11 +167,11 @@ def test_memory_of_the_sender_is_bounded(hire: Any, kind: str) -> None:
             yield name, made
             del made
 
-    crew = hire(kind, layers(), layers(5), strategy=strategy(3, convert=convert))
+    procs = hire(kind, layers(), layers(5), strategy=strategy(3, convert=convert))
     for _ in range(3):
-        crew.scheme.send()
+        procs.scheme.send()
     assert most <= 2  # of a dozen
-    slots = crew.scheme._sender._pool._slots
+    slots = procs.scheme._sender._pool._slots
     assert len(slots) <= 3
     assert {slot.buffer.tensor.numel() for slot in slots} == {CHUNK + 64}
 
@@ -180,30 +180,30 @@ def test_memory_of_the_sender_is_bounded(hire: Any, kind: str) -> None:
 @pytest.mark.parametrize("kind", SCHEMES)
 def test_what_a_conversion_raises_stops_both_ends(hire: Any, kind: str, fails_at: int) -> None:
     convert, source = Doubled(), layers()
-    crew = hire(kind, source, layers(5), strategy=strategy(convert=convert))
+    procs = hire(kind, source, layers(5), strategy=strategy(convert=convert))
     before = doubled(source)
     convert.fails_at = fails_at
     scramble(source, 3, finite=True)
     with pytest.raises(ZeroDivisionError, match="the conversion broke"):
-        crew.scheme.send()
-    assert crew.ask("fingerprint") == [before]
+        procs.scheme.send()
+    assert procs.ask("fingerprint") == [before]
     convert.fails_at = None
-    report = crew.scheme.send()
-    assert crew.ask("fingerprint") == [doubled(source)]
-    assert crew.scheme.worker_versions == {0: report.version}
+    report = procs.scheme.send()
+    assert procs.ask("fingerprint") == [doubled(source)]
+    assert procs.scheme.worker_versions == {0: report.version}
 
 
 @pytest.mark.parametrize("kind", ["memory", "distributed, several hosts"])
 def test_a_send_right_after_a_failed_one_does_not_wait(hire: Any, kind: str) -> None:
     convert, source = Doubled(), layers()
-    crew = hire(kind, source, layers(5), strategy=strategy(convert=convert))
+    procs = hire(kind, source, layers(5), strategy=strategy(convert=convert))
     start = time.monotonic()
     for turn in range(20):
         convert.fails_at = turn % LAYERS
         with pytest.raises(ZeroDivisionError):
-            crew.scheme.send()
+            procs.scheme.send()
         convert.fails_at = None
-        crew.scheme.send()
+        procs.scheme.send()
     assert time.monotonic() - start < 15.0  # one wait that nobody ends takes 20
 
 
@@ -219,12 +219,12 @@ def test_a_conversion_that_writes_into_the_trainer_is_refused(hire: Any, limit: 
     made = WeightStrategy(
         "state_dict", encoding=BucketEncoding(bucket_size=CHUNK), convert=convert, max_in_flight=limit
     )
-    crew = hire("shared_mem", source, layers(5), strategy=made)
+    procs = hire("shared_mem", source, layers(5), strategy=made)
     before = fingerprint(source)
     writes = True
     with pytest.raises(ConversionError, match=r"'3.weight' was written to"):
-        crew.scheme.send()
-    assert crew.ask("fingerprint") == [before]
+        procs.scheme.send()
+    assert procs.ask("fingerprint") == [before]
 
 
 @pytest.mark.parametrize(
@@ -265,67 +265,67 @@ def test_a_conversion_that_gives_something_else_than_before(hire: Any, change: s
             yield "more", torch.zeros(3)
 
     source = layers()
-    crew = hire("shared_mem", source, layers(5), strategy=strategy(convert=convert))
+    procs = hire("shared_mem", source, layers(5), strategy=strategy(convert=convert))
     before = fingerprint(source)
     wrong = True
     scramble(source, 3, finite=True)
     expected = {"name": "'seven'", "more": "'more'", "fewer": "'8.weight'"}.get(change, "'7.weight'")
     with pytest.raises(SchemaMismatchError, match=expected):
-        crew.scheme.send()
-    assert crew.ask("fingerprint") == [before]
+        procs.scheme.send()
+    assert procs.ask("fingerprint") == [before]
     wrong = False
-    crew.scheme.send()
-    assert crew.ask("fingerprint") == [fingerprint(source)]
+    procs.scheme.send()
+    assert procs.ask("fingerprint") == [fingerprint(source)]
 
 
 @pytest.mark.parametrize("kind", PROCESSES)
 def test_a_worker_killed_in_the_middle_is_named_and_the_others_go_on(hire: Any, kind: str) -> None:
     source, convert = layers(), Doubled()
-    crew = hire(kind, source, layers(5), workers=2, strategy=strategy(convert=convert))
-    pid = stop(crew)
+    procs = hire(kind, source, layers(5), workers=2, strategy=strategy(convert=convert))
+    pid = stop(procs)
     scramble(source, 3, finite=True)
     killer = threading.Timer(0.3, os.kill, (pid, signal.SIGKILL))
     killer.start()
     with pytest.raises(SyncFailedError) as caught:
-        crew.scheme.send()
+        procs.scheme.send()
     assert set(caught.value.failures) == {0}
-    assert crew.workers[1].call("fingerprint") == doubled(source)
-    crew.workers.pop(0)
-    crew.scheme.send(worker_ids=1)
+    assert procs.workers[1].call("fingerprint") == doubled(source)
+    procs.workers.pop(0)
+    procs.scheme.send(worker_ids=1)
 
 
 @pytest.mark.parametrize("kind", PROCESSES)
 def test_a_stopped_worker_is_named_in_time_and_current_with_the_next_send(hire: Any, kind: str) -> None:
     source = layers()
-    crew = hire(kind, source, layers(5), workers=2, strategy=strategy(), timeout=5.0)
-    set_timeout(crew, 1.0)
-    pid = stop(crew)
+    procs = hire(kind, source, layers(5), workers=2, strategy=strategy(), timeout=5.0)
+    set_timeout(procs, 1.0)
+    pid = stop(procs)
     scramble(source, 3, finite=True)
     start = time.monotonic()
     with pytest.raises(SyncFailedError) as caught:
-        crew.scheme.send()
+        procs.scheme.send()
     assert time.monotonic() - start < 10
     assert set(caught.value.failures) == {0}
-    assert crew.workers[1].call("fingerprint") == fingerprint(source)
+    assert procs.workers[1].call("fingerprint") == fingerprint(source)
     os.kill(pid, signal.SIGCONT)
-    set_timeout(crew, 20.0)
+    set_timeout(procs, 20.0)
     scramble(source, 4, finite=True)
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         try:
-            crew.scheme.send()
+            procs.scheme.send()
             break
         except SyncFailedError:  # it was cut off, and is not back yet
             time.sleep(0.1)
-    assert crew.ask("fingerprint") == [fingerprint(source)] * 2
+    assert procs.ask("fingerprint") == [fingerprint(source)] * 2
 
 
 def test_everybody_is_gone(hire: Any) -> None:
     convert = Doubled()
-    crew = hire("shared_mem", layers(), layers(5), strategy=strategy(convert=convert))
-    crew.workers.pop().stop()
+    procs = hire("shared_mem", layers(), layers(5), strategy=strategy(convert=convert))
+    procs.workers.pop().stop()
     with pytest.raises(SyncFailedError):
-        crew.scheme.send()
+        procs.scheme.send()
     assert convert.asked <= 2
     assert convert.closed == 3  # for the schema, for the first weights, and now
 
@@ -333,37 +333,37 @@ def test_everybody_is_gone(hire: Any) -> None:
 @pytest.mark.parametrize("kind", PROCESSES)
 def test_one_that_joins_later_gets_weights_with_the_next_send(hire: Any, kind: str) -> None:
     source = layers()
-    crew = hire(kind, source, layers(5), workers=2, strategy=strategy())
-    crew.workers.pop(0).stop()
+    procs = hire(kind, source, layers(5), workers=2, strategy=strategy())
+    procs.workers.pop(0).stop()
     with pytest.raises(SyncFailedError):
-        crew.scheme.send()
-    back = crew.hire(0, layers(6))
+        procs.scheme.send()
+    back = procs.hire(0, layers(6))
     back.post("connect")
     deadline = time.monotonic() + 20
     while back.busy(0.05) and time.monotonic() < deadline:
-        crew.scheme.send(worker_ids=1)
+        procs.scheme.send(worker_ids=1)
         try:
-            crew.scheme.send()
+            procs.scheme.send()
         except SyncFailedError:
             continue
     assert back.answer() is None
     scramble(source, 5)
-    crew.scheme.send()
-    assert crew.ask("fingerprint") == [fingerprint(source)] * 2
+    procs.scheme.send()
+    assert procs.ask("fingerprint") == [fingerprint(source)] * 2
 
 
 def test_sends_that_nobody_waits_for(hire: Any) -> None:
     source = layers()
-    crew = hire("shared_mem", source, layers(5), workers=2, strategy=strategy())
+    procs = hire("shared_mem", source, layers(5), workers=2, strategy=strategy())
     handles = []
     for seed in range(5):
         scramble(source, seed)
-        handles.append(crew.scheme.send_async())
+        handles.append(procs.scheme.send_async())
         scramble(source, 50)  # what was sent does not change any more
     scramble(source, 4)
     handles[-1].wait()
     assert all(handle.done() for handle in handles)
-    assert crew.ask("fingerprint") == [fingerprint(source)] * 2
+    assert procs.ask("fingerprint") == [fingerprint(source)] * 2
 
 
 @pytest.mark.parametrize("encoding", ["dense", "patch", BucketEncoding(load_instant=False)])

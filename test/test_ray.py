@@ -60,6 +60,7 @@ from ray_parts import (  # noqa: E402
 )
 
 BOTH = pytest.mark.parametrize("data", ["torch", "object_store"])
+STORE = pytest.mark.parametrize("data", [pytest.param("torch", marks=pytest.mark.slow), "object_store"])
 pytestmark = pytest.mark.timeout(180)
 
 
@@ -207,7 +208,7 @@ def is_available(player: Any) -> bool:
         return False
 
 
-@pytest.mark.parametrize("data", [pytest.param("torch", marks=pytest.mark.slow), "object_store"])
+@STORE
 def test_busy_killed_restarted_and_dead_actors(data: str, troupe: Troupe) -> None:
     source = mlp(1)
     scheme = troupe.scheme(data=data)
@@ -264,7 +265,7 @@ def test_connect_does_not_wait_for_the_dead(troupe: Troupe) -> None:
     scheme.send(worker_ids=0)
 
 
-@BOTH
+@STORE
 def test_a_stopped_actor_is_late_and_catches_up(data: str, troupe: Troupe) -> None:
     scheme, workers = troupe.launch(mlp(1), data=data, timeout=1.0)
     pid = workers[0].call("run", pid_of)
@@ -279,7 +280,7 @@ def test_a_stopped_actor_is_late_and_catches_up(data: str, troupe: Troupe) -> No
     assert workers[0].call("fingerprint") == fingerprint(mlp(2))
 
 
-@BOTH
+@STORE
 def test_strangers_and_the_end(data: str, troupe: Troupe) -> None:
     scheme, (worker,) = troupe.launch(mlp(1), mlp(2), data=data)
     other = troupe.scheme(data=data)

@@ -14,9 +14,9 @@ from weight_update import (
     SharedMemWeightSyncScheme,
     WeightSyncScheme,
 )
-from weight_update.testing import Apart, ApartInTwos, Crew, SchemeContract, mlp, scramble
+from weight_update.testing import Apart, ApartInTwos, SchemeContract, WorkerProcesses, mlp, scramble
 from weight_update.testing.cases import assert_equal
-from weight_update.testing.crew import context_of
+from weight_update.testing.worker_processes import context_of
 from weight_update.transports.distributed import connection as connection
 
 
@@ -25,7 +25,7 @@ class TestSharedMem(SchemeContract):
         return SharedMemWeightSyncScheme(**options)
 
 
-@pytest.mark.slow  # the link of SharedMem, signalled in another way; test_matrix has it too
+@pytest.mark.smoke  # the link of SharedMem, signalled in another way
 class TestMultiProcess(SchemeContract):
     def make_scheme(self, **options: Any) -> WeightSyncScheme:
         return MultiProcessWeightSyncScheme(**options)
@@ -38,6 +38,7 @@ class TestDistributed(SchemeContract):
         return DistributedWeightSyncScheme(**options)
 
 
+@pytest.mark.smoke  # test_hosts has what is special
 class TestDistributedAcrossHosts(SchemeContract):
     """Workers on one host each; all payloads, even small ones, go down a chain of hosts."""
 
@@ -57,7 +58,7 @@ class TestDistributedOnAnotherHost(TestDistributedAcrossHosts):
         return ApartInTwos(**options)
 
 
-@pytest.mark.slow  # the links are those of Distributed; test_rpc_worlds has what is special
+@pytest.mark.smoke  # the links are those of Distributed; test_rpc_worlds has what is special
 class TestRPC(SchemeContract):
     """Workers that find the sender by the scheme; ``test_rpc`` has workers in an RPC world."""
 
@@ -65,6 +66,7 @@ class TestRPC(SchemeContract):
         return RPCWeightSyncScheme(**options)
 
 
+@pytest.mark.smoke
 class TestMemory(SchemeContract):
     method = "thread"
 
@@ -78,14 +80,14 @@ def test_spawned_workers(make: type[WeightSyncScheme]) -> None:
     source = mlp(1)
     scheme = make()
     scheme.init_on_sender(model=source, num_workers=1, ctx=context_of("spawn"))
-    with Crew(scheme, "spawn") as crew:
-        crew.hire(0, mlp(2))
-        crew.connect()
+    with WorkerProcesses(scheme, "spawn") as procs:
+        procs.hire(0, mlp(2))
+        procs.connect()
         for version in range(3):
-            assert_equal(crew, source)
+            assert_equal(procs, source)
             scramble(source, version)
             scheme.send()
-        assert_equal(crew, source)
+        assert_equal(procs, source)
 
 
 def test_no_scheme_does_nothing() -> None:

@@ -61,13 +61,13 @@ def test_workers_have_the_weights_of_all_ranks(
     four: Ranks, kind: str, size: int, workers: int, options: dict[str, Any]
 ) -> None:
     four.all("make", 1, size, of=size)
-    with running(four, kind, size=size, workers=workers, **options) as crew:
+    with running(four, kind, size=size, workers=workers, **options) as procs:
         for steps in (1, 2):
             four.all("train", steps, of=size)
             reports = four.all("call", "send", of=size)
             expected = four.all("whole", of=size)[0]
             assert [report.version for report in reports] == [steps] * size
-            assert all(same(worker.call("fingerprint"), expected) for worker in crew)
+            assert all(same(worker.call("fingerprint"), expected) for worker in procs)
         assert four.all("get", "version", of=size) == [2] * size
         assert four.all("get", "worker_versions", of=size) == [dict.fromkeys(range(workers), 2)] * size
 
@@ -76,32 +76,32 @@ def test_every_kind_of_shard(four: Ranks) -> None:
     four.all("run", make_kinds)
     expected = four.all("run", whole_kinds)[0]
     model = four.all("run", hollow_kinds)[0]
-    with running(four, size=4, workers=1, model=model, **BUCKETS, shards={"batch_bytes": 300}) as crew:
-        assert crew[0].call("fingerprint") == expected
+    with running(four, size=4, workers=1, model=model, **BUCKETS, shards={"batch_bytes": 300}) as procs:
+        assert procs[0].call("fingerprint") == expected
         four.all("call", "send")
-        assert crew[0].call("fingerprint") == expected
+        assert procs[0].call("fingerprint") == expected
 
 
 def test_fsdp_over_tensor_parallel(four: Ranks) -> None:
     four.all("run", make_tensor_parallel)
-    with running(four, "shared_mem", size=4, workers=1) as crew:
-        assert same(crew[0].call("fingerprint"), four.all("whole")[0])
+    with running(four, "shared_mem", size=4, workers=1) as procs:
+        assert same(procs[0].call("fingerprint"), four.all("whole")[0])
 
 
 def test_what_a_forward_pass_left_whole_is_sharded_again(four: Ranks) -> None:
     four.all("make", 1, 2, of=2)
-    with running(four, size=2, workers=1, **BUCKETS) as crew:
+    with running(four, size=2, workers=1, **BUCKETS) as procs:
         four.all("run", evaluate, of=2)
         four.all("call", "send", of=2)
-        assert same(crew[0].call("fingerprint"), four.all("whole", of=2)[0])
-        assert crew[0].call("version") == 1
+        assert same(procs[0].call("fingerprint"), four.all("whole", of=2)[0])
+        assert procs[0].call("version") == 1
 
 
 def test_only_selected_weights(four: Ranks) -> None:
     four.all("make", 1, 2, of=2)
-    with running(four, size=2, workers=1, select=["layers.1", "norm"], **BUCKETS) as crew:
+    with running(four, size=2, workers=1, select=["layers.1", "norm"], **BUCKETS) as procs:
         expected = four.all("whole", of=2)[0]
-        found = crew[0].call("fingerprint")
+        found = procs[0].call("fingerprint")
         untouched = fingerprint(Net(7))
         for name in expected:
             chosen = name.startswith(("layers.1.", "norm."))
@@ -122,17 +122,17 @@ def test_memory_is_bounded_by_batches(four: Ranks) -> None:
 @pytest.mark.parametrize("options", [BUCKETS, {}], ids=["in flight", "whole"])
 def test_a_converter_that_fails_stops_all_ranks(four: Ranks, options: dict[str, Any]) -> None:
     four.all("make", 1, 2, of=2)
-    with running(four, size=2, workers=1, convert=Moody(), **options) as crew:
+    with running(four, size=2, workers=1, convert=Moody(), **options) as procs:
         four.all("run", set_mood, True, of=2)
         leader, follower = four.each("call", "send", of=2)
         assert isinstance(leader, ValueError)
         assert isinstance(follower, SyncFailedError)
         assert str(follower) == "rank 0 of the trainer failed: ValueError: no such format"
-        assert crew[0].call("version") == 0
+        assert procs[0].call("version") == 0
         four.all("run", set_mood, False, of=2)
         four.all("train", 1, of=2)
         four.all("call", "send", of=2)
-        assert same(crew[0].call("fingerprint"), four.all("whole", of=2)[0])
+        assert same(procs[0].call("fingerprint"), four.all("whole", of=2)[0])
 
 
 def test_names_that_differ_are_an_error_on_all_ranks(four: Ranks) -> None:
@@ -148,17 +148,17 @@ def test_names_that_differ_are_an_error_on_all_ranks(four: Ranks) -> None:
 
 def test_a_worker_that_died_is_named_on_all_ranks(four: Ranks) -> None:
     four.all("make", 1, 2, of=2)
-    with running(four, size=2, workers=2, **BUCKETS) as crew:
-        crew[1].runner.kill()
-        crew[1].runner.join()
+    with running(four, size=2, workers=2, **BUCKETS) as procs:
+        procs[1].runner.kill()
+        procs[1].runner.join()
         four.all("train", 1, of=2)
         errors = four.each("call", "send", of=2)
         assert [type(error) for error in errors] == [SyncFailedError] * 2
         assert str(errors[0]) == str(errors[1])
         assert [list(error.failures) for error in errors] == [[1], [1]]
-        assert same(crew[0].call("fingerprint"), four.all("whole", of=2)[0])
-        crew[0].runner.kill()
-        crew[0].runner.join()
+        assert same(procs[0].call("fingerprint"), four.all("whole", of=2)[0])
+        procs[0].runner.kill()
+        procs[0].runner.join()
         errors = four.each("call", "send", of=2)
         assert [sorted(error.failures) for error in errors] == [[0, 1], [0, 1]]
         assert four.all("get", "worker_versions", of=2) == [{0: None, 1: None}] * 2
@@ -166,9 +166,9 @@ def test_a_worker_that_died_is_named_on_all_ranks(four: Ranks) -> None:
 
 def test_without_waiting_an_error_comes_later_and_on_all_ranks(four: Ranks) -> None:
     four.all("make", 1, 2, of=2)
-    with running(four, size=2, workers=2, sync=False, **BUCKETS) as crew:
-        crew[1].runner.kill()
-        crew[1].runner.join()
+    with running(four, size=2, workers=2, sync=False, **BUCKETS) as procs:
+        procs[1].runner.kill()
+        procs[1].runner.join()
         four.all("call", "send", of=2)
         errors = four.each("call", "send", of=2)
         assert [type(error) for error in errors] == [SyncFailedError] * 2, errors
@@ -179,28 +179,28 @@ def test_a_way_of_gathering_of_ones_own(four: Ranks) -> None:
     four.all("run", make_columns, 2, of=2)
     model = {f"w{i}": Net().frozen.new_zeros(2, 6).float() for i in range(4)}
     shards = {"gather": ColumnParallel([0, 1])}
-    with running(four, size=2, workers=1, model=model, shards=shards, **BUCKETS) as crew:
+    with running(four, size=2, workers=1, model=model, shards=shards, **BUCKETS) as procs:
         rows = [[0.0, 1.0, 2.0, 10.0, 11.0, 12.0], [3.0, 4.0, 5.0, 13.0, 14.0, 15.0]]
         four.all("call", "send", of=2)
         expected = {f"w{i}": model["w0"].new_tensor(rows) + 100 * i for i in range(4)}
-        assert crew[0].call("fingerprint") == fingerprint(expected)
+        assert procs[0].call("fingerprint") == fingerprint(expected)
 
 
 def test_the_leader_can_have_all_of_it(four: Ranks) -> None:
     four.all("make", 1, 2, of=2)
-    with running(four, "shared_mem", size=2, workers=1) as crew:
-        expected = crew[0].call("fingerprint")
+    with running(four, "shared_mem", size=2, workers=1) as procs:
+        expected = procs[0].call("fingerprint")
         assert four.all("run", whole_weights, of=2) == [expected, None]
 
 
 def test_a_late_joiner_has_the_next_version(four: Ranks) -> None:
     four.all("make", 1, 2, of=2)
-    with running(four, size=2, workers=1, encoding="bucket") as crew, added(four, 5) as late:
-        assert late.call("fingerprint") == crew[0].call("fingerprint")
+    with running(four, size=2, workers=1, encoding="bucket") as procs, added(four, 5) as late:
+        assert late.call("fingerprint") == procs[0].call("fingerprint")
         four.all("train", 1, of=2)
         reports = four.all("call", "send", of=2)
         assert [sorted(report.apply_seconds) for report in reports] == [[0, 5]] * 2
-        assert late.call("fingerprint") == crew[0].call("fingerprint")
+        assert late.call("fingerprint") == procs[0].call("fingerprint")
         assert four.all("get", "worker_versions", of=2) == [{0: 1, 5: 1}] * 2
 
 
@@ -218,7 +218,7 @@ def test_calls_that_differ_are_an_error(four: Ranks) -> None:
     four.all("make", 1, 2, of=2)
     with running(four, size=2, workers=1, **BUCKETS):
         for rank, call in enumerate(("send", "prepare_weights")):
-            four.pipes[rank].send(("call", (call,), {}))
+            four.all_ranks[rank].post("call", call)
         leader, follower = four.answers(2)
         text = "this rank called prepare_weights() where rank 0 called send()"
         assert isinstance(follower, LifecycleError)
@@ -241,7 +241,7 @@ def test_a_rank_that_dies_is_named_in_time() -> None:
     with Ranks(3) as ranks:
         ranks.all("group", [0, 1, 2])
         ranks.all("make", 1, 3)
-        with running(ranks, size=3, workers=1, **BUCKETS) as crew:
+        with running(ranks, size=3, workers=1, **BUCKETS) as procs:
             ranks.kill(2)
             start = time.monotonic()
             ranks.post("call", "send", of=2)
@@ -249,7 +249,7 @@ def test_a_rank_that_dies_is_named_in_time() -> None:
             assert time.monotonic() - start < 10
             assert [type(error) for error in errors] == [SyncFailedError] * 2
             assert all(str(error).startswith("rank 2 of the trainer is gone") for error in errors), errors
-            assert crew[0].call("version") == 0
+            assert procs[0].call("version") == 0
 
 
 @pytest.mark.slow
@@ -291,8 +291,8 @@ def test_a_rank_that_is_stopped_is_named() -> None:
     with Ranks(3) as ranks:
         ranks.all("group", [0, 1, 2])
         ranks.all("make", 1, 3)
-        with running(ranks, size=3, workers=1, timeout=2.0, **BUCKETS) as crew:
-            freeze(ranks.processes[2].pid)
+        with running(ranks, size=3, workers=1, timeout=2.0, **BUCKETS) as procs:
+            freeze(ranks.pid(2))
             ranks.post("call", "send", of=2)
             errors = ranks.answers(2)
             ranks.kill(2)
@@ -300,4 +300,4 @@ def test_a_rank_that_is_stopped_is_named() -> None:
             assert all(str(error).startswith("rank 2 of the trainer took no part") for error in errors), (
                 errors
             )
-            assert crew[0].call("version") == 0
+            assert procs[0].call("version") == 0

@@ -4,8 +4,6 @@ import collections
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -14,6 +12,7 @@ import psutil
 import pytest
 import torch
 from collector_parts import Env, fill, make_policy, weights_of
+from interpreters import run_python
 from test_collectors_distributed import make, used
 from test_collectors_end import Dies, Fails, ours
 
@@ -206,13 +205,7 @@ def test_an_interpreter_ends_without_shutdown(cls, end, code, tmp_path):
     """Forgotten, by an error, or killed: neither it nor its workers stay."""
     program = tmp_path / "forgetful.py"
     program.write_text(textwrap.dedent(PROGRAM).format(here=str(Path(__file__).parent), cls=cls, end=end))
-    done = subprocess.run(
-        [sys.executable, program],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+    done = run_python(program, timeout=90.0)
     assert done.returncode == code, done.stderr
     assert ("on purpose" in done.stderr) == (code == 1)
     workers = [int(pid) for pid in done.stdout.split()]

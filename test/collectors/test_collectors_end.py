@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from collector_parts import OPTIONS, Env, make_policy, weights_of
+from interpreters import run_python
 
 from collectors import Collector, MultiAsyncCollector, MultiSyncCollector, updating
 from weight_update import (
@@ -173,13 +174,7 @@ def test_an_interpreter_exits_without_shutdown(end, tmp_path):
     program = tmp_path / "forgetful.py"
     program.write_text(textwrap.dedent(FORGETFUL).format(here=str(Path(__file__).parent), end=end))
     start = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, program],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+    done = run_python(program, timeout=90.0)
     assert ("the end" in done.stdout) == (done.returncode == 0) == (end == "pass"), done.stderr
     assert ("on purpose" in done.stderr) == (end != "pass")
     assert time.monotonic() - start < 90

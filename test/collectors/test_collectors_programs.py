@@ -1,13 +1,11 @@
 """Whole programs, each in an interpreter of its own: those of TorchRL's documentation, and our docs page."""
 
-import os
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from interpreters import run_python
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -16,21 +14,21 @@ PROGRAMS = Path(__file__).parent / "programs"
 PAGE = ROOT / "docs" / "collectors.rst"
 
 
-def run(program):
-    done = subprocess.run(
-        [sys.executable, str(program)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=280,  # imports alone take a minute on a loaded machine
-    )
+def run(program, **how):
+    done = run_python(program, timeout=280.0, **how)  # imports alone take a minute on a loaded machine
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout.splitlines()
 
 
-def test_the_collector_program():
-    lines = run(PROGRAMS / "with_collectors.py")
+QUICK = pytest.mark.parametrize(
+    "quick_spawn", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["from a forkserver", "by spawn"]
+)
+
+
+@QUICK
+def test_the_collector_program(quick_spawn):
+    lines = run(PROGRAMS / "with_collectors.py", quick_spawn=quick_spawn)
     versions = [int(re.fullmatch(r"frames 192 version (\d+)", line).group(1)) for line in lines]
     batches = -(-10000 // 192)
     assert len(versions) == batches
@@ -52,10 +50,11 @@ def snippets():
     return [textwrap.dedent(block) for block in blocks]
 
 
-def test_the_snippets_of_the_page_run_one_after_the_other(tmp_path):
+@QUICK
+def test_the_snippets_of_the_page_run_one_after_the_other(quick_spawn, tmp_path):
     first, *rest = snippets()
     assert len(rest) >= 6
     program = tmp_path / "page.py"
     body = textwrap.indent("\n".join(rest), "    ")
     program.write_text(f"{first}\nif __name__ == '__main__':\n{body}\n    print('all of it ran')\n")
-    assert run(program)[-1] == "all of it ran"
+    assert run(program, quick_spawn=quick_spawn)[-1] == "all of it ran"

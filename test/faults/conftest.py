@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from faults_tools import Crew
+from faults_tools import Processes
 
 from weight_update import (
     DistributedWeightSyncScheme,
@@ -37,13 +37,13 @@ def kind(request: pytest.FixtureRequest) -> type[WeightSyncScheme]:
 
 
 @pytest.fixture
-def crew() -> Iterator[Crew]:
+def procs() -> Iterator[Processes]:
     """Starts workers, and ends them whatever happens."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a child forked after OpenMP ran hangs in its own parallel loops
-    crew = Crew()
+    procs = Processes()
     try:
-        yield crew
+        yield procs
     finally:
-        crew.close()
+        procs.close()
         torch.set_num_threads(threads)

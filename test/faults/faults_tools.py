@@ -9,13 +9,14 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from weight_update import WeightSyncScheme
-from weight_update.testing import processes
+from weight_update.testing import Body, processes, workers
 from weight_update.testing.processes import freeze
 
 WAIT = 30.0
@@ -65,13 +66,17 @@ def fill(model: nn.Module, value: float) -> nn.Module:
     return model
 
 
-class Worker:
-    """What lives in a worker process."""
+class Worker(Body):
+    """The content of a worker process."""
 
     def __init__(self, scheme: WeightSyncScheme, idx: int, model: Any) -> None:
-        self.scheme, self.idx, self.model = scheme, idx, model
+        super().__init__(scheme, idx)
+        self.idx, self.model = idx, model
         self.held = contextlib.ExitStack()
         self.passes: list[Passes] = []
+
+    def end(self) -> None:
+        """Leave the scheme alone: some tests are about workers that do."""
 
 
 class Passes:
@@ -157,53 +162,49 @@ def wait_version(me: Worker, version: int, timeout: float = WAIT) -> int | None:
     return me.scheme.version
 
 
+def slot_bytes(me: Worker | None = None) -> int:
+    """Return the bytes of slots that this process maps."""
+    total = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "memfd:weight_update-" in line:
+            start, _, stop = line.split()[0].partition("-")
+            total += int(stop, 16) - int(start, 16)
+    return total
+
+
 # -- the trainer's side --------------------------------------------------------------------------------
 
 
-def _live(pipe: Any, scheme: WeightSyncScheme, idx: int, make_model: Callable[[], Any]) -> None:
-    torch.set_num_threads(1)
-    me = Worker(scheme, idx, make_model())
-    with contextlib.suppress(EOFError, OSError):
-        while (asked := pipe.recv()) is not None:
-            function, args = asked
-            try:
-                answer = (True, function(me, *args))
-            except Exception:  # noqa: BLE001 - the test reads it
-                answer = (False, traceback.format_exc())
-            pipe.send(answer)
-
-
-class Remote:
+class Remote(workers.Worker):
     """A worker process, seen from the test."""
 
-    def __init__(self, ctx: Any, scheme: WeightSyncScheme, idx: int, make_model: Callable[[], Any]) -> None:
-        self._pipe, theirs = ctx.Pipe()
-        self.idx = idx
-        self.process = ctx.Process(target=_live, args=(theirs, scheme, idx, make_model), daemon=True)
-        self.process.start()
-        theirs.close()
+    def __init__(self, scheme: WeightSyncScheme, idx: int, make_model: Callable[[], Any]) -> None:
+        super().__init__(scheme, idx, "fork", lambda scheme, idx: Worker(scheme, idx, make_model()))
+        self.idx, self.process = idx, self.runner
 
     @property
     def pid(self) -> int:
         assert self.process.pid is not None
-        return self.process.pid
+        return int(self.process.pid)
 
     def begin(self, function: Callable[..., Any], *args: Any) -> None:
         """Let it run ``function(worker, *args)``."""
-        self._pipe.send((function, args))
+        self.post("run", function, *args)
 
     def answered(self) -> bool:
         """Whether :meth:`result` has something to return."""
-        return bool(self._pipe.poll())
+        return not self.busy()
 
     def result(self, timeout: float = WAIT) -> Any:
         """What the function returned."""
-        if not self._pipe.poll(timeout):
+        if self.busy(timeout):
             raise TimeoutError(f"worker {self.idx} did not answer within {timeout} s")
-        fine, value = self._pipe.recv()
-        if not fine:
-            raise WorkerRaised(value)
-        return value
+        try:
+            return self.answer()
+        except workers.WorkerDiedError:
+            raise
+        except Exception as error:  # noqa: BLE001 - tests look for its name and its message
+            raise WorkerRaised(str(error.__cause__)) from None
 
     def call(self, function: Callable[..., Any], *args: Any, timeout: float = WAIT) -> Any:
         """:meth:`begin` and :meth:`result`."""
@@ -212,7 +213,7 @@ class Remote:
 
     def dismiss(self) -> None:
         """Let its main function return."""
-        self._pipe.send(None)
+        self._pipe.send_bytes(workers.dumps(None))
 
     def signal(self, number: int) -> None:
         if number == signal.SIGSTOP:
@@ -232,7 +233,7 @@ class Remote:
         self.process.close()
 
 
-class Crew:
+class Processes:
     """Schemes and worker processes of one test; all of them end with it."""
 
     def __init__(self) -> None:
@@ -247,7 +248,7 @@ class Crew:
 
     def start(self, scheme: WeightSyncScheme, idx: int, make_model: Callable[[], Any]) -> Remote:
         """A worker that did not join yet."""
-        self._remotes.append(Remote(self._ctx, scheme, idx, make_model))
+        self._remotes.append(Remote(scheme, idx, make_model))
         return self._remotes[-1]
 
     def launch(

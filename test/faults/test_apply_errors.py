@@ -14,7 +14,7 @@ import pytest
 import torch
 from faults_tools import (
     WAIT,
-    Crew,
+    Processes,
     Remote,
     Stripes,
     Worker,
@@ -73,11 +73,13 @@ def numbered(model: Fussy, number: int) -> Fussy:
     return model
 
 
-def start_two(kind: type[WeightSyncScheme], crew: Crew, **options) -> tuple[WeightSyncScheme, list[Remote]]:
+def start_two(
+    kind: type[WeightSyncScheme], procs: Processes, **options
+) -> tuple[WeightSyncScheme, list[Remote]]:
     """Connect worker 0, which takes every version, and worker 1, which refuses version 2."""
-    scheme = crew.scheme(kind, timeout=10.0, **options)
+    scheme = procs.scheme(kind, timeout=10.0, **options)
     scheme.init_on_sender(model=numbered(Fussy(), 0), num_workers=2)
-    workers = [crew.start(scheme, 0, Fussy), crew.start(scheme, 1, Fussier)]
+    workers = [procs.start(scheme, 0, Fussy), procs.start(scheme, 1, Fussier)]
     for worker in workers:
         worker.begin(join)
     scheme.connect(timeout=WAIT)
@@ -95,8 +97,8 @@ def weights_only(me: Worker) -> set[float]:
         return {float(v) for p in me.model.parameters() for v in p.detach().aminmax()}
 
 
-def test_an_exception_while_applying_reaches_send(kind, crew: Crew) -> None:
-    scheme, (easy, fussy) = start_two(kind, crew)
+def test_an_exception_while_applying_reaches_send(kind, procs: Processes) -> None:
+    scheme, (easy, fussy) = start_two(kind, procs)
     model = Fussy()
     scheme.send(numbered(model, 1))
     with pytest.raises(SyncFailedError, match="the number 2 is not welcome") as caught:
@@ -111,8 +113,8 @@ def test_an_exception_while_applying_reaches_send(kind, crew: Crew) -> None:
     assert [worker.call(weights_only) for worker in (easy, fussy)] == [{3.0}, {3.0}]
 
 
-def test_an_error_of_an_asynchronous_send_is_raised_by_a_later_call(kind, crew: Crew) -> None:
-    scheme, (easy, fussy) = start_two(kind, crew, sync=False)
+def test_an_error_of_an_asynchronous_send_is_raised_by_a_later_call(kind, procs: Processes) -> None:
+    scheme, (easy, fussy) = start_two(kind, procs, sync=False)
     model = Fussy()
     scheme.send(numbered(model, 1))
     assert fussy.call(wait_version, 1) == 1
@@ -129,9 +131,9 @@ def test_an_error_of_an_asynchronous_send_is_raised_by_a_later_call(kind, crew: 
     scheme.send(numbered(model, 6))
 
 
-def test_an_error_is_not_lost_behind_newer_sends(kind, crew: Crew) -> None:
+def test_an_error_is_not_lost_behind_newer_sends(kind, procs: Processes) -> None:
     """Version 2 fails after version 3 was sent already; 3 is fine, and 2 is still reported."""
-    scheme, (easy, fussy) = start_two(kind, crew, sync=False)
+    scheme, (easy, fussy) = start_two(kind, procs, sync=False)
     model = Fussy()
     scheme.send(numbered(model, 1))
     assert eventually(lambda: scheme.worker_versions == {0: 1, 1: 1})  # else 2 waits, and 3 replaces it
@@ -147,8 +149,8 @@ def test_an_error_is_not_lost_behind_newer_sends(kind, crew: Crew) -> None:
     scheme.send(numbered(model, 5))
 
 
-def test_a_handle_raises_what_happened(kind, crew: Crew) -> None:
-    scheme, (_, fussy) = start_two(kind, crew)
+def test_a_handle_raises_what_happened(kind, procs: Processes) -> None:
+    scheme, (_, fussy) = start_two(kind, procs)
     model = Fussy()
     fussy.call(hold)
     handles = [scheme.send_async(numbered(model, number)) for number in (2, 2)]
@@ -159,8 +161,8 @@ def test_a_handle_raises_what_happened(kind, crew: Crew) -> None:
         assert handle.done()
 
 
-def test_a_handle_whose_version_was_replaced_by_one_that_fails(kind, crew: Crew) -> None:
-    scheme, (_, fussy) = start_two(kind, crew)
+def test_a_handle_whose_version_was_replaced_by_one_that_fails(kind, procs: Processes) -> None:
+    scheme, (_, fussy) = start_two(kind, procs)
     model = Fussy()
     fussy.call(hold)
     handles = [scheme.send_async(numbered(model, number)) for number in (2, 5, 2)]
@@ -175,11 +177,11 @@ def test_a_handle_whose_version_was_replaced_by_one_that_fails(kind, crew: Crew)
     )  # the version in between was dropped, so send() must not wait for it
 
 
-def test_the_first_weights_fail(kind, crew: Crew) -> None:
-    scheme = crew.scheme(kind, timeout=10.0)
+def test_the_first_weights_fail(kind, procs: Processes) -> None:
+    scheme = procs.scheme(kind, timeout=10.0)
     model = numbered(Fussy(), 2)
     scheme.init_on_sender(model=model, num_workers=1)
-    worker = crew.start(scheme, 0, Fussier)
+    worker = procs.start(scheme, 0, Fussier)
     worker.begin(join)
     with pytest.raises(SyncFailedError, match="not welcome"):
         scheme.connect(timeout=10.0)
@@ -220,10 +222,10 @@ def join_with_context(me: Worker, failing: tuple[int, ...]) -> None:
     me.scheme.connect()
 
 
-def test_memory_of_an_update_that_failed_late_is_not_written_again(kind, crew: Crew) -> None:
-    scheme, model = crew.scheme(kind, timeout=10.0), Stripes(24, 1 << 14)
+def test_memory_of_an_update_that_failed_late_is_not_written_again(kind, procs: Processes) -> None:
+    scheme, model = procs.scheme(kind, timeout=10.0), Stripes(24, 1 << 14)
     scheme.init_on_sender(model=model, num_workers=1)
-    worker = crew.start(scheme, 0, lambda: Stripes(24, 1 << 14))
+    worker = procs.start(scheme, 0, lambda: Stripes(24, 1 << 14))
     worker.begin(join_with_context, tuple(range(3, 60, 2)))
     scheme.connect(timeout=WAIT)
     worker.result()
@@ -270,10 +272,10 @@ BAD = [extra_layer, missing_layer, wrong_shape, broadcastable]
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_models_that_differ_cannot_connect_and_both_stay_usable(kind, crew: Crew, bad) -> None:
-    scheme = crew.scheme(kind, timeout=10.0)
+def test_models_that_differ_cannot_connect_and_both_stay_usable(kind, procs: Processes, bad) -> None:
+    scheme = procs.scheme(kind, timeout=10.0)
     scheme.init_on_sender(model=make_net(), num_workers=1)
-    worker = crew.start(scheme, 0, bad)
+    worker = procs.start(scheme, 0, bad)
     before = worker.call(_values)
     worker.begin(join)
     with pytest.raises(SchemaMismatchError) as caught:
@@ -300,9 +302,9 @@ def _join_with_another_model(me: Worker) -> None:
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_sending_weights_that_do_not_fit_sends_nothing(kind, crew: Crew, bad) -> None:
-    scheme, model = crew.scheme(kind, timeout=10.0), make_net()
-    workers = crew.launch(scheme, model, make_net, 2)
+def test_sending_weights_that_do_not_fit_sends_nothing(kind, procs: Processes, bad) -> None:
+    scheme, model = procs.scheme(kind, timeout=10.0), make_net()
+    workers = procs.launch(scheme, model, make_net, 2)
     with pytest.raises(SchemaMismatchError) as caught:
         scheme.send(bad())
     assert caught.value.problems

@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from faults_tools import Crew, Stripes, Worker, fill, hold, join, let_go, version_of, weights_of
+from faults_tools import Processes, Stripes, Worker, fill, hold, join, let_go, version_of, weights_of
 from test_apply_errors import (  # noqa: F401 - they are collected here, too
     test_models_that_differ_cannot_connect_and_both_stay_usable,
     test_sending_weights_that_do_not_fit_sends_nothing,
@@ -47,9 +47,9 @@ def receive(me: Worker, timeout: float) -> set[float] | None:
     return {float(value) for one in weights.values(True, True) for value in one.detach().aminmax()}
 
 
-def test_a_late_update_is_not_taken_for_the_next(kind, crew: Crew) -> None:
-    scheme, model = crew.scheme(kind, timeout=0.5), Stripes(24, 4096)
-    (worker,) = crew.launch(scheme, model, lambda: Stripes(24, 4096), 1)
+def test_a_late_update_is_not_taken_for_the_next(kind, procs: Processes) -> None:
+    scheme, model = procs.scheme(kind, timeout=0.5), Stripes(24, 4096)
+    (worker,) = procs.launch(scheme, model, lambda: Stripes(24, 4096), 1)
     assert worker.call(receive, 0.1) is None
     scheme.send(fill(model, 1))
     assert worker.call(receive, 5.0) == {1.0}
@@ -65,9 +65,9 @@ def test_a_late_update_is_not_taken_for_the_next(kind, crew: Crew) -> None:
     assert worker.call(version_of) == 3
 
 
-def test_bfloat16_to_a_worker_in_float32(kind, crew: Crew) -> None:
-    scheme, model = crew.scheme(kind, timeout=10.0), Stripes(4, 1 << 16).bfloat16()
-    (worker,) = crew.launch(scheme, model, lambda: Stripes(4, 1 << 16), 1)
+def test_bfloat16_to_a_worker_in_float32(kind, procs: Processes) -> None:
+    scheme, model = procs.scheme(kind, timeout=10.0), Stripes(4, 1 << 16).bfloat16()
+    (worker,) = procs.launch(scheme, model, lambda: Stripes(4, 1 << 16), 1)
     torch.manual_seed(0)
     for _ in range(3):
         with torch.no_grad():
@@ -84,13 +84,13 @@ def leave_without_a_word(me: Worker) -> None:
     os._exit(0)
 
 
-def test_a_worker_that_exits_without_shutdown(kind, crew: Crew) -> None:
-    scheme, model = crew.scheme(kind, timeout=3.0), Stripes(4, 64)
-    workers = crew.launch(scheme, model, lambda: Stripes(4, 64), 2)
+def test_a_worker_that_exits_without_shutdown(kind, procs: Processes) -> None:
+    scheme, model = procs.scheme(kind, timeout=3.0), Stripes(4, 64)
+    workers = procs.launch(scheme, model, lambda: Stripes(4, 64), 2)
     workers[1].begin(leave_without_a_word)
     workers[1].process.join(5.0)
     with pytest.raises(SyncFailedError, match="worker 1"):
         scheme.send(fill(model, 1))
-    fresh = crew.start(scheme, 1, lambda: Stripes(4, 64))
+    fresh = procs.start(scheme, 1, lambda: Stripes(4, 64))
     assert fresh.call(join) == 1
     assert scheme.send(fill(model, 2)).apply_seconds.keys() == {0, 1}

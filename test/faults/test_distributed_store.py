@@ -17,7 +17,7 @@ from contextlib import closing
 import pytest
 import torch
 from faults_tools import (
-    Crew,
+    Processes,
     Remote,
     Stripes,
     assert_whole,
@@ -51,9 +51,9 @@ def make_elsewhere() -> Stripes:
 class Training:
     """A trainer with a worker on another host, into which updates flow."""
 
-    def __init__(self, crew: Crew) -> None:
-        self.crew, self.model = crew, make_here()
-        self.scheme = crew.scheme(DistributedWeightSyncScheme, timeout=10.0)
+    def __init__(self, procs: Processes) -> None:
+        self.procs, self.model = procs, make_here()
+        self.scheme = procs.scheme(DistributedWeightSyncScheme, timeout=10.0)
         self.scheme.init_on_sender(model=self.model, num_workers=1)
         self.far = self.start(0, make_elsewhere)
         self.scheme.connect(timeout=20.0)
@@ -61,7 +61,7 @@ class Training:
         self.far.call(compute)
 
     def start(self, idx: int, make_model: Callable[[], Stripes]) -> Remote:
-        worker = self.crew.start(self.scheme, idx, make_model)
+        worker = self.procs.start(self.scheme, idx, make_model)
         worker.begin(join)
         return worker
 
@@ -97,8 +97,8 @@ class Training:
 def training() -> Iterator[Training]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a child forked after OpenMP ran hangs in its own parallel loops
-    with closing(Crew()) as crew:
-        yield Training(crew)
+    with closing(Processes()) as procs:
+        yield Training(procs)
     torch.set_num_threads(threads)
 
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 from faults_tools import (
-    Crew,
+    Processes,
     Stripes,
     Worker,
     WorkerRaised,
@@ -62,10 +62,10 @@ def busy() -> Iterator[DistributedWeightSyncScheme]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a child forked after OpenMP ran hangs in its own parallel loops
     OTHER_PORTS.update(listening())
-    with closing(Crew()) as crew:
-        scheme, model = crew.scheme(DistributedWeightSyncScheme, timeout=10.0), make_here()
+    with closing(Processes()) as procs:
+        scheme, model = procs.scheme(DistributedWeightSyncScheme, timeout=10.0), make_here()
         scheme.init_on_sender(model=model, num_workers=WORKERS)
-        workers = [crew.start(scheme, 0, make_here), crew.start(scheme, 1, make_elsewhere)]
+        workers = [procs.start(scheme, 0, make_here), procs.start(scheme, 1, make_elsewhere)]
         for worker in workers:
             worker.begin(join)
         scheme.connect(timeout=20.0)
@@ -173,8 +173,8 @@ def join_with(me: Worker, **options: object) -> None:
     me.scheme.connect(timeout=10.0)
 
 
-def test_a_worker_with_another_token(busy, crew: Crew, caplog: pytest.LogCaptureFixture) -> None:
-    stranger = crew.start(busy, 0, make_here)
+def test_a_worker_with_another_token(busy, procs: Processes, caplog: pytest.LogCaptureFixture) -> None:
+    stranger = procs.start(busy, 0, make_here)
     with (
         caplog.at_level(logging.WARNING),
         pytest.raises(WorkerRaised, match="JoinRefusedError: the tokens of the two ends differ"),
@@ -225,12 +225,12 @@ class Tap:
         self._server.close()
 
 
-def test_what_a_worker_said_is_not_heard_twice(crew: Crew, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_worker_said_is_not_heard_twice(procs: Processes, caplog: pytest.LogCaptureFixture) -> None:
     """A stranger that recorded the traffic repeats a join request, byte for byte."""
-    scheme, model = crew.scheme(DistributedWeightSyncScheme, timeout=5.0), make_here()
+    scheme, model = procs.scheme(DistributedWeightSyncScheme, timeout=5.0), make_here()
     scheme.init_on_sender(model=model, num_workers=1)
     with closing(Tap(scheme.port)) as tap:
-        worker = crew.start(scheme, 0, make_here)
+        worker = procs.start(scheme, 0, make_here)
         worker.begin(partial(join_with, port=tap.port, token=scheme._token))
         scheme.connect(timeout=10.0)
         worker.result()

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing as mp
-import os
 import re
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreters import run_python
 from torch import nn
 
 from weight_update import (
@@ -125,15 +124,7 @@ def test_the_program_of_the_readme(tmp_path: Path) -> None:
 def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
     file = folder / "program.py"
     file.write_text(program)
-    return subprocess.run(
-        [sys.executable, "-W", "error", str(file)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=80,
-        check=False,
-    )
+    return run_python("-W", "error", file, env={"OMP_NUM_THREADS": "2"}, merged=True, timeout=80.0)
 
 
 def report_version(scheme: WeightSyncScheme, pipe: Any) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from faults_tools import WAIT, Crew, Stripes, Worker, fill
+from faults_tools import WAIT, Processes, Stripes, Worker, fill
 
 from weight_update import DistributedWeightSyncScheme, LinkClosedError
 
@@ -61,16 +61,16 @@ def seconds_until_the_end(me: Worker) -> float:
 
 
 @pytest.fixture
-def crew() -> Iterator[Crew]:
-    crew = Crew()
-    yield crew
-    crew.close()
+def procs() -> Iterator[Processes]:
+    procs = Processes()
+    yield procs
+    procs.close()
 
 
 @pytest.mark.parametrize("leave", [leave_a_fork, leave_a_program], ids=["fork", "program"])
 @pytest.mark.parametrize("host", [None, "elsewhere"], ids=["this_host", "another_host"])
-def test_a_worker_learns_of_it(crew: Crew, host: str | None, leave) -> None:
-    trainer, worker = crew.start(None, 0, make), crew.start(None, 0, make)
+def test_a_worker_learns_of_it(procs: Processes, host: str | None, leave) -> None:
+    trainer, worker = procs.start(None, 0, make), procs.start(None, 0, make)
     worker.begin(join_from, host, trainer.call(open_as_trainer))
     trainer.call(send_once)
     worker.result()

@@ -15,8 +15,8 @@ import pytest
 import torch
 from faults_tools import (
     START,
-    Crew,
     Layer,
+    Processes,
     Stripes,
     Worker,
     eventually,
@@ -126,11 +126,11 @@ def interrupted_at_random(me: Worker, way: Any, seed: int, seconds: float) -> di
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_interrupts_at_random_moments(crew: Crew, way: Any) -> None:
+def test_interrupts_at_random_moments(procs: Processes, way: Any) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
-    scheme, model = crew.scheme(SharedMemWeightSyncScheme, timeout=PROMPT), Counted()
-    (worker,) = crew.launch(scheme, model, Counted, 1)
+    scheme, model = procs.scheme(SharedMemWeightSyncScheme, timeout=PROMPT), Counted()
+    (worker,) = procs.launch(scheme, model, Counted, 1)
     with sending(scheme, model):
         seen = worker.call(interrupted_at_random, way, seed, SECONDS)
         assert flows_on(scheme)
@@ -155,9 +155,9 @@ def seen_by_a_pass(me: Worker) -> list[float]:
     return me.model(START).tolist()
 
 
-def test_an_interrupt_during_the_switch(crew: Crew) -> None:
-    scheme, model = crew.scheme(SharedMemWeightSyncScheme, timeout=PROMPT), Signalled()
-    (worker,) = crew.launch(scheme, model, Signalled, 1)
+def test_an_interrupt_during_the_switch(procs: Processes) -> None:
+    scheme, model = procs.scheme(SharedMemWeightSyncScheme, timeout=PROMPT), Signalled()
+    (worker,) = procs.launch(scheme, model, Signalled, 1)
     for version in (1, 2, 3):
         model.number = version
         if version == 2:
@@ -176,9 +176,9 @@ def interrupted_once(me: Worker) -> None:
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_an_interrupt_in_the_middle_of_a_forward_pass(crew: Crew, again: bool) -> None:
-    scheme, model = crew.scheme(SharedMemWeightSyncScheme, timeout=PROMPT), Interrupted()
-    (worker,) = crew.launch(scheme, model, Interrupted, 1)
+def test_an_interrupt_in_the_middle_of_a_forward_pass(procs: Processes, again: bool) -> None:
+    scheme, model = procs.scheme(SharedMemWeightSyncScheme, timeout=PROMPT), Interrupted()
+    (worker,) = procs.launch(scheme, model, Interrupted, 1)
     worker.call(interrupted_once)
     if again:
         assert worker.call(seen_by_a_pass) == [0.0, 0.0]
@@ -197,11 +197,11 @@ def join_interrupted(me: Worker) -> tuple[bool, set[float], int]:
     return interrupted, set(me.model(START).tolist()), me.model.number
 
 
-def test_an_interrupt_while_the_first_weights_are_applied(crew: Crew) -> None:
-    scheme, model = crew.scheme(SharedMemWeightSyncScheme), fill(Signalled(), 2)
+def test_an_interrupt_while_the_first_weights_are_applied(procs: Processes) -> None:
+    scheme, model = procs.scheme(SharedMemWeightSyncScheme), fill(Signalled(), 2)
     model.number = 2
     scheme.init_on_sender(model=model, num_workers=1)
-    worker = crew.start(scheme, 0, Signalled)
+    worker = procs.start(scheme, 0, Signalled)
     worker.begin(join_interrupted)
     connecting = threading.Thread(target=_try_connect, args=(scheme,))
     connecting.start()
@@ -230,9 +230,9 @@ def compute_for_ever(me: Worker) -> None:
             me.model(START)
 
 
-def test_shutdown_in_a_signal_handler_during_the_switch(crew: Crew) -> None:
-    scheme, model = crew.scheme(SharedMemWeightSyncScheme, timeout=PROMPT), Terminated()
-    (worker,) = crew.launch(scheme, model, Terminated, 1)
+def test_shutdown_in_a_signal_handler_during_the_switch(procs: Processes) -> None:
+    scheme, model = procs.scheme(SharedMemWeightSyncScheme, timeout=PROMPT), Terminated()
+    (worker,) = procs.launch(scheme, model, Terminated, 1)
     worker.call(shut_down_when_terminated)
     worker.begin(compute_for_ever)
     model.number = 2
@@ -245,13 +245,13 @@ def test_shutdown_in_a_signal_handler_during_the_switch(crew: Crew) -> None:
 
 
 @pytest.mark.slow
-def test_shutdown_in_a_signal_handler_at_random_moments(crew: Crew) -> None:
+def test_shutdown_in_a_signal_handler_at_random_moments(procs: Processes) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     rng = random.Random(seed)
     for _ in range(20):
-        scheme, model = crew.scheme(SharedMemWeightSyncScheme, timeout=PROMPT), Counted()
-        (worker,) = crew.launch(scheme, model, Counted, 1)
+        scheme, model = procs.scheme(SharedMemWeightSyncScheme, timeout=PROMPT), Counted()
+        (worker,) = procs.launch(scheme, model, Counted, 1)
         worker.call(shut_down_when_terminated)
         worker.begin(compute_for_ever)
         handles = [scheme.send_async(fill(model, version)) for version in range(1, 5)]
@@ -291,10 +291,10 @@ def join_and_hold_inside(me: Worker) -> None:
     me.model.scheme = me.scheme
 
 
-def test_holding_and_computing_while_extra_state_is_set(crew: Crew) -> None:
-    scheme, model = crew.scheme(SharedMemWeightSyncScheme, timeout=PROMPT), Reentrant()
+def test_holding_and_computing_while_extra_state_is_set(procs: Processes) -> None:
+    scheme, model = procs.scheme(SharedMemWeightSyncScheme, timeout=PROMPT), Reentrant()
     scheme.init_on_sender(model=model, num_workers=1)
-    worker = crew.start(scheme, 0, Reentrant)
+    worker = procs.start(scheme, 0, Reentrant)
     worker.begin(join_and_hold_inside)
     scheme.connect(timeout=PROMPT)
     worker.result()

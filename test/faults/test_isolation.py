@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from faults_tools import WAIT, Crew, Remote, Worker, wait_version, weights_of
+from faults_tools import WAIT, Processes, Remote, Worker, wait_version, weights_of
 from torch import nn
 
 from weight_update import WeightSyncScheme
@@ -65,9 +65,9 @@ def check_all(workers: list[Remote], version: int, expected: dict[str, torch.Ten
 
 
 @pytest.fixture
-def pair(kind: type[WeightSyncScheme], crew: Crew) -> tuple[WeightSyncScheme, nn.Module, list[Remote]]:
-    scheme, model = crew.scheme(kind, timeout=WAIT), make_model()
-    return scheme, model, crew.launch(scheme, model, make_model, 2)
+def pair(kind: type[WeightSyncScheme], procs: Processes) -> tuple[WeightSyncScheme, nn.Module, list[Remote]]:
+    scheme, model = procs.scheme(kind, timeout=WAIT), make_model()
+    return scheme, model, procs.launch(scheme, model, make_model, 2)
 
 
 def test_optimizer_steps_stay_with_the_trainer_until_sent(pair) -> None:

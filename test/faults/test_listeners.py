@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing as mp
 import os
 import resource
 import signal
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from faults_tools import WAIT, eventually
 from torch import nn
 
@@ -30,20 +28,17 @@ from weight_update import (
 )
 from weight_update.errors import LinkClosedError
 from weight_update.testing.processes import freeze
+from weight_update.testing.workers import RemoteObject
 from weight_update.wire.frames import Kind
-
-CTX = mp.get_context("fork")
 
 
 class Host(ABC):
     """A listening process, as seen by the test."""
 
     def __init__(self) -> None:
-        self._pipe, theirs = CTX.Pipe()
-        self.process = CTX.Process(target=_live, args=(theirs, self.listen), daemon=True)
-        self.process.start()
-        theirs.close()
-        self.address, self.token = self._answer()
+        self._calls = RemoteObject(lambda: self)
+        self.process = self._calls.runner
+        self.address, self.token = self._calls.call("listen")
 
     @abstractmethod
     def listen(self) -> tuple[str, str]:
@@ -58,26 +53,17 @@ class Host(ABC):
         """Join with the token; raise an exception if that fails."""
 
     def call(self, function: Any, *args: Any) -> Any:
-        self._pipe.send((function, args))
-        return self._answer()
+        return self._calls.call("run", function, *args)
 
-    def _answer(self) -> Any:
-        assert self._pipe.poll(WAIT), "the host does not answer"
-        return self._pipe.recv()
+    def run(self, function: Any, *args: Any) -> Any:
+        return function(*args)
 
-    def end(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self._pipe.close()
+    def end(self) -> None:  # noqa: B027 - it need not be overridden
+        """Do nothing; the process ends."""
 
-
-def _live(pipe: Any, listen: Any) -> None:
-    torch.set_num_threads(1)
-    pipe.send(listen())
-    with contextlib.suppress(EOFError):
-        while True:
-            function, args = pipe.recv()
-            pipe.send(function(*args))
+    def close(self) -> None:
+        self._calls.runner.kill()
+        self._calls.stop()
 
 
 class Trainer(Host):
@@ -125,7 +111,7 @@ def host(request: pytest.FixtureRequest) -> Iterator[Host]:
     host = request.param()
     host.join(0)
     yield host
-    host.end()
+    host.close()
 
 
 # -- what is asked of a host -------------------------------------------------------------------------
@@ -228,4 +214,4 @@ def test_connect_keeps_to_its_timeout(full: bool) -> None:
         os.kill(host.process.pid, signal.SIGCONT)
         host.join(1)
     finally:
-        host.end()
+        host.close()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from faults_tools import (
     START,
-    Crew,
+    Processes,
     Stripes,
     Worker,
     eventually,
@@ -64,30 +64,30 @@ def half_a_megabyte() -> Stripes:
     return Stripes(4, 25_000)  # two slots fit into 1 MiB, three do not
 
 
-def test_a_mount_that_is_too_small(kind, crew: Crew, small_mount: str) -> None:
-    scheme = crew.scheme(kind, directory=small_mount)
+def test_a_mount_that_is_too_small(kind, procs: Processes, small_mount: str) -> None:
+    scheme = procs.scheme(kind, directory=small_mount)
     with pytest.raises(NotEnoughMemoryError, match=r"1\.0 MB") as caught:
         scheme.init_on_sender(model=one_megabyte(), num_workers=1)
     assert small_mount in str(caught.value)
     assert "remount,size=" in str(caught.value)
     assert isinstance(caught.value, MemoryError)
     assert not scheme.initialized_on_sender
-    use(crew, scheme)
+    use(procs, scheme)
 
 
-def use(crew: Crew, scheme) -> None:
+def use(procs: Processes, scheme) -> None:
     """Check that the scheme works with a model that fits."""
     model = half_a_megabyte()
-    (worker,) = crew.launch(scheme, model, half_a_megabyte, 1)
+    (worker,) = procs.launch(scheme, model, half_a_megabyte, 1)
     for version in range(1, 4):
         scheme.send(fill(model, version))
     assert worker.call(version_of) == 3
 
 
-def test_no_room_for_a_third_slot(kind, crew: Crew, small_mount: str) -> None:
+def test_no_room_for_a_third_slot(kind, procs: Processes, small_mount: str) -> None:
     """Two slots are reserved: asynchronous sends wait for one of them instead of failing."""
-    scheme, model = crew.scheme(kind, directory=small_mount, timeout=20.0), half_a_megabyte()
-    (worker,) = crew.launch(scheme, model, half_a_megabyte, 1)
+    scheme, model = procs.scheme(kind, directory=small_mount, timeout=20.0), half_a_megabyte()
+    (worker,) = procs.launch(scheme, model, half_a_megabyte, 1)
     worker.call(hold)
     scheme.send_async(fill(model, 1))
     worker.begin(_let_go_soon)
@@ -103,33 +103,33 @@ def _let_go_soon(me) -> None:
     let_go(me)
 
 
-def test_too_little_anonymous_memory(kind, crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheme = crew.scheme(kind)
+def test_too_little_anonymous_memory(kind, procs: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheme = procs.scheme(kind)
     with monkeypatch.context() as patch:
         patch.setattr(slots, "available_memory", lambda: 900_000)
         with pytest.raises(NotEnoughMemoryError, match=r"1\.0 MB .* 0\.9 MB"):
             scheme.init_on_sender(model=one_megabyte(), num_workers=1)
         assert not scheme.initialized_on_sender
-    use(crew, scheme)
+    use(procs, scheme)
 
 
-def test_a_directory_that_does_not_exist(kind, crew: Crew) -> None:
-    scheme = crew.scheme(kind, directory="/nowhere")
+def test_a_directory_that_does_not_exist(kind, procs: Processes) -> None:
+    scheme = procs.scheme(kind, directory="/nowhere")
     with pytest.raises(OSError, match="/nowhere"):
         scheme.init_on_sender(model=half_a_megabyte(), num_workers=1)
     scheme.directory = None
-    use(crew, scheme)
+    use(procs, scheme)
 
 
 ENCODINGS = {"dense": "dense", "bucket": BucketEncoding(bucket_size=4 << 20)}
 
 
 @pytest.mark.parametrize("encoding", ["dense", pytest.param("bucket", marks=pytest.mark.slow)])
-def test_a_worker_without_memory_for_a_while(kind, crew: Crew, encoding: str) -> None:
+def test_a_worker_without_memory_for_a_while(kind, procs: Processes, encoding: str) -> None:
     """A worker without memory is named, keeps its version, and takes the next update that fits."""
-    scheme = crew.scheme(kind, timeout=20.0, strategy=WeightStrategy(encoding=ENCODINGS[encoding]))
+    scheme = procs.scheme(kind, timeout=20.0, strategy=WeightStrategy(encoding=ENCODINGS[encoding]))
     model = large()
-    short, other = crew.launch(scheme, model, large, 2)
+    short, other = procs.launch(scheme, model, large, 2)
     short.call(limit_memory)
     with pytest.raises(SyncFailedError, match="worker 0") as caught:
         scheme.send(fill(model, 1))
@@ -171,9 +171,9 @@ def values_of(me: Worker) -> tuple[int, set[float]]:
 
 
 @pytest.mark.parametrize("encoding", ["dense", "bucket", "patch"])
-def test_no_memory_to_receive_into(crew: Crew, monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
+def test_no_memory_to_receive_into(procs: Processes, monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
     """If weights are copied as they arrive, an allocation that fails costs one update."""
-    scheme = crew.scheme(MemoryWeightSyncScheme, timeout=20.0, strategy=WeightStrategy(encoding=encoding))
+    scheme = procs.scheme(MemoryWeightSyncScheme, timeout=20.0, strategy=WeightStrategy(encoding=encoding))
     model, mine = half_a_megabyte(), half_a_megabyte()
     scheme.init_on_sender(model=model, num_workers=1)
     receiver = copy.copy(scheme)
@@ -208,14 +208,14 @@ SHORTAGES: dict[str, tuple[tuple[type, str], Exception, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("step", "shortage", "options"), SHORTAGES.values(), ids=SHORTAGES)
 def test_no_memory_to_join_again(
-    crew: Crew,
+    procs: Processes,
     monkeypatch: pytest.MonkeyPatch,
     step: tuple[type, str],
     shortage: Exception,
     options: dict[str, Any],
 ) -> None:
     """The receiver tries again while memory is short, instead of ending for good."""
-    scheme = crew.scheme(SharedMemWeightSyncScheme, timeout=20.0, strategy=WeightStrategy(**options))
+    scheme = procs.scheme(SharedMemWeightSyncScheme, timeout=20.0, strategy=WeightStrategy(**options))
     model, mine = half_a_megabyte(), half_a_megabyte()
     scheme.init_on_sender(model=model, num_workers=1)
     receiver = SharedMemWeightSyncScheme(

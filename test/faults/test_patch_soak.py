@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faults_tools import WAIT, Crew, Remote, Worker, eventually, hold, join, let_go
+from faults_tools import WAIT, Processes, Remote, Worker, eventually, hold, join, let_go
 from torch import nn
 
 from weight_update import (
@@ -114,12 +114,12 @@ def write_while_held(me: Worker, seed: int, seconds: float) -> None:
 class Soak:
     """A trainer that sends all the time, workers to which things happen, and what each should have."""
 
-    def __init__(self, kind: type[WeightSyncScheme], crew: Crew, seed: int) -> None:
-        self.dice, self.crew = random.Random(seed), crew
+    def __init__(self, kind: type[WeightSyncScheme], procs: Processes, seed: int) -> None:
+        self.dice, self.procs = random.Random(seed), procs
         options = self.dice.choice(OPTIONS)
         print(f"seed {seed}, {options}")
         strategy = WeightStrategy(encoding=PatchEncoding(**options))
-        self.scheme = crew.scheme(kind, strategy=strategy, timeout=LIMIT)
+        self.scheme = procs.scheme(kind, strategy=strategy, timeout=LIMIT)
         group_schemes([self.scheme])
         self.model, self.updates, self.failed, self.checks = Net(), 0, 0, 0
         self.labels: dict[str, int] = {}
@@ -133,7 +133,7 @@ class Soak:
             worker.result()
 
     def start(self, idx: int) -> Remote:
-        made = self.crew.start(self.scheme, idx, lambda: Net("poison" if idx % 2 else "").to(DTYPES[idx]))
+        made = self.procs.start(self.scheme, idx, lambda: Net("poison" if idx % 2 else "").to(DTYPES[idx]))
         made.begin(join)
         return made
 
@@ -303,9 +303,9 @@ def same_bits(who: str, expected: Bits, found: Bits) -> None:
     assert not any(wrong.values()), f"{who}: bytes that differ, by name: {wrong}"
 
 
-def run(kind: type[WeightSyncScheme], crew: Crew, updates: int, seconds: float) -> Soak:
+def run(kind: type[WeightSyncScheme], procs: Processes, updates: int, seconds: float) -> Soak:
     seed = int(os.environ.get("SOAK_SEED", random.SystemRandom().randrange(1 << 32)))
-    soak, end = Soak(kind, crew, seed), time.monotonic() + seconds
+    soak, end = Soak(kind, procs, seed), time.monotonic() + seconds
     while soak.updates < updates and time.monotonic() < end:
         for _ in range(soak.dice.randrange(1, 4 if soak.stopped or soak.held else 10)):
             soak.send()
@@ -319,13 +319,13 @@ def run(kind: type[WeightSyncScheme], crew: Crew, updates: int, seconds: float) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_thousand_updates(kind: type[WeightSyncScheme], crew: Crew) -> None:
-    soak = run(kind, crew, 1000, 170.0)
+def test_a_thousand_updates(kind: type[WeightSyncScheme], procs: Processes) -> None:
+    soak = run(kind, procs, 1000, 170.0)
     assert soak.updates >= 1000
     assert soak.checks > 10
 
 
-def test_some_updates(kind: type[WeightSyncScheme], crew: Crew) -> None:
-    soak = run(kind, crew, 200, 6.0)
+def test_some_updates(kind: type[WeightSyncScheme], procs: Processes) -> None:
+    soak = run(kind, procs, 200, 6.0)
     assert soak.updates > 3  # a stopped worker costs seconds; how many more there are is for the slow one
     assert soak.checks > 0

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from faults_tools import START, WAIT, Crew, Remote, Stripes, Worker, eventually, fill, join, leave
+from faults_tools import START, WAIT, Processes, Remote, Stripes, Worker, eventually, fill, join, leave
 
 from weight_update import SyncFailedError
 
@@ -62,11 +62,11 @@ def inner_pid(worker: Remote) -> int:
     return pid
 
 
-def test_workers_that_have_gone_keep_their_weights(kind: type, crew: Crew) -> None:
+def test_workers_that_have_gone_keep_their_weights(kind: type, procs: Processes) -> None:
     """One left and the link of one was lost; by its number in its own namespace each seems to be dead."""
-    scheme, model = crew.scheme(kind, timeout=20.0), make_model()
-    scheme.init_on_sender(model=model, num_workers=3, ctx=crew._ctx)
-    workers = [crew.start(scheme, idx, make_model) for idx in range(3)]
+    scheme, model = procs.scheme(kind, timeout=20.0), make_model()
+    scheme.init_on_sender(model=model, num_workers=3, ctx=procs._ctx)
+    workers = [procs.start(scheme, idx, make_model) for idx in range(3)]
     stayer, leaver, lost = workers
     for worker in (leaver, lost):
         assert not os.path.exists(f"/proc/{worker.call(enter_namespace)}")

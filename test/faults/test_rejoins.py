@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from faults_tools import Crew, Remote, Stripes, Worker, eventually, fill, join, version_of
+from faults_tools import Processes, Remote, Stripes, Worker, eventually, fill, join, version_of
 
 from weight_update import (
     DistributedWeightSyncScheme,
@@ -37,11 +37,11 @@ class Pair:
         joins: join requests of the worker since it was connected.
     """
 
-    def __init__(self, kind: str, crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, kind: str, procs: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
         cls, options = KINDS[kind]
-        self.scheme, self.model = crew.scheme(cls, timeout=5.0, **options), small()
+        self.scheme, self.model = procs.scheme(cls, timeout=5.0, **options), small()
         self.scheme.init_on_sender(model=self.model, num_workers=1)
-        self.worker: Remote = crew.start(self.scheme, 0, small)
+        self.worker: Remote = procs.start(self.scheme, 0, small)
         self.worker.begin(join_from_another_host)
         self.scheme.connect(timeout=20.0)
         self.worker.result()
@@ -77,8 +77,8 @@ def join_from_another_host(me: Worker) -> int | None:
 
 
 @pytest.fixture(params=KINDS)
-def pair(request: pytest.FixtureRequest, crew: Crew, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    return Pair(request.param, crew, monkeypatch)
+def pair(request: pytest.FixtureRequest, procs: Processes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    return Pair(request.param, procs, monkeypatch)
 
 
 def test_a_connection_that_fails_while_a_worker_joins_again(

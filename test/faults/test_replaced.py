@@ -12,7 +12,7 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from faults_tools import Crew, Remote, Stripes, Worker, WorkerRaised, eventually, fill, join, version_of
+from faults_tools import Processes, Remote, Stripes, Worker, WorkerRaised, eventually, fill, join, version_of
 
 from weight_update import (
     DistributedWeightSyncScheme,
@@ -56,12 +56,12 @@ def await_end(me: Worker, timeout: float) -> str:
     return "none"
 
 
-def start_pair(kind: str, crew: Crew) -> tuple[WeightSyncScheme, Stripes, list[Remote]]:
+def start_pair(kind: str, procs: Processes) -> tuple[WeightSyncScheme, Stripes, list[Remote]]:
     """Return a connected sender and the workers 0 and 1."""
     cls, options = KINDS[kind]
-    scheme, model = crew.scheme(cls, timeout=LIMIT, **options), fill(small(), 0)
+    scheme, model = procs.scheme(cls, timeout=LIMIT, **options), fill(small(), 0)
     scheme.init_on_sender(model=model, num_workers=2)
-    workers = [crew.start(scheme, idx, small) for idx in range(2)]
+    workers = [procs.start(scheme, idx, small) for idx in range(2)]
     for worker in workers:
         worker.begin(join_from_another_host)
     scheme.connect(timeout=20.0)
@@ -71,12 +71,12 @@ def start_pair(kind: str, crew: Crew) -> tuple[WeightSyncScheme, Stripes, list[R
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_hung_worker_that_was_replaced_stays_out(kind: str, crew: Crew) -> None:
-    scheme, model, (other, hung) = start_pair(kind, crew)
+def test_a_hung_worker_that_was_replaced_stays_out(kind: str, procs: Processes) -> None:
+    scheme, model, (other, hung) = start_pair(kind, procs)
     hung.signal(signal.SIGSTOP)
     with pytest.raises(SyncFailedError, match="worker 1"):
         scheme.send(fill(model, 1))
-    fresh = crew.start(scheme, 1, small)
+    fresh = procs.start(scheme, 1, small)
     assert fresh.call(join_from_another_host) == 1
     hung.signal(signal.SIGCONT)
     error = hung.call(await_end, 15.0)
@@ -89,9 +89,9 @@ def test_a_hung_worker_that_was_replaced_stays_out(kind: str, crew: Crew) -> Non
 
 
 @pytest.mark.parametrize("kind", [name for name in KINDS if name != "another host"])
-def test_a_worker_that_does_not_fit_replaces_nobody(kind: str, crew: Crew) -> None:
-    scheme, model, workers = start_pair(kind, crew)
-    stranger = crew.start(scheme, 1, lambda: Stripes(10, 64))
+def test_a_worker_that_does_not_fit_replaces_nobody(kind: str, procs: Processes) -> None:
+    scheme, model, workers = start_pair(kind, procs)
+    stranger = procs.start(scheme, 1, lambda: Stripes(10, 64))
     with pytest.raises(WorkerRaised, match="SchemaMismatchError"):
         stranger.call(join)
     scheme.send(fill(model, 1))
@@ -119,9 +119,9 @@ def ask_to_join_and_die(scheme: DistributedWeightSyncScheme, worker: int) -> Non
 
 
 def test_a_worker_that_dies_while_it_joins_replaces_nobody(
-    crew: Crew, caplog: pytest.LogCaptureFixture
+    procs: Processes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    scheme, model, workers = start_pair("distributed", crew)
+    scheme, model, workers = start_pair("distributed", procs)
     scheme._listener.refusals.clear()
     ask_to_join_and_die(scheme, 1)
     assert eventually(lambda: any("not there any more" in one for one in scheme._listener.refusals), 5.0)
@@ -133,18 +133,18 @@ def test_a_worker_that_dies_while_it_joins_replaces_nobody(
     assert [worker.call(version_of) for worker in workers] == [1, 1]
 
 
-def test_queues_are_read_by_one_process(crew: Crew) -> None:
+def test_queues_are_read_by_one_process(procs: Processes) -> None:
     """A stopped process holds the locks of its queues, so a second process is refused until it ends."""
-    scheme, model = crew.scheme(MultiProcessWeightSyncScheme, timeout=LIMIT), fill(small(), 0)
-    (first,) = crew.launch(scheme, model, small, 1)
-    second = crew.start(scheme, 0, small)
+    scheme, model = procs.scheme(MultiProcessWeightSyncScheme, timeout=LIMIT), fill(small(), 0)
+    (first,) = procs.launch(scheme, model, small, 1)
+    second = procs.start(scheme, 0, small)
     with pytest.raises(WorkerRaised, match=rf"JoinRefusedError: process {first.pid} uses the queues"):
         second.call(join)
     for version in (1, 2, 3):
         scheme.send(fill(model, version))
         assert first.call(version_of) == version
     first.kill()
-    third = crew.start(scheme, 0, small)
+    third = procs.start(scheme, 0, small)
     assert third.call(join) == 3
     scheme.send(fill(model, 4))
     assert third.call(version_of) == 4

@@ -6,8 +6,6 @@ import copy
 import gc
 import os
 import re
-import subprocess
-import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from faults_tools import (
-    Crew,
+    Processes,
     Remote,
     Stripes,
     Worker,
@@ -25,10 +23,12 @@ from faults_tools import (
     hold,
     leave,
     let_go,
+    slot_bytes,
     version_of,
     wait_version,
     weights_of,
 )
+from interpreters import run_python
 
 from weight_update import (
     BucketEncoding,
@@ -52,7 +52,6 @@ def held() -> dict[str, Any]:
         "descriptors": Counter(descriptors),
         "threads": sorted(t.name for t in threading.enumerate() if "weight_update" in t.name),
         "slots": maps.count("weight_update-"),
-        "shm": sorted(name for name in os.listdir("/dev/shm") if not name.startswith("sem.")),  # not ours
     }
 
 
@@ -60,10 +59,10 @@ def held_there(me: Worker) -> dict[str, Any]:
     return held()
 
 
-def work(crew: Crew, kind: type, workers: int = 2) -> list[Remote]:
+def work(procs: Processes, kind: type, workers: int = 2) -> list[Remote]:
     """One life of a scheme, to its shutdown on both sides."""
-    scheme, model = crew.scheme(kind, timeout=20.0), Stripes(4, 1000)
-    remotes = crew.launch(scheme, model, lambda: Stripes(4, 1000), workers)
+    scheme, model = procs.scheme(kind, timeout=20.0), Stripes(4, 1000)
+    remotes = procs.launch(scheme, model, lambda: Stripes(4, 1000), workers)
     for version in range(1, 4):
         scheme.send(fill(model, version))
     for remote in remotes:
@@ -72,27 +71,26 @@ def work(crew: Crew, kind: type, workers: int = 2) -> list[Remote]:
     return remotes
 
 
-def live_once(crew: Crew, kind: type) -> None:
-    for remote in work(crew, kind):
+def live_once(procs: Processes, kind: type) -> None:
+    for remote in work(procs, kind):
         remote.close()
-    crew._remotes.clear()  # their pipes are the test's own
-    crew._schemes.clear()
+    procs._remotes.clear()  # their pipes are the test's own
+    procs._schemes.clear()
     gc.collect()
 
 
-def test_all_is_given_back_by_the_sender(kind: type, crew: Crew) -> None:
-    live_once(crew, kind)
+def test_all_is_given_back_by_the_sender(kind: type, procs: Processes) -> None:
+    live_once(procs, kind)
     before = held()
     for _ in range(5):
-        live_once(crew, kind)
+        live_once(procs, kind)
     assert eventually(lambda: held()["threads"] == before["threads"], 5.0)
     assert eventually(lambda: held()["descriptors"] <= before["descriptors"], 5.0), (before, held())
-    assert held()["shm"] == before["shm"]
     assert held()["slots"] <= before["slots"]
 
 
-def test_all_is_given_back_by_a_worker(kind: type, crew: Crew) -> None:
-    remote = work(crew, kind, workers=1)[0]
+def test_all_is_given_back_by_a_worker(kind: type, procs: Processes) -> None:
+    remote = work(procs, kind, workers=1)[0]
     assert remote.call(held_there)["threads"] == []
     assert remote.call(weights_of_model) == {3.0}, "the model keeps its weights"
 
@@ -101,14 +99,14 @@ def weights_of_model(me: Worker) -> set[float]:
     return {float(value) for parameter in me.model.parameters() for value in parameter.detach().unique()}
 
 
-def test_no_process_but_the_workers(kind: type, crew: Crew) -> None:
+def test_no_process_but_the_workers(kind: type, procs: Processes) -> None:
     def children() -> int:
         listed = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text()
         return len(listed.split())
 
     before = children()
-    scheme, model = crew.scheme(kind), Stripes(4, 8)
-    crew.launch(scheme, model, lambda: Stripes(4, 8), 2)
+    scheme, model = procs.scheme(kind), Stripes(4, 8)
+    procs.launch(scheme, model, lambda: Stripes(4, 8), 2)
     scheme.send(fill(model, 1))
     assert children() - before == 2
 
@@ -159,21 +157,14 @@ if __name__ == "__main__":
 def test_many_tensors_under_the_usual_limit_of_descriptors(kind: type, count: int, tmp_path: Path) -> None:
     program = tmp_path / "many.py"
     program.write_text(MANY)
-    done = subprocess.run(
-        [sys.executable, str(program), kind.__name__, str(count)],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        check=False,
-    )
+    done = run_python(program, kind.__name__, str(count), timeout=90.0)
     assert done.stdout.strip() == "{4.0} {4.0}", done.stderr
 
 
-def test_a_worker_takes_no_memory_of_its_own(kind: type, crew: Crew) -> None:
+def test_a_worker_takes_no_memory_of_its_own(kind: type, procs: Processes) -> None:
     """Two workers that hold 64 MB of weights each add no private copy of them."""
-    scheme, model = crew.scheme(kind), Stripes(2, 8 << 20)
-    workers = crew.launch(scheme, model, lambda: Stripes(2, 8 << 20), 2)
+    scheme, model = procs.scheme(kind), Stripes(2, 8 << 20)
+    workers = procs.launch(scheme, model, lambda: Stripes(2, 8 << 20), 2)
     for version in (1, 2, 3):
         scheme.send(fill(model, version))
     for worker in workers:
@@ -198,9 +189,9 @@ def private_bytes_of_slots(me: Worker) -> int:
     return total
 
 
-def test_the_measure_of_private_pages_can_fail(crew: Crew, kind: type) -> None:
-    scheme, model = crew.scheme(kind), Stripes(2, 1 << 20)
-    (worker,) = crew.launch(scheme, model, lambda: Stripes(2, 1 << 20), 1)
+def test_the_measure_of_private_pages_can_fail(procs: Processes, kind: type) -> None:
+    scheme, model = procs.scheme(kind), Stripes(2, 1 << 20)
+    (worker,) = procs.launch(scheme, model, lambda: Stripes(2, 1 << 20), 1)
     worker.call(write_into_weights)
     assert worker.call(private_bytes_of_slots) >= 8 << 20
 
@@ -246,26 +237,26 @@ SLOTS = {"dense": "dense", "kept": BucketEncoding(bucket_size=1 << 18, load_inst
 
 
 @pytest.mark.parametrize("encoding", ["dense", pytest.param("kept", marks=pytest.mark.slow)])
-def test_memory_is_given_back_after_a_slow_phase(kind: type, crew: Crew, encoding: str) -> None:
+def test_memory_is_given_back_after_a_slow_phase(kind: type, procs: Processes, encoding: str) -> None:
     """What a worker that was late took is free a few updates later, on both ends."""
-    scheme = crew.scheme(kind, timeout=0.3, strategy=WeightStrategy(encoding=SLOTS[encoding]))
+    scheme = procs.scheme(kind, timeout=0.3, strategy=WeightStrategy(encoding=SLOTS[encoding]))
     model = Stripes(2, 1 << 19)
-    late, quick = crew.launch(scheme, model, lambda: Stripes(2, 1 << 19), 2)
-    inherited = [worker.call(slots_mapped) for worker in (late, quick)]
+    late, quick = procs.launch(scheme, model, lambda: Stripes(2, 1 << 19), 2)
+    inherited = [worker.call(slot_bytes) for worker in (late, quick)]
     for version in range(1, 5):
         scheme.send(fill(model, version))
-    normal = [slots_mapped(), late.call(slots_mapped), quick.call(slots_mapped)]
+    normal = [slot_bytes(), late.call(slot_bytes), quick.call(slot_bytes)]
     late.call(hold)
     for version in range(5, 12):
         scheme.send_async(fill(model, version))
         assert quick.call(wait_version, version) == version
-    during = [slots_mapped(), late.call(slots_mapped), quick.call(slots_mapped)]
+    during = [slot_bytes(), late.call(slot_bytes), quick.call(slot_bytes)]
     late.call(let_go)
     assert late.call(wait_version, 11) == 11
     assert quick.call(wait_version, 11) == 11
     for version in range(12, 32):
         scheme.send_async(fill(model, version)).wait(20.0)
-    after = [slots_mapped(), late.call(slots_mapped), quick.call(slots_mapped)]
+    after = [slot_bytes(), late.call(slot_bytes), quick.call(slot_bytes)]
     assert during[0] > normal[0], "the test makes no slow phase"
     assert all(now <= then for now, then in zip(after, normal, strict=True)), (
         inherited,
@@ -273,13 +264,3 @@ def test_memory_is_given_back_after_a_slow_phase(kind: type, crew: Crew, encodin
         during,
         after,
     )
-
-
-def slots_mapped(me: Worker | None = None) -> int:
-    """Bytes of slots that this process maps."""
-    total = 0
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if "memfd:weight_update-" in line:
-            start, _, stop = line.split()[0].partition("-")
-            total += int(stop, 16) - int(start, 16)
-    return total

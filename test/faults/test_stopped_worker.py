@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 from faults_tools import (
-    Crew,
+    Processes,
     Stripes,
     assert_whole,
     compute,
@@ -29,9 +29,9 @@ def newest(worker) -> float:
     return worker.call(report)[0]["newest"]
 
 
-def test_named_within_the_timeout_and_current_after_it_goes_on(kind, crew: Crew) -> None:
-    scheme, model = crew.scheme(kind, timeout=LIMIT), Stripes(24, 4096)
-    workers = crew.launch(scheme, model, lambda: Stripes(24, 4096), 3)
+def test_named_within_the_timeout_and_current_after_it_goes_on(kind, procs: Processes) -> None:
+    scheme, model = procs.scheme(kind, timeout=LIMIT), Stripes(24, 4096)
+    workers = procs.launch(scheme, model, lambda: Stripes(24, 4096), 3)
     for worker in workers:
         worker.call(compute)
     workers[1].signal(signal.SIGSTOP)
@@ -53,10 +53,12 @@ def test_named_within_the_timeout_and_current_after_it_goes_on(kind, crew: Crew)
 @pytest.mark.parametrize(
     "stopped", [pytest.param([1], id="one", marks=pytest.mark.slow), pytest.param([1, 2], id="two")]
 )
-def test_many_sends_past_stopped_workers_keep_memory_bounded(kind, crew: Crew, stopped: list[int]) -> None:
+def test_many_sends_past_stopped_workers_keep_memory_bounded(
+    kind, procs: Processes, stopped: list[int]
+) -> None:
     numel, layers = 1 << 18, 8  # 8 MB
-    scheme, model = crew.scheme(kind, timeout=LIMIT), Stripes(layers, numel)
-    workers = crew.launch(scheme, model, lambda: Stripes(layers, numel), 3)
+    scheme, model = procs.scheme(kind, timeout=LIMIT), Stripes(layers, numel)
+    workers = procs.launch(scheme, model, lambda: Stripes(layers, numel), 3)
     for worker in workers:
         worker.call(compute)
     version = 0
@@ -86,9 +88,9 @@ def model_bytes(model: Stripes) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
-def test_stopped_again_and_again(kind, crew: Crew) -> None:
-    scheme, model = crew.scheme(kind, timeout=5.0), Stripes(24, 1 << 14)
-    workers = crew.launch(scheme, model, lambda: Stripes(24, 1 << 14), 2)
+def test_stopped_again_and_again(kind, procs: Processes) -> None:
+    scheme, model = procs.scheme(kind, timeout=5.0), Stripes(24, 1 << 14)
+    workers = procs.launch(scheme, model, lambda: Stripes(24, 1 << 14), 2)
     for worker in workers:
         worker.call(compute)
     version = 0
@@ -104,14 +106,14 @@ def test_stopped_again_and_again(kind, crew: Crew) -> None:
         assert_whole(worker.call(end_compute))
 
 
-def test_stopped_before_it_joins(kind, crew: Crew) -> None:
+def test_stopped_before_it_joins(kind, procs: Processes) -> None:
     from faults_tools import join
 
     from weight_update import SyncTimeoutError
 
-    scheme, model = crew.scheme(kind, timeout=LIMIT), fill(Stripes(8, 64), 0)
+    scheme, model = procs.scheme(kind, timeout=LIMIT), fill(Stripes(8, 64), 0)
     scheme.init_on_sender(model=model, num_workers=2)
-    workers = [crew.start(scheme, idx, lambda: Stripes(8, 64)) for idx in range(2)]
+    workers = [procs.start(scheme, idx, lambda: Stripes(8, 64)) for idx in range(2)]
     workers[1].signal(signal.SIGSTOP)
     for worker in workers:
         worker.begin(join)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from faults_tools import (
-    Crew,
+    Processes,
     Stripes,
     Worker,
     WorkerRaised,
@@ -91,10 +91,10 @@ def answer(stranger: socket.socket) -> bytes:
 
 
 @pytest.fixture
-def busy(crew: Crew) -> Iterator[tuple[SharedMemWeightSyncScheme, list]]:
+def busy(procs: Processes) -> Iterator[tuple[SharedMemWeightSyncScheme, list]]:
     """Return a scheme that sends updates all the time, to workers that compute all the time."""
-    scheme, model = crew.scheme(SharedMemWeightSyncScheme, timeout=10.0), Stripes(24, 4096)
-    workers = crew.launch(scheme, model, lambda: Stripes(24, 4096), WORKERS)
+    scheme, model = procs.scheme(SharedMemWeightSyncScheme, timeout=10.0), Stripes(24, 4096)
+    workers = procs.launch(scheme, model, lambda: Stripes(24, 4096), WORKERS)
     for worker in workers:
         worker.call(compute)
     with sending(scheme, model):
@@ -172,10 +172,10 @@ def test_many_at_once(busy) -> None:
     assert flows_on(scheme)
 
 
-def test_no_pending_connection_outlives_the_scheme(crew: Crew) -> None:
-    scheme, model = crew.scheme(SharedMemWeightSyncScheme, timeout=10.0), Stripes(2, 4)
+def test_no_pending_connection_outlives_the_scheme(procs: Processes) -> None:
+    scheme, model = procs.scheme(SharedMemWeightSyncScheme, timeout=10.0), Stripes(2, 4)
     before = set(threading.enumerate())
-    crew.launch(scheme, model, lambda: Stripes(2, 4), 1)
+    procs.launch(scheme, model, lambda: Stripes(2, 4), 1)
     with (
         closing(connect_raw(scheme._address, b"WUH1")) as stranger,
         closing(prove(scheme, b"WUPD")) as silent,
@@ -186,17 +186,17 @@ def test_no_pending_connection_outlives_the_scheme(crew: Crew) -> None:
         assert eventually(lambda: set(threading.enumerate()) <= before, 5.0)
 
 
-def test_a_stranger_that_takes_the_trainers_address(crew: Crew) -> None:
+def test_a_stranger_that_takes_the_trainers_address(procs: Processes) -> None:
     """Workers neither show the stranger their token nor take weights from it."""
-    assert_not_taken_over(crew, os.geteuid())
+    assert_not_taken_over(procs, os.geteuid())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
-def test_another_user_takes_the_trainers_address(crew: Crew) -> None:
-    assert_not_taken_over(crew, 65534)
+def test_another_user_takes_the_trainers_address(procs: Processes) -> None:
+    assert_not_taken_over(procs, 65534)
 
 
-def assert_not_taken_over(crew: Crew, user: int) -> None:
+def assert_not_taken_over(procs: Processes, user: int) -> None:
     ctx = mp.get_context("fork")
     (ours, theirs), (told, tells) = ctx.Pipe(), ctx.Pipe(duplex=False)
     scheme, model = SharedMemWeightSyncScheme(timeout=10.0, connect_timeout=10.0), Stripes(2, 4)
@@ -204,7 +204,7 @@ def assert_not_taken_over(crew: Crew, user: int) -> None:
     trainer.start()
     theirs.close()
     scheme._address = ours.recv()  # as if the scheme had been pickled there
-    worker = crew.start(scheme, 0, lambda: fill(Stripes(2, 4), -1.0))
+    worker = procs.start(scheme, 0, lambda: fill(Stripes(2, 4), -1.0))
     worker.call(join)
     freeze(worker.pid)  # it joins again as soon as the trainer is dead
     trainer.kill()

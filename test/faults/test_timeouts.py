@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from faults_tools import WAIT, Crew, Remote, Stripes, Worker, fill
+from faults_tools import WAIT, Processes, Remote, Stripes, Worker, fill
 
 from benchmarks.links import Network, why_not
 from weight_update import (
@@ -66,12 +66,12 @@ def in_time(call: Callable[[], Any], enter: Enter = lambda: None) -> Any:
 
 
 @pytest.fixture
-def crew() -> Iterator[Crew]:
+def procs() -> Iterator[Processes]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a child forked after OpenMP ran hangs in its own parallel loops
-    crew = Crew()
-    yield crew
-    crew.close()
+    procs = Processes()
+    yield procs
+    procs.close()
     torch.set_num_threads(threads)
 
 
@@ -126,8 +126,8 @@ each_call = pytest.mark.parametrize(("call", "open_there"), CALLS.values(), ids=
 
 
 @each_call
-def test_a_stopped_peer(crew: Crew, call: Callable[[Address], None], open_there) -> None:
-    peer = crew.start(None, 0, make)
+def test_a_stopped_peer(procs: Processes, call: Callable[[Address], None], open_there) -> None:
+    peer = procs.start(None, 0, make)
     address = peer.call(open_there)
     peer.signal(signal.SIGSTOP)
     assert isinstance(in_time(lambda: call(address)), TransportError | SyncTimeoutError)
@@ -176,8 +176,8 @@ def join_shared_memory(address: str) -> None:
     join_and_leave(SharedMemWeightSyncScheme(address=address, token=TOKEN))
 
 
-def test_a_stopped_peer_on_a_unix_socket(crew: Crew) -> None:
-    peer = crew.start(None, 0, make)
+def test_a_stopped_peer_on_a_unix_socket(procs: Processes) -> None:
+    peer = procs.start(None, 0, make)
     address = peer.call(open_shared_memory)
     peer.signal(signal.SIGSTOP)
     result = in_time(lambda: join_shared_memory(address))
@@ -196,8 +196,8 @@ def open_default_store(me: Worker) -> int:
     return int(me.scheme.port)
 
 
-def test_a_default_process_group_whose_store_stops(crew: Crew) -> None:
-    peer = crew.start(None, 0, make)
+def test_a_default_process_group_whose_store_stops(procs: Processes) -> None:
+    peer = procs.start(None, 0, make)
     port = peer.call(open_default_store)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -224,9 +224,9 @@ def test_what_a_default_store_raises_reaches_the_caller(monkeypatch: pytest.Monk
     assert "Wait timeout" in str(result)
 
 
-def test_a_process_group_of_nccl_whose_store_stops(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_group_of_nccl_whose_store_stops(procs: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weight_update.transports.distributed.store.REPLY_SECONDS", LIMIT)
-    peer = crew.start(None, 0, make)
+    peer = procs.start(None, 0, make)
     store = Store("127.0.0.1", peer.call(open_default_store))
     peer.signal(signal.SIGSTOP)
     try:
@@ -260,10 +260,10 @@ def join_and_wait(me: Worker) -> None:
     me.scheme.connect(timeout=WAIT)
 
 
-def employ(crew: Crew, kind: type[WeightSyncScheme]) -> tuple[WeightSyncScheme, Remote]:
-    scheme = crew.scheme(kind, timeout=LIMIT)
-    scheme.init_on_sender(model=make(), num_workers=1, ctx=crew._ctx)
-    worker = crew.start(scheme, 0, make)
+def employ(procs: Processes, kind: type[WeightSyncScheme]) -> tuple[WeightSyncScheme, Remote]:
+    scheme = procs.scheme(kind, timeout=LIMIT)
+    scheme.init_on_sender(model=make(), num_workers=1, ctx=procs._ctx)
+    worker = procs.start(scheme, 0, make)
     worker.begin(join_and_wait)
     scheme.connect(timeout=WAIT)
     worker.result()
@@ -271,8 +271,8 @@ def employ(crew: Crew, kind: type[WeightSyncScheme]) -> tuple[WeightSyncScheme, 
 
 
 @each_kind
-def test_a_worker_that_stops(crew: Crew, kind: type[WeightSyncScheme]) -> None:
-    scheme, worker = employ(crew, kind)
+def test_a_worker_that_stops(procs: Processes, kind: type[WeightSyncScheme]) -> None:
+    scheme, worker = employ(procs, kind)
     worker.signal(signal.SIGSTOP)
     assert isinstance(in_time(lambda: scheme.send(fill(make(), 1.0))), SyncFailedError)
     assert isinstance(in_time(lambda: scheme.send(fill(make(), 2.0), worker_ids=0)), SyncFailedError)
@@ -282,9 +282,9 @@ def test_a_worker_that_stops(crew: Crew, kind: type[WeightSyncScheme]) -> None:
 
 
 @each_kind
-def test_a_worker_that_does_not_come(crew: Crew, kind: type[WeightSyncScheme]) -> None:
-    scheme = crew.scheme(kind, timeout=LIMIT)
-    scheme.init_on_sender(model=make(), num_workers=1, ctx=crew._ctx)
+def test_a_worker_that_does_not_come(procs: Processes, kind: type[WeightSyncScheme]) -> None:
+    scheme = procs.scheme(kind, timeout=LIMIT)
+    scheme.init_on_sender(model=make(), num_workers=1, ctx=procs._ctx)
     assert isinstance(in_time(lambda: scheme.connect(timeout=LIMIT)), SyncTimeoutError)
     assert in_time(scheme.shutdown) is None
 
@@ -302,8 +302,8 @@ def connect_once(me: Worker) -> None:
 
 
 @pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, DistributedWeightSyncScheme, Apart])
-def test_a_trainer_that_stops(crew: Crew, kind: type[WeightSyncScheme]) -> None:
-    trainer = crew.start(None, 0, make)
+def test_a_trainer_that_stops(procs: Processes, kind: type[WeightSyncScheme]) -> None:
+    trainer = procs.start(None, 0, make)
     where = trainer.call(answer_nobody, kind)
     scheme = kind(token=TOKEN, timeout=LIMIT, **where)
     scheme.init_on_receiver(model=make(), worker_idx=0)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from faults_tools import (
     START,
-    Crew,
     Passes,
+    Processes,
     Remote,
     Stripes,
     Worker,
@@ -41,9 +41,9 @@ def all_reached(workers: list[Remote], version: int) -> bool:
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_passes_without_pause_see_whole_versions(kind, crew: Crew, shape) -> None:
-    model, scheme = Stripes(*shape), crew.scheme(kind)
-    workers = crew.launch(scheme, model, lambda: Stripes(*shape), 2)
+def test_passes_without_pause_see_whole_versions(kind, procs: Processes, shape) -> None:
+    model, scheme = Stripes(*shape), procs.scheme(kind)
+    workers = procs.launch(scheme, model, lambda: Stripes(*shape), 2)
     for worker in workers:
         worker.call(compute)
     version = send_for(scheme, model, SECONDS)
@@ -53,9 +53,9 @@ def test_passes_without_pause_see_whole_versions(kind, crew: Crew, shape) -> Non
         assert_whole(worker.call(end_compute), at_least=10)
 
 
-def test_passes_in_several_threads_of_one_worker(kind, crew: Crew) -> None:
-    model, scheme = Stripes(24, 4096), crew.scheme(kind)
-    (worker,) = crew.launch(scheme, model, lambda: Stripes(24, 4096), 1)
+def test_passes_in_several_threads_of_one_worker(kind, procs: Processes) -> None:
+    model, scheme = Stripes(24, 4096), procs.scheme(kind)
+    (worker,) = procs.launch(scheme, model, lambda: Stripes(24, 4096), 1)
     worker.call(compute, 3)
     version = send_for(scheme, model, SECONDS)
     assert version > 5
@@ -63,9 +63,9 @@ def test_passes_in_several_threads_of_one_worker(kind, crew: Crew) -> None:
     assert_whole(worker.call(end_compute), at_least=10)
 
 
-def test_async_sends_back_to_back(kind, crew: Crew) -> None:
-    model, scheme = Stripes(24, 1 << 14), crew.scheme(kind)
-    workers = crew.launch(scheme, model, lambda: Stripes(24, 1 << 14), 2)
+def test_async_sends_back_to_back(kind, procs: Processes) -> None:
+    model, scheme = Stripes(24, 1 << 14), procs.scheme(kind)
+    workers = procs.launch(scheme, model, lambda: Stripes(24, 1 << 14), 2)
     for worker in workers:
         worker.call(compute)
     for version in range(1, 301):
@@ -91,9 +91,9 @@ def compute_parts(me: Worker) -> None:
     me.passes = [Passes(look)]
 
 
-def test_hold_around_submodules(kind, crew: Crew) -> None:
-    model, scheme = Stripes(100, 256), crew.scheme(kind)
-    workers = crew.launch(scheme, model, lambda: Stripes(100, 256), 2)
+def test_hold_around_submodules(kind, procs: Processes) -> None:
+    model, scheme = Stripes(100, 256), procs.scheme(kind)
+    workers = procs.launch(scheme, model, lambda: Stripes(100, 256), 2)
     for worker in workers:
         worker.call(compute_parts)
     version = send_for(scheme, model, SECONDS)
@@ -103,9 +103,9 @@ def test_hold_around_submodules(kind, crew: Crew) -> None:
         assert_whole(worker.call(end_compute), at_least=10)
 
 
-def test_copying_receivers_see_whole_versions(kind, crew: Crew) -> None:
-    model, scheme = Stripes(24, 1 << 14), crew.scheme(kind, stable_addresses=True)
-    workers = crew.launch(scheme, model, lambda: Stripes(24, 1 << 14), 2)
+def test_copying_receivers_see_whole_versions(kind, procs: Processes) -> None:
+    model, scheme = Stripes(24, 1 << 14), procs.scheme(kind, stable_addresses=True)
+    workers = procs.launch(scheme, model, lambda: Stripes(24, 1 << 14), 2)
     for worker in workers:
         worker.call(compute)
     version = send_for(scheme, model, SECONDS)

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from hosts_crew import HostsCrew
+from hosts_processes import HostsProcesses
 
 from benchmarks.links import Network, why_not
 
@@ -23,14 +23,14 @@ def network() -> Iterator[Network]:
 
 
 @pytest.fixture
-def crew(network: Network, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostsCrew]:
+def procs(network: Network, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostsProcesses]:
     """Start workers on hosts, and end them after the test."""
     monkeypatch.setenv("WEIGHT_UPDATE_HOST", "trainer")  # they all have the boot id of this machine
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a child forked after OpenMP ran hangs in its own parallel loops
-    crew = HostsCrew(network)
+    procs = HostsProcesses(network)
     try:
-        yield crew
+        yield procs
     finally:
-        crew.close()
+        procs.close()
         torch.set_num_threads(threads)

@@ -22,7 +22,7 @@ from faults_tools import (
     fill,
     version_of,
 )
-from hosts_crew import HostsCrew
+from hosts_processes import HostsProcesses
 
 from weight_update import DistributedWeightSyncScheme, SyncFailedError, TransportError
 from weight_update.transports.distributed import store_client
@@ -43,20 +43,20 @@ def within(seconds: float) -> Iterator[None]:
 
 @pytest.mark.parametrize("how", ["pull", "lose"])
 @pytest.mark.parametrize(("size", "limit"), SIZES.values(), ids=SIZES)
-def test_a_link_that_fails_and_comes_back(crew: HostsCrew, size, limit: float, how: str) -> None:
-    scheme, model = crew.trainer(timeout=limit), Stripes(*size)
-    workers = crew.launch_on(["one", "two"], scheme, model, lambda: Stripes(*size))
+def test_a_link_that_fails_and_comes_back(procs: HostsProcesses, size, limit: float, how: str) -> None:
+    scheme, model = procs.trainer(timeout=limit), Stripes(*size)
+    workers = procs.launch_on(["one", "two"], scheme, model, lambda: Stripes(*size))
     for worker in workers:
         worker.call(compute)
     for version in range(1, 6):
         scheme.send(fill(model, version))
-    getattr(crew.network, how)("one")
+    getattr(procs.network, how)("one")
     for version in (6, 7):
         with within(limit + 1), pytest.raises(SyncFailedError, match="worker 0") as caught:
             scheme.send(fill(model, version))
         assert set(caught.value.failures) == {0}
         assert workers[1].call(version_of) == version
-    getattr(crew.network, BACK[how])("one")
+    getattr(procs.network, BACK[how])("one")
     assert eventually(lambda: workers[0].call(version_of) == 7, 20.0)
     for version in (8, 9):
         assert scheme.send(fill(model, version)).apply_seconds.keys() == {0, 1}
@@ -65,38 +65,38 @@ def test_a_link_that_fails_and_comes_back(crew: HostsCrew, size, limit: float, h
         assert_whole(worker.call(end_compute))
 
 
-def test_send_to_the_only_host_ends_in_time(crew: HostsCrew) -> None:
+def test_send_to_the_only_host_ends_in_time(procs: HostsProcesses) -> None:
     """The payload fits into the buffers of the kernel, and no answer comes."""
-    scheme, model = crew.trainer(timeout=2.0), Stripes(8, 3 << 10)
-    crew.launch_on(["one"], scheme, model, lambda: Stripes(8, 3 << 10))
+    scheme, model = procs.trainer(timeout=2.0), Stripes(8, 3 << 10)
+    procs.launch_on(["one"], scheme, model, lambda: Stripes(8, 3 << 10))
     for version in range(1, 21):  # so that the buffers grow
         scheme.send(fill(model, version))
-    crew.network.lose("one")
+    procs.network.lose("one")
     with within(3.0), pytest.raises(SyncFailedError, match="worker 0"):
         scheme.send(fill(model, 21))
 
 
-def test_a_link_that_fails_while_its_worker_joins_again(crew: HostsCrew) -> None:
-    scheme, model = crew.trainer(timeout=4.0), Stripes(8, 1 << 17)
-    [worker] = crew.launch_on(["one"], scheme, model, lambda: Stripes(8, 1 << 17))
+def test_a_link_that_fails_while_its_worker_joins_again(procs: HostsProcesses) -> None:
+    scheme, model = procs.trainer(timeout=4.0), Stripes(8, 1 << 17)
+    [worker] = procs.launch_on(["one"], scheme, model, lambda: Stripes(8, 1 << 17))
     scheme.send(fill(model, 1))
-    crew.network.shape("one", "16mbit")  # the weights take two seconds
+    procs.network.shape("one", "16mbit")  # the weights take two seconds
     scheme._sender.table[0].link.disconnect()
     time.sleep(0.7)
-    crew.network.lose("one")
+    procs.network.lose("one")
     time.sleep(6.0)
     with pytest.raises(SyncFailedError, match="worker 0"):
         scheme.send(fill(model, 2))
-    crew.network.find("one")
+    procs.network.find("one")
     assert eventually(lambda: worker.call(version_of) == 2, 25.0)
 
 
-def test_hosts_that_cannot_reach_each_other(crew: HostsCrew) -> None:
+def test_hosts_that_cannot_reach_each_other(procs: HostsProcesses) -> None:
     """The sender reaches both: each gets the update, and stays connected."""
-    scheme, model = crew.trainer(timeout=4.0), Stripes(8, 1 << 17)
-    workers = crew.launch_on(["one", "two"], scheme, model, lambda: Stripes(8, 1 << 17))
-    crew.network.hide("one", "two")
-    crew.network.hide("two", "one")
+    scheme, model = procs.trainer(timeout=4.0), Stripes(8, 1 << 17)
+    workers = procs.launch_on(["one", "two"], scheme, model, lambda: Stripes(8, 1 << 17))
+    procs.network.hide("one", "two")
+    procs.network.hide("two", "one")
     for version in (1, 2, 3):
         assert scheme.send(fill(model, version)).apply_seconds.keys() == {0, 1}
         assert [worker.call(version_of) for worker in workers] == [version, version]
@@ -110,45 +110,45 @@ def join_there(me: Worker, options: dict[str, Any], timeout: float = 10.0) -> in
     return me.scheme.version
 
 
-def alone(crew: HostsCrew, host: str) -> Remote:
-    return crew.start_on(host, DistributedWeightSyncScheme(), 0, lambda: Stripes(8, 64))
+def alone(procs: HostsProcesses, host: str) -> Remote:
+    return procs.start_on(host, DistributedWeightSyncScheme(), 0, lambda: Stripes(8, 64))
 
 
 @pytest.mark.parametrize("how", ["pull", "lose"])
-def test_join_without_a_way_to_the_sender(crew: HostsCrew, how: str) -> None:
-    scheme, model = crew.trainer(timeout=LIMIT), Stripes(8, 64)
+def test_join_without_a_way_to_the_sender(procs: HostsProcesses, how: str) -> None:
+    scheme, model = procs.trainer(timeout=LIMIT), Stripes(8, 64)
     scheme.init_on_sender(model=model, num_workers=1)
-    worker = alone(crew, "one")
-    getattr(crew.network, how)("one")
+    worker = alone(procs, "one")
+    getattr(procs.network, how)("one")
     where = {"address": scheme.address, "port": scheme.port, "token": scheme._token}
     expected = f"LinkClosedError: no sender at {scheme.address}:{scheme.port} within 1.5 s"
     with within(2.5), pytest.raises(WorkerRaised, match=expected):
         worker.call(join_there, where, 1.5)
-    getattr(crew.network, BACK[how])("one")
+    getattr(procs.network, BACK[how])("one")
     worker.begin(join_there, where)
     scheme.connect(timeout=10.0)
     assert worker.result() == 0
 
 
-def test_sender_on_loopback(crew: HostsCrew) -> None:
-    scheme = crew.trainer(address="127.0.0.1")
+def test_sender_on_loopback(procs: HostsProcesses) -> None:
+    scheme = procs.trainer(address="127.0.0.1")
     scheme.init_on_sender(model=Stripes(8, 64), num_workers=1)
     with within(2.0), pytest.raises(WorkerRaised, match=r"refused.*give it address="):
-        alone(crew, "one").call(join_there, {"port": scheme.port}, 1.0)
+        alone(procs, "one").call(join_there, {"port": scheme.port}, 1.0)
 
 
-def test_address_of_another_host(crew: HostsCrew) -> None:
-    scheme = crew.trainer(address=crew.network.address["one"])
+def test_address_of_another_host(procs: HostsProcesses) -> None:
+    scheme = procs.trainer(address=procs.network.address["one"])
     with pytest.raises(OSError, match=r"10\.77\.0\.2.*interface of this machine"):
         scheme.init_on_sender(model=Stripes(8, 64), num_workers=1)
 
 
-def test_a_worker_that_comes_before_the_sender(crew: HostsCrew) -> None:
-    where = {"address": crew.network.address["trainer"], "port": 29577, "token": "secret"}
-    worker = alone(crew, "one")
+def test_a_worker_that_comes_before_the_sender(procs: HostsProcesses) -> None:
+    where = {"address": procs.network.address["trainer"], "port": 29577, "token": "secret"}
+    worker = alone(procs, "one")
     worker.begin(join_there, where)
     time.sleep(0.5)
-    scheme = crew.scheme(DistributedWeightSyncScheme, **where)
+    scheme = procs.scheme(DistributedWeightSyncScheme, **where)
     scheme.init_on_sender(model=Stripes(8, 64), num_workers=1)
     scheme.connect(timeout=10.0)
     assert worker.result() == 0
@@ -182,20 +182,20 @@ def join_again(me: Worker) -> float:
 
 
 @pytest.mark.parametrize("way", ["killed", "killed while its link fails"])
-def test_trainer_restarted_on_the_same_port(crew: HostsCrew, way: str) -> None:
-    first, worker = alone(crew, "trainer"), alone(crew, "one")
+def test_trainer_restarted_on_the_same_port(procs: HostsProcesses, way: str) -> None:
+    first, worker = alone(procs, "trainer"), alone(procs, "one")
     first.begin(train, 1.0)
     worker.call(join_there, HOME)
     first.result()
     worker.begin(await_end)
     if way != "killed":
-        crew.network.lose("trainer")
+        procs.network.lose("trainer")
     first.kill()
     if way != "killed":
         time.sleep(0.5)
-        crew.network.find("trainer")
+        procs.network.find("trainer")
     assert "LinkClosedError" in worker.result()
-    second = alone(crew, "trainer")
+    second = alone(procs, "trainer")
     second.begin(train, 2.0)
     assert worker.call(join_again) == 2.0
     second.result()
@@ -209,8 +209,8 @@ def fork(me: Worker) -> int:
     return child
 
 
-def test_trainer_killed_while_a_forked_child_lives(crew: HostsCrew) -> None:
-    trainer, worker = alone(crew, "trainer"), alone(crew, "one")
+def test_trainer_killed_while_a_forked_child_lives(procs: HostsProcesses) -> None:
+    trainer, worker = alone(procs, "trainer"), alone(procs, "one")
     trainer.begin(train, 1.0)
     worker.call(join_there, HOME)
     trainer.result()
@@ -224,15 +224,15 @@ def test_trainer_killed_while_a_forked_child_lives(crew: HostsCrew) -> None:
         os.kill(child, signal.SIGKILL)
 
 
-def test_trainer_whose_machine_vanishes(crew: HostsCrew, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_whose_machine_vanishes(procs: HostsProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
     """No packet reports the loss."""
     monkeypatch.setattr(store_client, "_VANISHED_SECONDS", 3)
-    trainer, worker = alone(crew, "trainer"), alone(crew, "one")
+    trainer, worker = alone(procs, "trainer"), alone(procs, "one")
     trainer.begin(train, 1.0)
     worker.call(join_there, HOME)
     trainer.result()
     worker.begin(await_end)
-    crew.network.lose("trainer")
+    procs.network.lose("trainer")
     trainer.kill()
     with within(6.0):
         assert "LinkClosedError" in worker.result()

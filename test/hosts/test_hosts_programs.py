@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
-from hosts_crew import HostsCrew
+from hosts_processes import HostsProcesses
 from torch import nn
 
 from weight_update.wire.memory import digest
@@ -17,11 +17,11 @@ from weight_update.wire.memory import digest
 HERE = Path(__file__).parent
 
 
-def start(crew: HostsCrew, host: str, port: int, index: int) -> subprocess.Popen[str]:
-    address = crew.network.address["trainer"]
+def start(procs: HostsProcesses, host: str, port: int, index: int) -> subprocess.Popen[str]:
+    address = procs.network.address["trainer"]
     program = [sys.executable, "-W", "error", str(HERE / "hosts_worker.py"), address, str(port), str(index)]
     return subprocess.Popen(
-        ["ip", "netns", "exec", crew.network.namespace(host), *program],
+        ["ip", "netns", "exec", procs.network.namespace(host), *program],
         env={
             **os.environ,
             "PYTHONPATH": str(HERE.parents[1]),
@@ -34,11 +34,11 @@ def start(crew: HostsCrew, host: str, port: int, index: int) -> subprocess.Popen
     )
 
 
-def test_programs_follow_the_trainer_and_exit_in_order(crew: HostsCrew) -> None:
+def test_programs_follow_the_trainer_and_exit_in_order(procs: HostsProcesses) -> None:
     model = nn.Linear(256, 256)
-    scheme = crew.trainer(token="secret")
+    scheme = procs.trainer(token="secret")
     scheme.init_on_sender(model=model, num_workers=2)
-    programs = [start(crew, host, scheme.port, index) for index, host in enumerate(("one", "two"))]
+    programs = [start(procs, host, scheme.port, index) for index, host in enumerate(("one", "two"))]
     scheme.connect(timeout=60.0)
     digests = {0: digest(model.weight.detach())}
     for version in (1, 2, 3):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts_crew import HostsCrew
+from hosts_processes import HostsProcesses
 
 from weight_update.testing.processes import wait_until
 
@@ -26,8 +26,8 @@ HERE = Path(__file__).parent
 class Cluster:
     """A node on "trainer", one on "one", and the driver on "trainer"."""
 
-    def __init__(self, crew: HostsCrew, temporary: str) -> None:
-        self.network = crew.network
+    def __init__(self, procs: HostsProcesses, temporary: str) -> None:
+        self.network = procs.network
         self._temporary = temporary
         self._running: list[subprocess.Popen[str]] = []
         self._address = self.network.address["trainer"]
@@ -99,11 +99,11 @@ def _environment() -> dict[str, str]:
 
 
 @pytest.fixture
-def cluster(crew: HostsCrew) -> Iterator[Cluster]:
+def cluster(procs: HostsProcesses) -> Iterator[Cluster]:
     with tempfile.TemporaryDirectory(
         prefix="ray", ignore_cleanup_errors=True
     ) as place:  # sockets: short names
-        made = Cluster(crew, place)
+        made = Cluster(procs, place)
         try:
             yield made
         finally:

@@ -14,7 +14,7 @@ from faults_tools import (
     version_of,
     weights_of,
 )
-from hosts_crew import HostsCrew
+from hosts_processes import HostsProcesses
 from torch import nn
 
 from weight_update import SyncFailedError, WeightStrategy
@@ -49,9 +49,9 @@ def change_few(model: nn.Module, seed: int) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["dense", "bucket", "patch"])
-def test_bit_exact_on_three_hosts(crew: HostsCrew, encoding: str) -> None:
-    scheme, model = crew.trainer(strategy=WeightStrategy("state_dict", encoding=encoding)), make_net()
-    workers = crew.launch_on(["one", "one", "two", "trainer"], scheme, model, make_net)
+def test_bit_exact_on_three_hosts(procs: HostsProcesses, encoding: str) -> None:
+    scheme, model = procs.trainer(strategy=WeightStrategy("state_dict", encoding=encoding)), make_net()
+    workers = procs.launch_on(["one", "one", "two", "trainer"], scheme, model, make_net)
     assert_equal(workers, model)
     for seed in range(4):
         change_few(model, seed)
@@ -61,18 +61,18 @@ def test_bit_exact_on_three_hosts(crew: HostsCrew, encoding: str) -> None:
         assert_equal(workers, model)
 
 
-def test_restarted_on_another_host(crew: HostsCrew) -> None:
+def test_restarted_on_another_host(procs: HostsProcesses) -> None:
     def big() -> Stripes:
         return Stripes(24, 4096)
 
-    scheme, model = crew.trainer(), big()
-    stays, moves = crew.launch_on(["one", "two"], scheme, model, big)
+    scheme, model = procs.trainer(), big()
+    stays, moves = procs.launch_on(["one", "two"], scheme, model, big)
     stays.call(compute)
     scheme.send(fill(model, 1))
     moves.kill()
     with pytest.raises(SyncFailedError, match="worker 1"):
         scheme.send(fill(model, 2))
-    moved = crew.start_on("one", scheme, 1, big)
+    moved = procs.start_on("one", scheme, 1, big)
     assert moved.call(join) == 2
     assert {float(value.max()) for value in moved.call(weights_of).values()} == {2.0}
     assert scheme.send(fill(model, 3)).apply_seconds.keys() == {0, 1}

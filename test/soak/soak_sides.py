@@ -31,8 +31,8 @@ from weight_update import (
     TrainerClient,
     WeightStrategy,
 )
-from weight_update.testing.crew import start_worker
 from weight_update.testing.ray_workers import keep_spare
+from weight_update.testing.worker_processes import start_worker
 from weight_update.testing.workers import Body, Worker
 
 FAULTS = (

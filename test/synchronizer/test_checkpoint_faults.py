@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_parts import Deadline, in_child, same_bits, visible, weights
-from hypothesis import HealthCheck, given, settings
+from fuzz import examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from weight_update import CorruptCheckpointError, NotEnoughSpaceError
@@ -110,7 +111,7 @@ def test_a_writer_killed_at_any_time(tmp_path: Path) -> None:
     assert newest > 0
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damaged_files_never_give_wrong_weights(data: st.DataObject, quick_path: Path) -> None:
     directory = Path(tempfile.mkdtemp(dir=quick_path))

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_parts import every_dtype, same_bits, weights
-from hypothesis import given, settings
+from fuzz import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from weight_update import CorruptCheckpointError, UnsupportedSourceError
@@ -144,7 +145,7 @@ def test_a_file_of_another_format_is_refused(data: bytes) -> None:
         unpacked(data)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_a_damaged_file_gives_tensors_or_the_error(data: st.DataObject) -> None:
     raw = bytearray(packed(every_dtype()))

@@ -17,13 +17,13 @@ This package needs pytest; nothing else of ``weight_update`` imports it.
 
 from weight_update.testing.apart import Apart, ApartInTwos
 from weight_update.testing.compressions import CompressionContract
-from weight_update.testing.crew import Crew
 from weight_update.testing.encodings import EncodingContract
 from weight_update.testing.late_joiners import LateJoinerContract
 from weight_update.testing.models import Zoo, fingerprint, mlp, random_bits, scramble
 from weight_update.testing.schemes import SchemeContract
 from weight_update.testing.strategies import StrategyContract
 from weight_update.testing.transports import TransportContract, greet
+from weight_update.testing.worker_processes import WorkerProcesses
 from weight_update.testing.workers import Body, Worker, WorkerDiedError
 
 __all__ = [
@@ -31,7 +31,6 @@ __all__ = [
     "ApartInTwos",
     "Body",
     "CompressionContract",
-    "Crew",
     "EncodingContract",
     "LateJoinerContract",
     "SchemeContract",
@@ -39,6 +38,7 @@ __all__ = [
     "TransportContract",
     "Worker",
     "WorkerDiedError",
+    "WorkerProcesses",
     "Zoo",
     "fingerprint",
     "greet",

@@ -10,13 +10,13 @@ import pytest
 from torch import nn
 
 from weight_update.schemes import WeightSyncScheme
-from weight_update.testing.crew import Crew, context_of
 from weight_update.testing.models import fingerprint, mlp
+from weight_update.testing.worker_processes import WorkerProcesses, context_of
 from weight_update.testing.workers import Method
 
 __all__ = ["Assemble", "SchemeCase", "assert_equal"]
 
-Assemble = Callable[..., Crew]
+Assemble = Callable[..., WorkerProcesses]
 
 
 class SchemeCase:
@@ -30,7 +30,7 @@ class SchemeCase:
 
     @pytest.fixture
     def assemble(self) -> Iterator[Assemble]:
-        """Return a function that builds a :class:`Crew`, which is closed after the test.
+        """Return a function that builds a :class:`WorkerProcesses`, which is closed after the test.
 
         Its arguments: ``source``, the sender's model; ``models``, one for each worker; ``options`` of the
         scheme; ``connect``, whether to; all others go to ``init_on_sender``.
@@ -43,7 +43,7 @@ class SchemeCase:
                 options: dict[str, Any] | None = None,
                 connect: bool = True,
                 **init: Any,
-            ) -> Crew:
+            ) -> WorkerProcesses:
                 models = [mlp(100), mlp(101)] if models is None else models
                 scheme = self.make_scheme(**{"timeout": 20.0, "connect_timeout": 30.0, **(options or {})})
                 if not init.keys() & {"params_map", "devices", "context"}:
@@ -51,18 +51,18 @@ class SchemeCase:
                 if source is not None:
                     init["model"] = source
                 scheme.init_on_sender(ctx=context_of(self.method), **init)
-                crew = stack.enter_context(Crew(scheme, self.method))
+                procs = stack.enter_context(WorkerProcesses(scheme, self.method))
                 for index, model in enumerate(models):
-                    crew.hire(index, model)
+                    procs.hire(index, model)
                 if connect:
-                    crew.connect()
-                return crew
+                    procs.connect()
+                return procs
 
             yield build
 
 
-def assert_equal(crew: Crew, *expected: nn.Module) -> None:
+def assert_equal(procs: WorkerProcesses, *expected: nn.Module) -> None:
     """Assert that every worker has exactly the weights of its model, or all of the only model."""
-    strategy = crew.scheme.strategy
-    models = expected * len(crew.workers) if len(expected) == 1 else expected
-    assert crew.ask("fingerprint") == [fingerprint(model, strategy) for model in models]
+    strategy = procs.scheme.strategy
+    models = expected * len(procs.workers) if len(expected) == 1 else expected
+    assert procs.ask("fingerprint") == [fingerprint(model, strategy) for model in models]

@@ -22,8 +22,8 @@ from weight_update.errors import (
 )
 from weight_update.report import SyncReport
 from weight_update.testing.cases import Assemble, SchemeCase, assert_equal
-from weight_update.testing.crew import context_of
 from weight_update.testing.models import Zoo, fingerprint, mlp, scramble
+from weight_update.testing.worker_processes import context_of
 
 __all__ = ["JoiningTests"]
 
@@ -43,44 +43,44 @@ class JoiningTests(SchemeCase):
     def test_first_weights(self, assemble: Assemble) -> None:
         """``connect`` gives version 0, bit for bit, and its report."""
         source = Zoo(1)
-        crew = assemble(source, [Zoo(2), Zoo(3)])
-        assert_equal(crew, source)
-        assert crew.ask("version") == [0, 0]
-        assert crew.scheme.version == 0
-        assert crew.scheme.worker_versions == {0: 0, 1: 0}
-        assert isinstance(crew.scheme.last_report, SyncReport)
-        assert crew.scheme.last_report.version == 0
+        procs = assemble(source, [Zoo(2), Zoo(3)])
+        assert_equal(procs, source)
+        assert procs.ask("version") == [0, 0]
+        assert procs.scheme.version == 0
+        assert procs.scheme.worker_versions == {0: 0, 1: 0}
+        assert isinstance(procs.scheme.last_report, SyncReport)
+        assert procs.scheme.last_report.version == 0
 
     def test_nothing_happens_before_connect(self, assemble: Assemble) -> None:
         """Initialization is local: workers keep their weights, and no version exists."""
-        crew = assemble(mlp(1), connect=False)
-        assert_equal(crew, mlp(100), mlp(101))
-        assert crew.ask("version") == [None, None]
-        assert crew.scheme.version is None
-        assert crew.ask("flags") == [state("receiver", connected=False)] * 2
-        crew.connect()
-        assert crew.ask("flags") == [state("receiver", connected=True)] * 2
-        assert flags_of(crew.scheme) == state("sender", connected=True)
+        procs = assemble(mlp(1), connect=False)
+        assert_equal(procs, mlp(100), mlp(101))
+        assert procs.ask("version") == [None, None]
+        assert procs.scheme.version is None
+        assert procs.ask("flags") == [state("receiver", connected=False)] * 2
+        procs.connect()
+        assert procs.ask("flags") == [state("receiver", connected=True)] * 2
+        assert flags_of(procs.scheme) == state("sender", connected=True)
 
     def test_weights_are_read_at_connect(self, assemble: Assemble) -> None:
         """Changes that the trainer makes between initialization and ``connect`` are in the first weights."""
         source = mlp(1)
-        crew = assemble(source, connect=False)
+        procs = assemble(source, connect=False)
         scramble(source, 2)
-        crew.connect()
-        assert_equal(crew, source)
+        procs.connect()
+        assert_equal(procs, source)
 
     def test_first_weights_given_to_connect(self, assemble: Assemble) -> None:
         """``connect(weights=...)`` takes the place of the source, once."""
-        crew = assemble(mlp(1), connect=False)
-        for worker in crew.workers:
+        procs = assemble(mlp(1), connect=False)
+        for worker in procs.workers:
             worker.post("connect")
-        crew.scheme.connect(weights=mlp(5))
-        for worker in crew.workers:
+        procs.scheme.connect(weights=mlp(5))
+        for worker in procs.workers:
             worker.answer()
-        assert_equal(crew, mlp(5))
-        crew.scheme.send()
-        assert_equal(crew, mlp(1))
+        assert_equal(procs, mlp(5))
+        procs.scheme.send()
+        assert_equal(procs, mlp(1))
 
     @pytest.mark.parametrize("kind", ["tensordict", "dict", "callable"])
     def test_other_sources(self, assemble: Assemble, kind: str) -> None:
@@ -96,46 +96,46 @@ class JoiningTests(SchemeCase):
             from tensordict import TensorDict
 
             weights = TensorDict.from_module(source)
-        crew = assemble(weights=weights)
-        assert_equal(crew, source)
+        procs = assemble(weights=weights)
+        assert_equal(procs, source)
         scramble(source, 2)
-        crew.scheme.send()
-        assert_equal(crew, source)
+        procs.scheme.send()
+        assert_equal(procs, source)
 
     def test_context(self, assemble: Assemble) -> None:
         """A context names model and workers; only a weak reference to it is kept."""
         source = mlp(1)
         context = Context(source)
-        crew = assemble(context=context, model_id="policy")
-        assert_equal(crew, source)
-        assert crew.scheme.context is context
+        procs = assemble(context=context, model_id="policy")
+        assert_equal(procs, source)
+        assert procs.scheme.context is context
         context.policy = mlp(3)
-        crew.scheme.send()
-        assert_equal(crew, mlp(3))
+        procs.scheme.send()
+        assert_equal(procs, mlp(3))
         del context
         gc.collect()
         with pytest.raises(NothingToSendError):
-            crew.scheme.send()
-        assert crew.scheme.version == 1
-        crew.scheme.send(mlp(4))
-        assert_equal(crew, mlp(4))
+            procs.scheme.send()
+        assert procs.scheme.version == 1
+        procs.scheme.send(mlp(4))
+        assert_equal(procs, mlp(4))
 
     def test_params_map(self, assemble: Assemble) -> None:
         """Each worker has weights of its own."""
         sources = {0: mlp(1), 1: mlp(2)}
-        crew = assemble(params_map=sources)
-        assert_equal(crew, mlp(1), mlp(2))
+        procs = assemble(params_map=sources)
+        assert_equal(procs, mlp(1), mlp(2))
         scramble(sources[1], 7)
-        crew.scheme.send()
-        assert_equal(crew, sources[0], sources[1])
+        procs.scheme.send()
+        assert_equal(procs, sources[0], sources[1])
 
     def test_device_map_fn(self, assemble: Assemble) -> None:
         """The function makes what each worker gets, at each update."""
         source = mlp(1)
-        crew = assemble(source, device_map_fn=times_index)
+        procs = assemble(source, device_map_fn=times_index)
         for version in range(3):
-            crew.scheme.send()
-            for index, found in enumerate(crew.ask("fingerprint")):
+            procs.scheme.send()
+            for index, found in enumerate(procs.ask("fingerprint")):
                 assert found == fingerprint(times_index(index, source)), version
             scramble(source, version, finite=True)
 
@@ -145,84 +145,84 @@ class JoiningTests(SchemeCase):
 
     def test_index_given_to_connect(self, assemble: Assemble) -> None:
         """A receiver may learn its index last."""
-        crew = assemble(mlp(1), [], connect=False, num_workers=1, devices=["cpu"])
-        worker = crew.hire(0, mlp(2), worker_idx=None)
+        procs = assemble(mlp(1), [], connect=False, num_workers=1, devices=["cpu"])
+        worker = procs.hire(0, mlp(2), worker_idx=None)
         with pytest.raises(ValueError, match="worker_idx"):
             worker.call("connect")
         worker.post("connect", worker_idx=0)
-        crew.scheme.connect()
+        procs.scheme.connect()
         worker.answer()
-        assert_equal(crew, mlp(1))
+        assert_equal(procs, mlp(1))
 
     def test_mismatch(self, assemble: Assemble) -> None:
         """Missing, unexpected and mis-shaped names are listed on both sides, which may try again."""
         bad = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 2, bias=False), nn.Linear(1, 1))
-        crew = assemble(mlp(1), [mlp(2), bad], connect=False)
-        before = crew.workers[1].call("fingerprint")
-        errors = crew.try_connect()
+        procs = assemble(mlp(1), [mlp(2), bad], connect=False)
+        before = procs.workers[1].call("fingerprint")
+        errors = procs.try_connect()
         for error in (errors[None], errors[1]):
             assert isinstance(error, SchemaMismatchError), error
             names = sorted(line.partition(":")[0] for line in error.problems)
             assert names == ["0.weight", "2.bias", "3.bias", "3.weight"]
         assert errors[0] is None
-        assert crew.workers[1].call("fingerprint") == before
-        crew.workers[1].call("replace_model", mlp(3))
-        crew.workers[1].post("connect")
-        crew.scheme.connect()
-        crew.workers[1].answer()
-        assert_equal(crew, mlp(1))
-        crew.scheme.send(mlp(4))
-        assert_equal(crew, mlp(4))
+        assert procs.workers[1].call("fingerprint") == before
+        procs.workers[1].call("replace_model", mlp(3))
+        procs.workers[1].post("connect")
+        procs.scheme.connect()
+        procs.workers[1].answer()
+        assert_equal(procs, mlp(1))
+        procs.scheme.send(mlp(4))
+        assert_equal(procs, mlp(4))
 
     def test_a_model_that_cannot_take_weights(self, assemble: Assemble) -> None:
         """An error of a worker's own model reaches the sender at once; both may try again."""
         bad = mlp(2)
         bad.register_buffer("odd", torch.eye(3).to_sparse())
-        crew = assemble(mlp(1), [mlp(2), bad], connect=False)
-        errors = crew.try_connect()
+        procs = assemble(mlp(1), [mlp(2), bad], connect=False)
+        errors = procs.try_connect()
         assert isinstance(errors[1], UnsupportedSourceError), errors
         told = errors[None]
         assert isinstance(told, SyncFailedError), errors
         assert list(told.failures) == [1]
         assert "'odd' is a torch.sparse_coo tensor" in str(told)
         assert errors[0] is None
-        crew.workers[1].call("replace_model", mlp(3))
-        crew.workers[1].post("connect")
-        crew.scheme.connect()
-        crew.workers[1].answer()
-        assert_equal(crew, mlp(1))
+        procs.workers[1].call("replace_model", mlp(3))
+        procs.workers[1].post("connect")
+        procs.scheme.connect()
+        procs.workers[1].answer()
+        assert_equal(procs, mlp(1))
 
     def test_the_own_error_comes_first(self, assemble: Assemble) -> None:
         """A worker that cannot join says why, also where it cannot tell the sender."""
         bad = mlp(2)
         bad.register_buffer("odd", torch.eye(3).to_sparse())
-        crew = assemble(mlp(1), [bad], connect=False)
-        crew.scheme.shutdown()
+        procs = assemble(mlp(1), [bad], connect=False)
+        procs.scheme.shutdown()
         with pytest.raises(UnsupportedSourceError, match="odd"):
-            crew.workers[0].call("connect", timeout=2.0)
+            procs.workers[0].call("connect", timeout=2.0)
 
     def test_nobody_comes(self, assemble: Assemble) -> None:
         """A sender that waits in vain names those who did not come; a receiver fails too."""
-        crew = assemble(mlp(1), connect=False)
+        procs = assemble(mlp(1), connect=False)
         with pytest.raises(SyncTimeoutError, match=r"\[0, 1\]"):
-            crew.scheme.connect(timeout=0.3)
-        crew.connect()
-        assert_equal(crew, mlp(1))
+            procs.scheme.connect(timeout=0.3)
+        procs.connect()
+        assert_equal(procs, mlp(1))
 
     def test_receiver_waits_in_vain(self, assemble: Assemble) -> None:
         """A receiver whose sender does not connect gives up in time, and may try again."""
-        crew = assemble(mlp(1), connect=False)
+        procs = assemble(mlp(1), connect=False)
         with pytest.raises((SyncTimeoutError, TransportError)):
-            crew.workers[0].call("connect", timeout=0.3)
-        crew.connect()
-        assert_equal(crew, mlp(1))
+            procs.workers[0].call("connect", timeout=0.3)
+        procs.connect()
+        assert_equal(procs, mlp(1))
 
     def test_copies_are_fresh(self, assemble: Assemble) -> None:
         """The scheme that a worker gets knows options and addresses, and is not initialized."""
-        crew = assemble(mlp(1), connect=False)
-        fresh = copy.copy(crew.scheme)
+        procs = assemble(mlp(1), connect=False)
+        fresh = copy.copy(procs.scheme)
         assert flags_of(fresh) == dict.fromkeys(flags_of(fresh), False)
-        assert (fresh.timeout, fresh.strategy_str) == (20.0, crew.scheme.strategy_str)
+        assert (fresh.timeout, fresh.strategy_str) == (20.0, procs.scheme.strategy_str)
         with pytest.raises(LifecycleError):
             fresh.send(mlp(1))
 
@@ -256,27 +256,27 @@ class JoiningTests(SchemeCase):
         for call in (scheme.connect, scheme.send, scheme.receive, scheme.send_async):
             with pytest.raises(LifecycleError, match="init_on_"):
                 call()
-        crew = assemble(mlp(1), connect=False)
+        procs = assemble(mlp(1), connect=False)
         with pytest.raises(LifecycleError, match="connect"):
-            crew.scheme.send()
-        for init in (crew.scheme.init_on_receiver, crew.scheme.init_on_sender):
+            procs.scheme.send()
+        for init in (procs.scheme.init_on_receiver, procs.scheme.init_on_sender):
             with pytest.raises(LifecycleError, match="already"):
                 init(model=mlp(1))
         with pytest.raises(LifecycleError):
-            crew.scheme.connect(worker_idx=0)
-        crew.connect()
+            procs.scheme.connect(worker_idx=0)
+        procs.connect()
         wrong: list[Callable[[], Any]] = [
-            crew.scheme.connect,
-            crew.scheme.receive,
-            lambda: crew.scheme.hold().__enter__(),
+            procs.scheme.connect,
+            procs.scheme.receive,
+            lambda: procs.scheme.hold().__enter__(),
         ]
         for call_too_late in wrong:
             with pytest.raises(LifecycleError):
                 call_too_late()
         with pytest.raises(LifecycleError):
-            crew.scheme.apply_weights(mlp(1))
+            procs.scheme.apply_weights(mlp(1))
         with pytest.raises(LifecycleError):
-            crew.workers[0].call("connect")
+            procs.workers[0].call("connect")
 
 
 def times_index(index: int, weights: Any) -> dict[str, torch.Tensor]:

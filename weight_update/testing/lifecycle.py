@@ -8,9 +8,9 @@ import pytest
 
 from weight_update.errors import LifecycleError, LinkClosedError, SyncFailedError, TransportError
 from weight_update.testing.cases import Assemble, SchemeCase, assert_equal
-from weight_update.testing.crew import context_of
 from weight_update.testing.models import mlp
 from weight_update.testing.processes import eventually
+from weight_update.testing.worker_processes import context_of
 
 __all__ = ["LifecycleTests"]
 
@@ -20,31 +20,31 @@ class LifecycleTests(SchemeCase):
 
     def test_shutdown_of_the_sender(self, assemble: Assemble) -> None:
         """It may be called twice; workers keep their weights and are told."""
-        crew = assemble(mlp(1))
+        procs = assemble(mlp(1))
         for _ in range(2):
-            crew.scheme.shutdown()
+            procs.scheme.shutdown()
             with pytest.raises(LifecycleError):
-                crew.scheme.send()
-        assert_equal(crew, mlp(1))
-        assert crew.ask("version") == [0, 0]
-        for worker in crew.workers:
+                procs.scheme.send()
+        assert_equal(procs, mlp(1))
+        assert procs.ask("version") == [0, 0]
+        for worker in procs.workers:
             with pytest.raises(TransportError):
                 worker.call("receive", 10.0)
             worker.call("forward")
 
     def test_shutdown_of_a_worker(self, assemble: Assemble) -> None:
         """A worker that left is named by ``send``; the others get the update; it keeps its weights."""
-        crew = assemble(mlp(1))
+        procs = assemble(mlp(1))
         for _ in range(2):
-            crew.workers[0].call("shutdown")
+            procs.workers[0].call("shutdown")
         with pytest.raises(SyncFailedError, match="worker 0") as caught:
-            crew.scheme.send(mlp(2))
+            procs.scheme.send(mlp(2))
         assert {index: type(error) for index, error in caught.value.failures.items()} == {0: LinkClosedError}
-        assert_equal(crew, mlp(1), mlp(2))
-        crew.scheme.send(mlp(3), worker_ids=1)
-        assert_equal(crew, mlp(1), mlp(3))
+        assert_equal(procs, mlp(1), mlp(2))
+        procs.scheme.send(mlp(3), worker_ids=1)
+        assert_equal(procs, mlp(1), mlp(3))
         with pytest.raises((LifecycleError, TransportError)):
-            crew.workers[0].call("receive", 0)
+            procs.workers[0].call("receive", 0)
 
     def test_with_statement(self) -> None:
         """Leaving the context shuts down, connected or not."""
@@ -58,10 +58,10 @@ class LifecycleTests(SchemeCase):
     def test_no_thread_is_left(self, assemble: Assemble) -> None:
         """All threads of the library end with ``shutdown``."""
         before = set(threading.enumerate())
-        crew = assemble(mlp(1))
-        crew.scheme.send(mlp(2))
+        procs = assemble(mlp(1))
+        procs.scheme.send(mlp(2))
         assert ours(before)
-        crew.__exit__()
+        procs.__exit__()
         eventually(lambda: not ours(before))
         assert ours(before) == []
 

@@ -15,6 +15,7 @@ from weight_update.testing.workers import (
     dumps,
     loads,
     outcome,
+    result_of,
 )
 from weight_update.transports.ray.rendezvous import require_ray
 
@@ -51,7 +52,7 @@ class RayWorker(Worker):
 
     def __init__(self, scheme: WeightSyncScheme, index: int) -> None:
         ray = require_ray()
-        self.index = index
+        self.index, self.name = index, f"worker {index}"
         self._pool = _pool()
         self.actor = self._pool.pop() if self._pool else _new_actor()
         self.runner = _Runner(self.actor)
@@ -65,14 +66,12 @@ class RayWorker(Worker):
     def answer(self, timeout: float = ANSWER_SECONDS) -> Any:
         ray = require_ray()
         try:
-            good, value = loads(ray.get(self._calls.pop(0), timeout=timeout))
+            answer = ray.get(self._calls.pop(0), timeout=timeout)
         except ray.exceptions.GetTimeoutError:
             raise WorkerDiedError(f"worker {self.index} gave no answer within {timeout} s") from None
         except ray.exceptions.RayActorError as error:
             raise WorkerDiedError(f"worker {self.index} is gone") from error
-        if good:
-            return value
-        raise value
+        return result_of(answer)
 
     def busy(self, seconds: float = 0.0) -> bool:
         done, _ = require_ray().wait(self._calls[:1], timeout=seconds)

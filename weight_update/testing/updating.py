@@ -34,23 +34,23 @@ class UpdatingTests(SchemeCase):
     def test_updates_count_up_and_are_exact(self, assemble: Assemble) -> None:
         """Each update is applied bit for bit and has the next number, on both sides."""
         source = Zoo(1)
-        crew = assemble(source, [Zoo(2), Zoo(3)])
+        procs = assemble(source, [Zoo(2), Zoo(3)])
         for version in range(1, 6):
             scramble(source, version)
             source.note = {"version": version}
-            assert crew.scheme.send().version == version
-            assert_equal(crew, source)
-            assert crew.ask("version") == [version, version]
-            assert crew.scheme.version == version
-            assert crew.scheme.worker_versions == {0: version, 1: version}
+            assert procs.scheme.send().version == version
+            assert_equal(procs, source)
+            assert procs.ask("version") == [version, version]
+            assert procs.scheme.version == version
+            assert procs.scheme.worker_versions == {0: version, 1: version}
 
     def test_report(self, assemble: Assemble) -> None:
         """The report says what was sent, in which form, and how long each stage took."""
         source = mlp(1)
-        crew = assemble(source)
-        report = crew.scheme.send()
+        procs = assemble(source)
+        report = procs.scheme.send()
         dense = WeightSchema.of(dict(source.named_parameters())).dense_bytes
-        assert (report.version, report.encoding) == (1, crew.scheme.strategy.encoding.label)
+        assert (report.version, report.encoding) == (1, procs.scheme.strategy.encoding.label)
         assert report.dense_bytes == dense
         assert report.wire_bytes > 0
         assert 0 <= report.changed_fraction <= 1
@@ -59,47 +59,47 @@ class UpdatingTests(SchemeCase):
         for by_worker in (report.apply_seconds, report.stall_seconds):
             assert sorted(by_worker) == [0, 1]
             assert all(0 <= value < 10 for value in by_worker.values())
-        assert crew.scheme.last_report is report
+        assert procs.scheme.last_report is report
         assert "version 1" in str(report)
 
     def test_trainer_is_not_shared(self, assemble: Assemble) -> None:
         """In-place changes of the trainer reach no worker before they are sent."""
         source = mlp(1)
-        crew = assemble(source)
+        procs = assemble(source)
         for version in range(3):
-            before = crew.ask("fingerprint")
+            before = procs.ask("fingerprint")
             scramble(source, version + 10)
             time.sleep(0.05)
-            assert crew.ask("fingerprint") == before
-            crew.scheme.send()
-            assert_equal(crew, source)
+            assert procs.ask("fingerprint") == before
+            procs.scheme.send()
+            assert_equal(procs, source)
 
     def test_workers_are_not_shared(self, assemble: Assemble) -> None:
         """A worker's own writes stay local, and the next update replaces them."""
         source = mlp(1)
-        crew = assemble(source)
+        procs = assemble(source)
         for version in range(6):
-            others, trainer = crew.workers[1].call("fingerprint"), fingerprint(source)
+            others, trainer = procs.workers[1].call("fingerprint"), fingerprint(source)
             if version < 3:
-                crew.workers[0].call("fill", 7.0)
-            assert crew.workers[1].call("fingerprint") == others
+                procs.workers[0].call("fill", 7.0)
+            assert procs.workers[1].call("fingerprint") == others
             assert fingerprint(source) == trainer
             if version != 4:  # one update that brings the same weights again
                 scramble(source, version + 10)
-            crew.scheme.send()
-            assert_equal(crew, source)
+            procs.scheme.send()
+            assert_equal(procs, source)
 
     def test_given_weights(self, assemble: Assemble) -> None:
         """``send(weights)`` takes whatever a source may be; the source itself stays what it is."""
         source = mlp(1)
-        crew = assemble(source)
+        procs = assemble(source)
         given: list[Any] = [mlp(2), mlp(3).state_dict(), lambda: mlp(4)]
-        given.append(crew.scheme.strategy.extract_weights(mlp(5)))
+        given.append(procs.scheme.strategy.extract_weights(mlp(5)))
         for seed, weights in enumerate(given, start=2):
-            crew.scheme.send(weights)
-            assert_equal(crew, mlp(seed))
-        crew.scheme.send()
-        assert_equal(crew, source)
+            procs.scheme.send(weights)
+            assert_equal(procs, mlp(seed))
+        procs.scheme.send()
+        assert_equal(procs, source)
 
     @pytest.mark.parametrize(
         ("worker_ids", "chosen"),
@@ -114,31 +114,31 @@ class UpdatingTests(SchemeCase):
     )
     def test_worker_ids(self, assemble: Assemble, worker_ids: Any, chosen: list[int]) -> None:
         """An index, a device or a list chooses workers; the others keep their version."""
-        crew = assemble(mlp(1), devices=["cpu", "cpu"])
-        report = crew.scheme.send(mlp(2), worker_ids=worker_ids)
-        assert_equal(crew, *[mlp(2 if index in chosen else 1) for index in range(2)])
-        assert crew.scheme.worker_versions == {index: int(index in chosen) for index in range(2)}
+        procs = assemble(mlp(1), devices=["cpu", "cpu"])
+        report = procs.scheme.send(mlp(2), worker_ids=worker_ids)
+        assert_equal(procs, *[mlp(2 if index in chosen else 1) for index in range(2)])
+        assert procs.scheme.worker_versions == {index: int(index in chosen) for index in range(2)}
         assert sorted(report.apply_seconds) == chosen
-        crew.scheme.send(mlp(3))
-        assert_equal(crew, mlp(3))
+        procs.scheme.send(mlp(3))
+        assert_equal(procs, mlp(3))
 
     def test_per_worker_weights(self, assemble: Assemble) -> None:
         """A dict of worker indices sends different weights, to those it names."""
-        crew = assemble(mlp(1))
-        crew.scheme.send({0: mlp(2), 1: mlp(3)})
-        assert_equal(crew, mlp(2), mlp(3))
-        crew.scheme.send({1: mlp(4)})
-        assert_equal(crew, mlp(2), mlp(4))
-        assert crew.scheme.worker_versions == {0: 1, 1: 2}
+        procs = assemble(mlp(1))
+        procs.scheme.send({0: mlp(2), 1: mlp(3)})
+        assert_equal(procs, mlp(2), mlp(3))
+        procs.scheme.send({1: mlp(4)})
+        assert_equal(procs, mlp(2), mlp(4))
+        assert procs.scheme.worker_versions == {0: 1, 1: 2}
 
     @pytest.mark.parametrize("worker_ids", [2, [0, 5], -1, "cuda:3"])
     def test_unknown_worker(self, assemble: Assemble, worker_ids: Any) -> None:
         """A worker that does not exist is named, and nobody gets anything."""
-        crew = assemble(mlp(1), devices=["cpu", "cpu"])
+        procs = assemble(mlp(1), devices=["cpu", "cpu"])
         with pytest.raises(UnknownWorkerError):
-            crew.scheme.send(mlp(2), worker_ids=worker_ids)
-        assert_equal(crew, mlp(1))
-        assert crew.scheme.version == 0
+            procs.scheme.send(mlp(2), worker_ids=worker_ids)
+        assert_equal(procs, mlp(1))
+        assert procs.scheme.version == 0
 
     @pytest.mark.parametrize(
         ("weights", "error"),
@@ -167,86 +167,86 @@ class UpdatingTests(SchemeCase):
     )
     def test_wrong_weights(self, assemble: Assemble, weights: Any, error: type[Exception]) -> None:
         """Weights that do not fit are an error of ``send``; nothing is sent, all goes on."""
-        crew = assemble(mlp(1))
+        procs = assemble(mlp(1))
         with pytest.raises(error):
-            crew.scheme.send(weights)
-        assert_equal(crew, mlp(1))
-        assert crew.scheme.version == 0
-        assert crew.scheme.send(mlp(2)).version >= 1
-        assert_equal(crew, mlp(2))
+            procs.scheme.send(weights)
+        assert_equal(procs, mlp(1))
+        assert procs.scheme.version == 0
+        assert procs.scheme.send(mlp(2)).version >= 1
+        assert_equal(procs, mlp(2))
 
     def test_tied_weights_that_part(self, assemble: Assemble) -> None:
         """Two names of one tensor stay one: a conjugated view of it is another tensor, not the same."""
         weight = torch.tensor([1 + 2j, 3 - 4j])
-        crew = assemble(weights={"a": weight, "b": weight}, models=[None])
-        before = crew.workers[0].call("weights")
+        procs = assemble(weights={"a": weight, "b": weight}, models=[None])
+        before = procs.workers[0].call("weights")
         with pytest.raises(SchemaMismatchError, match="a and b"):
-            crew.scheme.send({"a": weight, "b": weight.conj()})
-        assert crew.workers[0].call("weights") == before
+            procs.scheme.send({"a": weight, "b": weight.conj()})
+        assert procs.workers[0].call("weights") == before
 
     def test_send_async(self, assemble: Assemble) -> None:
         """The handle tells when all have it; the weights may be changed as soon as it is there."""
         source = mlp(1)
-        crew = assemble(source)
+        procs = assemble(source)
         scramble(source, 2)
         expected = fingerprint(source)
-        crew.workers[0].call("hold")
-        handle = crew.scheme.send_async()
+        procs.workers[0].call("hold")
+        handle = procs.scheme.send_async()
         scramble(source, 3)
         assert handle.version == 1
         assert not handle.done()
         with pytest.raises(SyncFailedError) as caught:
             handle.wait(MOMENT)
         assert {index: type(error) for index, error in caught.value.failures.items()} == {0: SyncTimeoutError}
-        crew.workers[0].call("release")
+        procs.workers[0].call("release")
         report = handle.wait()
         assert handle.done()
         assert (report.version, sorted(report.apply_seconds)) == (1, [0, 1])
-        assert crew.ask("fingerprint") == [expected, expected]
+        assert procs.ask("fingerprint") == [expected, expected]
 
     def test_newest_wins(self, assemble: Assemble) -> None:
         """Versions that a busy worker never began are dropped; waiting for one is waiting for a newer."""
         source = mlp(1)
-        crew = assemble(source)
-        crew.workers[0].call("hold")
+        procs = assemble(source)
+        procs.workers[0].call("hold")
         handles = []
         for version in range(1, 8):
             scramble(source, version)
-            handles.append(crew.scheme.send_async())
-        crew.workers[0].call("release")
+            handles.append(procs.scheme.send_async())
+        procs.workers[0].call("release")
         for handle in handles:
             handle.wait()
-        assert crew.scheme.worker_versions == {0: 7, 1: 7}
-        assert_equal(crew, source)
+        assert procs.scheme.worker_versions == {0: 7, 1: 7}
+        assert_equal(procs, source)
 
     def test_without_waiting(self, assemble: Assemble) -> None:
         """``sync=False``: ``send`` returns while workers are busy."""
         source = mlp(1)
-        crew = assemble(source, options={"sync": False})
-        crew.workers[0].call("hold")
+        procs = assemble(source, options={"sync": False})
+        procs.workers[0].call("hold")
         scramble(source, 2)
-        assert crew.scheme.send().version == 1
-        assert crew.workers[0].call("version") == 0
-        crew.workers[0].call("release")
-        assert crew.workers[0].call("receive", 10.0) == fingerprint(source)
+        assert procs.scheme.send().version == 1
+        assert procs.workers[0].call("version") == 0
+        procs.workers[0].call("release")
+        assert procs.workers[0].call("receive", 10.0) == fingerprint(source)
 
     def test_error_of_an_earlier_update(self, assemble: Assemble) -> None:
         """``sync=False``: what went wrong is raised by a later ``send``, which has sent nevertheless."""
         source = Brittle(1)
-        crew = assemble(source, [Brittle(2), Brittle(3)], {"sync": False})
+        procs = assemble(source, [Brittle(2), Brittle(3)], {"sync": False})
         source.note = "poison"
-        crew.scheme.send()
+        procs.scheme.send()
         source.note = "fine"
         with pytest.raises(SyncFailedError, match="poison refused"):
-            send_until_error(crew.scheme)
-        crew.scheme.send_async().wait()
-        assert_equal(crew, source)
+            send_until_error(procs.scheme)
+        procs.scheme.send_async().wait()
+        assert_equal(procs, source)
 
     def test_receive(self, assemble: Assemble) -> None:
         """``receive`` gives each version that came at most once, and None when none came in time."""
         source = mlp(1)
-        crew = assemble(source)
-        worker = crew.workers[0]
+        procs = assemble(source)
+        worker = procs.workers[0]
         start = time.monotonic()
         assert worker.call("receive", 0) is None
         assert worker.call("receive", MOMENT) is None
@@ -254,104 +254,104 @@ class UpdatingTests(SchemeCase):
         worker.post("receive", 20.0)
         assert worker.busy(MOMENT)
         scramble(source, 2)
-        crew.scheme.send()
+        procs.scheme.send()
         assert worker.answer() == fingerprint(source)
         assert worker.call("receive", 0) is None
         for version in (3, 4):
             scramble(source, version)
-            crew.scheme.send()
+            procs.scheme.send()
         assert worker.call("receive", None) == fingerprint(source)
         assert worker.call("receive", 0) is None
 
     def test_receiver_without_model(self, assemble: Assemble) -> None:
         """A receiver without a model keeps the weights for ``receive`` and ``weights``."""
         source = Zoo(1)
-        crew = assemble(source, [None])
-        worker, strategy = crew.workers[0], crew.scheme.strategy
+        procs = assemble(source, [None])
+        worker, strategy = procs.workers[0], procs.scheme.strategy
         for version in range(1, 4):
             assert worker.call("weights") == fingerprint(source, strategy)
             scramble(source, version)
-            crew.scheme.send()
+            procs.scheme.send()
             assert worker.call("receive", 0) == fingerprint(source, strategy)
         with pytest.raises(LifecycleError):
             worker.call("apply_weights", dict(mlp(1).state_dict()))
 
     def test_apply_weights(self, assemble: Assemble) -> None:
         """A receiver may write its model itself; that counts no version, and the next update overwrites."""
-        crew = assemble(mlp(1))
+        procs = assemble(mlp(1))
         for inplace in (True, False):
-            crew.workers[0].call("apply_weights", mlp(2), inplace)
-            assert_equal(crew, mlp(2), mlp(1))
+            procs.workers[0].call("apply_weights", mlp(2), inplace)
+            assert_equal(procs, mlp(2), mlp(1))
             with pytest.raises(SchemaMismatchError):
-                crew.workers[0].call("apply_weights", {"0.weight": torch.zeros(1)}, inplace)
-            assert_equal(crew, mlp(2), mlp(1))
-            assert crew.scheme.worker_versions == {0: crew.scheme.version, 1: crew.scheme.version}
+                procs.workers[0].call("apply_weights", {"0.weight": torch.zeros(1)}, inplace)
+            assert_equal(procs, mlp(2), mlp(1))
+            assert procs.scheme.worker_versions == {0: procs.scheme.version, 1: procs.scheme.version}
             for _ in range(3):
-                crew.scheme.send()
-                assert_equal(crew, mlp(1))
+                procs.scheme.send()
+                assert_equal(procs, mlp(1))
 
     def test_hold(self, assemble: Assemble) -> None:
         """No update lands inside ``hold``; ``send`` waits for its end; other workers do not."""
         source = mlp(1)
-        crew = assemble(source)
-        crew.workers[0].call("hold")
-        handle = crew.scheme.send_async(mlp(2))
-        wait_until(lambda: crew.scheme.worker_versions[1] == 1)
-        assert_equal(crew, mlp(1), mlp(2))
-        assert crew.ask("version") == [0, 1]
-        crew.workers[0].call("forward")  # inside hold() of the same thread: not a deadlock
-        crew.workers[0].call("release")
+        procs = assemble(source)
+        procs.workers[0].call("hold")
+        handle = procs.scheme.send_async(mlp(2))
+        wait_until(lambda: procs.scheme.worker_versions[1] == 1)
+        assert_equal(procs, mlp(1), mlp(2))
+        assert procs.ask("version") == [0, 1]
+        procs.workers[0].call("forward")  # inside hold() of the same thread: not a deadlock
+        procs.workers[0].call("release")
         handle.wait()
-        assert_equal(crew, mlp(2))
+        assert_equal(procs, mlp(2))
 
     def test_hold_for_too_long(self, assemble: Assemble) -> None:
         """``send`` names the worker that holds for longer than the timeout; later updates reach it."""
-        crew = assemble(mlp(1), options={"timeout": 0.5})
-        crew.workers[0].call("hold")
+        procs = assemble(mlp(1), options={"timeout": 0.5})
+        procs.workers[0].call("hold")
         with pytest.raises(SyncFailedError, match="worker 0") as caught:
-            crew.scheme.send(mlp(2))
+            procs.scheme.send(mlp(2))
         assert list(caught.value.failures) == [0]
-        assert_equal(crew, mlp(1), mlp(2))
-        crew.workers[0].call("release")
+        assert_equal(procs, mlp(1), mlp(2))
+        procs.workers[0].call("release")
         time.sleep(0.6)
-        crew.scheme.send(mlp(3))
-        assert_equal(crew, mlp(3))
+        procs.scheme.send(mlp(3))
+        assert_equal(procs, mlp(3))
 
     def test_exception_while_applying(self, assemble: Assemble) -> None:
         """It reaches ``send`` with its traceback; that worker keeps the old version, whole."""
         source = Brittle(1)
-        crew = assemble(source, [Brittle(2, refuses="nothing"), Brittle(3)])
-        before = crew.workers[1].call("fingerprint")
+        procs = assemble(source, [Brittle(2, refuses="nothing"), Brittle(3)])
+        before = procs.workers[1].call("fingerprint")
         scramble(source, 4)
         source.note = "poison"
         with pytest.raises(SyncFailedError, match="worker 1") as caught:
-            crew.scheme.send()
+            procs.scheme.send()
         error = caught.value.failures[1]
         assert list(caught.value.failures) == [1]
         assert isinstance(error, WorkerError)
         for part in ("ValueError: poison refused", "Traceback", "in set_extra_state"):
             assert part in str(error)
-        assert crew.workers[1].call("fingerprint") == before
-        assert crew.workers[0].call("fingerprint") == fingerprint(source)
-        assert crew.scheme.worker_versions == {0: 1, 1: 0}
-        assert crew.workers[1].call("version") == 0
+        assert procs.workers[1].call("fingerprint") == before
+        assert procs.workers[0].call("fingerprint") == fingerprint(source)
+        assert procs.scheme.worker_versions == {0: 1, 1: 0}
+        assert procs.workers[1].call("version") == 0
         source.note = "fine"
-        crew.scheme.send()
-        assert_equal(crew, source)
+        procs.scheme.send()
+        assert_equal(procs, source)
 
     def test_forward_pass_sees_one_version(self, assemble: Assemble) -> None:
         """Updates that come as fast as can be never land inside a forward pass."""
         source = Stack(0.0)
-        crew = assemble(source, [Stack(-1.0)])
-        crew.workers[0].post("run", watch, 1.0)
+        procs = assemble(source, [Stack(-1.0)])
+        procs.workers[0].post("run", watch, 1.0)
         version = 0
-        while crew.workers[0].busy():
+        while procs.workers[0].busy():
             version += 1
             with torch.no_grad():
                 for layer in source.layers:
                     layer.fill_(version)
-            crew.scheme.send()
-        passes, mixed, seen = crew.workers[0].answer()
+            procs.scheme.send()
+        passes, mixed, seen = procs.workers[0].answer()
         assert mixed == []
         assert passes > 20
         assert seen > 5

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import logging
 import multiprocessing
 import threading
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, Literal
@@ -22,7 +24,7 @@ from weight_update.testing.models import fingerprint
 
 __all__ = ["Body", "Method", "Worker", "WorkerDiedError"]
 
-Method = Literal["fork", "spawn", "thread", "ray"]
+Method = Literal["fork", "forkserver", "spawn", "thread", "ray"]
 
 ANSWER_SECONDS = 60.0
 """Seconds that a test waits for a worker's answer."""
@@ -32,6 +34,10 @@ class WorkerDiedError(Exception):
     """The worker is gone, or did not answer in time."""
 
 
+class WorkerTraceback(Exception):
+    """The traceback in the worker of an error that is raised in the test, as its cause."""
+
+
 class Body:
     """The content of a worker: a scheme, a model, and one method for each request of a test."""
 
@@ -39,6 +45,8 @@ class Body:
         self.scheme, self.index = scheme, index
         self.model: Any = None
         self._holding: Any = None
+        self._log = _Log()
+        logging.getLogger("weight_update").addHandler(self._log)
 
     def init(self, model: Any, **options: Any) -> None:
         """Call ``init_on_receiver``, with the index as ``worker_idx`` unless options name it."""
@@ -100,9 +108,18 @@ class Body:
         """Leave ``hold()``."""
         self._holding.__exit__(None, None, None)
 
+    def warnings(self) -> list[str]:
+        """Return the warnings and errors that the library has logged in this process."""
+        return self._log.warnings
+
+    def end(self) -> None:
+        """End what the worker has; called when the test needs it no longer."""
+        self.shutdown()
+
     def shutdown(self) -> None:
         """Call ``shutdown``."""
         self.scheme.shutdown()
+        logging.getLogger("weight_update").removeHandler(self._log)
 
     def flags(self) -> dict[str, bool]:
         """Return the four state properties of the scheme."""
@@ -116,31 +133,47 @@ class Body:
         return function(self, *args)
 
 
-class Worker:
-    """The handle of one worker.
+class _Log(logging.Handler):
+    """Keeps warnings and errors; what a forked worker logs does not reach pytest's ``caplog``."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.warnings: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.warnings.append(record.getMessage())
+
+
+class RemoteObject:
+    """An object in a process or thread of its own, whose methods a test calls.
 
     Args:
-        scheme: given to the worker as a user would: as an argument of the process, or copied for a thread.
-        index: of the worker.
-        method: ``"fork"``, ``"spawn"`` or ``"thread"``.
+        make: called there with ``args``; returns the object, whose method ``end`` is called at the end.
+        args: given to a process as arguments of the process.
+        method: ``"fork"``, ``"forkserver"``, ``"spawn"`` or ``"thread"``.
+        name: of the object in errors.
+
+    Attributes:
+        runner: the process or thread.
     """
 
-    def __init__(self, scheme: WeightSyncScheme, index: int, method: Method) -> None:
-        self.index = index
+    def __init__(
+        self, make: Callable[..., Any], *args: Any, method: Method = "fork", name: str = "process"
+    ) -> None:
+        self.name = name
         self._pipe, theirs = multiprocessing.Pipe()
         self.runner: Any
         if method == "thread":
-            twin = copy.copy(scheme)
-            self.runner = threading.Thread(target=_serve, args=(theirs, twin, index), daemon=True)
+            self.runner = threading.Thread(target=_serve, args=(theirs, make, *args), daemon=True)
             self.runner.start()
         else:
             context: Any = multiprocessing.get_context(method)
-            self.runner = context.Process(target=_main, args=(theirs, scheme, index), daemon=True)
+            self.runner = context.Process(target=_main, args=(theirs, make, *args), daemon=True)
             self.runner.start()
             theirs.close()
 
     def call(self, command: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of :class:`Body` in the worker; return its result or raise its error."""
+        """Call a method of the object; return its result or raise its error."""
         self.post(command, *args, **kwargs)
         return self.answer()
 
@@ -156,20 +189,18 @@ class Worker:
         """
         try:
             if not self._pipe.poll(timeout):
-                raise WorkerDiedError(f"worker {self.index} gave no answer within {timeout} s")
-            good, value = loads(self._pipe.recv_bytes())
+                raise WorkerDiedError(f"{self.name} gave no answer within {timeout} s")
+            answer = self._pipe.recv_bytes()
         except (EOFError, ConnectionError) as error:
-            raise WorkerDiedError(f"worker {self.index} is gone") from error
-        if good:
-            return value
-        raise value
+            raise WorkerDiedError(f"{self.name} is gone") from error
+        return result_of(answer)
 
     def busy(self, seconds: float = 0.0) -> bool:
         """Whether there is no answer within ``seconds``."""
         return not self._pipe.poll(seconds)
 
     def stop(self) -> None:
-        """Shut the scheme down and end the worker; kill a process that does not end."""
+        """End the object and the process or thread; kill a process that does not end."""
         with contextlib.suppress(OSError):  # it may have ended on its own
             self._pipe.send_bytes(dumps(None))
         self.runner.join(10.0)
@@ -177,6 +208,28 @@ class Worker:
             self.runner.kill()
             self.runner.join(10.0)
         self._pipe.close()
+
+
+class Worker(RemoteObject):
+    """The handle of one worker, which has a :class:`Body`.
+
+    Args:
+        scheme: given to the worker as a user would: as an argument of the process, or copied for a thread.
+        index: of the worker.
+        method: as for :class:`RemoteObject`.
+        make: called with scheme and index in the worker.
+    """
+
+    def __init__(
+        self,
+        scheme: WeightSyncScheme,
+        index: int,
+        method: Method,
+        make: Callable[[WeightSyncScheme, int], Body] = Body,
+    ) -> None:
+        self.index = index
+        given = copy.copy(scheme) if method == "thread" else scheme
+        super().__init__(make, given, index, method=method, name=f"worker {index}")
 
 
 def dumps(value: Any) -> bytes:
@@ -192,29 +245,38 @@ def loads(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
-def _main(pipe: Connection, scheme: WeightSyncScheme, index: int) -> None:
+def _main(pipe: Connection, make: Callable[..., Any], *args: Any) -> None:
     torch.set_num_threads(1)  # a forked child hangs in parallel regions if its parent ever used one
-    _serve(pipe, scheme, index)
+    _serve(pipe, make, *args)
 
 
-def _serve(pipe: Connection, scheme: WeightSyncScheme, index: int) -> None:
-    body = Body(scheme, index)
-    while True:
-        try:
-            message = loads(pipe.recv_bytes())
-        except EOFError:
-            message = None
-        if message is None:
-            break
-        command, args, kwargs = message
-        pipe.send_bytes(outcome(getattr(body, command), args, kwargs))
-    body.shutdown()
+def _serve(pipe: Connection, make: Callable[..., Any], *args: Any) -> None:
+    made = make(*args)
+    with contextlib.suppress(EOFError, OSError):  # the test has closed its end
+        while (message := loads(pipe.recv_bytes())) is not None:
+            command, args, kwargs = message
+            pipe.send_bytes(outcome(getattr(made, command), args, kwargs))
+    made.end()
     pipe.close()
 
 
 def outcome(method: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
-    """Return the serialized result or error of a method, for :meth:`Worker.answer`."""
+    """Return the serialized result or error of a method, for :func:`result_of`."""
     try:
-        return dumps((True, method(*args, **kwargs)))
+        return dumps((method(*args, **kwargs), None, ""))
     except Exception as error:  # noqa: BLE001 - raised again in the test
-        return dumps((False, error))
+        text = traceback.format_exc()
+        try:
+            answer = dumps((None, error, text))
+            loads(answer)
+        except Exception:  # noqa: BLE001 - an exception of a test may not be picklable
+            return dumps((None, RuntimeError(repr(error)), text))
+        return answer
+
+
+def result_of(answer: bytes) -> Any:
+    """Return the result that :func:`outcome` serialized, or raise the error, caused by its traceback."""
+    result, error, text = loads(answer)
+    if error is not None:
+        raise error from WorkerTraceback(text)
+    return result

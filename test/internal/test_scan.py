@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from fuzz import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from scan_parts import Tensors, check_form, flat_of, flip, same, schema_of
 
 from weight_update.encodings.patch import diff_cpu as scan_module
-from weight_update.encodings.patch.changes import Changes
 from weight_update.encodings.patch.diff_cpu import LARGE, TILE, Scan, Scanner
 from weight_update.testing import Zoo, random_bits
 from weight_update.testing.models import small_views
@@ -32,7 +32,7 @@ def test_nothing_changed() -> None:
     tensors = [random_bits((3, 5), dtype, 1) for dtype in DTYPES.values()]
     schema = schema_of(tensors)
     scan = Scanner(schema).scan(tensors, flat_of(schema, tensors))
-    assert scan.changes == Changes() or (scan.changes.sparse, scan.changes.ranges) == ((), ())
+    assert (scan.changes.sparse, scan.changes.ranges) == ((), ())
     assert (scan.changed, scan.total) == (0, 15 * (len(DTYPES) + 1))
 
 
@@ -212,7 +212,7 @@ SHAPES = st.lists(st.integers(0, 40), max_size=2).map(tuple) | st.sampled_from(
 DTYPE_NAMES = st.sampled_from(sorted(DTYPES))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     st.lists(st.tuples(SHAPES, DTYPE_NAMES, st.sampled_from([0.0, 0.001, 0.1, 1.0])), max_size=12),
     st.sampled_from([0.0, 0.05, 0.5, 1.0]),

@@ -62,7 +62,9 @@ def test_a_coroutine_function_holds_until_its_await_ends() -> None:
 
     assert inspect.iscoroutinefunction(infer)
     assert asyncio.run(infer(1, more=2)) == (3, False)
-    assert gate.run(lambda: None, WAIT) >= 0
+    landed: list[int] = []
+    gate.run(lambda: landed.append(1), WAIT)
+    assert landed == [1]
 
 
 class Streaming(nn.Module):

@@ -2,12 +2,12 @@
 
 ::
 
-    with Crew(scheme, method="fork") as crew:    # scheme: after init_on_sender()
+    with WorkerProcesses(scheme, method="fork") as procs:    # scheme: after init_on_sender()
         for index in range(2):
-            crew.hire(index, model)              # starts the worker, init_on_receiver() with a copy of model
-        crew.connect()                           # connect() on both sides
+            procs.hire(index, model)              # starts the worker, init_on_receiver() with a copy of model
+        procs.connect()                           # connect() on both sides
         scheme.send(...)
-        crew.workers[0].call("fingerprint")      # any method of Body, run in the worker
+        procs.workers[0].call("fingerprint")      # any method of Body, run in the worker
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from weight_update.schemes import WeightSyncScheme
 from weight_update.testing.ray_workers import RayWorker
 from weight_update.testing.workers import Method, Worker
 
-__all__ = ["Crew", "context_of", "start_worker"]
+__all__ = ["WorkerProcesses", "context_of", "start_worker"]
 
 
-class Crew:
+class WorkerProcesses:
     """A sender and its workers; a context manager that leaves nothing running.
 
     Args:
@@ -62,7 +62,7 @@ class Crew:
         """Call a method of :class:`Body` in all workers, and return their answers in order."""
         return [worker.call(command, *args) for worker in self.workers]
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> WorkerProcesses:
         return self
 
     def __exit__(self, *exc_info: object) -> None:

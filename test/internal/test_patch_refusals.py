@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from fuzz import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from patch_cases import Case, any_options, cases, lend, options
 
@@ -37,7 +38,7 @@ def decodes_or_refuses(payload: torch.Tensor, schema: WeightSchema) -> bool:
 
 
 @given(cases(), any_options, st.data())
-@settings(max_examples=250, deadline=None)
+@examples(250)
 def test_flipped_bytes(case: Case, chosen: PatchOptions, data: st.DataObject) -> None:
     payload = case.encode(chosen).clone()
     flips = st.tuples(st.integers(0, payload.numel() - 1), st.integers(1, 255))
@@ -47,7 +48,7 @@ def test_flipped_bytes(case: Case, chosen: PatchOptions, data: st.DataObject) ->
 
 
 @given(cases(), any_options, st.data())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_truncated_and_lengthened(case: Case, chosen: PatchOptions, data: st.DataObject) -> None:
     payload = case.encode(chosen)
     keep = data.draw(st.integers(0, payload.numel() - 1))
@@ -57,7 +58,7 @@ def test_truncated_and_lengthened(case: Case, chosen: PatchOptions, data: st.Dat
 
 
 @given(st.binary(max_size=400))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_arbitrary_bytes(data: bytes) -> None:
     head = struct.pack("<4sBBBB", b"WUPP", 1, *data[:3].ljust(3, b"\0"))
     for raw in (data, head + data):
@@ -66,7 +67,7 @@ def test_arbitrary_bytes(data: bytes) -> None:
 
 
 @given(cases(), any_options)
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_another_schema(case: Case, chosen: PatchOptions) -> None:
     small = WeightSchema.of({"a": torch.empty(3, 2).bfloat16(), "b": torch.empty(2)})
     decodes_or_refuses(case.encode(chosen), small)

@@ -26,9 +26,9 @@ from weight_update.errors import JoinRefusedError, LinkClosedError
 from weight_update.sender.joining import liveness
 from weight_update.sender.sender import Sender
 from weight_update.sender.workers import ReceiverId
-from weight_update.testing import Crew, mlp
-from weight_update.testing.crew import context_of
+from weight_update.testing import WorkerProcesses, mlp
 from weight_update.testing.late_joiners import forgotten, gone, join
+from weight_update.testing.worker_processes import context_of
 from weight_update.transports.shared_memory.transport import SharedMemTransport
 from weight_update.wire.frames import Kind
 
@@ -190,17 +190,17 @@ def test_liveness_of_subprocesses() -> None:
 def test_log(kind: type[WeightSyncScheme], caplog: pytest.LogCaptureFixture) -> None:
     scheme = kind(timeout=10.0)
     scheme.init_on_sender(model=mlp(1), num_workers=1, ctx=context_of("fork"))
-    with caplog.at_level(logging.INFO, "weight_update"), Crew(scheme) as crew:
-        crew.hire(0, mlp(2))
-        crew.connect()
-        first = join(crew, 5)
-        second = join(crew, 5)
-        pids = [worker.runner.pid for worker in (crew.workers[0], first, second)]
+    with caplog.at_level(logging.INFO, "weight_update"), WorkerProcesses(scheme) as procs:
+        procs.hire(0, mlp(2))
+        procs.connect()
+        first = join(procs, 5)
+        second = join(procs, 5)
+        pids = [worker.runner.pid for worker in (procs.workers[0], first, second)]
         second.call("shutdown")
-        gone(crew, 5)
-        third = join(crew, 6)
+        gone(procs, 5)
+        third = join(procs, 6)
         third.runner.kill()
-        forgotten(crew, 6)
+        forgotten(procs, 6)
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
     assert lines[:5] == [
         f"worker 0 (process {pids[0]}) joined",

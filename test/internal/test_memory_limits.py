@@ -135,7 +135,7 @@ def test_in_a_real_cgroup_full_of_page_cache(tmp_path: Path) -> None:
             text=True,
             check=True,
             timeout=120,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         )
     finally:
         group.rmdir()

@@ -7,7 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from fuzz import examples
+from hypothesis import given
 from patch_cases import ALL_OPTIONS, Case, any_options, bf16_case, cases, lend, make_case, options
 
 from weight_update.encodings.patch.changes import BITS, Changes, Sparse
@@ -45,7 +46,7 @@ def check(case: Case, chosen: PatchOptions, device: torch.device) -> None:
 
 
 @given(cases(), any_options)
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_any_model(case: Case, chosen: PatchOptions) -> None:
     check(case, chosen, torch.device("cpu"))
 

@@ -6,14 +6,14 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from faults_tools import WAIT, Crew, Remote, join
+from faults_tools import WAIT, Processes, Remote, join
 from torch import nn
 
 from benchmarks.links import Network
 from weight_update import DistributedWeightSyncScheme, WeightSyncScheme
 
 
-class HostsCrew(Crew):
+class HostsProcesses(Processes):
     """Worker processes on the hosts of a network; the trainer is this process, on the host ``trainer``."""
 
     def __init__(self, network: Network) -> None:

@@ -9,18 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from fuzz import examples
+from hypothesis import given
 from patch_cases import ALL_OPTIONS, Case, any_options, bf16_case, cases, lend, make_case, noise, options
 
 from weight_update.encodings.patch.changes import BITS, Changes, Sparse
 from weight_update.encodings.patch.format import PatchOptions, decode_patch, encode_patch
 from weight_update.wire.schema import WeightSchema
 
-DOCS = Path(__file__).parent.parent / "docs" / "patch_format.rst"
+DOCS = Path(__file__).parents[2] / "docs" / "patch_format.rst"
 
 
 @given(cases(), any_options)
-@settings(max_examples=250, deadline=None)
+@examples(250)
 def test_round_trip(case: Case, chosen: PatchOptions) -> None:
     payload = case.encode(chosen)
     patch = case.applied(payload)

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from fuzz import examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from weight_update import FormatError, SchemaMismatchError, UnsupportedSourceError, WeightChunk, WeightSchema
@@ -34,7 +35,7 @@ UPDATE = {
     "base": None,
     "extra": {},
 }
-fuzz = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+fuzz = examples(300, suppress_health_check=[HealthCheck.too_slow])
 
 
 def update(payload: bytes = b"weights!" * 9) -> WeightChunk:

@@ -21,14 +21,14 @@ from weight_update import (
 )
 from weight_update.receiver import flat_buffers
 from weight_update.receiver.targets import ModelTarget
-from weight_update.testing import Body, Crew, SchemeContract, fingerprint, scramble
-from weight_update.testing.crew import context_of
+from weight_update.testing import Body, SchemeContract, WorkerProcesses, fingerprint, scramble
 from weight_update.testing.processes import wait_until
+from weight_update.testing.worker_processes import context_of
 
 COUNT = 300
 PLACES = [("fork", SharedMemWeightSyncScheme), ("thread", MemoryWeightSyncScheme)]
 
-Hire = Callable[..., Crew]
+Hire = Callable[..., WorkerProcesses]
 
 
 def many() -> nn.Module:
@@ -44,65 +44,65 @@ def many() -> nn.Module:
 @pytest.fixture(params=PLACES, ids=[method for method, _ in PLACES])
 def hire(request: pytest.FixtureRequest) -> Iterator[Hire]:
     method, scheme_class = request.param
-    crews: list[Crew] = []
+    running: list[WorkerProcesses] = []
 
-    def build(source: nn.Module, target: nn.Module | None = None, workers: int = 1) -> Crew:
+    def build(source: nn.Module, target: nn.Module | None = None, workers: int = 1) -> WorkerProcesses:
         scheme: WeightSyncScheme = scheme_class(timeout=20.0, connect_timeout=30.0)
         scheme.init_on_sender(model=source, num_workers=workers, ctx=context_of(method))
-        crews.append(Crew(scheme, method))
+        running.append(WorkerProcesses(scheme, method))
         for index in range(workers):
-            crews[-1].hire(index, copy.deepcopy(target or many()))
-        crews[-1].connect()
-        return crews[-1]
+            running[-1].hire(index, copy.deepcopy(target or many()))
+        running[-1].connect()
+        return running[-1]
 
     yield build
-    for crew in crews:
-        crew.__exit__()
+    for procs in running:
+        procs.__exit__()
 
 
-def expected(source: nn.Module, crew: Crew) -> dict[str, str]:
-    return fingerprint(source, crew.scheme.strategy)
+def expected(source: nn.Module, procs: WorkerProcesses) -> dict[str, str]:
+    return fingerprint(source, procs.scheme.strategy)
 
 
 _seeds = itertools.count(1)
 
 
-def send_while_held(source: nn.Module, crew: Crew, disturb: Callable[[Body], None]) -> SendHandle:
+def send_while_held(source: nn.Module, procs: WorkerProcesses, disturb: Callable[[Body], None]) -> SendHandle:
     """Send an update to a worker that is inside ``hold()``, and call a function there before it leaves."""
-    ask(crew, "hold")
+    ask(procs, "hold")
     scramble(source, next(_seeds))
-    handle = crew.scheme.send_async()
-    ask(crew, "run", disturb)
-    ask(crew, "release")
+    handle = procs.scheme.send_async()
+    ask(procs, "run", disturb)
+    ask(procs, "release")
     return handle
 
 
-def update(source: nn.Module, crew: Crew) -> None:
+def update(source: nn.Module, procs: WorkerProcesses) -> None:
     scramble(source, next(_seeds))
-    crew.scheme.send()
+    procs.scheme.send()
 
 
-def ask(crew: Crew, what: str, *arguments: Any, worker: int = 0) -> Any:
-    return crew.workers[worker].call(what, *arguments)
+def ask(procs: WorkerProcesses, what: str, *arguments: Any, worker: int = 0) -> Any:
+    return procs.workers[worker].call(what, *arguments)
 
 
 def test_it_stays_where_it_is(hire: Hire) -> None:
     source = many()
-    crew = hire(source)
-    before = ask(crew, "pointers")
+    procs = hire(source)
+    before = ask(procs, "pointers")
     for _ in range(4):
-        update(source, crew)
-        assert ask(crew, "fingerprint") == expected(source, crew)
-    assert ask(crew, "pointers") == before
+        update(source, procs)
+        assert ask(procs, "fingerprint") == expected(source, procs)
+    assert ask(procs, "pointers") == before
     assert before["tied"] == before["rest.3"]
 
 
 def test_few_tensors_are_pointed_at_what_came(hire: Hire) -> None:
     source = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    crew = hire(source, source)
-    before = ask(crew, "pointers")
-    update(source, crew)
-    assert ask(crew, "pointers") != before
+    procs = hire(source, source)
+    before = ask(procs, "pointers")
+    update(source, procs)
+    assert ask(procs, "pointers") != before
 
 
 def replace_two(body: Body) -> None:
@@ -112,12 +112,12 @@ def replace_two(body: Body) -> None:
 
 def test_replaced_tensors_are_found_again(hire: Hire) -> None:
     source = many()
-    crew = hire(source)
-    before = ask(crew, "pointers")
-    ask(crew, "run", replace_two)
-    update(source, crew)
-    assert ask(crew, "fingerprint") == expected(source, crew)
-    assert ask(crew, "pointers") == before
+    procs = hire(source)
+    before = ask(procs, "pointers")
+    ask(procs, "run", replace_two)
+    update(source, procs)
+    assert ask(procs, "fingerprint") == expected(source, procs)
+    assert ask(procs, "pointers") == before
 
 
 def wait_until_it_waits(body: Body) -> None:
@@ -149,11 +149,11 @@ def lose_one_when_it_waits(body: Body) -> None:
 @pytest.mark.parametrize("disturb", [replace_when_it_waits, move_when_it_waits, cast_when_it_waits])
 def test_moved_while_an_update_waits(hire: Hire, disturb: Callable[[Body], None]) -> None:
     source = many()
-    crew = hire(source)
+    procs = hire(source)
     for _ in range(2):
-        handle = send_while_held(source, crew, disturb)
+        handle = send_while_held(source, procs, disturb)
         handle.wait()
-        assert ask(crew, "fingerprint") == expected(source, crew)
+        assert ask(procs, "fingerprint") == expected(source, procs)
 
 
 def rest_of(body: Body) -> dict[str, str]:
@@ -162,20 +162,20 @@ def rest_of(body: Body) -> dict[str, str]:
 
 def test_what_fails_inside_the_gate_changes_nothing(hire: Hire) -> None:
     source = many()
-    crew = hire(source)
-    before = ask(crew, "run", rest_of)
-    handle = send_while_held(source, crew, lose_one_when_it_waits)
+    procs = hire(source)
+    before = ask(procs, "run", rest_of)
+    handle = send_while_held(source, procs, lose_one_when_it_waits)
     with pytest.raises(SyncFailedError, match="'steps' is no longer in the target"):
         handle.wait()
-    assert ask(crew, "run", rest_of) == before
+    assert ask(procs, "run", rest_of) == before
 
 
 def test_the_model_is_exchanged_while_an_update_is_staged(hire: Hire) -> None:
     source = many()
-    crew = hire(source)
-    handle = send_while_held(source, crew, exchange_binding_when_it_waits)
+    procs = hire(source)
+    handle = send_while_held(source, procs, exchange_binding_when_it_waits)
     handle.wait()
-    assert ask(crew, "fingerprint") == expected(copy.deepcopy(source).double(), crew)
+    assert ask(procs, "fingerprint") == expected(copy.deepcopy(source).double(), procs)
 
 
 def exchange_binding_when_it_waits(body: Body) -> None:
@@ -198,14 +198,14 @@ def lies_there(body: Body) -> bool:
 
 def test_a_model_in_shared_memory_stays_there(hire: Hire) -> None:
     source = many()
-    crew = hire(source)
-    assert all(ask(crew, "run", in_shared_memory))
-    update(source, crew)
-    assert ask(crew, "run", lies_there)
-    before = ask(crew, "pointers")
-    update(source, crew)
-    assert ask(crew, "pointers") == before
-    assert ask(crew, "fingerprint") == expected(source, crew)
+    procs = hire(source)
+    assert all(ask(procs, "run", in_shared_memory))
+    update(source, procs)
+    assert ask(procs, "run", lies_there)
+    before = ask(procs, "pointers")
+    update(source, procs)
+    assert ask(procs, "pointers") == before
+    assert ask(procs, "fingerprint") == expected(source, procs)
 
 
 def test_the_modes_of_who_connects() -> None:
@@ -235,12 +235,12 @@ def to_double(body: Body) -> None:
 
 def test_a_model_that_was_cast(hire: Hire) -> None:
     source = many()
-    crew = hire(source)
-    ask(crew, "run", to_double)
+    procs = hire(source)
+    ask(procs, "run", to_double)
     for _ in range(2):
-        update(source, crew)
-        assert ask(crew, "fingerprint") == expected(copy.deepcopy(source).double(), crew)
-    assert ask(crew, "run", has_no_flat_buffer)  # else converted inside the gate
+        update(source, procs)
+        assert ask(procs, "fingerprint") == expected(copy.deepcopy(source).double(), procs)
+    assert ask(procs, "run", has_no_flat_buffer)  # else converted inside the gate
 
 
 def has_no_flat_buffer(body: Body) -> bool:
@@ -252,33 +252,33 @@ def test_a_model_that_has_other_dtypes(hire: Hire) -> None:
     source = many()
     target = many()
     target.rest[0] = nn.Parameter(target.rest[0].detach().double())
-    crew = hire(source, target)
+    procs = hire(source, target)
     wanted = copy.deepcopy(source)
     for _ in range(2):
-        update(source, crew)
+        update(source, procs)
         wanted.load_state_dict(source.state_dict())
         wanted.rest[0] = nn.Parameter(source.rest[0].detach().double())
-        assert ask(crew, "fingerprint") == expected(wanted, crew)
+        assert ask(procs, "fingerprint") == expected(wanted, procs)
 
 
 def test_on_the_meta_device(hire: Hire) -> None:
     source = many()
     with torch.device("meta"):
         target = many()
-    crew = hire(source, target)
-    assert ask(crew, "fingerprint") == expected(source, crew)
-    update(source, crew)
-    assert ask(crew, "fingerprint") == expected(source, crew)
+    procs = hire(source, target)
+    assert ask(procs, "fingerprint") == expected(source, procs)
+    update(source, procs)
+    assert ask(procs, "fingerprint") == expected(source, procs)
 
 
 def test_what_a_worker_writes_stays_with_it(hire: Hire) -> None:
     source = many()
-    crew = hire(source, workers=2)
-    update(source, crew)
-    ask(crew, "fill", 3.0)
-    assert ask(crew, "fingerprint", worker=1) == expected(source, crew) != ask(crew, "fingerprint")
-    update(source, crew)
-    assert ask(crew, "fingerprint") == ask(crew, "fingerprint", worker=1) == expected(source, crew)
+    procs = hire(source, workers=2)
+    update(source, procs)
+    ask(procs, "fill", 3.0)
+    assert ask(procs, "fingerprint", worker=1) == expected(source, procs) != ask(procs, "fingerprint")
+    update(source, procs)
+    assert ask(procs, "fingerprint") == ask(procs, "fingerprint", worker=1) == expected(source, procs)
 
 
 def other_model(body: Body) -> None:
@@ -292,15 +292,15 @@ def former(body: Body) -> dict[str, str]:
 
 def test_a_former_model_keeps_its_version(hire: Hire) -> None:
     source = many()
-    crew = hire(source)
-    update(source, crew)
-    kept = expected(source, crew)
-    ask(crew, "run", other_model)
-    assert ask(crew, "fingerprint") == kept
+    procs = hire(source)
+    update(source, procs)
+    kept = expected(source, procs)
+    ask(procs, "run", other_model)
+    assert ask(procs, "fingerprint") == kept
     for _ in range(3):
-        update(source, crew)
-        assert ask(crew, "fingerprint") == expected(source, crew)
-    assert ask(crew, "run", former) == kept
+        update(source, procs)
+        assert ask(procs, "fingerprint") == expected(source, procs)
+    assert ask(procs, "run", former) == kept
 
 
 @pytest.mark.slow
