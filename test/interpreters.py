@@ -33,6 +33,7 @@ from typing import Any
 __all__ = ["run_python"]
 
 ROOT = Path(__file__).resolve().parent.parent
+_FILTERS = list(warnings.filters)
 _PRELOADED = ("torch", "tensordict", "torchrl.collectors", "torchrl.envs")
 _LIMIT = 1 << 17
 _START_SECONDS = 300.0
@@ -191,9 +192,8 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
 
 def _run(words: Sequence[str]) -> None:
     words = list(words)
-    warnings.resetwarnings()
-    for action in sys.warnoptions:
-        warnings.simplefilter(action)  # type: ignore[arg-type]
+    warnings.resetwarnings()  # what the imports have changed
+    warnings.filters.extend(_FILTERS)  # type: ignore[attr-defined]
     while words[0] == "-W":
         sys.warnoptions.append(words[1])
         warnings.simplefilter(words[1])  # type: ignore[arg-type]
