@@ -205,7 +205,7 @@ def _run(words: Sequence[str]) -> None:
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         return
     main = types.ModuleType("__main__")
-    sys.modules["__main__"] = main
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # the latter names it in spawned processes
     main.__dict__["__builtins__"] = __builtins__
     if words[0] == "-c":
         sys.argv, text, name = ["-c", *words[2:]], words[1], "<string>"

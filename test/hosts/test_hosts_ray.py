@@ -57,7 +57,11 @@ class Cluster:
                 process.wait(15.0 if process.stdin is not None else 0.1)
             process.terminate()
         for process in self._running:
-            process.wait(20.0)
+            try:
+                process.wait(20.0)
+            except subprocess.TimeoutExpired:  # a node that lost its head takes longer
+                process.kill()
+                process.wait(20.0)
             if process.stdout is not None:
                 process.stdout.close()
 
