@@ -31,8 +31,8 @@ class Remote(WithWorkers, torchrl.collectors.BaseCollector):
     2. It calls :meth:`_begin`, which is TorchRL's ``__init__`` unless a subclass extends it. When ``_begin``
        returns, workers run and the schemes are initialized, and connected where TorchRL connects them there.
        If it raises, :meth:`_give_up` is called.
-    3. ``weight_recv_schemes`` are registered last, so that received weights reach connected workers. 4.
-    :meth:`shutdown` is TorchRL's, and ends all schemes afterwards. It is also called at exit.
+    3. ``weight_recv_schemes`` are registered last, so that received weights reach connected workers.
+    4. :meth:`shutdown` is TorchRL's, and ends all schemes afterwards. It is also called at exit.
 
     A subclass implements :meth:`_default_scheme`, and :meth:`_worker_alive` and :meth:`_give_up` if it can.
 

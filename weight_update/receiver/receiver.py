@@ -23,7 +23,7 @@ from weight_update.errors import (
 )
 from weight_update.receiver.updates import ReceiverOptions, UpdateHandler, as_memory_error, summary_of
 from weight_update.strategy.named_weights import NamedWeights
-from weight_update.transports.shared_memory.unix_stream import seconds_left
+from weight_update.transports.shared_memory.unix_stream import SHORTAGES, seconds_left
 from weight_update.wire.frames import Kind, WeightChunk
 from weight_update.wire.schema import WeightSchema
 
@@ -318,7 +318,8 @@ class Receiver:
         A sender that answered, or did not answer in time, may still live: a link that fails during an attempt
         ends only that attempt. A sender that cannot be reached at all is gone.
         """
-        if not isinstance(as_memory_error(error), NotEnoughMemoryError):
+        short = isinstance(error, OSError) and error.errno in SHORTAGES
+        if not short and not isinstance(as_memory_error(error), NotEnoughMemoryError):
             if not isinstance(error, TransportError | FormatError | TimeoutError):
                 _log.warning("worker %d could not join again", self.worker, exc_info=error)
                 return False

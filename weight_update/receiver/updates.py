@@ -229,15 +229,15 @@ class UpdateHandler:
 
     def _in_force(self) -> None:
         self.applied += 1
-        if self._options.observer is not None:
-            self._options.observer.switched()
+        if (observer := self._options.observer) is not None:  # any thread may set it to None
+            observer.switched()
 
     def _finish(self, update: StagedUpdate, stall: float, before: StagedUpdate | None) -> None:
         """Tell everyone concerned that an update is in force."""
         with self.news:
             self.news.notify_all()
-        if self._options.observer is not None:
-            self._options.observer.applied(functools.partial(self.staging.named, update))
+        if (observer := self._options.observer) is not None:
+            observer.applied(functools.partial(self.staging.named, update))
         applied = {
             "version": update.version,
             "apply_seconds": time.perf_counter() - update.arrived,

@@ -330,6 +330,9 @@ class WeightSyncScheme(SchemeUpdates):
     @context.setter
     def context(self, context: Any) -> None:
         self._context = None if context is None else weakref.ref(context)
+        self._observe()
+
+    def _observe(self) -> None:
         if self._receiver is not None:
             self._receiver.options.observer = self._observer()
 
@@ -374,6 +377,7 @@ class WeightSyncScheme(SchemeUpdates):
             timeout=self.timeout,
             observer=self._observer(),
         )
+        self._observe()  # the context may have been set meanwhile
 
 
 _BACKENDS: dict[str, type[WeightSyncScheme]] = {}

@@ -219,9 +219,6 @@ def _announce(loads: list[tuple[WorkerState, EncodedUpdate]]) -> None:
             links[0].expect(payload, links)
 
 
-_log = logging.getLogger(__name__)
-
-
 class AnswerThreads:
     """One thread for each worker, which reads everything that comes from it.
 

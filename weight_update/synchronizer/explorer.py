@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from weight_update.errors import TransportError
+from weight_update.strategy.strategy import WeightStrategy
 from weight_update.synchronizer.checkpoint import CheckpointExplorer
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.methods import ExplorerMethod, SubscribingExplorer
@@ -26,8 +27,18 @@ class BlockingExplorer(ClientBase):
 
     role = "explorer"
 
-    def __init__(self, channel: Channel, model: Any, *, id: int | None = None, **options: Any) -> None:
-        super().__init__(channel, **options)
+    def __init__(
+        self,
+        channel: Channel,
+        model: Any,
+        *,
+        id: int | None = None,
+        strategy: str | WeightStrategy = "tensordict",
+        timeout: float = 60.0,
+        transfer_timeout: float = 60.0,
+        step: int = 0,
+    ) -> None:
+        super().__init__(channel, strategy, timeout, transfer_timeout, step)
         if id is not None and id < 0:
             raise ValueError(f"id must be 0 or greater, got {id}")
         self.id, self._model = id, model

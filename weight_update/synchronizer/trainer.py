@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from weight_update.errors import TransportError
+from weight_update.strategy.strategy import WeightStrategy
 from weight_update.synchronizer.checkpoint import CheckpointTrainer
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.direct import DirectTrainer
@@ -38,10 +39,12 @@ class BlockingTrainer(ClientBase):
         *,
         address: str | None = None,
         backend: str = "gloo",
+        strategy: str | WeightStrategy = "tensordict",
+        timeout: float = 60.0,
+        transfer_timeout: float = 60.0,
         step: int | None = None,
-        **options: Any,
     ) -> None:
-        super().__init__(channel, step=step or 0, **options)
+        super().__init__(channel, strategy, timeout, transfer_timeout, step or 0)
         if address is not None:
             require_reachable(address)
         self._method: TrainerMethod | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from abc import ABC, abstractmethod
@@ -74,10 +75,7 @@ class JoinListener(ABC, Generic[_L]):
     def _run(self) -> None:
         while not self._closed.is_set():
             try:
-                found = self.accept()
-                if found is not None and not self._closed.is_set():
-                    connection, hello = found
-                    self._admit(connection, _require_hello(connection, hello))
+                self._step()
             except Exception as error:  # noqa: BLE001 - without this thread no worker could join
                 if self._closed.is_set():
                     return
@@ -86,15 +84,27 @@ class JoinListener(ABC, Generic[_L]):
                 if not expected:
                     self._closed.wait(BACK_OFF_SECONDS)
 
-    def _admit(self, connection: Any, hello: WeightChunk) -> None:
+    def _step(self) -> None:
+        """Admit one worker, if one comes; keep no reference to its connection."""
+        found = self.accept()
+        if found is not None:
+            self._admit(*found)
+
+    def _admit(self, connection: Any, hello: WeightChunk | None) -> None:
         """Give the connection of a worker to its link, or answer why the worker is refused, and raise."""
         try:
+            if hello is None or hello.kind is not Kind.HELLO:
+                raise FormatError("the first chunk of a connection is not a HELLO, or did not come in time")
             if not hello.shows(self._token):
                 raise JoinRefusedError("wrong token: the scheme was not made by this sender")
+            if self._closed.is_set():
+                raise JoinRefusedError("the sender was closed")
             link = self._link_for(hello)
             link.screen(hello)
-        except JoinRefusedError as error:
-            connection.send(refusal_of(error), _REFUSAL_SECONDS)
+        except BaseException as error:
+            if isinstance(error, JoinRefusedError):
+                with contextlib.suppress(OSError, EOFError):  # the worker may be gone
+                    connection.send(refusal_of(error), _REFUSAL_SECONDS)
             connection.close()
             raise
         link.take_over(connection, hello)
@@ -102,13 +112,6 @@ class JoinListener(ABC, Generic[_L]):
     def _link_for(self, hello: WeightChunk) -> _L:
         worker: int = hello.header["worker"]
         return self._links.get(worker) or self._late_joiners(worker)
-
-
-def _require_hello(connection: Any, first: WeightChunk | None) -> WeightChunk:
-    if first is None or first.kind is not Kind.HELLO:
-        connection.close()
-        raise FormatError("the first chunk of a connection is not a HELLO, or did not come in time")
-    return first
 
 
 def refusal_of(error: JoinRefusedError) -> WeightChunk:

@@ -14,7 +14,7 @@ from weight_update.errors import (
     UnreachableMemoryError,
 )
 from weight_update.transports.base import Allocate, Capabilities, TransportBackend
-from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
+from weight_update.transports.shared_memory.unix_stream import SHORTAGES, deadline_of, seconds_left
 from weight_update.wire.frames import WeightChunk
 
 __all__ = ["LinkConnection", "ReconnectingLink"]
@@ -25,7 +25,8 @@ class LinkConnection(Protocol):
 
     An OSError or EOFError that a method raises is a LinkClosedError for the users of the link; a TimeoutError
     or BlockingIOError is a SyncTimeoutError. A connection that raised any of them, or FormatError, is closed.
-    The rules for threads are those of :class:`~weight_update.TransportBackend`.
+    Two errors of ``recv`` keep it open: JoinRefusedError and UnreachableMemoryError. The rules for threads
+    are those of :class:`~weight_update.TransportBackend`.
     """
 
     def send(self, chunk: WeightChunk, timeout: float | None) -> None:
@@ -38,6 +39,7 @@ class LinkConnection(Protocol):
         """End the connection and wake threads that wait on it; calling it twice is fine."""
 
 
+_PAUSE_SECONDS = 0.5
 _CAPABILITIES = Capabilities(allows_rejoin=True)
 _C = TypeVar("_C", bound=LinkConnection)
 
@@ -80,7 +82,8 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
             timeout: seconds; None waits as long as the sender may come.
 
         Raises:
-            LinkClosedError: the sender is gone; any other OSError means the same.
+            LinkClosedError: the sender is gone; any other OSError or EOFError means the same, except a lack
+                of memory or descriptors.
             SyncTimeoutError: the sender did not answer in time.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot connect")
@@ -105,7 +108,8 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         with self._changed:
             ended = connection if self._closed else self._connection  # the worker notices at once
             if not self._closed:
-                self._connection, self._hello = connection, hello
+                self._hello = hello  # first: recv_chunk does not take the lock
+                self._connection = connection
                 self._changed.notify_all()
         if ended is not None:
             ended.close()
@@ -116,9 +120,12 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
             raise LinkClosedError("this end was closed")
         if self._connection is None:
             try:
-                self.take_over(self.connect(timeout))
-            except OSError as error:
+                connection = self.connect(timeout)
+            except (OSError, EOFError) as error:
+                if isinstance(error, OSError) and error.errno in SHORTAGES:
+                    raise  # the sender may live
                 raise _of_the_link(error) from None
+            self.take_over(connection)
             if self.closed:
                 self.close()  # it may not have seen what connect() opened
                 raise LinkClosedError("this end was closed")
@@ -181,7 +188,12 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
             raise LinkClosedError("not connected to the sender")
         while True:
             left = seconds_left(deadline)
-            found = self.accept(left)
+            try:
+                found = self.accept(left)
+            except (OSError, EOFError) as error:
+                with self._changed:  # it may fail again at once
+                    self._changed.wait_for(lambda: self._closed, _PAUSE_SECONDS)
+                raise _of_the_link(error) from None
             if found is not None:
                 self.take_over(found)
             if self._closed:

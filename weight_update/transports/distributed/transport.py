@@ -246,7 +246,8 @@ class DistributedListener(JoinListener[DistributedTransport]):
             finally:
                 client.release()
 
-    def _admit(self, request: tuple[str, str], hello: WeightChunk) -> None:
+    def _admit(self, request: tuple[str, str], hello: WeightChunk | None) -> None:
+        assert hello is not None  # read_join_request() returns one
         link, host = request
         try:
             end = self._link_for(hello)

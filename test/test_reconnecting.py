@@ -1,0 +1,106 @@
+"""What the base of links that reconnect makes of the errors of a transport's own connections."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import logging
+import threading
+import weakref
+from typing import Any
+
+import pytest
+
+from weight_update import JoinListener, JoinRefusedError, LinkClosedError, ReconnectingLink, WeightChunk
+from weight_update.testing.processes import wait_until
+from weight_update.testing.transports import hello
+
+
+class Connection:
+    """A connection on which nothing arrives, and whose other end takes nothing."""
+
+    def __init__(self, ended: threading.Event) -> None:
+        self.ended = ended
+
+    def send(self, chunk: WeightChunk, timeout: float | None) -> None:
+        raise OSError("it is gone")
+
+    def recv(self, timeout: float | None, allocate: Any) -> WeightChunk | None:
+        return None
+
+    def close(self) -> None:
+        self.ended.set()
+
+
+class Link(ReconnectingLink[Connection]):
+    def __init__(self, *, joins: bool, error: Exception | None = None) -> None:
+        super().__init__(joins=joins)
+        self.error = error
+
+    def connect(self, timeout: float | None) -> Connection:
+        assert self.error is not None
+        raise self.error
+
+    def accept(self, timeout: float | None) -> Connection | None:
+        if self.error is not None:
+            raise self.error
+        return super().accept(timeout)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
+def test_a_shortage_is_not_the_end_of_the_sender(number: int) -> None:
+    with pytest.raises(OSError, match="short") as caught:
+        Link(joins=True, error=OSError(number, "short")).restart(1.0)
+    assert not isinstance(caught.value, LinkClosedError)
+    assert caught.value.errno == number
+
+
+@pytest.mark.parametrize("error", [EOFError(), ConnectionRefusedError("nobody")])
+def test_an_end_that_is_gone(error: Exception) -> None:
+    with pytest.raises(LinkClosedError):
+        Link(joins=True, error=error).restart(1.0)
+    with pytest.raises(LinkClosedError):
+        Link(joins=False, error=error).recv_chunk(1.0)
+
+
+class Listener(JoinListener[Link]):
+    """A listener to which workers come from a list."""
+
+    def __init__(self, late_joiners: Any = None) -> None:
+        super().__init__("token", {}, late_joiners)
+        self.coming: list[tuple[Connection, WeightChunk]] = []
+
+    def accept(self) -> tuple[Connection, WeightChunk] | None:
+        self._closed.wait(0.01)
+        return self.coming.pop() if self.coming else None
+
+    def wake(self) -> None:
+        pass
+
+
+def refuse(worker_idx: int) -> Link:
+    raise JoinRefusedError("no such worker")
+
+
+def fail(worker_idx: int) -> Link:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("late_joiners", [refuse, fail])
+def test_a_connection_that_is_not_admitted_is_closed_and_forgotten(
+    late_joiners: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL, logger=__name__)  # records keep errors, whose frames keep connections
+    listener, ended = Listener(late_joiners), threading.Event()
+    connection = Connection(ended)
+    listener.coming.append((connection, hello("token")))
+    gone = weakref.ref(connection)
+    del connection
+    listener.start()
+    try:
+        assert ended.wait(10.0)
+        wait_until(lambda: gc.collect() >= 0 and gone() is None, 10.0)
+        expected = "no such worker" if late_joiners is refuse else "can't start new thread"
+        assert expected in next(iter(listener.refusals))
+    finally:
+        listener.close()
