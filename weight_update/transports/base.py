@@ -121,7 +121,8 @@ class TransportBackend(WeightTransfer):
         Raises:
             LinkClosedError: the other end is gone. ``recv_chunk`` of a sender's end still returns chunks that
                 the other end had sent before, and then raises too.
-            SyncTimeoutError: ``timeout`` ran out; the link is not usable afterwards.
+            SyncTimeoutError: ``timeout`` ran out. The transport then ends the link: both ends raise
+                LinkClosedError from now on, the other one after the chunks that were sent before.
         """
 
     @abstractmethod
@@ -137,7 +138,7 @@ class TransportBackend(WeightTransfer):
 
         Raises:
             LinkClosedError: the other end is gone, or this end was closed.
-            FormatError: the received bytes are not a chunk; the link is not usable afterwards.
+            FormatError: the received bytes are not a chunk. The transport then ends the link, as above.
         """
 
     @abstractmethod
