@@ -212,7 +212,7 @@ class StrategyContract:
         """A tensor whose elements share memory cannot be copied into; the others are not written either."""
         target = {"a": torch.zeros(3), "b": torch.zeros(1).expand(3)}
         source = {"a": torch.ones(3), "b": torch.ones(3)}
-        with pytest.raises(UnsupportedSourceError, match="'b' of the destination"):
+        with pytest.raises(UnsupportedSourceError, match="'b' of the target"):
             self.make_strategy().apply_weights(target, source)
         assert not target["a"].any()
         self.make_strategy().apply_weights(target, source, inplace=False)
