@@ -39,6 +39,8 @@ class SchemeUpdates(SchemeLifecycle):
 
     def _require_receiver(self) -> Receiver:
         if self._receiver is None:
+            if self._sender_side is not None:
+                raise LifecycleError("this is the sender; receive(), hold() and guarded() are for workers")
             raise LifecycleError(
                 "this is not a connected receiver; call init_on_receiver() and connect() first"
             )

@@ -265,14 +265,11 @@ class JoiningTests(SchemeCase):
         with pytest.raises(LifecycleError):
             procs.scheme.connect(worker_idx=0)
         procs.connect()
-        wrong: list[Callable[[], Any]] = [
-            procs.scheme.connect,
-            procs.scheme.receive,
-            lambda: procs.scheme.hold().__enter__(),
-        ]
-        for call_too_late in wrong:
-            with pytest.raises(LifecycleError):
-                call_too_late()
+        with pytest.raises(LifecycleError):
+            procs.scheme.connect()
+        for for_workers in (procs.scheme.receive, lambda: procs.scheme.hold().__enter__()):
+            with pytest.raises(LifecycleError, match="this is the sender"):
+                for_workers()
         with pytest.raises(LifecycleError):
             procs.scheme.apply_weights(mlp(1))
         with pytest.raises(LifecycleError):
