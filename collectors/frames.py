@@ -13,6 +13,7 @@ from typing import Any
 
 from collectors.substitute import Substitute
 from weight_update import SyncTimeoutError, WorkerError
+from weight_update.errors import kept_error
 
 __all__ = [
     "FRAMES_TIMEOUT",
@@ -107,7 +108,7 @@ class _Reader:
             raise
         self._reading = self.stuck = False
         if error is not None:
-            raise error
+            raise kept_error(error)
         return item
 
     def close(self) -> None:

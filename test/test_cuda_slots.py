@@ -7,7 +7,6 @@ Records with handles, references, and how receivers leave are the real ones, bet
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import signal
 import threading
@@ -155,7 +154,6 @@ def all_given_back(memory: list[weakref.ref[Any]], seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     for thread in keepers():
         thread.join(max(0.0, deadline - time.monotonic()))
-    gc.collect()  # the error of a lost worker may hold frames in a cycle
     return all(ref() is None for ref in memory)
 
 

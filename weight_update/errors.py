@@ -27,6 +27,7 @@ Each also derives from the builtin in parentheses, so ``except TimeoutError`` wo
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -190,3 +191,17 @@ def without_frames(error: _E) -> _E:
         cause.__traceback__ = cause.__context__ = None
         cause = cause.__cause__
     return error.with_traceback(None)
+
+
+def kept_error(error: _E) -> _E:
+    """Return a copy of ``error`` to raise; an object that keeps ``error`` then keeps no frames.
+
+    A raised error refers to the frames it comes through. If one of them refers to the error, directly or
+    through an attribute, their memory is only freed by the garbage collector, which may not run for minutes.
+    """
+    try:
+        raised = copy.copy(error)
+    except Exception:  # noqa: BLE001 - its constructor may take anything
+        return error
+    raised.__cause__ = error.__cause__
+    return raised

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from weight_update.errors import SyncTimeoutError, WorkerError
+from weight_update.errors import SyncTimeoutError, WorkerError, kept_error
 
 __all__ = ["commit_group"]
 
@@ -66,5 +66,5 @@ def commit_group(
                 commit.done.set()
         commit.done.wait()  # the last member may have arrived just now: then the action's outcome counts
     if commit.error is not None:
-        raise commit.error
+        raise kept_error(commit.error)
     return commit.seconds

@@ -19,6 +19,7 @@ from weight_update.errors import (
     SchemaMismatchError,
     SyncTimeoutError,
     TransportError,
+    kept_error,
     without_frames,
 )
 from weight_update.receiver.updates import ReceiverOptions, UpdateHandler, as_memory_error, summary_of
@@ -136,7 +137,10 @@ class Receiver:
         if error is not None and again and self._welcomed:
             _log.warning("worker %d keeps version %s: %s", self.worker, self.version, error)
         elif error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its frames would refer to it
 
     def _greet(
         self, deadline: float, expected: WeightSchema | None, error: Exception | None, again: bool
@@ -226,7 +230,7 @@ class Receiver:
             news.wait_for(lambda: self._has_news or self.error or self._closing.is_set(), timeout)
             if not self._has_news:
                 if self.error is not None:
-                    raise self.error
+                    raise kept_error(self.error)
                 return False
             self._returned = self.version
             return True

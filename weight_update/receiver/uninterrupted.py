@@ -50,7 +50,7 @@ def run_uninterrupted(action: Callable[[], float], leave: Callable[[], None]) ->
     if thread.ident is None:
         return action()
     if errors:
-        raise errors[0]
+        raise errors.pop()  # so that its frames do not refer to it
     return results[0]
 
 

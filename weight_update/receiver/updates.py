@@ -164,13 +164,11 @@ class UpdateHandler:
         except BaseException as reason:
             if not _is_of_the_model(reason):
                 raise
-            error = as_memory_error(_as_exception(reason))
-            self._refuse(version, error)
-            return error
+            return self._refuse(version, as_memory_error(_as_exception(reason)))
         return None
 
-    def _refuse(self, version: int, error: Exception) -> None:
-        """Keep the version in force, and tell the sender why ``version`` cannot be applied."""
+    def _refuse(self, version: int, error: Exception) -> Exception:
+        """Keep the version in force, and tell the sender that ``version`` failed; return ``error``."""
         self.staging.forget()
         self._unwanted = version
         summary, text = summary_of(error)
@@ -181,6 +179,7 @@ class UpdateHandler:
             "kept": self.staging.version is not None,
         }
         self._answer(Kind.FAILED, failed)
+        return error
 
     def _ask_for_all(self, version: int) -> None:
         self._answer(Kind.BEHIND, {"version": version})

@@ -17,6 +17,7 @@ from weight_update.errors import (
     SyncFailedError,
     SyncTimeoutError,
     WorkerError,
+    without_frames,
 )
 from weight_update.sender.delivery import Delivery
 from weight_update.sender.groups.base import SendGroup
@@ -173,7 +174,7 @@ class Admission:
             }
             self._delivery.say(worker, WeightChunk(Kind.REFUSED, header))
         with self._table.changed:
-            worker.joined, worker.lost = False, error
+            worker.joined, worker.lost = False, without_frames(error)
             self._table.changed.notify_all()
 
 

@@ -21,6 +21,7 @@ from weight_update.errors import (
     SyncTimeoutError,
     WeightSyncError,
     WorkerError,
+    kept_error,
 )
 from weight_update.transports.distributed.store import PrefixStore, ProcessGroupGloo, disown, own
 
@@ -112,7 +113,7 @@ class RankLinks:
                 except WeightSyncError as error:
                     problems.append(error)
         if problems:
-            raise problems[0]
+            raise kept_error(problems[0])
 
     def hear(self) -> list[Message]:
         """Return the report of each of the others, on the leader.
@@ -183,7 +184,7 @@ class RankLinks:
 
     def _begin(self, place: int, begin: Callable[[], Any]) -> Any:
         if self._group is None:
-            raise self.broken or LifecycleError("this scheme was shut down")
+            raise kept_error(self.broken or LifecycleError("this scheme was shut down"))
         try:
             return begin()
         except RuntimeError as error:
@@ -211,7 +212,7 @@ class RankLinks:
             lost = SyncFailedError(f"{rank} is gone ({text})", {})
         if self.leads and self.broken is None:
             self._leave_words(lost)
-        self.broken = self.broken or lost
+        self.broken = self.broken or kept_error(lost)
         self._gone.add(place)
         return lost
 

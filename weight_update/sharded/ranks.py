@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from weight_update.errors import LifecycleError, WeightSyncError
+from weight_update.errors import LifecycleError, WeightSyncError, kept_error
 from weight_update.sharded.links import Message, RankLinks, error_from_wire, error_to_wire
 
 __all__ = ["Ranks"]
@@ -52,7 +52,7 @@ class Ranks(RankLinks):
         """
         with self._working:
             if self.broken is not None:
-                raise self.broken
+                raise kept_error(self.broken)
             if self.leads:
                 with self._leading(call):
                     value = read(None)
@@ -111,7 +111,7 @@ class Ranks(RankLinks):
 
     def _fail(self, error: BaseException) -> None:
         """Tell the leader of an error, and wait until it has told all others."""
-        if error is self.broken:
+        if self.broken is not None:
             return
         with contextlib.suppress(WeightSyncError):  # this error is raised
             self.report({"error": error_to_wire(error)})

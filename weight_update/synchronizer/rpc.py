@@ -311,15 +311,17 @@ class SocketChannel(Channel):
         """Wait for the answer. While none comes, check that the synchronizer answers other calls."""
         last = deadline + longer
         while longer and not connection.wait_readable(max(deadline - time.monotonic(), 0.0) / 2):
-            silent = SyncTimeoutError(f"the other end said nothing for {timeout:g} s")
-            if time.monotonic() >= last:
-                raise silent
-            try:
-                self.call("status", {}, max(deadline - time.monotonic(), 0.0))
-            except TransportError:
-                raise silent from None
+            if time.monotonic() >= last or not self._is_alive(deadline):
+                raise SyncTimeoutError(f"the other end said nothing for {timeout:g} s")
             deadline = min(time.monotonic() + timeout, last)
         return connection.receive(seconds_left(deadline))
+
+    def _is_alive(self, deadline: float) -> bool:
+        try:
+            self.call("status", {}, max(deadline - time.monotonic(), 0.0))
+        except TransportError:
+            return False
+        return True
 
     def _take(self, timeout: float) -> RpcConnection:
         with self._lock:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Container, Iterator
 from typing import Generic, Protocol, TypeVar
 
 from weight_update.errors import (
@@ -119,12 +121,8 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         if self._closed or not self._joins:
             raise LinkClosedError("this end was closed")
         if self._connection is None:
-            try:
+            with _errors_of_links(but=SHORTAGES):  # then the sender may live
                 connection = self.connect(timeout)
-            except (OSError, EOFError) as error:
-                if isinstance(error, OSError) and error.errno in SHORTAGES:
-                    raise  # the sender may live
-                raise _of_the_link(error) from None
             self.take_over(connection)
             if self.closed:
                 self.close()  # it may not have seen what connect() opened
@@ -135,12 +133,12 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         if connection is None:
             raise LinkClosedError("the other end is not connected")
         try:
-            connection.send(chunk, timeout)
-        except (OSError, EOFError) as reason:
-            error = _of_the_link(reason)
-            if isinstance(error, SyncTimeoutError) or (self._joins and isinstance(error, LinkClosedError)):
+            with _errors_of_links():
+                connection.send(chunk, timeout)
+        except (SyncTimeoutError, LinkClosedError) as error:
+            if self._joins or isinstance(error, SyncTimeoutError):
                 self._drop(connection)
-            raise error from None
+            raise
 
     def recv_chunk(
         self, timeout: float | None = None, allocate: Allocate | None = None
@@ -156,15 +154,13 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
             hello, self._hello = self._hello, None
             return hello
         try:
-            return connection.recv(timeout, allocate)
-        except FormatError:
+            with _errors_of_links():
+                return connection.recv(timeout, allocate)
+        except (JoinRefusedError, UnreachableMemoryError):
+            raise
+        except (TransportError, SyncTimeoutError, FormatError):
             self._drop(connection)
             raise
-        except (OSError, EOFError) as reason:
-            error = _of_the_link(reason)
-            if not isinstance(error, JoinRefusedError | UnreachableMemoryError):
-                self._drop(connection)
-            raise error from None
 
     def disconnect(self) -> None:
         self._drop(self._connection)
@@ -189,11 +185,14 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         while True:
             left = seconds_left(deadline)
             try:
-                found = self.accept(left)
-            except (OSError, EOFError) as error:
+                with _errors_of_links():
+                    found = self.accept(left)
+            except (TransportError, SyncTimeoutError):
                 with self._changed:  # it may fail again at once
-                    self._changed.wait_for(lambda: self._closed, _PAUSE_SECONDS)
-                raise _of_the_link(error) from None
+                    left = seconds_left(deadline)
+                    pause = _PAUSE_SECONDS if left is None else min(left, _PAUSE_SECONDS)
+                    self._changed.wait_for(lambda: self._closed, pause)
+                raise
             if found is not None:
                 self.take_over(found)
             if self._closed:
@@ -203,10 +202,16 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
                 return connection
 
 
-def _of_the_link(error: OSError | EOFError) -> Exception:
-    """Return an error of a connection as the users of its link get it."""
-    if isinstance(error, TransportError | SyncTimeoutError):
-        return error
-    if isinstance(error, TimeoutError | BlockingIOError):
-        return SyncTimeoutError(str(error) or "the other end took too long")
-    return LinkClosedError(f"the other end is gone ({error or type(error).__name__})")
+@contextlib.contextmanager
+def _errors_of_links(but: Container[int] = ()) -> Iterator[None]:
+    """Turn errors of a connection into errors of its link, but for an OSError whose errno is in ``but``."""
+    try:
+        yield
+    except (TransportError, SyncTimeoutError):
+        raise
+    except (OSError, EOFError) as error:
+        if isinstance(error, OSError) and error.errno in but:
+            raise
+        if isinstance(error, TimeoutError | BlockingIOError):
+            raise SyncTimeoutError(str(error) or "the other end took too long") from None
+        raise LinkClosedError(f"the other end is gone ({error or type(error).__name__})") from None

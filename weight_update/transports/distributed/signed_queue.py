@@ -11,7 +11,14 @@ import threading
 import time
 from typing import NamedTuple
 
-from weight_update.errors import FormatError, LinkClosedError, SyncTimeoutError, TransportError
+from weight_update.errors import (
+    FormatError,
+    LinkClosedError,
+    SyncTimeoutError,
+    TransportError,
+    kept_error,
+    without_frames,
+)
 from weight_update.transports.distributed.store import REPLY_SECONDS, Store, TCPStore
 from weight_update.transports.distributed.store_client import (
     LARGEST_VALUE,
@@ -192,7 +199,7 @@ class SignedQueue:
                 return None
             if isinstance(item, Exception):
                 self._arrived.put(item)  # for the next call
-                raise item
+                raise kept_error(item)
             self._room.release()
             message = self._checked(item)
             if message is not None or left == 0:
@@ -236,9 +243,10 @@ class SignedQueue:
                 if not self._closed.is_set():
                     self._arrived.put(item)
         except (TransportError, TimeoutError) as error:
-            self._arrived.put(error if isinstance(error, LinkClosedError) else LinkClosedError(str(error)))
+            closed = isinstance(error, LinkClosedError)
+            self._arrived.put(without_frames(error) if closed else LinkClosedError(str(error)))
         except Exception as error:  # noqa: BLE001 - take() raises it
-            self._arrived.put(error)
+            self._arrived.put(without_frames(error))
         finally:
             self._reading = False
             self._read_all.set()
@@ -269,9 +277,9 @@ class SignedQueue:
                 raise
         raise LinkClosedError("this end was closed")
 
-    def end(self, error: Exception | None = None) -> None:
+    def end(self, error: Exception) -> None:
         """Make :meth:`take` raise ``error`` after the messages that arrived: the other end is gone."""
-        self._arrived.put(error or LinkClosedError("the other end is gone"))
+        self._arrived.put(error)
 
     def await_last(self, seconds: float) -> None:
         """Wait up to ``seconds`` for the last message of an end that is gone; it may still be under way."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import threading
 import time
 import uuid
@@ -14,7 +13,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from weight_update.errors import FormatError, LinkClosedError, SyncTimeoutError, TransportError
+from weight_update.errors import (
+    FormatError,
+    LinkClosedError,
+    SyncTimeoutError,
+    TransportError,
+    without_frames,
+)
 from weight_update.transports.distributed.checksum import CHECKSUM
 from weight_update.transports.distributed.relay.gloo import PointToPointGroup
 from weight_update.transports.distributed.relay.nccl import group_class
@@ -24,7 +29,6 @@ from weight_update.transports.shared_memory.slots import slot_of
 
 __all__ = ["NotDeliveredError", "RelayClient", "send_along_chain"]
 
-_log = logging.getLogger(__name__)
 _GONE_AT_ONCE = 64  # names of released slots in one command
 _OPENING = 20.0  # seconds in which a worker has to make its group, if updates may not take longer
 _LEAST_PATIENCE = 1.0  # seconds for a host that is sent to directly, unless its limit is less
@@ -55,7 +59,7 @@ class RelayClient:
         address: address of this machine's interface for payloads.
         pid: process id of the worker on its host.
         backend: backend that carries payloads.
-        on_loss: called from a thread when the worker is gone.
+        on_loss: called from a thread with the reason when the worker is gone, or no group can be made.
 
     Attributes:
         sent: bytes of payloads sent through this connection.
@@ -71,7 +75,7 @@ class RelayClient:
         address: str,
         pid: int,
         backend: str,
-        on_loss: Callable[[], None],
+        on_loss: Callable[[str], None],
     ) -> None:
         self.sent = 0
         self.incoming_link: str | None = None
@@ -140,16 +144,15 @@ class RelayClient:
         try:
             group = self._make_group(self._store, f"{self._name}/pair", self._token, 0, self._address)
         except LinkClosedError as error:
-            if not self._closed:
-                _log.warning("%s: only small payloads can be sent: %s", self._name, error)
             self._opened.set()
+            self._on_loss(str(error))
             return
         with self._closing:
             self._group, self._channel = group, ControlChannel(group, self._name, self._token, 0)
             if self._closed:
                 group.close()
         self._opened.set()
-        group.watch(self._on_loss)
+        group.watch(lambda: self._on_loss("the other end is gone"))
 
     def _channel_within(self, patience: float) -> ControlChannel:
         if not self._opened.wait(max(patience, _OPENING)):
@@ -172,7 +175,7 @@ class _Hop:
             try:
                 return action(*args)
             except (TransportError, TimeoutError, FormatError, NotDeliveredError) as error:
-                self.error = error
+                self.error = without_frames(error)
         return None
 
 

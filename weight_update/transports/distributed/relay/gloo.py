@@ -196,13 +196,10 @@ def _make_process_group(
     store: Store, name: str, token: str, rank: int, address: str, timeout: float
 ) -> tuple[Any, InheritedSockets, str]:
     """Make the process group of two; return it or None, its sockets, and why there is no group."""
-    options = ProcessGroupGloo._Options()
-    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = timedelta(seconds=timeout / 2 / _CONNECT_STEPS)
     sockets = InheritedSockets()
     rendezvous = SignedRendezvous(store, name, token, rank, sockets, timeout)
     try:
-        group = own(ProcessGroupGloo(rendezvous, rank, 2, options))
+        group = own(ProcessGroupGloo(rendezvous, rank, 2, _options(address, timeout / 2 / _CONNECT_STEPS)))
         sockets.keep_from_programs()
         sockets.refuse_more()
         return group, sockets, ""
@@ -211,6 +208,13 @@ def _make_process_group(
         return None, sockets, brief(error)
     finally:
         rendezvous.close()
+
+
+def _options(address: str, timeout: float) -> Any:
+    options = ProcessGroupGloo._Options()
+    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timedelta(seconds=timeout)
+    return options
 
 
 def brief(error: object) -> str:

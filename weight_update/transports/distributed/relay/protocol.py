@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from weight_update.errors import FormatError, LinkClosedError, TransportError
+from weight_update.errors import FormatError, LinkClosedError, TransportError, kept_error
 from weight_update.transports.distributed.checksum import BLOCK, Checksum
 from weight_update.transports.distributed.relay.gloo import Pending, PointToPointGroup
 from weight_update.transports.distributed.store import leave_in_order
@@ -184,7 +184,7 @@ class _PieceReceiver:
         """Wait for the next piece; raise as :meth:`PointToPointGroup.finish`."""
         outcome = self._outcomes.get()
         if outcome is not None:
-            raise outcome
+            raise kept_error(outcome)
 
     def end(self) -> None:
         """Stop: no more pieces come."""

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from weight_update.errors import LinkClosedError, SyncTimeoutError
+from weight_update.errors import LinkClosedError, SyncTimeoutError, kept_error
 from weight_update.transports.distributed.relay.client import NotDeliveredError, RelayClient, send_along_chain
 from weight_update.transports.distributed.relay.gloo import STALLED
 from weight_update.transports.distributed.store import Store
@@ -127,7 +127,7 @@ class Router:
         gather_until = min(time.monotonic() + _LEAST_SHARE, deadline)
         while True:
             if remote.lost is not None:
-                raise remote.lost
+                raise kept_error(remote.lost)
             slot, use = slot_use
             delivered = self._delivered.get((remote.host, slot))
             if delivered is not None and delivered[0] == use:
