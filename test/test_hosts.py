@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import threading
@@ -335,7 +336,33 @@ def test_death_of_a_worker_with_a_tiny_model_is_noticed() -> None:
     with WorkerProcesses(scheme) as procs:
         procs.hire(0, mlp(2))
         procs.connect()
+        wait_until(lambda: procs.workers[0].call("run", watches_the_sender))
         procs.workers[0].runner.kill()
+        wait_until(lambda: scheme.worker_versions[0] is None, 5.0)
+
+
+def watches_the_sender(body: Body) -> bool:
+    del body
+    return any(thread.name == "weight_update-watch" for thread in threading.enumerate())
+
+
+def test_death_of_a_worker_during_the_making_of_its_group_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weight_update.transports.distributed.relay.gloo.STALLED", 1.0)
+    context = context_of("fork")
+    connected, make = context.Event(), PointToPointGroup.__init__
+
+    def die(group: PointToPointGroup, *arguments: Any) -> None:
+        if multiprocessing.parent_process() is not None and connected.wait(30.0):
+            os.kill(os.getpid(), signal.SIGKILL)
+        make(group, *arguments)
+
+    monkeypatch.setattr(PointToPointGroup, "__init__", die)
+    scheme = Apart(timeout=TIMEOUT)
+    scheme.init_on_sender(model=mlp(1), num_workers=1, ctx=context)
+    with WorkerProcesses(scheme) as procs:
+        procs.hire(0, mlp(2))
+        procs.connect()
+        connected.set()
         wait_until(lambda: scheme.worker_versions[0] is None, 5.0)
 
 

@@ -281,9 +281,9 @@ class RemoteConnection(Connection):
         self._router.remove(self)
         self.relay_client.close()
 
-    def _gone(self) -> None:
+    def _gone(self, reason: str) -> None:
         self.inbox.await_last(_LAST_WORDS)
-        self.lose(LinkClosedError("the other end is gone"))
+        self.lose(LinkClosedError(reason))
 
 
 class WorkerConnection(Connection):
@@ -401,9 +401,9 @@ class WorkerConnection(Connection):
                     self.store, self.name, self.token, self._address, self._directory, backend, self._gone
                 )
 
-    def _gone(self) -> None:
+    def _gone(self, reason: str) -> None:
         self.inbox.await_last(_LAST_WORDS)
-        self.inbox.end()
+        self.inbox.end(LinkClosedError(reason))
 
     def release(self) -> None:
         with self._closing:

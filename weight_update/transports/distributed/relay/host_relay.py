@@ -94,7 +94,7 @@ class HostRelay:
         address: address of this machine's interface for payloads.
         directory: where replicas lie, see :class:`SharedBuffer`.
         backend: backend that carries payloads.
-        on_loss: called from a thread when the sender is gone.
+        on_loss: called from a thread with the reason when the sender is gone, or no group can be made.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class HostRelay:
         address: str,
         directory: str | None,
         backend: str,
-        on_loss: Callable[[], None],
+        on_loss: Callable[[str], None],
     ) -> None:
         self._store, self._name, self._token, self._address = store, name, token, address
         self._replicas = SlotReplicas(directory)
@@ -129,10 +129,9 @@ class HostRelay:
         try:
             group = self._make_group(self._store, f"{self._name}/pair", self._token, 1, self._address)
         except LinkClosedError as error:
-            if not self._closed:
-                _log.warning("%s: only small payloads can be received: %s", self._name, error)
+            self._on_loss(str(error))
             return
-        group.on_loss(self._on_loss)
+        group.on_loss(lambda: self._on_loss("the other end is gone"))
         with self._closing:
             self._group = group
             if self._closed:
