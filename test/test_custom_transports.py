@@ -11,7 +11,13 @@ from examples.custom_listener import PipeListener, PipeScheme, PipeTransport
 from examples.custom_transport import FileScheme, FileTransport
 from weight_update import JoinRefusedError, WeightSyncScheme
 from weight_update.testing import LateJoinerContract, SchemeContract, TransportContract, greet
-from weight_update.testing.transports import Ends, exchange, hello, must_receive, number
+from weight_update.testing.chunks import (
+    Ends,
+    exchange,
+    hello,
+    must_receive,
+    number,
+)
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 

@@ -37,10 +37,12 @@ from weight_update.testing import (
     mlp,
     scramble,
 )
+from weight_update.testing.chunks import (
+    Ends,
+)
 from weight_update.testing.lifecycle import LifecycleTests
 from weight_update.testing.processes import eventually, freeze
 from weight_update.testing.ray_workers import RayWorker
-from weight_update.testing.transports import Ends
 from weight_update.transports.ray.listener import RayListener
 from weight_update.transports.ray.object_store import ObjectStore
 from weight_update.transports.ray.rendezvous import find_rendezvous, start_rendezvous, stop_rendezvous

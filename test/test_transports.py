@@ -12,7 +12,7 @@ import pytest
 
 from weight_update.errors import JoinRefusedError, LinkClosedError
 from weight_update.testing import TransportContract, greet
-from weight_update.testing.transports import (
+from weight_update.testing.chunks import (
     Ends,
     assert_same,
     exchange,

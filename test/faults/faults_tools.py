@@ -256,19 +256,23 @@ class Processes:
     ) -> list[Remote]:
         """Initialize, start ``count`` workers and connect all."""
         scheme.init_on_sender(model=model, num_workers=count, ctx=self._ctx)
-        workers = [self.start(scheme, idx, make_model) for idx in range(count)]
-        for worker in workers:
-            worker.begin(join)
-        scheme.connect(timeout=WAIT)
-        for worker in workers:
-            worker.result()
-        return workers
+        return connect_all(scheme, [self.start(scheme, idx, make_model) for idx in range(count)])
 
     def close(self) -> None:
         for remote in self._remotes:
             remote.close()
         for scheme in self._schemes:
             scheme.shutdown()
+
+
+def connect_all(scheme: WeightSyncScheme, workers: list[Remote]) -> list[Remote]:
+    """Connect an initialized sender and its workers."""
+    for worker in workers:
+        worker.begin(join)
+    scheme.connect(timeout=WAIT)
+    for worker in workers:
+        worker.result()
+    return workers
 
 
 def eventually(condition: Callable[[], bool], timeout: float = WAIT) -> bool:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from faults_tools import WAIT, Processes, Remote, join
+from faults_tools import Processes, Remote, connect_all
 from torch import nn
 
 from benchmarks.links import Network
@@ -44,10 +44,6 @@ class HostsProcesses(Processes):
     ) -> list[Remote]:
         """Initialize, start one worker on each of ``hosts`` and connect all."""
         scheme.init_on_sender(model=model, num_workers=len(hosts))
-        workers = [self.start_on(host, scheme, idx, make_model) for idx, host in enumerate(hosts)]
-        for worker in workers:
-            worker.begin(join)
-        scheme.connect(timeout=WAIT)
-        for worker in workers:
-            worker.result()
-        return workers
+        return connect_all(
+            scheme, [self.start_on(host, scheme, idx, make_model) for idx, host in enumerate(hosts)]
+        )

@@ -13,7 +13,9 @@ from multiprocessing import get_context
 import pytest
 
 from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, SyncTimeoutError
-from weight_update.testing.transports import in_background
+from weight_update.testing.chunks import (
+    in_background,
+)
 from weight_update.transports.handshake import Challenge, prove_token
 from weight_update.transports.shared_memory.unix_stream import SocketStream
 

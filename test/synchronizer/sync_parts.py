@@ -38,6 +38,11 @@ def step_of(model: nn.Module) -> float:
     return found.pop()
 
 
+def has_step(model: nn.Module, step: float) -> bool:
+    """Return whether all weights are of ``step``; an update may be under way meanwhile."""
+    return all(bool((parameter == step).all()) for parameter in model.parameters())
+
+
 @contextmanager
 def synchronizer(
     method: SyncMethod, style: SyncStyle, directory: Path, **fields: Any

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from sync_parts import Waiting, model_at, set_to, step_of, synchronizer, wait_until
+from sync_parts import Waiting, has_step, model_at, set_to, step_of, synchronizer, wait_until
 from torch import nn
 
 from weight_update import ExplorerClient, LifecycleError, Synchronizer, SyncMethod, SyncStyle, TrainerClient
@@ -36,11 +36,6 @@ def publish(trainer: TrainerClient, source: nn.Module) -> None:
     trainer.step += 1
     set_to(source, trainer.step)
     assert "reason" not in trainer.blocking.sync_weight()
-
-
-def has_step(model: nn.Module, step: int) -> bool:
-    """Return whether all weights are of a step; without a hold, an update may be under way meanwhile."""
-    return all(bool((parameter == step).all()) for parameter in model.parameters())
 
 
 def followers() -> list[threading.Thread]:

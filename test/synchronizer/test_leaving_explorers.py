@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sync_parts import Waiting, model_at, set_to, step_of, synchronizer, wait_until
+from sync_parts import Waiting, has_step, model_at, set_to, step_of, synchronizer, wait_until
 from torch import nn
 
 from weight_update import (
@@ -137,7 +137,7 @@ def test_directly_an_update_on_its_way_to_others_is_no_failure(tmp_path: Path) -
             said = trainer.blocking.sync_weight()
         assert "reason" not in said, "the other has it, or will have it in a moment"
         assert "not connected" in again.result()["reason"]
-        wait_until(lambda: step_of(models[1]) == 4)
+        wait_until(lambda: has_step(models[1], 4))
 
 
 def test_a_client_whose_thread_ended_without_close_is_missed_and_may_come_back(tmp_path: Path) -> None:

@@ -16,13 +16,14 @@ This package needs pytest; nothing else of ``weight_update`` imports it.
 """
 
 from weight_update.testing.apart import Apart, ApartInTwos
+from weight_update.testing.chunks import Ends, greet
 from weight_update.testing.compressions import CompressionContract
 from weight_update.testing.encodings import EncodingContract
 from weight_update.testing.late_joiners import LateJoinerContract
 from weight_update.testing.models import Zoo, fingerprint, mlp, random_bits, scramble
 from weight_update.testing.schemes import SchemeContract
 from weight_update.testing.strategies import StrategyContract
-from weight_update.testing.transports import TransportContract, greet
+from weight_update.testing.transports import TransportContract
 from weight_update.testing.worker_processes import WorkerProcesses
 from weight_update.testing.workers import Body, Worker, WorkerDiedError
 
@@ -32,6 +33,7 @@ __all__ = [
     "Body",
     "CompressionContract",
     "EncodingContract",
+    "Ends",
     "LateJoinerContract",
     "SchemeContract",
     "StrategyContract",

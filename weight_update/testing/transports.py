@@ -17,8 +17,6 @@ from weight_update.testing.chunks import (
     assert_same,
     drain,
     exchange,
-    greet,
-    hello,
     in_background,
     must_receive,
     number,
@@ -29,18 +27,7 @@ from weight_update.testing.models import Zoo, fingerprint, mlp, scramble
 from weight_update.testing.transport_failures import TransportFailureTests
 from weight_update.wire.frames import Kind, WeightChunk
 
-__all__ = [
-    "Ends",
-    "TransportContract",
-    "assert_same",
-    "exchange",
-    "greet",
-    "hello",
-    "in_background",
-    "must_receive",
-    "number",
-    "update_of",
-]
+__all__ = ["TransportContract"]
 
 SIZES = (0, 1, 63, 64, 65, (1 << 20) + 3, (5 << 20) + 1)
 
