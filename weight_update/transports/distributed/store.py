@@ -84,7 +84,7 @@ class Store:
         self._sockets = sockets
         self._using = threading.Lock()
         self._closed = False
-        self._lost: LinkClosedError | None = None
+        self._lost: str | None = None
         self._unread: list[str] = []
         try:
             self._client: StoreClient | None = StoreClient(host, port, timeout)
@@ -104,7 +104,7 @@ class Store:
     def give_up(self, error: LinkClosedError) -> None:
         """Make no further attempt to reach a server in another process, after ``error``."""
         if self._server is None:
-            self._lost = error
+            self._lost = str(error)
 
     def c10d(self) -> Any:
         """Return a client for process groups of torch; raise as the constructor."""
@@ -173,7 +173,7 @@ class Store:
                     self._drop()  # half of a request may have been sent
                     raise
             if self._lost is not None:
-                raise LinkClosedError(str(self._lost))
+                raise LinkClosedError(self._lost)
             return self._once(action, deadline)
         finally:
             self._using.release()
