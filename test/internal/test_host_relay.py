@@ -31,8 +31,8 @@ def store() -> Iterator[Store]:
 def relay_of(server: Store) -> Iterator[RelayClient]:
     """Connect a client to a host relay."""
     store = find_store(HERE, server.port, 5.0)
-    client = RelayClient(server, "worker", "token", HERE, 0, "gloo", lambda: None)
-    relay = HostRelay(store, "worker", "token", HERE, None, "gloo", lambda: None)
+    client = RelayClient(server, "worker", "token", HERE, 0, "gloo", lambda reason: None)
+    relay = HostRelay(store, "worker", "token", HERE, None, "gloo", lambda reason: None)
     client.open()
     yield client
     client.close()

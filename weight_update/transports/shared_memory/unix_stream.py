@@ -77,6 +77,7 @@ class SocketStream:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self.sock = sock
+        self._in_use = _InUse(sock)
 
     @property
     def peer_pid(self) -> int:
@@ -88,7 +89,8 @@ class SocketStream:
 
     def wait_readable(self, timeout: float | None) -> bool:
         """Return whether bytes, or the end, can be read within ``timeout`` seconds."""
-        return self._poll(select.POLLIN, timeout)
+        with self._in_use:
+            return self._poll(select.POLLIN, timeout)
 
     def send(self, data: bytes | memoryview, deadline: float | None) -> None:
         """Send all of ``data``.
@@ -97,14 +99,15 @@ class SocketStream:
             SyncTimeoutError: the deadline passed before all was sent.
         """
         view = memoryview(data).cast("B")
-        while view:
-            try:
-                view = view[self.sock.send(view) :]
-            except BlockingIOError:
-                if not self._poll(select.POLLOUT, seconds_left(deadline)):
-                    raise SyncTimeoutError("the other end does not read") from None
-            except OSError as error:
-                raise LinkClosedError(f"the other end is gone ({error})") from None
+        with self._in_use:
+            while view:
+                try:
+                    view = view[self.sock.send(view) :]
+                except BlockingIOError:
+                    if not self._poll(select.POLLOUT, seconds_left(deadline)):
+                        raise SyncTimeoutError("the other end does not read") from None
+                except OSError as error:
+                    raise LinkClosedError(f"the other end is gone ({error})") from None
 
     def recv_into(self, view: memoryview, deadline: float | None = None) -> None:
         """Fill ``view``.
@@ -116,17 +119,18 @@ class SocketStream:
         Raises:
             SyncTimeoutError: the deadline passed before ``view`` was full.
         """
-        while view:
-            try:
-                count = self.sock.recv_into(view)
-            except BlockingIOError:
-                self._await_more(deadline)
-                continue
-            except OSError as error:
-                raise LinkClosedError(f"the other end is gone ({error})") from None
-            if count == 0:
-                raise LinkClosedError("the other end is gone")
-            view = view[count:]
+        with self._in_use:
+            while view:
+                try:
+                    count = self.sock.recv_into(view)
+                except BlockingIOError:
+                    self._await_more(deadline)
+                    continue
+                except OSError as error:
+                    raise LinkClosedError(f"the other end is gone ({error})") from None
+                if count == 0:
+                    raise LinkClosedError("the other end is gone")
+                view = view[count:]
 
     def recv_head(self, deadline: float | None = None) -> tuple[Prelude, bytes]:
         """Receive the prelude and the raw header of the next frame.
@@ -147,27 +151,29 @@ class SocketStream:
 
     def send_with_fd(self, data: bytes, fd: int, deadline: float | None) -> None:
         """Send a short record together with a file descriptor (Unix sockets only)."""
-        while True:
-            try:
-                sent = socket.send_fds(self.sock, [data], [fd])
-                break
-            except BlockingIOError:
-                if not self._poll(select.POLLOUT, seconds_left(deadline)):
-                    raise SyncTimeoutError("the other end does not read") from None
-            except OSError as error:
-                raise LinkClosedError(f"the other end is gone ({error})") from None
+        with self._in_use:
+            while True:
+                try:
+                    sent = socket.send_fds(self.sock, [data], [fd])
+                    break
+                except BlockingIOError:
+                    if not self._poll(select.POLLOUT, seconds_left(deadline)):
+                        raise SyncTimeoutError("the other end does not read") from None
+                except OSError as error:
+                    raise LinkClosedError(f"the other end is gone ({error})") from None
         self.send(data[sent:], deadline)
 
     def recv_with_fd(self, size: int) -> tuple[bytes, int | None]:
         """Receive a record of ``size`` bytes and the file descriptor sent with it, if any."""
-        while True:
-            try:
-                data, fds, _, _ = socket.recv_fds(self.sock, size, 1)
-                break
-            except BlockingIOError:
-                self._await_more(None)
-            except OSError as error:
-                raise LinkClosedError(f"the other end is gone ({error})") from None
+        with self._in_use:
+            while True:
+                try:
+                    data, fds, _, _ = socket.recv_fds(self.sock, size, 1)
+                    break
+                except BlockingIOError:
+                    self._await_more(None)
+                except OSError as error:
+                    raise LinkClosedError(f"the other end is gone ({error})") from None
         if not data:
             raise LinkClosedError("the other end is gone")
         rest = bytearray(size - len(data))
@@ -178,7 +184,7 @@ class SocketStream:
         """End the connection and wake threads that wait on it."""
         with contextlib.suppress(OSError):  # it may not be connected any more
             self.sock.shutdown(socket.SHUT_RDWR)
-        self.sock.close()
+        self._in_use.close()
 
     def _await_more(self, deadline: float | None) -> None:
         if self._poll(select.POLLIN, _STALLED if deadline is None else seconds_left(deadline)):
@@ -189,8 +195,34 @@ class SocketStream:
 
     def _poll(self, event: int, seconds: float | None) -> bool:
         poller = select.poll()
-        try:
-            poller.register(self.sock, event)
-        except (ValueError, OSError):
-            raise LinkClosedError("this end was closed") from None
+        poller.register(self.sock, event)
         return bool(poller.poll(None if seconds is None else max(seconds, 0.0) * 1e3))
+
+
+class _InUse:
+    """A context in which a thread uses a socket; a socket that is closed meanwhile is closed after it.
+
+    The kernel gives the number of a closed socket to the next one at once, and a thread that is about to wait
+    would wait for that one. No lock is used, because a forked child could find it held.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock, self._closed = sock, False
+        self._users: list[None] = []
+
+    def __enter__(self) -> None:
+        self._users.append(None)  # before the look at _closed: see close()
+        if self._closed:
+            self.__exit__()
+            raise LinkClosedError("this end was closed")
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._users.pop()
+        if self._closed and not self._users:
+            self._sock.close()
+
+    def close(self) -> None:
+        """Close the socket as soon as no thread uses it."""
+        self._closed = True  # before the look at _users: a thread that enters sees it, or is seen
+        if not self._users:
+            self._sock.close()
