@@ -13,7 +13,6 @@ from typing import Any
 
 from collectors.substitute import Substitute
 from weight_update import SyncTimeoutError, WorkerError
-from weight_update.errors import kept_error
 
 __all__ = [
     "FRAMES_TIMEOUT",
@@ -108,7 +107,10 @@ class _Reader:
             raise
         self._reading = self.stuck = False
         if error is not None:
-            raise kept_error(error)
+            try:
+                raise error
+            finally:
+                del error  # its frames would refer to it
         return item
 
     def close(self) -> None:

@@ -142,6 +142,7 @@ class _Template:
     def close(self) -> None:
         """End the template."""
         if os.getpid() == self._pid:
+            self._socket.shutdown(socket.SHUT_RDWR)  # a process that a test has left may have a copy
             self._socket.close()
             self._process.wait(30.0)
 
