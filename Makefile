@@ -1,7 +1,7 @@
 # Each target sets itself up: `make demo` and `make test` work on a machine that has only Python and make.
 #
 #   make demo     train a policy on CartPole, its workers kept current by this library
-#   make test     run the tests                        make test ARGS="-k patch -x"
+#   make test     run the tests                        make test ARGS="-k patch -x" JOBS=1
 #   make test-all run the slow tests, too
 #   make soak     updates under random faults          make soak ARGS="--scheme shared_mem --seconds 600"
 #   make check    format, lint and types, as CI runs them
@@ -13,6 +13,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+# Tests spend most of their time waiting for processes: three at a time suit two cores.
+JOBS ?= 3
 
 BIN := $(VENV)/bin
 # Every install reads constraints.txt: without it pip may fetch a newer torch, of several GB.
@@ -38,10 +40,11 @@ demo: $(READY)
 	$(BIN)/python examples/train_cartpole.py $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
+test-all: JOBS = 2  # limits of time are tighter there
 test-all: $(READY)
-	$(BIN)/python -m pytest -m "" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "" $(ARGS)
 
 soak: $(READY)
 	$(BIN)/python test/soak $(ARGS)

@@ -44,6 +44,7 @@ TEST = union(
         "psutil>=5.9",
         "pytest>=8.0",
         "pytest-timeout>=2.3",
+        "pytest-xdist>=3.6",
         "ruff>=0.15",
     ],
 )
