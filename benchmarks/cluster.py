@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 
 from benchmarks.compare import Found, Plan, beside, figures_of
 from benchmarks.report import Figure, Table, chosen, machine, numbers, ratio, say, sizes
-from benchmarks.targets import Target, target, targets_table
+from benchmarks.targets import Target, count_workers, target, targets_table
 from benchmarks.trainers import CLUSTER, COPY, Case, rival, trainers
 
 QUICK = "Distributed, 1 MB, one worker, 2 repeats"
@@ -92,10 +92,10 @@ def _targets(plan: Plan, sync: Found, tensors: Found) -> Iterator[Target]:
         yield target(template, reached, scheme=CLUSTER[scheme], tensors=_MANY)
     for workers in plan.workers if "distributed" in plan.schemes else ():
         figure = sync.get(("distributed", 1.0, 16, workers), Figure(()))
-        template = "Distributed, 1 MB, {workers} workers, "
-        yield target(template + "ms", figure.times(1e3).median, workers=workers)
+        template, named = "Distributed, 1 MB, {workers}, ", count_workers(workers)
+        yield target(template + "ms", figure.times(1e3).median, workers=named)
         reached = _of_rival(sync, "distributed", (1.0, 16, workers))
-        yield target(template + "of torchrl's time", reached, workers=workers)
+        yield target(template + "of torchrl's time", reached, workers=named)
     if "distributed-sockets" in plan.schemes:
         one, four = (sync.get(("distributed-sockets", 1000.0, 16, hosts)) for hosts in (1, 4))
         yield target("Distributed, a host each, 1 GB, time to 4 hosts / to 1", ratio(four, one))

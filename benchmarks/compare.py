@@ -22,7 +22,7 @@ from benchmarks.report import (
     show_ratio,
     sizes,
 )
-from benchmarks.targets import Target, target, targets_table
+from benchmarks.targets import Target, count_workers, target, targets_table
 from benchmarks.trainers import COPY, LABELS, Case, Stall, Trainer, rival, trainers
 
 __all__ = ["Found", "Plan", "beside", "figures_of"]
@@ -172,7 +172,7 @@ def tensors_table(found: Found) -> Table:
                 str(case[1]),
                 ours.cell(1e3),
                 theirs.show(1e3),
-                "as at left" if free is None else free.show(1e3),
+                "not needed" if free is None else free.show(1e3),
                 show_ratio(ours, theirs if free is None else free),
             ]
         )
@@ -326,8 +326,9 @@ def memory_table(found: list[Memory]) -> Table:
     return Table(
         f"Memory of all processes, {found[0].model / 1e6:g} MB in 16 tensors",
         f"MB, PSS of sender and workers after {_UPDATES} updates. One process with torch and tensordict "
-        f"imported has {found[0].base / 1e6:.0f} MB. *models beyond base*: memory beyond that in all "
-        "processes, divided by the size of the model. *allowed*: 3 model sizes and 300 MB per process.",
+        f"imported has {found[0].base / 1e6:.0f} MB. *models beyond base*: *total* without "
+        "that memory of each process, divided by the size of the model. *allowed*: 3 model sizes and 300 MB "
+        "per process.",
         ["scheme", "processes", "total", "models beyond base", "within", "allowed"],
         rows,
         names=(0, 1),
@@ -410,11 +411,12 @@ def _targets(results: Results) -> Iterator[Target]:
         yield target(template + "longest", max(milliseconds.values, default=None), size=size)
     for memory in results.memory:
         if memory.variant == "shared" and memory.total is not None:
-            template = "SharedMem, memory at {size} MB, {workers} workers, of what is allowed"
-            yield target(template, memory.total / memory.allowed, size=size, workers=memory.processes - 1)
-    for workers in (1, 2, 4):
-        reached = at("shared", "torchrl-shared", 1.0, workers)
-        yield target("SharedMem, 1 MB, {workers} workers, of torchrl's time", reached, workers=workers)
+            template = "SharedMem, memory at {size} MB, {workers}, of what is allowed"
+            workers = count_workers(memory.processes - 1)
+            yield target(template, memory.total / memory.allowed, size=size, workers=workers)
+    for count in (1, 2, 4):
+        reached = at("shared", "torchrl-shared", 1.0, count)
+        yield target("SharedMem, 1 MB, {workers}, of torchrl's time", reached, workers=count_workers(count))
     reached = at("process", "torchrl-process", 1000.0, 4)
     yield target("MultiProcess, 1 GB, 4 workers, of torchrl's time", reached)
     yield from _many_tensors(results.tensors)

@@ -292,7 +292,8 @@ def times_table(megabytes: float, found: Iterable[PatchTimes]) -> Table:
         "*apply* is decode and write. *one copy* copies all tensors in the workers' dtype, with all threads\n"
         "or one thread, whichever is faster. *pays below* is a link speed (MB/s): on slower links a "
         "patch is\n"
-        "faster than dense, if it is built, sent and applied one after the other."
+        "faster than dense, if it is built, sent and applied one after the other. *the obvious way* finds\n"
+        "and gathers the changes of each tensor with ``(a != b).nonzero()``, without packing them."
     )
     head = ["update", "layout", "compression", "B", "scan", "build", "apply", "build/copy", "obvious/build"]
     head += ["apply/copy", "pays below"]
@@ -419,7 +420,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
         "is a process on the same machine, so there is no network where a smaller update would save time."
     )
     yield sent_table(sent_megabytes, note, _measure_sync(sent_megabytes, turns))
-    note = "A time meets its limit if both the ratio of medians and the ratio of fastest turns do."
+    note = "A time meets its limit if neither the ratio of medians nor the ratio of fastest turns is larger."
     one = times[_TARGET]
     yield targets_table(_targets(one), note=f"{one.update}. {note}")
 

@@ -284,7 +284,8 @@ def facts(options: argparse.Namespace) -> list[str]:
         *machine(("torch", "tensordict")),
         "Time of two processes at once, divided by their time one after the other: "
         f"{computing:.2f} if one computes and one copies, "
-        f"{copying:.2f} if both copy. A pipeline within this machine cannot be faster than that",
+        f"{copying:.2f} if both copy. On this machine, a pipeline cannot take a smaller share of the time of "
+        "*serial*",
     ]
 
 
@@ -304,7 +305,10 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
         ratios |= {(route.name, work): rates for work, rates in found.items()}
         yield table
     yield _memory_table(memory)
-    note = "The memory limit allows one chunk for each in flight, and one more for converted tensors."
+    note = (
+        "The limit of the memory is the size of all chunks that may be in flight, and of one more chunk for "
+        "converted tensors."
+    )
     yield targets_table(_targets(ratios, memory), note=note)
 
 
@@ -344,7 +348,10 @@ def _times(
         head += [sender.name, *([] if sender is serial else ["of serial"])]
     note = (
         f"Milliseconds from send() until applied, median (min .. max) of {turns} turns, interleaved.\n"
-        f"Bfloat16, {_CHUNKS} chunks. The second and third columns are times of *serial*."
+        f"Bfloat16, {_CHUNKS} chunks. *serial* converts and sends one chunk after the other; the columns "
+        "before\n"
+        "it are the two parts of its time. *of serial*: the time in the column before, divided by that of\n"
+        "*serial*. *whole* is without a pipeline: all chunks are converted first."
     )
     return Table(f"{megabytes:.0f} MB through {route.name}", note, head, rows), found
 
@@ -376,7 +383,7 @@ def _memory_table(found: list[Memory]) -> Table:
     note = (
         "MB. *chunk*: the largest chunk. *slots*: all slots of the sender. *converted*: converted "
         "tensors that\n"
-        'were not yet copied into a slot, at their peak. The side "whole" keeps a version for late workers.'
+        'were not yet copied into a slot, at their peak. The sender "whole" keeps a version for late workers.'
     )
     rows = [
         [

@@ -161,11 +161,10 @@ def styles_table(seconds: float) -> Table:
         " on average; each step takes\n"
         f"50 to 150 % of that. The sample buffer holds {_ROOM} samples. The model has 1 MB. Median "
         "(min .. max) "
-        f"of\n{_TURNS} turns of {seconds:g} s. *age*: trainer steps between the weights that made a "
-        "sample and "
-        "the weights that learn\nfrom it. The other columns are shares of time: the trainer *starves* (waits "
-        "for samples) or\n*synchronizes*; explorers, on average, *synchronize* or wait for *room* in "
-        "the buffer."
+        f"of\n{_TURNS} turns of {seconds:g} s. *age*: trainer steps between the weights with which an "
+        "explorer\nmade a sample, and the step that uses it. The other columns are shares of time: the "
+        "trainer\n*starves* (waits for samples) or *synchronizes*; explorers, on average, "
+        "*synchronize* or wait for\n*room* in the buffer."
     )
     head = ["style", "method", "steps/s", "mean age", "oldest", "starves %", "synchronizes %"]
     head += ["explorers synchronize %", "room %"]
@@ -387,9 +386,9 @@ def methods_table(plan: Plan) -> Table:
         "call of ``sync_weight()`` until the last explorer's call has returned. *trainer*: time of the\n"
         "trainer's call. *nobody waits*: time of the trainer's call while explorers are busy. *later*: all\n"
         "explorers then call at once; time of the slowest call. NCCL needs both sides at the same time, so\n"
-        "it has no figures in the last two columns. Each of them is a process on the same machine. NCCL\n"
-        "uses shared memory there. In the rows *a host each*, explorers have different host names, so gloo\n"
-        "carries the weights through sockets. "
+        "it has no figures in the last two columns. Trainer, synchronizer and each explorer are processes\n"
+        "on one machine, where NCCL uses shared memory. In the rows *a host each*, explorers have\n"
+        "different host names, so gloo carries the weights through sockets. "
         f"File system: {_file_system(tempfile.gettempdir())}."
     )
     head = ["method", "MB", "explorers", "delivered", "trainer", "nobody waits", "later"]

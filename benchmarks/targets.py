@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.report import Table
 
-__all__ = ["LIMITS", "Target", "target", "targets_table"]
+__all__ = ["LIMITS", "Target", "count_workers", "target", "targets_table"]
 
 LIMITS = {
     # compare
@@ -18,15 +18,15 @@ LIMITS = {
     "SharedMem, {size} MB, stall at the switch, seen by the worker, ms, longest": 1.0,
     "SharedMem, {size} MB, stall in the SyncReport, ms, median": 1.0,
     "SharedMem, {size} MB, stall in the SyncReport, ms, longest": 1.0,
-    "SharedMem, memory at {size} MB, {workers} workers, of what is allowed": 1.0,
-    "SharedMem, 1 MB, {workers} workers, of torchrl's time": 1.0,
+    "SharedMem, memory at {size} MB, {workers}, of what is allowed": 1.0,
+    "SharedMem, 1 MB, {workers}, of torchrl's time": 1.0,
     "MultiProcess, 1 GB, 4 workers, of torchrl's time": 0.5,
     "{scheme}, {tensors:,} tensors, of torchrl's SharedMem": 0.01,
     # cluster
     "{scheme}, 1 GB, 4 workers, of torchrl's time": 0.35,
     "{scheme}, {tensors:,} tensors, of torchrl's time": 0.01,
-    "Distributed, 1 MB, {workers} workers, ms": 2.0,
-    "Distributed, 1 MB, {workers} workers, of torchrl's time": 0.25,
+    "Distributed, 1 MB, {workers}, ms": 2.0,
+    "Distributed, 1 MB, {workers}, of torchrl's time": 0.25,
     "Distributed, a host each, 1 GB, time to 4 hosts / to 1": 2.0,
     # patch: 1 % of a model in bfloat16 changes by a few ulp
     "bytes of a changed element: flat, none": 3.2,
@@ -76,10 +76,15 @@ def target(template: str, reached: float | None, fastest: float | None = None, *
     return Target(template.format(**names), LIMITS[template], reached, fastest)
 
 
+def count_workers(count: int) -> str:
+    """Return ``1 worker``, ``2 workers`` and so on."""
+    return f"{count} worker{'s' * (count != 1)}"
+
+
 def targets_table(
     targets: Iterable[Target],
     title: str = "Targets",
-    note: str = "Medians of this run, unless stated otherwise.",
+    note: str = 'Medians of this run, unless stated otherwise. A target "x, of y" limits x divided by y.',
 ) -> Table:
     """Return a table with one row for each target."""
     targets = list(targets)

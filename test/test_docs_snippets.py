@@ -25,6 +25,7 @@ def snippets(page: str) -> list[str]:
         ("pipeline.rst", 1),
         ("engines.rst", 1),
         ("synchronizer.rst", 2),
+        ("transports.rst", 3),
     ],
 )
 def test_the_snippets_of_the_page_run_one_after_the_other(page: str, at_least: int, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import socket
@@ -57,6 +58,23 @@ def test_who_listens_on_which_address(server: Store) -> None:
         pytest.skip("this machine has no other address than loopback")
     with pytest.raises(OSError, match="refused"):
         socket.create_connection((address, server.port), timeout=5.0)
+
+
+def test_a_port_that_refuses_is_told_from_a_network_without_a_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # and does not listen
+        port = free.getsockname()[1]
+        start = time.monotonic()
+        with pytest.raises(LinkClosedError, match=r"refused.*may have shut down or died; .*give it address="):
+            find_store("127.0.0.1", port, 0.3)
+        assert 0.1 < time.monotonic() - start < 5.0
+
+    def create_connection(*_: object) -> socket.socket:
+        raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+    monkeypatch.setattr(socket, "create_connection", create_connection)
+    with pytest.raises(LinkClosedError, match=r"No route to host\)\); if it is on another machine, give it"):
+        find_store("127.0.0.1", port, 0.3)
 
 
 @pytest.mark.parametrize("rubbish", [b"", b"x", b"\0" * 25, b"\1" * 25, b"\xff" * 1000])

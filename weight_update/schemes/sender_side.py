@@ -176,7 +176,8 @@ class SourceReader:
         unknown = [i for i in chosen if i not in known] + lacking
         if unknown:
             raise UnknownWorkerError(
-                f"unknown workers, or no weights for them: {unknown} (known workers: {known})"
+                f"unknown workers, or no weights for them: {unknown} (known workers: {known}; a late joiner "
+                "is known only while it is connected)"
             )
         return list(dict.fromkeys(chosen))
 

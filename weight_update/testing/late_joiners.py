@@ -51,7 +51,7 @@ class LateJoinerContract(SchemeCase):
     def test_it_can_be_addressed(self, assemble: Assemble) -> None:
         """``worker_ids`` and weights of its own work once it has joined."""
         procs = assemble(mlp(1))
-        with pytest.raises(UnknownWorkerError):
+        with pytest.raises(UnknownWorkerError, match=r"known workers: \[0, 1\]; a late joiner is known only"):
             procs.scheme.send(mlp(2), worker_ids=5)
         join(procs, 5)
         procs.scheme.send(mlp(2), worker_ids=[5])

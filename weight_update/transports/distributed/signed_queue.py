@@ -101,9 +101,11 @@ def find_store(address: str, port: int, timeout: float | None) -> Store:
             return Store(address, port, max(deadline - time.monotonic(), _RETRY_SECONDS))
         except LinkClosedError as error:
             if time.monotonic() + _RETRY_SECONDS > deadline:
+                refused = isinstance(error.__context__, ConnectionRefusedError)
+                hint = "it may not have started, or may have shut down or died; " if refused else ""
                 raise LinkClosedError(
-                    f"no sender at {address}:{port} within {round(limit, 1):g} s ({error}); if it is on "
-                    "another machine, give it address= of a network interface that this one can reach"
+                    f"no sender at {address}:{port} within {round(limit, 1):g} s ({error}); {hint}if it is "
+                    "on another machine, give it address= of a network interface that this one can reach"
                 ) from None
         except SyncTimeoutError:
             raise SyncTimeoutError(
