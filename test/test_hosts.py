@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import quick_for
 from torch import nn
 
 from weight_update import (
@@ -123,7 +124,7 @@ def mapped_slots(body: Body) -> list[str]:
         return [line.split()[4] for line in file if "weight_update-" in line]
 
 
-@pytest.mark.parametrize("encoding", ["patch", "bucket", "kept bucket"])
+@pytest.mark.parametrize("encoding", quick_for(["patch", "bucket", "kept bucket"], "patch"))
 def test_patches_and_buckets_travel_once_too(hire: Hire, encoding: str) -> None:
     made = {
         "patch": PatchEncoding(),
@@ -192,7 +193,7 @@ def test_a_worker_that_joins_maps_what_its_host_holds(hire: Hire) -> None:
     assert procs.scheme.network_bytes == before
 
 
-@pytest.mark.parametrize("victim", [0, 1], ids=["relay", "sibling"])
+@pytest.mark.parametrize("victim", quick_for([0, 1], 0), ids=["relay", "sibling"])
 def test_killed_before_an_update(hire: Hire, victim: int) -> None:
     procs = hire(ApartInTwos, 2)
     send_signal(procs.workers[victim], signal.SIGKILL)
@@ -202,6 +203,7 @@ def test_killed_before_an_update(hire: Hire, victim: int) -> None:
     assert value_of(procs.workers[1 - victim]) == 1.0
 
 
+@pytest.mark.slow
 def test_relay_killed_in_the_middle(hire: Hire) -> None:
     procs = hire(ApartInTwos, 2)
     send_signal(procs.workers[0], signal.SIGSTOP)  # so that it is the middle
@@ -236,6 +238,7 @@ def test_stopped_relay_is_given_up_for_a_sibling(hire: Hire) -> None:
     assert [value_of(worker) for worker in procs.workers] == [2.0] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["killed", "stopped"])
 def test_middle_of_a_chain(hire: Hire, end: str) -> None:
     procs = hire(Apart, 3)
@@ -260,6 +263,7 @@ def test_middle_of_a_chain(hire: Hire, end: str) -> None:
     assert procs.scheme.network_bytes - before == report.wire_bytes  # the chain is whole again
 
 
+@pytest.mark.slow
 def test_others_stay_connected_when_a_host_does_not_answer(
     hire: Hire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,6 +280,7 @@ def test_others_stay_connected_when_a_host_does_not_answer(
     assert joins == []
 
 
+@pytest.mark.slow
 def test_a_sibling_that_holds_delays_nobody(hire: Hire) -> None:
     procs = hire(ApartInTwos, 4)
     for holding in (0, 1):  # the relay, too
@@ -303,6 +308,7 @@ def read_freely(body: Body) -> tuple[float, float]:
     return float(low), float(high)
 
 
+@pytest.mark.slow
 def test_replicas_do_not_pile_up(hire: Hire) -> None:
     procs = hire(ApartInTwos, 2, PatchEncoding())
     source = Large(0.0)
@@ -330,6 +336,7 @@ def _existing(links: Iterator[str]) -> Iterator[str]:
             continue
 
 
+@pytest.mark.slow
 def test_death_of_a_worker_with_a_tiny_model_is_noticed() -> None:
     scheme = Apart(timeout=TIMEOUT)
     scheme.init_on_sender(model=mlp(1), num_workers=1, ctx=context_of("fork"))
@@ -346,6 +353,7 @@ def watches_the_sender(body: Body) -> bool:
     return any(thread.name == "weight_update-watch" for thread in threading.enumerate())
 
 
+@pytest.mark.slow
 def test_death_of_a_worker_during_the_making_of_its_group_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weight_update.transports.distributed.relay.gloo.STALLED", 1.0)
     context = context_of("fork")
@@ -366,6 +374,7 @@ def test_death_of_a_worker_during_the_making_of_its_group_is_noticed(monkeypatch
         wait_until(lambda: scheme.worker_versions[0] is None, 5.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["sender", "worker"])
 def test_a_forked_child_leaves_the_chain_alone(hire: Hire, end: str) -> None:
     procs = hire(Apart, 2)
@@ -457,6 +466,7 @@ def test_control_messages_are_signed(groups: tuple[PointToPointGroup, PointToPoi
         there.receive(5.0)
 
 
+@pytest.mark.slow
 def test_a_host_without_memory_for_a_while(hire: Hire) -> None:
     """Its workers report it and keep their version; other hosts get the update; all get the next one."""
     procs = hire(ApartInTwos, 4)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from marks import slow
 from shard_parts import (
     BUCKETS,
     ColumnParallel,
@@ -51,8 +52,8 @@ def same(fingerprint: dict[str, str], expected: dict[str, str]) -> bool:
 @pytest.mark.parametrize(
     ("kind", "size", "workers", "options"),
     [
-        ("distributed", 2, 3, BUCKETS),
-        ("distributed", 4, 2, BUCKETS),
+        slow("distributed", 2, 3, BUCKETS),
+        slow("distributed", 4, 2, BUCKETS),
         ("shared_mem", 2, 2, {}),
         ("shared_mem", 2, 1, {"encoding": "patch"}),
     ],
@@ -204,6 +205,7 @@ def test_a_late_joiner_has_the_next_version(four: Ranks) -> None:
         assert four.all("get", "worker_versions", of=2) == [{0: 1, 5: 1}] * 2
 
 
+@pytest.mark.slow
 def test_nothing_is_left_open(four: Ranks) -> None:
     counts = []
     for _ in range(3):
@@ -228,6 +230,7 @@ def test_calls_that_differ_are_an_error(four: Ranks) -> None:
         four.all("call", "send", of=2)  # they are still in step
 
 
+@pytest.mark.slow  # a rank that dies is named by a quick test
 def test_a_rank_that_does_not_call_is_named(four: Ranks) -> None:
     four.all("make", 1, 4)
     with running(four, size=4, workers=1, timeout=1.5, **BUCKETS):
