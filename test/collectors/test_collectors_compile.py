@@ -69,6 +69,7 @@ def test_a_compiled_policy_under_back_to_back_updates():
         collector.shutdown()
 
 
+@pytest.mark.slow  # one process is quick below
 @pytest.mark.parametrize(
     "options",
     [{"cudagraph_policy": True}, slow({"compile_policy": {"mode": "reduce-overhead"}})],

@@ -119,6 +119,7 @@ def test_every_frame_names_its_version_while_updates_flow(kind, made):
     assert collector.policy_version == sent[-1]
 
 
+@pytest.mark.slow
 def test_workers_that_run_ahead_name_their_versions(made):
     policy = make_policy()
     collector = made("ahead", policy, update_interval=1, frames_per_batch=20)

@@ -42,6 +42,7 @@ def within(seconds: float) -> Iterator[None]:
     assert time.monotonic() - start < seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [slow("pull"), "lose"])
 @pytest.mark.parametrize(("size", "limit"), [slow(*SIZES["small"]), SIZES["large"]], ids=SIZES)
 def test_a_link_that_fails_and_comes_back(procs: HostsProcesses, size, limit: float, how: str) -> None:
