@@ -282,6 +282,7 @@ def test_rlinf_bytes_by_hand():
     assert _documented((5,)) == [0, 0]
 
 
+@pytest.mark.slow
 def test_the_list_of_benchmarks():
     done = _started()
     assert done.returncode == 0, done.stderr
@@ -320,6 +321,7 @@ def test_a_missed_target_is_the_exit_status(capsys):
     assert capsys.readouterr().out.endswith(f"{shown}\n  {slow.name}\n  {lucky.name}\n")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_its_benchmark_says_so():
     done = _started("gpu", "--quick")
@@ -523,6 +525,7 @@ def test_the_exit_status_says_whether_this_checkout_is_slower(at, slower, status
     )
 
 
+@pytest.mark.slow
 @needs_git
 @pytest.mark.timeout(300)
 def test_a_tiny_benchmark_against_its_own_commit(at, capsys):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import quick_for
 from torch import nn
 
 from weight_update import BucketEncoding, SharedMemWeightSyncScheme, WeightStrategy
@@ -139,7 +140,7 @@ def test_buckets_that_are_read_leave_no_weights_in_slots(hire: Hire, kind: str) 
         assert procs.ask("run", slots_with_weights) == [{""}]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick_for(KINDS, *KEPT, "buckets"))
 def test_the_same_slots_serve_fifty_updates(hire: Hire, kind: str) -> None:
     source = layers()
     procs = hire(source, kind)
@@ -156,7 +157,7 @@ def test_the_same_slots_serve_fifty_updates(hire: Hire, kind: str) -> None:
     assert procs.ask("fingerprint") == [fingerprint(source)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick_for(KINDS, *KEPT, "buckets"))
 def test_weights_in_use_stay_as_they_are_while_others_are_sent(hire: Hire, kind: str) -> None:
     source = layers()
     procs = hire(source, kind, workers=2)
@@ -174,7 +175,7 @@ def test_weights_in_use_stay_as_they_are_while_others_are_sent(hire: Hire, kind:
     assert len(files_of_the_sender(procs)) <= 2 * SLOTS[kind]
 
 
-@pytest.mark.parametrize("kind", ["buckets", "buckets, two in flight"])
+@pytest.mark.parametrize("kind", quick_for(["buckets", "buckets, two in flight"], "buckets"))
 def test_a_bucket_is_not_written_before_it_was_read(hire: Hire, kind: str) -> None:
     source = layers()
     procs = hire(source, kind, workers=2)

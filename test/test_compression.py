@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from interpreters import run_python
+from marks import slow
 
 from benchmarks.compression import CODECS as MEASURED
 from benchmarks.compression import KINDS, measure, row
@@ -257,7 +258,7 @@ def test_nvcomp_without_a_device_says_what_it_needs() -> None:
         resolve_compression("nvcomp_lz4")
 
 
-@pytest.mark.parametrize(("label", "module"), [("zstd", "zstandard"), ("lz4", "lz4")])
+@pytest.mark.parametrize(("label", "module"), [slow("zstd", "zstandard"), ("lz4", "lz4")])
 def test_missing_package_names_the_extra(label, module):
     program = f"""
 import sys

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import quick_for
 from torch import nn
 
 from weight_update import (
@@ -167,7 +168,7 @@ def borrowed(body: Body) -> int:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick_for(KINDS, "dense", "buckets, kept"))
 def test_same_bits(hire: Hire, kind: str) -> None:
     source = Zoo(1)
     procs = hire(source, Zoo(2), kind, workers=2)
@@ -181,7 +182,7 @@ def test_same_bits(hire: Hire, kind: str) -> None:
     assert slots_of(procs)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick_for(KINDS, "dense", "buckets, kept"))
 def test_weights_stay_when_the_sender_goes_and_its_memory_is_free(hire: Hire, kind: str) -> None:
     source = mlp(1)
     procs = hire(source, mlp(2), kind, workers=2)
@@ -199,7 +200,7 @@ def test_weights_stay_when_the_sender_goes_and_its_memory_is_free(hire: Hire, ki
     assert moved == [kind in ("dense", "buckets, kept")] * 2
 
 
-@pytest.mark.parametrize("kind", ["dense", "buckets"])
+@pytest.mark.parametrize("kind", quick_for(["dense", "buckets"], "dense"))
 def test_a_worker_in_hold_keeps_its_memory_until_it_is_out(hire: Hire, kind: str) -> None:
     source = mlp(1)
     procs = hire(source, mlp(2), kind)
@@ -247,7 +248,7 @@ def test_inside_hold_a_worker_may_leave_too(hire: Hire) -> None:
     assert worker.call("fingerprint") == fingerprint(source)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick_for(KINDS, "dense", "buckets, kept"))
 def test_memory_of_a_worker_that_is_killed_is_given_back(hire: Hire, kind: str) -> None:
     source = mlp(1)
     procs = hire(source, mlp(2), kind, workers=2)
@@ -265,6 +266,7 @@ def test_memory_of_a_worker_that_is_killed_is_given_back(hire: Hire, kind: str) 
     assert all_given_back(memory, 5.0)
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_keeps_its_memory_until_it_ends(hire: Hire) -> None:
     procs = hire(mlp(1), mlp(2))
     procs.connect()

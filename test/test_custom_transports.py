@@ -22,6 +22,7 @@ from weight_update.testing.chunks import (
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
+@pytest.mark.smoke
 class TestFileTransport(TransportContract):
     @pytest.fixture(autouse=True)
     def _place(self, tmp_path: Path) -> None:
@@ -36,7 +37,7 @@ class TestFileTransport(TransportContract):
         return FileTransport(self.directory, "receiver")
 
 
-@pytest.mark.smoke
+@pytest.mark.slow  # test_examples.py runs the example that has it
 class TestFileScheme(SchemeContract):
     @pytest.fixture(autouse=True)
     def _place(self, tmp_path: Path) -> None:
@@ -46,6 +47,7 @@ class TestFileScheme(SchemeContract):
         return FileScheme(self.directory, **options)
 
 
+@pytest.mark.smoke
 class TestPipeTransport(TransportContract):
     def make_ends(self) -> Ends:
         sender = PipeTransport()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from interpreters import run_python
+from marks import slow
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -21,10 +22,10 @@ def snippets(page: str) -> list[str]:
     ("page", "at_least"),
     [
         ("strategies.rst", 10),
-        ("converters.rst", 8),
-        ("pipeline.rst", 1),
-        ("engines.rst", 1),
-        ("synchronizer.rst", 2),
+        slow("converters.rst", 8),
+        slow("pipeline.rst", 1),
+        slow("engines.rst", 1),
+        slow("synchronizer.rst", 2),
         ("transports.rst", 3),
     ],
 )

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from engine_parts import Notebook, calls, loaded, received, set_in_engine
+from marks import quick_for
 
 from weight_update import (
     BucketEncoding,
@@ -126,7 +127,7 @@ def test_calls_and_bits(hire: Any, kind: str, encoding: str, in_chunks: bool) ->
         assert procs.ask("version") == [version]
 
 
-@pytest.mark.parametrize("kind", SCHEMES)
+@pytest.mark.parametrize("kind", quick_for(SCHEMES, "memory", "shared_mem"))
 @pytest.mark.parametrize("in_chunks", [False, True], ids=["staged", "in chunks"])
 def test_sent_chunk_by_chunk(hire: Any, kind: str, in_chunks: bool) -> None:
     source, engines = Zoo(1), [Notebook(in_chunks) for _ in range(2)]
@@ -293,7 +294,7 @@ ROADS = {
 }
 
 
-@pytest.mark.parametrize("place", [0, 3, "finish"])
+@pytest.mark.parametrize("place", quick_for([0, 3, "finish"], 3))
 @pytest.mark.parametrize("road", ROADS)
 def test_an_engine_that_fails(hire: Any, road: str, place: int | str) -> None:
     in_chunks, encoding, limit = ROADS[road]
@@ -419,7 +420,7 @@ def test_a_worker_that_leaves_midway_aborts(hire: Any) -> None:
     assert [list(error.failures) for error in errors] == [[0]]
 
 
-@pytest.mark.parametrize("kind", ["shared_mem", "distributed"])
+@pytest.mark.parametrize("kind", quick_for(["shared_mem", "distributed"], "shared_mem"))
 def test_a_worker_killed_midway_and_started_again(hire: Any, kind: str) -> None:
     source, engines = mlp(1), [Notebook(True) for _ in range(2)]
     procs = hire(source, *engines, kind=kind, strategy=strategy(BucketEncoding(64)))

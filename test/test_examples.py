@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from interpreters import run_python
+from marks import slow
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -44,6 +45,7 @@ def test_cartpole_gets_through(quick_spawn: bool, tmp_path: Path) -> None:
     assert is_plot(tmp_path / "train_cartpole.png")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(30)
 def test_cartpole_names_its_choices() -> None:
     done = run("train_cartpole.py", "--scheme", "pigeon")
@@ -80,7 +82,8 @@ def test_standalone(scheme: str) -> None:
     assert all(len(set(versions[1:])) == 1 for versions in rollouts), "hold() let an update in"
 
 
-@pytest.mark.parametrize("encoding", [pytest.param("dense", marks=pytest.mark.slow), "patch"])
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["dense", "patch"])
 def test_distributed(encoding: str) -> None:
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "3", str(ROOT / "examples/distributed.py")]
     done = run_python(*command, "--updates", "20", "--encoding", encoding)
@@ -154,7 +157,7 @@ def test_multiple_models() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["custom_transport.py", "custom_listener.py"])
+@pytest.mark.parametrize("name", ["custom_transport.py", slow("custom_listener.py")])
 def test_custom_transports(name: str) -> None:
     lines = succeed(name).splitlines()
     assert [line.partition(":")[0] for line in lines[:3]] == ["version 1", "version 2", "version 3"]
@@ -191,6 +194,7 @@ def test_patch_sync(args: tuple[str, ...]) -> None:
     assert lines[-2:] == [f"worker {index}: version 4, the trainer's weights in bf16" for index in range(2)]
 
 
+@pytest.mark.slow
 def test_llm_rollout() -> None:
     lines = succeed("llm_rollout.py", "--updates", "2", "--steps", "20").splitlines()
     line = re.compile(
@@ -200,7 +204,8 @@ def test_llm_rollout() -> None:
     assert [line.fullmatch(found).groups() for found in lines] == [("1", "6"), ("2", "6")]
 
 
-@pytest.mark.parametrize("style", ["fixed", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("style", ["fixed", "all"])
 def test_trainer_explorer(style: str, tmp_path: Path) -> None:
     picture = tmp_path / "lines.png"
     lines = succeed(

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import quick_for
 from torch import nn
 
 from weight_update import (
@@ -123,7 +124,7 @@ def mapped_slots(body: Body) -> list[str]:
         return [line.split()[4] for line in file if "weight_update-" in line]
 
 
-@pytest.mark.parametrize("encoding", ["patch", "bucket", "kept bucket"])
+@pytest.mark.parametrize("encoding", quick_for(["patch", "bucket", "kept bucket"], "patch"))
 def test_patches_and_buckets_travel_once_too(hire: Hire, encoding: str) -> None:
     made = {
         "patch": PatchEncoding(),
@@ -192,7 +193,7 @@ def test_a_worker_that_joins_maps_what_its_host_holds(hire: Hire) -> None:
     assert procs.scheme.network_bytes == before
 
 
-@pytest.mark.parametrize("victim", [0, 1], ids=["relay", "sibling"])
+@pytest.mark.parametrize("victim", quick_for([0, 1], 0), ids=["relay", "sibling"])
 def test_killed_before_an_update(hire: Hire, victim: int) -> None:
     procs = hire(ApartInTwos, 2)
     send_signal(procs.workers[victim], signal.SIGKILL)
@@ -260,6 +261,7 @@ def test_middle_of_a_chain(hire: Hire, end: str) -> None:
     assert procs.scheme.network_bytes - before == report.wire_bytes  # the chain is whole again
 
 
+@pytest.mark.slow
 def test_others_stay_connected_when_a_host_does_not_answer(
     hire: Hire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,6 +278,7 @@ def test_others_stay_connected_when_a_host_does_not_answer(
     assert joins == []
 
 
+@pytest.mark.slow
 def test_a_sibling_that_holds_delays_nobody(hire: Hire) -> None:
     procs = hire(ApartInTwos, 4)
     for holding in (0, 1):  # the relay, too
@@ -303,6 +306,7 @@ def read_freely(body: Body) -> tuple[float, float]:
     return float(low), float(high)
 
 
+@pytest.mark.slow
 def test_replicas_do_not_pile_up(hire: Hire) -> None:
     procs = hire(ApartInTwos, 2, PatchEncoding())
     source = Large(0.0)
@@ -457,6 +461,7 @@ def test_control_messages_are_signed(groups: tuple[PointToPointGroup, PointToPoi
         there.receive(5.0)
 
 
+@pytest.mark.slow
 def test_a_host_without_memory_for_a_while(hire: Hire) -> None:
     """Its workers report it and keep their version; other hosts get the update; all get the next one."""
     procs = hire(ApartInTwos, 4)

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import pytest
+from marks import slow
 
 from weight_update import (
     DistributedWeightSyncScheme,
@@ -21,6 +22,7 @@ from weight_update import (
 )
 from weight_update.sender.sender import Sender
 from weight_update.testing import LateJoinerContract, WorkerProcesses, mlp
+from weight_update.testing.cases import Assemble
 from weight_update.testing.late_joiners import KilledLateJoinerTests
 from weight_update.testing.processes import eventually
 from weight_update.testing.worker_processes import context_of
@@ -34,6 +36,10 @@ class TestSharedMem(LateJoinerContract, KilledLateJoinerTests):
 class TestDistributed(LateJoinerContract, KilledLateJoinerTests):
     def make_scheme(self, **options: Any) -> WeightSyncScheme:
         return DistributedWeightSyncScheme(**options)
+
+    @pytest.mark.slow
+    def test_indices_that_do_not_match(self, assemble: Assemble) -> None:
+        super().test_indices_that_do_not_match(assemble)
 
 
 @pytest.mark.slow
@@ -49,6 +55,10 @@ class TestMemory(LateJoinerContract):
     def make_scheme(self, **options: Any) -> WeightSyncScheme:
         return MemoryWeightSyncScheme(**options)
 
+    @pytest.mark.slow
+    def test_indices_that_do_not_match(self, assemble: Assemble) -> None:
+        super().test_indices_that_do_not_match(assemble)
+
 
 def test_queues_must_exist_before_the_process() -> None:
     scheme = MultiProcessWeightSyncScheme()
@@ -62,7 +72,7 @@ def test_queues_must_exist_before_the_process() -> None:
         scheme.send(mlp(4))
 
 
-@pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, DistributedWeightSyncScheme])
+@pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, slow(DistributedWeightSyncScheme)])
 @pytest.mark.parametrize("count", [30, pytest.param(200, marks=pytest.mark.slow)])
 def test_late_joiners_are_forgotten(kind: type[WeightSyncScheme], count: int) -> None:
     source = mlp(1)

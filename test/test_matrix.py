@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import quick_for
 from tensordict import TensorDict
 from torch import nn
 
@@ -65,7 +66,7 @@ DESTINATIONS: dict[str, Callable[[nn.Module], Any]] = {
 
 REPEATS = ("multiprocess", "distributed, two hosts")
 """Schemes with the slots and the gate of another one; most tests with them are slow."""
-FULL = ("shared_mem", "distributed")
+FULL = ("memory",)
 
 
 def same_bits_cases() -> Iterator[Any]:
@@ -74,7 +75,7 @@ def same_bits_cases() -> Iterator[Any]:
         for number, encoding in enumerate(ENCODINGS):
             for strategy, stable in itertools.product(STRATEGIES, (False, True)):
                 chosen = (strategy, stable) == (STRATEGIES[number % 2], number % 4 > 1)
-                kept = scheme in FULL or chosen
+                kept = scheme in FULL or (chosen and scheme != "multiprocess")
                 yield pytest.param(
                     *(scheme, strategy, encoding, stable),
                     id=f"{scheme}-{strategy}-{encoding}-{'copying' if stable else 'pointing'}",
@@ -82,9 +83,7 @@ def same_bits_cases() -> Iterator[Any]:
                 )
 
 
-@pytest.fixture(
-    params=[pytest.param(name, marks=[pytest.mark.slow] * (name in REPEATS)) for name in SCHEMES], ids=str
-)
+@pytest.fixture(params=quick_for(SCHEMES, "memory", "shared_mem"), ids=str)
 def hire(request: pytest.FixtureRequest) -> Any:
     """Return a function that starts one worker and connects it."""
     cls, method = SCHEMES[request.param]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow
 from torch import nn
 
 from weight_update import (
@@ -76,7 +77,7 @@ class Yard:
         scheme.init_on_sender(num_workers=count, ctx=context_of(self._method), **given)
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[slow(name) if name == "multiprocess" else name for name in KINDS])
 def yard(request: pytest.FixtureRequest) -> Iterator[Yard]:
     """Over every scheme."""
     yield from _yard(request.param)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow
 from test_patch import SMALL, Frozen, Yard, net, one_yard, poke, same, yard  # noqa: F401 - fixtures too
 from torch import nn
 
@@ -273,7 +274,7 @@ def test_a_change_too_small_for_the_dtype_is_none(one_yard: Yard) -> None:  # no
     same(procs, cast(source))
 
 
-@pytest.mark.parametrize("stable", [False, True], ids=["pointing", "copying"])
+@pytest.mark.parametrize("stable", [False, slow(True)], ids=["pointing", "copying"])
 def test_a_late_worker_of_another_dtype(yard: Yard, stable: bool) -> None:  # noqa: F811
     source = net(1)
     procs = yard.procs(source, [net(2), cast(net(3))], connect=False, stable_addresses=stable)

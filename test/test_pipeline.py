@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import quick_for, slow
 from torch import nn
 
 from weight_update import (
@@ -39,6 +40,7 @@ SCHEMES: dict[str, tuple[type[WeightSyncScheme], Method]] = {
     "distributed, several hosts": (Apart, "fork"),
     "memory": (MemoryWeightSyncScheme, "thread"),
 }
+EACH = quick_for(SCHEMES, "memory", "shared_mem", "distributed, several hosts")
 PROCESSES = ["shared_mem", "distributed, several hosts"]
 CHUNK = 4096
 LAYERS = 12
@@ -99,8 +101,8 @@ def doubled(model: nn.Module) -> dict[str, str]:
     return fingerprint({name: 2 * value for name, value in model.state_dict().items()})
 
 
-@pytest.mark.parametrize("limit", [1, 2, 5])
-@pytest.mark.parametrize("kind", SCHEMES)
+@pytest.mark.parametrize("limit", quick_for([1, 2, 5], 2))
+@pytest.mark.parametrize("kind", EACH)
 def test_same_bits(hire: Any, kind: str, limit: int) -> None:
     source, made = Zoo(1), strategy(limit, 256)
     procs = hire(kind, source, Zoo(2), workers=2, strategy=made)
@@ -114,7 +116,7 @@ def test_same_bits(hire: Any, kind: str, limit: int) -> None:
     assert procs.ask("fingerprint") == [fingerprint(source, made)] * 2
 
 
-@pytest.mark.parametrize("kind", SCHEMES)
+@pytest.mark.parametrize("kind", EACH)
 def test_converted_weights_in_a_dtype_of_the_receivers(hire: Any, kind: str) -> None:
     source = layers()
     procs = hire(kind, source, layers(5).to(torch.bfloat16), strategy=strategy(2, 5000, convert=Doubled()))
@@ -135,7 +137,7 @@ def stop(procs: WorkerProcesses, index: int = 0) -> int:
     return pid
 
 
-@pytest.mark.parametrize("limit", [1, 2, 4])
+@pytest.mark.parametrize("limit", quick_for([1, 2, 4], 2))
 @pytest.mark.parametrize("kind", PROCESSES)
 def test_no_more_is_converted_than_may_be_in_flight(hire: Any, kind: str, limit: int) -> None:
     convert = Doubled()
@@ -176,8 +178,8 @@ def test_memory_of_the_sender_is_bounded(hire: Any, kind: str) -> None:
     assert {slot.buffer.tensor.numel() for slot in slots} == {CHUNK + 64}
 
 
-@pytest.mark.parametrize("fails_at", [0, 1, LAYERS - 1])
-@pytest.mark.parametrize("kind", SCHEMES)
+@pytest.mark.parametrize("fails_at", quick_for([0, 1, LAYERS - 1], 1))
+@pytest.mark.parametrize("kind", EACH)
 def test_what_a_conversion_raises_stops_both_ends(hire: Any, kind: str, fails_at: int) -> None:
     convert, source = Doubled(), layers()
     procs = hire(kind, source, layers(5), strategy=strategy(convert=convert))
@@ -193,7 +195,7 @@ def test_what_a_conversion_raises_stops_both_ends(hire: Any, kind: str, fails_at
     assert procs.scheme.worker_versions == {0: report.version}
 
 
-@pytest.mark.parametrize("kind", ["memory", "distributed, several hosts"])
+@pytest.mark.parametrize("kind", ["memory", slow("distributed, several hosts")])
 def test_a_send_right_after_a_failed_one_does_not_wait(hire: Any, kind: str) -> None:
     convert, source = Doubled(), layers()
     procs = hire(kind, source, layers(5), strategy=strategy(convert=convert))
@@ -278,7 +280,7 @@ def test_a_conversion_that_gives_something_else_than_before(hire: Any, change: s
     assert procs.ask("fingerprint") == [fingerprint(source)]
 
 
-@pytest.mark.parametrize("kind", PROCESSES)
+@pytest.mark.parametrize("kind", quick_for(PROCESSES, "shared_mem"))
 def test_a_worker_killed_in_the_middle_is_named_and_the_others_go_on(hire: Any, kind: str) -> None:
     source, convert = layers(), Doubled()
     procs = hire(kind, source, layers(5), workers=2, strategy=strategy(convert=convert))
@@ -294,6 +296,7 @@ def test_a_worker_killed_in_the_middle_is_named_and_the_others_go_on(hire: Any, 
     procs.scheme.send(worker_ids=1)
 
 
+@pytest.mark.slow  # faults/test_stopped_worker.py has stopped workers
 @pytest.mark.parametrize("kind", PROCESSES)
 def test_a_stopped_worker_is_named_in_time_and_current_with_the_next_send(hire: Any, kind: str) -> None:
     source = layers()
@@ -330,7 +333,7 @@ def test_everybody_is_gone(hire: Any) -> None:
     assert convert.closed == 3  # for the schema, for the first weights, and now
 
 
-@pytest.mark.parametrize("kind", PROCESSES)
+@pytest.mark.parametrize("kind", quick_for(PROCESSES, "shared_mem"))
 def test_one_that_joins_later_gets_weights_with_the_next_send(hire: Any, kind: str) -> None:
     source = layers()
     procs = hire(kind, source, layers(5), workers=2, strategy=strategy())

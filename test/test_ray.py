@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import quick_for
 
 from weight_update import (
     ExplorerClient,
@@ -62,7 +63,6 @@ from ray_parts import (  # noqa: E402
 )
 
 BOTH = pytest.mark.parametrize("data", ["torch", "object_store"])
-STORE = pytest.mark.parametrize("data", [pytest.param("torch", marks=pytest.mark.slow), "object_store"])
 pytestmark = pytest.mark.timeout(180)
 
 
@@ -90,6 +90,7 @@ def actor(request: pytest.FixtureRequest) -> Iterator[None]:
     stop_rendezvous(request.cls.actor)
 
 
+@pytest.mark.smoke
 @pytest.mark.usefixtures("actor")
 class TestRayTransport(TransportContract):
     actor: Any
@@ -210,7 +211,7 @@ def is_available(player: Any) -> bool:
         return False
 
 
-@STORE
+@BOTH
 def test_busy_killed_restarted_and_dead_actors(data: str, troupe: Troupe) -> None:
     source = mlp(1)
     scheme = troupe.scheme(data=data)
@@ -252,6 +253,7 @@ def test_busy_killed_restarted_and_dead_actors(data: str, troupe: Troupe) -> Non
         send_until_error(scheme)
 
 
+@pytest.mark.slow
 def test_connect_does_not_wait_for_the_dead(troupe: Troupe) -> None:
     scheme = troupe.scheme(data="object_store")
     workers = [troupe.hire(scheme, idx) for idx in range(2)]
@@ -267,7 +269,8 @@ def test_connect_does_not_wait_for_the_dead(troupe: Troupe) -> None:
     scheme.send(worker_ids=0)
 
 
-@STORE
+@pytest.mark.slow
+@BOTH
 def test_a_stopped_actor_is_late_and_catches_up(data: str, troupe: Troupe) -> None:
     scheme, workers = troupe.launch(mlp(1), data=data, timeout=1.0)
     pid = workers[0].call("run", pid_of)
@@ -282,7 +285,8 @@ def test_a_stopped_actor_is_late_and_catches_up(data: str, troupe: Troupe) -> No
     assert workers[0].call("fingerprint") == fingerprint(mlp(2))
 
 
-@STORE
+@pytest.mark.slow
+@BOTH
 def test_strangers_and_the_end(data: str, troupe: Troupe) -> None:
     scheme, (worker,) = troupe.launch(mlp(1), mlp(2), data=data)
     other = troupe.scheme(data=data)
@@ -311,7 +315,7 @@ ENCODINGS = {
 }
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", quick_for(ENCODINGS, "patch"))
 @BOTH
 def test_same_bits_for_every_encoding(data: str, encoding: str, troupe: Troupe) -> None:
     source = wide()
@@ -351,6 +355,7 @@ def store_bytes() -> float:
     return total["object_store_memory"] - free["object_store_memory"]
 
 
+@pytest.mark.slow
 def test_a_payload_that_the_store_lost_comes_again(troupe: Troupe) -> None:
     source = wide()
     scheme, (worker,) = troupe.launch(source, wide(), data="object_store")
@@ -417,6 +422,7 @@ def test_no_thread_waits_in_ray_at_the_end(troupe: Troupe) -> None:
     assert eventually(lambda: not ours(), WAIT)
 
 
+@pytest.mark.slow
 def test_a_synchronizer_in_an_actor() -> None:
     source, model = mlp(1), mlp(2)
     with Synchronizer("memory", "trainer_driven") as made:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = """
 import sys
@@ -35,6 +37,7 @@ for call in calls:
 """
 
 
+@pytest.mark.slow  # test_compression.py has a quick one
 def test_the_error_names_the_extra() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],

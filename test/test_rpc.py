@@ -7,6 +7,7 @@ import time
 import pytest
 import rpc_parts as parts
 import torch
+from marks import quick_for
 from rpc_parts import World, in_world
 from torch import nn
 
@@ -33,7 +34,7 @@ CODED = {
 # -- finding the sender --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", ["sender", "receivers"])
+@pytest.mark.parametrize("first", quick_for(["sender", "receivers"], "sender"))
 @in_world()
 def test_workers_find_the_sender(world: World, first: str) -> None:
     if first == "sender":
@@ -51,7 +52,7 @@ def test_workers_find_the_sender(world: World, first: str) -> None:
     assert scheme.worker_versions == {0: 1, 1: 1}
 
 
-@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("name", quick_for(CODED, "patch"))
 @in_world()
 def test_same_bits(world: World, name: str) -> None:
     source, strategy = Zoo(1), WeightStrategy(encoding=CODED[name])
@@ -111,6 +112,7 @@ def test_the_call_sees_what_was_sent(world: World) -> None:
     assert world.ask(parts.calls_of) == [sent[:1], sent]
 
 
+@pytest.mark.slow
 @in_world()
 def test_two_models(world: World) -> None:
     schemes = {key: world.sender(mlp(seed), called=True, model_id=key) for seed, key in enumerate(("a", "b"))}
@@ -126,7 +128,7 @@ def test_two_models(world: World) -> None:
     assert world.seen("a") == [fingerprint(mlp(6))] * 2
 
 
-@pytest.mark.parametrize("name", ["dense", "patch"])
+@pytest.mark.parametrize("name", quick_for(["dense", "patch"], "dense"))
 @in_world()
 def test_what_a_call_raises_reaches_send(world: World, name: str) -> None:
     strategy = WeightStrategy(encoding=name)
@@ -144,6 +146,7 @@ def test_what_a_call_raises_reaches_send(world: World, name: str) -> None:
         assert world.seen() == [fingerprint(mlp(seed))] * 2
 
 
+@pytest.mark.slow
 @in_world()
 def test_calls_do_not_pile_up(world: World) -> None:
     scheme = world.sender(mlp(0), called=True, sync=False)
@@ -158,6 +161,7 @@ def test_calls_do_not_pile_up(world: World) -> None:
         assert calls[-1] == {"policy": fingerprint(mlp(200))}
 
 
+@pytest.mark.slow
 @in_world()
 def test_no_forward_pass_sees_two_versions(world: World) -> None:
     scheme = world.sender(parts.stripes(0), called=True)

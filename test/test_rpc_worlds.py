@@ -9,6 +9,7 @@ import time
 
 import pytest
 import rpc_parts as parts
+from marks import slow
 from rpc_parts import World, in_world
 
 from weight_update import LifecycleError, RPCWeightSyncScheme, SyncFailedError, SyncTimeoutError
@@ -27,6 +28,7 @@ class Place:
     """A context, with which ``connect()`` joins in the background."""
 
 
+@pytest.mark.slow
 def test_receive_waits_once_for_the_join_and_the_update() -> None:
     sender = RPCWeightSyncScheme(token="token")
     sender.init_on_sender(model=mlp(1), num_workers=1)
@@ -46,6 +48,7 @@ def test_receive_waits_once_for_the_join_and_the_update() -> None:
         sender.shutdown()
 
 
+@pytest.mark.slow
 @in_world()
 def test_a_call_that_does_not_return(world: World) -> None:
     scheme = world.sender(mlp(1), called=True, timeout=1.5)
@@ -107,6 +110,7 @@ def test_a_stopped_worker_holds_nobody_up(world: World) -> None:
     assert world.seen() == [fingerprint(mlp(5))] * 2
 
 
+@pytest.mark.slow
 @in_world(spares=2, dynamic=True)
 def test_a_world_that_grows(world: World) -> None:
     scheme = world.sender(mlp(1))
@@ -129,7 +133,7 @@ def test_a_world_that_grows(world: World) -> None:
 
 
 @pytest.mark.parametrize("first", ["rpc", "scheme"])
-@pytest.mark.parametrize("waiting", [False, True], ids=["connected", "still asking"])
+@pytest.mark.parametrize("waiting", [False, slow(True)], ids=["connected", "still asking"])
 @in_world()
 def test_order_of_the_end(world: World, first: str, waiting: bool) -> None:
     scheme = world.sender(mlp(1), called=True)

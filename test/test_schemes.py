@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from marks import slow
 from torch import nn
 
 from weight_update import (
@@ -38,7 +39,7 @@ class TestDistributed(SchemeContract):
         return DistributedWeightSyncScheme(**options)
 
 
-@pytest.mark.smoke  # test_hosts has what is special
+@pytest.mark.smoke  # test_hosts.py has what is special
 class TestDistributedAcrossHosts(SchemeContract):
     """Workers on one host each; all payloads, even small ones, go down a chain of hosts."""
 
@@ -58,7 +59,7 @@ class TestDistributedOnAnotherHost(TestDistributedAcrossHosts):
         return ApartInTwos(**options)
 
 
-@pytest.mark.smoke  # the links are those of Distributed; test_rpc_worlds has what is special
+@pytest.mark.smoke  # the links are those of Distributed; test_rpc.py has what is special
 class TestRPC(SchemeContract):
     """Workers that find the sender by the scheme; ``test_rpc`` has workers in an RPC world."""
 
@@ -74,7 +75,7 @@ class TestMemory(SchemeContract):
         return MemoryWeightSyncScheme(**options)
 
 
-@pytest.mark.parametrize("make", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
+@pytest.mark.parametrize("make", [SharedMemWeightSyncScheme, slow(MultiProcessWeightSyncScheme)])
 def test_spawned_workers(make: type[WeightSyncScheme]) -> None:
     """Workers that get the scheme pickled, and share nothing with the trainer."""
     source = mlp(1)

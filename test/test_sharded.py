@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from marks import slow
 from shard_parts import (
     BUCKETS,
     ColumnParallel,
@@ -51,8 +52,8 @@ def same(fingerprint: dict[str, str], expected: dict[str, str]) -> bool:
 @pytest.mark.parametrize(
     ("kind", "size", "workers", "options"),
     [
-        ("distributed", 2, 3, BUCKETS),
-        ("distributed", 4, 2, BUCKETS),
+        slow("distributed", 2, 3, BUCKETS),
+        slow("distributed", 4, 2, BUCKETS),
         ("shared_mem", 2, 2, {}),
         ("shared_mem", 2, 1, {"encoding": "patch"}),
     ],
@@ -204,6 +205,7 @@ def test_a_late_joiner_has_the_next_version(four: Ranks) -> None:
         assert four.all("get", "worker_versions", of=2) == [{0: 1, 5: 1}] * 2
 
 
+@pytest.mark.slow
 def test_nothing_is_left_open(four: Ranks) -> None:
     counts = []
     for _ in range(3):

@@ -36,11 +36,13 @@ from weight_update.transports.shared_memory.transport import SharedMemListener
 from weight_update.wire.frames import Kind, WeightChunk
 
 
+@pytest.mark.smoke
 class TestMemoryTransport(TransportContract):
     def make_ends(self) -> Ends:
         return MemoryTransport.pair()
 
 
+@pytest.mark.smoke
 class TestMPTransport(TransportContract):
     def make_ends(self) -> Ends:
         queues = multiprocessing.Queue(), multiprocessing.Queue()
@@ -111,6 +113,7 @@ class TestDistributedTransport(TransportContract):
         self.listener.close()
 
 
+@pytest.mark.smoke
 class TestDistributedTransportAcrossHosts(TestDistributedTransport):
     """Two ends with different host names: payloads cross a socket."""
 

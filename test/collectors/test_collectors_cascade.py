@@ -37,6 +37,7 @@ def middle(scheme, orders, answers):
     collector.shutdown()
 
 
+@pytest.mark.slow  # test_collectors_distributed.py has a worker that passes updates on
 @pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
 def test_an_update_reaches_the_workers_of_a_worker(kind):
     ctx = get_context("forkserver")

@@ -4,6 +4,7 @@ from copy import copy
 import pytest
 import torch
 from collector_parts import OPTIONS, Env, fill, make_policy, require_exact, see_versions, updates
+from marks import slow
 
 from collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from weight_update import (
@@ -30,7 +31,7 @@ def require_current(collector, policy, rounds=3):
         require_exact(data)
 
 
-@pytest.mark.parametrize("scheme", [None, SharedMemWeightSyncScheme, MemoryWeightSyncScheme])
+@pytest.mark.parametrize("scheme", [slow(None), SharedMemWeightSyncScheme, slow(MemoryWeightSyncScheme)])
 def test_a_policy_compiled_as_one_graph(scheme):
     policy = make_policy()
     collector = Collector(
@@ -46,6 +47,7 @@ def test_a_policy_compiled_as_one_graph(scheme):
     collector.shutdown()
 
 
+@pytest.mark.slow
 def test_a_compiled_policy_under_back_to_back_updates():
     policy = make_policy()
     collector = MultiAsyncCollector(
@@ -67,9 +69,10 @@ def test_a_compiled_policy_under_back_to_back_updates():
         collector.shutdown()
 
 
+@pytest.mark.slow  # one process is quick below
 @pytest.mark.parametrize(
     "options",
-    [{"cudagraph_policy": True}, {"compile_policy": {"mode": "reduce-overhead"}}],
+    [{"cudagraph_policy": True}, slow({"compile_policy": {"mode": "reduce-overhead"}})],
     ids=["cudagraph_policy", "reduce-overhead"],
 )
 def test_captured_policies_keep_their_addresses(options):

@@ -21,6 +21,7 @@ from collector_parts import (
     updates,
     weights_of,
 )
+from marks import quick_for, slow
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.envs import GymEnv
@@ -86,7 +87,7 @@ def used(frames, kind="sync"):
     return [float(worker.unique()) for worker in next(frames)["action"]]
 
 
-@pytest.mark.parametrize("kind", ["sync", "ahead"])
+@pytest.mark.parametrize("kind", ["sync", slow("ahead")])
 def test_all_ways_to_call(kind, made):
     policy = make_policy()
     collector = made(kind, policy)
@@ -108,7 +109,7 @@ def test_all_ways_to_call(kind, made):
     assert used(frames, kind) == [62.0, 63.0]
 
 
-@pytest.mark.parametrize("kind", ["async", "sync"])
+@pytest.mark.parametrize("kind", ["async", slow("sync")])
 def test_every_frame_names_its_version_while_updates_flow(kind, made):
     policy = make_policy()
     collector = made(kind, policy, frames_per_batch=60)
@@ -118,6 +119,7 @@ def test_every_frame_names_its_version_while_updates_flow(kind, made):
     assert collector.policy_version == sent[-1]
 
 
+@pytest.mark.slow
 def test_workers_that_run_ahead_name_their_versions(made):
     policy = make_policy()
     collector = made("ahead", policy, update_interval=1, frames_per_batch=20)
@@ -132,6 +134,7 @@ def test_workers_that_run_ahead_name_their_versions(made):
     assert collector.policy_version == 30
 
 
+@pytest.mark.slow
 def test_trajectories_of_two_workers_have_different_numbers(made):
     for data, _ in zip(made("sync", make_policy(), frames_per_batch=20), range(3), strict=False):
         one, two = data["collector", "traj_ids"]
@@ -145,7 +148,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
+@pytest.mark.parametrize("options", quick_for(STRATEGIES.values(), STRATEGIES["patches"]), ids=STRATEGIES)
 def test_the_trainers_weights_are_not_the_workers(options, made):
     policy = make_policy(1.0)
     collector = made(policy=policy, weight_sync_schemes={"policy": DistributedWeightSyncScheme(**options)})
@@ -158,7 +161,7 @@ def test_the_trainers_weights_are_not_the_workers(options, made):
     assert not any(parameter.is_shared() for parameter in policy.parameters())
 
 
-@pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
+@pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, slow(MultiProcessWeightSyncScheme)])
 def test_schemes_for_one_machine_serve_as_well(kind, made):
     collector = made(policy=make_policy(1.0), weight_sync_schemes={"policy": kind()})
     frames = iter(collector)
@@ -169,6 +172,7 @@ def test_schemes_for_one_machine_serve_as_well(kind, made):
     assert data["policy_version"].unique().tolist() == [1]
 
 
+@pytest.mark.slow
 def test_cartpole(made):
     layer = nn.Linear(4, 2)
     policy = TensorDictModule(layer, in_keys=["observation"], out_keys=["action"])
@@ -249,6 +253,7 @@ def test_max_weight_update_interval_counts_from_the_last_update(kind, made):
     assert found == [0.0, 0.0, 0.0, 3.0, 50.0, 50.0, 50.0, 7.0, 7.0]
 
 
+@pytest.mark.slow
 def test_frames_come_to_an_end_and_updates_go_on(made):
     for kind in ("async", "ahead"):
         collector = made(kind, make_policy(), total_frames=32)
@@ -260,7 +265,7 @@ def test_frames_come_to_an_end_and_updates_go_on(made):
 # -- policies and workers of other kinds -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["sync", "ahead"])
+@pytest.mark.parametrize("kind", [slow("sync"), "ahead"])
 def test_policy_factory(kind, made):
     collector = made(kind, policy_factory=policy_of_seven)
     frames = iter(collector)
@@ -281,6 +286,7 @@ def test_random_frames_name_the_version_in_force(made):
         collector.update_policy_weights_(fill(policy, number + 1))
 
 
+@pytest.mark.slow
 def test_an_update_reaches_the_workers_of_a_worker(made):
     collector = made(policy=make_policy(1.0), workers=1, num_workers_per_collector=2)
     assert collector.collector_class is MultiSyncCollector

@@ -13,6 +13,7 @@ import pytest
 import torch
 from collector_parts import Env, fill, make_policy, weights_of
 from interpreters import run_python
+from marks import slow
 from test_collectors_distributed import make, used
 from test_collectors_end import Dies, Fails, ours
 
@@ -32,7 +33,7 @@ def nothing_is_left():
     return eventually(lambda: not ours(), 5.0) and not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize("kind", ["async", "ahead"])
+@pytest.mark.parametrize("kind", ["async", slow("ahead")])
 def test_shutdown_ends_workers_threads_and_schemes(kind):
     scheme = SharedMemWeightSyncScheme()
     collector = make(kind, make_policy(), weight_sync_schemes={"policy": scheme})
@@ -76,7 +77,7 @@ def test_the_update_after_a_worker_was_killed_names_it():
     assert nothing_is_left()
 
 
-@pytest.mark.parametrize("kind", ["async", "ahead"])
+@pytest.mark.parametrize("kind", ["async", slow("ahead")])
 def test_waiting_for_a_stopped_worker_has_a_limit(kind):
     collector = make(kind, make_policy(), frames_timeout=1.5)
     frames = collector.iterator()  # iter() would give the stopped worker ten seconds to end
@@ -88,7 +89,7 @@ def test_waiting_for_a_stopped_worker_has_a_limit(kind):
     assert nothing_is_left()
 
 
-@pytest.mark.parametrize("kind", ["async", "sync", "ahead"])
+@pytest.mark.parametrize("kind", [slow("async"), slow("sync"), "ahead"])
 def test_a_worker_killed_while_frames_are_awaited_is_named(kind):
     collector = make(kind, make_policy(), envs=[Env, Slow])
     frames = iter(collector)
@@ -114,14 +115,14 @@ class Breaks(Env):
         return super()._step(tensordict)
 
 
-@pytest.mark.parametrize("kind", ["async", "sync", "ahead"])
+@pytest.mark.parametrize("kind", [slow("async"), slow("sync"), "ahead"])
 def test_what_a_worker_raises_while_it_collects_is_told(kind):
     with pytest.raises(WorkerError, match=r"worker 1(.|\n)*this environment broke"):
         list(zip(range(100), make(kind, make_policy(), envs=[Env, Breaks]), strict=False))
     assert nothing_is_left()
 
 
-@pytest.mark.parametrize("kind", ["sync", "ahead"])
+@pytest.mark.parametrize("kind", [slow("sync"), "ahead"])
 def test_what_a_worker_raises_before_it_connects_is_told(kind):
     start = time.monotonic()
     with pytest.raises(WorkerError, match=r"worker 1: (.|\n)*this environment is broken"):
@@ -165,6 +166,7 @@ def test_a_worker_that_hangs_is_killed_at_the_end():
     assert nothing_is_left()
 
 
+@pytest.mark.slow
 def test_a_collector_after_a_collector():
     for value in (1.0, 2.0):
         collector = make("sync", make_policy(value))
@@ -198,7 +200,7 @@ PROGRAM = """
     ("cls", "end", "code"),
     [
         ("DistributedSyncCollector", "raise KeyError('on purpose')", 1),
-        ("DistributedCollector", "os.kill(os.getpid(), signal.SIGKILL)", -9),
+        slow("DistributedCollector", "os.kill(os.getpid(), signal.SIGKILL)", -9),
     ],
 )
 def test_an_interpreter_ends_without_shutdown(cls, end, code, tmp_path):

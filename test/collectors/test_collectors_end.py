@@ -11,6 +11,7 @@ import psutil
 import pytest
 from collector_parts import OPTIONS, Env, make_policy, weights_of
 from interpreters import run_python
+from marks import slow
 
 from collectors import Collector, MultiAsyncCollector, MultiSyncCollector, updating
 from weight_update import (
@@ -39,7 +40,7 @@ def ours():
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("weight_update")]
 
 
-@pytest.mark.parametrize("scheme", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
+@pytest.mark.parametrize("scheme", [SharedMemWeightSyncScheme, slow(MultiProcessWeightSyncScheme)])
 def test_a_worker_that_dies_before_it_connects_is_named_at_once(scheme):
     start = time.monotonic()
     with pytest.raises(SyncFailedError, match=r"worker 1: .*(died|gone)") as caught:

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from collector_parts import OPTIONS, Env, fill, make_policy, require_exact, weights_of
+from marks import slow
 
 from collectors import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from weight_update import MultiProcessWeightSyncScheme, SyncTimeoutError, WorkerError
@@ -36,7 +37,7 @@ def test_a_killed_worker_is_named_with_its_exit_code(cls):
         collector.shutdown()
 
 
-@pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
+@pytest.mark.parametrize("cls", [MultiSyncCollector, slow(MultiAsyncCollector)])
 def test_waiting_for_a_stopped_worker_has_a_limit(cls):
     collector = make(cls, frames_timeout=1.5)
     try:
@@ -54,6 +55,7 @@ def test_waiting_for_a_stopped_worker_has_a_limit(cls):
         collector.shutdown()
 
 
+@pytest.mark.slow
 def test_time_between_batches_does_not_count():
     collector = make(MultiAsyncCollector, frames_timeout=0.5)
     try:
@@ -110,6 +112,7 @@ def test_collection_goes_on_without_a_stopped_worker():
         collector.shutdown()
 
 
+@pytest.mark.slow
 def test_several_models_are_updated_without_a_lost_worker():
     policy = make_policy()
     scheme = MultiProcessWeightSyncScheme()

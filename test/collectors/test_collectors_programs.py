@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from interpreters import run_python
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # test_examples.py has quick programs
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
@@ -21,9 +21,7 @@ def run(program, **how):
     return done.stdout.splitlines()
 
 
-QUICK = pytest.mark.parametrize(
-    "quick_spawn", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["from a forkserver", "by spawn"]
-)
+QUICK = pytest.mark.parametrize("quick_spawn", [True, False], ids=["from a forkserver", "by spawn"])
 
 
 @QUICK

@@ -127,6 +127,7 @@ def test_factories_and_the_object_store() -> None:
     collector.shutdown()
 
 
+@pytest.mark.slow
 def test_torchrl_with_our_scheme() -> None:
     """TorchRL's own collector, whose actors run our Collector."""
     policy = make_policy(1.0)

@@ -3,6 +3,7 @@ import threading
 import pytest
 import torch
 from collector_parts import OPTIONS, Env, fill, require_exact, see_versions
+from marks import slow
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -47,7 +48,7 @@ def both(value):
     return {ACTOR: part_of(value), CRITIC: part_of(value)}
 
 
-@pytest.mark.parametrize("scheme", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
+@pytest.mark.parametrize("scheme", [SharedMemWeightSyncScheme, slow(MultiProcessWeightSyncScheme)])
 @pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
 def test_a_pair_is_never_mixed(cls, scheme):
     collector = cls(

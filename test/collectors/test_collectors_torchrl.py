@@ -6,6 +6,7 @@ from copy import copy
 import pytest
 import torchrl.collectors
 from collector_parts import OPTIONS, Env, make_policy, weights_of
+from marks import slow
 from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 
 from weight_update import (
@@ -26,8 +27,8 @@ def values(data):
     [
         (SharedMemWeightSyncScheme, "tensordict"),
         (SharedMemWeightSyncScheme, "state_dict"),
-        (MultiProcessWeightSyncScheme, "tensordict"),
-        (MultiProcessWeightSyncScheme, "state_dict"),
+        slow(MultiProcessWeightSyncScheme, "tensordict"),
+        slow(MultiProcessWeightSyncScheme, "state_dict"),
     ],
 )
 def test_workers_compute_with_what_was_sent(cls, kind, strategy):

@@ -10,6 +10,7 @@ from collector_parts import (
     see_versions,
     updates,
 )
+from marks import slow
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs import SerialEnv
 from torchrl.envs.llm.transforms import PolicyVersion
@@ -19,7 +20,7 @@ from weight_update import MultiProcessWeightSyncScheme, SharedMemWeightSyncSchem
 
 
 @pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
-@pytest.mark.parametrize("scheme", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
+@pytest.mark.parametrize("scheme", [SharedMemWeightSyncScheme, slow(MultiProcessWeightSyncScheme)])
 def test_every_frame_names_its_version_while_updates_flow(cls, scheme):
     policy = make_policy()
     collector = cls(
@@ -114,7 +115,7 @@ def test_one_process(env):
     collector.shutdown()
 
 
-@pytest.mark.parametrize("extend_buffer", [True, False])
+@pytest.mark.parametrize("extend_buffer", [True, slow(False)])
 def test_one_process_into_a_buffer_with_a_copy_of_the_policy(extend_buffer):
     buffer = ReplayBuffer(storage=LazyTensorStorage(400), batch_size=10)
     policy = make_policy()
@@ -153,7 +154,7 @@ def test_versions_survive_a_checkpoint():
     other.shutdown()
 
 
-@pytest.mark.parametrize("scheme", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
+@pytest.mark.parametrize("scheme", [SharedMemWeightSyncScheme, slow(MultiProcessWeightSyncScheme)])
 def test_versions_of_workers_survive_a_checkpoint(scheme):
     def make():
         return MultiSyncCollector(

@@ -5,14 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from faults_kinds import kinds
 from faults_tools import Processes
 
-from weight_update import (
-    DistributedWeightSyncScheme,
-    MultiProcessWeightSyncScheme,
-    SharedMemWeightSyncScheme,
-    WeightSyncScheme,
-)
+from weight_update import WeightSyncScheme
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -22,15 +18,7 @@ def interrupts() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(SharedMemWeightSyncScheme, id="shared_mem"),
-        pytest.param(  # the slots and the gate of shared_mem; only how workers find the sender differs
-            MultiProcessWeightSyncScheme, id="queues", marks=pytest.mark.slow
-        ),
-        pytest.param(DistributedWeightSyncScheme, id="distributed"),
-    ]
-)
+@pytest.fixture(params=kinds("shared_mem", "distributed"))
 def kind(request: pytest.FixtureRequest) -> type[WeightSyncScheme]:
     """The class of the scheme under test."""
     return request.param

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from faults_kinds import quick_over
 from faults_tools import (
     WAIT,
     Processes,
@@ -177,6 +178,7 @@ def test_a_handle_whose_version_was_replaced_by_one_that_fails(kind, procs: Proc
     )  # the version in between was dropped, so send() must not wait for it
 
 
+@quick_over("shared_mem")
 def test_the_first_weights_fail(kind, procs: Processes) -> None:
     scheme = procs.scheme(kind, timeout=10.0)
     model = numbered(Fussy(), 2)
@@ -222,6 +224,7 @@ def join_with_context(me: Worker, failing: tuple[int, ...]) -> None:
     me.scheme.connect()
 
 
+@quick_over("shared_mem")
 def test_memory_of_an_update_that_failed_late_is_not_written_again(kind, procs: Processes) -> None:
     scheme, model = procs.scheme(kind, timeout=10.0), Stripes(24, 1 << 14)
     scheme.init_on_sender(model=model, num_workers=1)

@@ -155,6 +155,7 @@ def test_junk_in_the_queue_of_a_connection(training: Training, way: str, junk: b
         training.send()
 
 
+@pytest.mark.slow  # test_rejoins.py has workers that join again
 @pytest.mark.parametrize("way", ["down", "up"])
 def test_a_connection_whose_messages_are_taken_is_made_anew(training: Training, way: str) -> None:
     """The gap is noticed with the next message, and the worker joins again under a fresh name."""
@@ -281,7 +282,8 @@ class Vandal:
         }[kind]
 
 
-@pytest.mark.parametrize("seconds", [4.0, pytest.param(120.0, marks=pytest.mark.slow)])
+@pytest.mark.slow  # the other tests have one kind of junk each
+@pytest.mark.parametrize("seconds", [4.0, 120.0])
 @pytest.mark.timeout(300)
 def test_whatever_strangers_write(
     training: Training, monkeypatch: pytest.MonkeyPatch, seconds: float

@@ -246,6 +246,7 @@ def test_what_a_worker_said_is_not_heard_twice(procs: Processes, caplog: pytest.
         worker.kill()
 
 
+@pytest.mark.slow  # test_listener.py has a quick flood
 def test_a_flood_of_large_join_requests(busy) -> None:
     me, stranger = psutil.Process(), client(busy)
     before, peak = me.memory_info().rss, 0

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from faults_tools import Processes, Worker, eventually, fill, join, leave, version_of
+from marks import slow
 from torch import nn
 
 import weight_update
@@ -54,7 +55,12 @@ class Tall(nn.Module):
 
 
 @pytest.fixture(
-    params=[SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme, DistributedWeightSyncScheme, Apart]
+    params=[
+        SharedMemWeightSyncScheme,
+        slow(MultiProcessWeightSyncScheme),
+        slow(DistributedWeightSyncScheme),
+        slow(Apart),
+    ]
 )
 def scheme(procs: Processes, request: pytest.FixtureRequest) -> WeightSyncScheme:
     return procs.scheme(request.param, timeout=5.0)

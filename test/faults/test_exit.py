@@ -71,7 +71,6 @@ WAYS = {
 }
 OFTEN = {
     (SharedMemWeightSyncScheme, "not shut down"),
-    (SharedMemWeightSyncScheme, "made only"),
     (SharedMemWeightSyncScheme, "an exception"),
     (DistributedWeightSyncScheme, "unwaited sends"),
 }

@@ -27,6 +27,7 @@ from faults_tools import (
     sending,
     wait_version,
 )
+from marks import quick_for
 from torch import nn
 
 from weight_update import SharedMemWeightSyncScheme, WeightSyncError, WeightSyncScheme
@@ -125,7 +126,7 @@ def interrupted_at_random(me: Worker, way: Any, seed: int, seconds: float) -> di
     return {"interrupts": interrupts, "torn": torn[:5], "threads": [t.name for t in threading.enumerate()]}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", quick_for(WAYS, passes))
 def test_interrupts_at_random_moments(procs: Processes, way: Any) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")

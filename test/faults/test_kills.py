@@ -28,6 +28,7 @@ from faults_tools import (
     version_of,
     wait_version,
 )
+from marks import quick_for
 
 from weight_update import (
     LinkClosedError,
@@ -62,6 +63,7 @@ def send_on(scheme: WeightSyncScheme, model: Stripes, survivors: list[Remote], v
         assert [worker.call(version_of) for worker in survivors] == [version] * len(survivors)
 
 
+@pytest.mark.slow  # test_membership.py has the same
 def test_killed_before_connect(kind, procs: Processes) -> None:
     scheme, model = procs.scheme(kind, timeout=LIMIT), fill(small(), 0)
     scheme.init_on_sender(model=model, num_workers=2)
@@ -119,7 +121,7 @@ def test_killed_while_it_applies(kind, procs: Processes) -> None:
     send_on(scheme, model, [workers[0]], range(2, 5))
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.01, 0.03, 0.1])
+@pytest.mark.parametrize("delay", quick_for([0.0, 0.01, 0.03, 0.1], 0.03))
 def test_killed_in_the_middle_of_large_sends(kind, procs: Processes, delay: float) -> None:
     def large() -> Stripes:
         return Stripes(8, 1 << 20)
@@ -215,7 +217,7 @@ def mapping(slots: set[str]) -> list[int]:
     return [pid for pid in pids if slots_of(pid) & slots]
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.013, 0.05, 0.11])
+@pytest.mark.parametrize("delay", quick_for([0.0, 0.013, 0.05, 0.11], 0.013))
 def test_sender_killed_at_any_moment(kind, delay: float) -> None:
     """Workers keep one whole version, go on computing, learn of it, and leave promptly."""
     from faults_orphans import Orphans

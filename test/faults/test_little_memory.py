@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults_kinds import quick_over
 from faults_tools import (
     START,
     Processes,
@@ -84,6 +85,7 @@ def use(procs: Processes, scheme) -> None:
     assert worker.call(version_of) == 3
 
 
+@quick_over("shared_mem")
 def test_no_room_for_a_third_slot(kind, procs: Processes, small_mount: str) -> None:
     """Two slots are reserved: asynchronous sends wait for one of them instead of failing."""
     scheme, model = procs.scheme(kind, directory=small_mount, timeout=20.0), half_a_megabyte()
@@ -124,6 +126,7 @@ def test_a_directory_that_does_not_exist(kind, procs: Processes) -> None:
 ENCODINGS = {"dense": "dense", "bucket": BucketEncoding(bucket_size=4 << 20)}
 
 
+@quick_over("shared_mem")
 @pytest.mark.parametrize("encoding", ["dense", pytest.param("bucket", marks=pytest.mark.slow)])
 def test_a_worker_without_memory_for_a_while(kind, procs: Processes, encoding: str) -> None:
     """A worker without memory is named, keeps its version, and takes the next update that fits."""

@@ -325,6 +325,7 @@ def test_a_thousand_updates(kind: type[WeightSyncScheme], procs: Processes) -> N
     assert soak.checks > 10
 
 
+@pytest.mark.slow  # test_patch.py has each fault by itself
 def test_some_updates(kind: type[WeightSyncScheme], procs: Processes) -> None:
     soak = run(kind, procs, 200, 6.0)
     assert soak.updates > 3  # a stopped worker costs seconds; how many more there are is for the slow one

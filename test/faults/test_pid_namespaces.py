@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from faults_kinds import quick_over
 from faults_tools import START, WAIT, Processes, Remote, Stripes, Worker, eventually, fill, join, leave
 
 from weight_update import SyncFailedError
@@ -62,6 +63,7 @@ def inner_pid(worker: Remote) -> int:
     return pid
 
 
+@quick_over("shared_mem")
 def test_workers_that_have_gone_keep_their_weights(kind: type, procs: Processes) -> None:
     """One left and the link of one was lost; by its number in its own namespace each seems to be dead."""
     scheme, model = procs.scheme(kind, timeout=20.0), make_model()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from faults_tools import Processes, Remote, Stripes, Worker, eventually, fill, join, version_of
+from marks import quick_for
 
 from weight_update import (
     DistributedWeightSyncScheme,
@@ -76,7 +77,7 @@ def join_from_another_host(me: Worker) -> int | None:
     return join(me)
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=quick_for(KINDS, "shared_mem", "distributed"))
 def pair(request: pytest.FixtureRequest, procs: Processes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     return Pair(request.param, procs, monkeypatch)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from faults_tools import Processes, Remote, Stripes, Worker, WorkerRaised, eventually, fill, join, version_of
+from marks import quick_for
 
 from weight_update import (
     DistributedWeightSyncScheme,
@@ -70,7 +71,7 @@ def start_pair(kind: str, procs: Processes) -> tuple[WeightSyncScheme, Stripes, 
     return scheme, model, workers
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick_for(KINDS, "shared_mem"))
 def test_a_hung_worker_that_was_replaced_stays_out(kind: str, procs: Processes) -> None:
     scheme, model, (other, hung) = start_pair(kind, procs)
     hung.signal(signal.SIGSTOP)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults_kinds import quick_over
 from faults_tools import (
     Processes,
     Remote,
@@ -79,6 +80,7 @@ def live_once(procs: Processes, kind: type) -> None:
     gc.collect()
 
 
+@quick_over("distributed")
 def test_all_is_given_back_by_the_sender(kind: type, procs: Processes) -> None:
     live_once(procs, kind)
     before = held()
@@ -153,6 +155,7 @@ if __name__ == "__main__":
 """
 
 
+@quick_over("shared_mem")
 @pytest.mark.parametrize("count", [pytest.param(400, marks=pytest.mark.slow), 5000])
 def test_many_tensors_under_the_usual_limit_of_descriptors(kind: type, count: int, tmp_path: Path) -> None:
     program = tmp_path / "many.py"
@@ -161,6 +164,7 @@ def test_many_tensors_under_the_usual_limit_of_descriptors(kind: type, count: in
     assert done.stdout.strip() == "{4.0} {4.0}", done.stderr
 
 
+@quick_over("shared_mem")
 def test_a_worker_takes_no_memory_of_its_own(kind: type, procs: Processes) -> None:
     """Two workers that hold 64 MB of weights each add no private copy of them."""
     scheme, model = procs.scheme(kind), Stripes(2, 8 << 20)
@@ -202,6 +206,7 @@ def write_into_weights(me: Worker) -> None:
             parameter.add_(1)
 
 
+@pytest.mark.slow
 def test_a_scheme_within_a_process_keeps_nothing_after_shutdown() -> None:
     """Neither links nor weights that a receiver which never came was sent."""
     model = Stripes(2, 1000)

@@ -7,6 +7,7 @@ import time
 
 import psutil
 import pytest
+from faults_kinds import quick_over
 from faults_tools import (
     Processes,
     Stripes,
@@ -19,6 +20,7 @@ from faults_tools import (
     wait_version,
     weights_of,
 )
+from marks import quick_for
 
 from weight_update import SyncFailedError, WeightSyncScheme
 
@@ -53,7 +55,8 @@ def seen(me: Worker) -> list[int]:
     return me.seen
 
 
-@pytest.mark.parametrize("how", ["sync=False", "send_async"])
+@quick_over("shared_mem")
+@pytest.mark.parametrize("how", quick_for(["sync=False", "send_async"], "send_async"))
 def test_held_worker_costs_bounded_memory(kind, procs: Processes, how: str) -> None:
     scheme: WeightSyncScheme = procs.scheme(kind, sync=how != "sync=False", timeout=60.0)
     model = big()
@@ -117,6 +120,7 @@ def leave_and_say_when(me: Worker) -> float:
     return time.monotonic() - start
 
 
+@quick_over("shared_mem")
 def test_prompt_exit_after_8000_async_sends(kind, procs: Processes) -> None:
     scheme, model = procs.scheme(kind), Stripes(2, 4)
     (worker,) = procs.launch(scheme, model, lambda: Stripes(2, 4), 1)

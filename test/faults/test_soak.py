@@ -100,6 +100,7 @@ def test_a_thread_that_starts_a_worker_handles_no_weights(cls: type[Side]) -> No
     assert 0 < sum(sent) < side.options.megabytes * 1e6 / 10
 
 
+@pytest.mark.slow
 def test_memory_that_threads_have_freed_is_not_held() -> None:
     """Kept memory is; see also :func:`test_what_is_broken_is_found`."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:  # glibc has kept nothing there yet
@@ -215,6 +216,7 @@ def run(cls: type[Side], seconds: float, timeout: float = 1.0) -> dict[str, Any]
     return account
 
 
+@pytest.mark.slow
 def test_what_is_broken_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak_run, "SLACK", 0.0)  # so that workers soon count as healthy
     account = run(Broken, 6.0)
@@ -225,6 +227,7 @@ def test_what_is_broken_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(account["torn"], account["backward"]) > 0
 
 
+@pytest.mark.slow
 def test_a_send_that_hangs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak_run, "HANG", 0.0)
     account = run(Hanging, 30.0)

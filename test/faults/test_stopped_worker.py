@@ -7,6 +7,7 @@ import time
 
 import psutil
 import pytest
+from faults_kinds import quick_over
 from faults_tools import (
     Processes,
     Stripes,
@@ -29,6 +30,7 @@ def newest(worker) -> float:
     return worker.call(report)[0]["newest"]
 
 
+@quick_over("shared_mem")
 def test_named_within_the_timeout_and_current_after_it_goes_on(kind, procs: Processes) -> None:
     scheme, model = procs.scheme(kind, timeout=LIMIT), Stripes(24, 4096)
     workers = procs.launch(scheme, model, lambda: Stripes(24, 4096), 3)
@@ -50,9 +52,8 @@ def test_named_within_the_timeout_and_current_after_it_goes_on(kind, procs: Proc
         assert_whole(worker.call(end_compute))
 
 
-@pytest.mark.parametrize(
-    "stopped", [pytest.param([1], id="one", marks=pytest.mark.slow), pytest.param([1, 2], id="two")]
-)
+@pytest.mark.slow  # test_slow_receiver.py has held workers
+@pytest.mark.parametrize("stopped", [pytest.param([1], id="one"), pytest.param([1, 2], id="two")])
 def test_many_sends_past_stopped_workers_keep_memory_bounded(
     kind, procs: Processes, stopped: list[int]
 ) -> None:
@@ -88,6 +89,7 @@ def model_bytes(model: Stripes) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_stopped_again_and_again(kind, procs: Processes) -> None:
     scheme, model = procs.scheme(kind, timeout=5.0), Stripes(24, 1 << 14)
     workers = procs.launch(scheme, model, lambda: Stripes(24, 1 << 14), 2)
@@ -106,6 +108,7 @@ def test_stopped_again_and_again(kind, procs: Processes) -> None:
         assert_whole(worker.call(end_compute))
 
 
+@quick_over("distributed")
 def test_stopped_before_it_joins(kind, procs: Processes) -> None:
     from faults_tools import join
 

@@ -33,6 +33,7 @@ from faults_tools import (
     wait_version,
     weights_of,
 )
+from marks import quick_for
 
 from weight_update import SharedMemWeightSyncScheme, WeightChunk
 from weight_update.errors import JoinRefusedError
@@ -120,7 +121,9 @@ RUBBISH = {
 }
 
 
-@pytest.mark.parametrize("data", RUBBISH.values(), ids=RUBBISH)
+@pytest.mark.parametrize(
+    "data", quick_for(RUBBISH.values(), RUBBISH["noise"], RUBBISH["a_checksum_that_fails"]), ids=RUBBISH
+)
 def test_rubbish_is_refused_and_logged(busy, caplog: pytest.LogCaptureFixture, data: bytes) -> None:
     """Garbage from strangers, and from processes that know the token."""
     scheme, _ = busy

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults_tools import WAIT, Processes, Remote, Stripes, Worker, fill
+from marks import quick_for, slow
 
 from benchmarks.links import Network, why_not
 from weight_update import (
@@ -122,7 +123,11 @@ CALLS = {
     "trainer": (become_trainer, open_synchronizer),
     "explorer": (become_explorer, open_synchronizer),
 }
-each_call = pytest.mark.parametrize(("call", "open_there"), CALLS.values(), ids=CALLS)
+each_call = pytest.mark.parametrize(
+    ("call", "open_there"),
+    [CALLS["distributed"], slow(*CALLS["trainer"]), slow(*CALLS["explorer"])],
+    ids=CALLS,
+)
 
 
 @each_call
@@ -252,7 +257,6 @@ KINDS = {
     "distributed": DistributedWeightSyncScheme,
     "apart": Apart,
 }
-each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
 def join_and_wait(me: Worker) -> None:
@@ -270,7 +274,7 @@ def employ(procs: Processes, kind: type[WeightSyncScheme]) -> tuple[WeightSyncSc
     return scheme, worker
 
 
-@each_kind
+@pytest.mark.parametrize("kind", quick_for(KINDS.values(), DistributedWeightSyncScheme), ids=KINDS)
 def test_a_worker_that_stops(procs: Processes, kind: type[WeightSyncScheme]) -> None:
     scheme, worker = employ(procs, kind)
     worker.signal(signal.SIGSTOP)
@@ -281,7 +285,9 @@ def test_a_worker_that_stops(procs: Processes, kind: type[WeightSyncScheme]) -> 
     assert in_time(scheme.shutdown) is None
 
 
-@each_kind
+@pytest.mark.parametrize(
+    "kind", quick_for(KINDS.values(), SharedMemWeightSyncScheme, DistributedWeightSyncScheme), ids=KINDS
+)
 def test_a_worker_that_does_not_come(procs: Processes, kind: type[WeightSyncScheme]) -> None:
     scheme = procs.scheme(kind, timeout=LIMIT)
     scheme.init_on_sender(model=make(), num_workers=1, ctx=procs._ctx)
@@ -301,7 +307,7 @@ def connect_once(me: Worker) -> None:
     me.scheme.connect(timeout=WAIT)
 
 
-@pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, DistributedWeightSyncScheme, Apart])
+@pytest.mark.parametrize("kind", [slow(SharedMemWeightSyncScheme), DistributedWeightSyncScheme, slow(Apart)])
 def test_a_trainer_that_stops(procs: Processes, kind: type[WeightSyncScheme]) -> None:
     trainer = procs.start(None, 0, make)
     where = trainer.call(answer_nobody, kind)

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from faults_kinds import quick_over
 from faults_tools import (
     START,
     Passes,
@@ -21,6 +22,7 @@ from faults_tools import (
     fill,
     report,
 )
+from marks import quick_for
 
 from weight_update import WeightSyncScheme
 
@@ -40,7 +42,7 @@ def all_reached(workers: list[Remote], version: int) -> bool:
     return all(one["newest"] == version for worker in workers for one in worker.call(report))
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("shape", quick_for(SHAPES.values(), SHAPES["24_of_64KB"]), ids=SHAPES)
 def test_passes_without_pause_see_whole_versions(kind, procs: Processes, shape) -> None:
     model, scheme = Stripes(*shape), procs.scheme(kind)
     workers = procs.launch(scheme, model, lambda: Stripes(*shape), 2)
@@ -53,6 +55,7 @@ def test_passes_without_pause_see_whole_versions(kind, procs: Processes, shape) 
         assert_whole(worker.call(end_compute), at_least=10)
 
 
+@pytest.mark.slow
 def test_passes_in_several_threads_of_one_worker(kind, procs: Processes) -> None:
     model, scheme = Stripes(24, 4096), procs.scheme(kind)
     (worker,) = procs.launch(scheme, model, lambda: Stripes(24, 4096), 1)
@@ -63,6 +66,7 @@ def test_passes_in_several_threads_of_one_worker(kind, procs: Processes) -> None
     assert_whole(worker.call(end_compute), at_least=10)
 
 
+@quick_over("shared_mem")
 def test_async_sends_back_to_back(kind, procs: Processes) -> None:
     model, scheme = Stripes(24, 1 << 14), procs.scheme(kind)
     workers = procs.launch(scheme, model, lambda: Stripes(24, 1 << 14), 2)
@@ -91,6 +95,7 @@ def compute_parts(me: Worker) -> None:
     me.passes = [Passes(look)]
 
 
+@quick_over("shared_mem")
 def test_hold_around_submodules(kind, procs: Processes) -> None:
     model, scheme = Stripes(100, 256), procs.scheme(kind)
     workers = procs.launch(scheme, model, lambda: Stripes(100, 256), 2)
@@ -103,6 +108,7 @@ def test_hold_around_submodules(kind, procs: Processes) -> None:
         assert_whole(worker.call(end_compute), at_least=10)
 
 
+@quick_over("distributed")
 def test_copying_receivers_see_whole_versions(kind, procs: Processes) -> None:
     model, scheme = Stripes(24, 1 << 14), procs.scheme(kind, stable_addresses=True)
     workers = procs.launch(scheme, model, lambda: Stripes(24, 1 << 14), 2)

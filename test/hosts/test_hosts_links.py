@@ -23,6 +23,7 @@ from faults_tools import (
     version_of,
 )
 from hosts_processes import HostsProcesses
+from marks import slow
 
 from weight_update import DistributedWeightSyncScheme, SyncFailedError, TransportError
 from weight_update.transports.distributed import store_client
@@ -41,8 +42,8 @@ def within(seconds: float) -> Iterator[None]:
     assert time.monotonic() - start < seconds
 
 
-@pytest.mark.parametrize("how", ["pull", "lose"])
-@pytest.mark.parametrize(("size", "limit"), SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("how", [slow("pull"), "lose"])
+@pytest.mark.parametrize(("size", "limit"), [slow(*SIZES["small"]), SIZES["large"]], ids=SIZES)
 def test_a_link_that_fails_and_comes_back(procs: HostsProcesses, size, limit: float, how: str) -> None:
     scheme, model = procs.trainer(timeout=limit), Stripes(*size)
     workers = procs.launch_on(["one", "two"], scheme, model, lambda: Stripes(*size))
@@ -65,6 +66,7 @@ def test_a_link_that_fails_and_comes_back(procs: HostsProcesses, size, limit: fl
         assert_whole(worker.call(end_compute))
 
 
+@pytest.mark.slow
 def test_send_to_the_only_host_ends_in_time(procs: HostsProcesses) -> None:
     """The payload fits into the buffers of the kernel, and no answer comes."""
     scheme, model = procs.trainer(timeout=2.0), Stripes(8, 3 << 10)
@@ -76,6 +78,7 @@ def test_send_to_the_only_host_ends_in_time(procs: HostsProcesses) -> None:
         scheme.send(fill(model, 21))
 
 
+@pytest.mark.slow
 def test_a_link_that_fails_while_its_worker_joins_again(procs: HostsProcesses) -> None:
     scheme, model = procs.trainer(timeout=4.0), Stripes(8, 1 << 17)
     [worker] = procs.launch_on(["one"], scheme, model, lambda: Stripes(8, 1 << 17))
@@ -91,6 +94,7 @@ def test_a_link_that_fails_while_its_worker_joins_again(procs: HostsProcesses) -
     assert eventually(lambda: worker.call(version_of) == 2, 25.0)
 
 
+@pytest.mark.slow
 def test_hosts_that_cannot_reach_each_other(procs: HostsProcesses) -> None:
     """The sender reaches both: each gets the update, and stays connected."""
     scheme, model = procs.trainer(timeout=4.0), Stripes(8, 1 << 17)
@@ -114,6 +118,7 @@ def alone(procs: HostsProcesses, host: str) -> Remote:
     return procs.start_on(host, DistributedWeightSyncScheme(), 0, lambda: Stripes(8, 64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["pull", "lose"])
 def test_join_without_a_way_to_the_sender(procs: HostsProcesses, how: str) -> None:
     scheme, model = procs.trainer(timeout=LIMIT), Stripes(8, 64)
@@ -143,6 +148,7 @@ def test_address_of_another_host(procs: HostsProcesses) -> None:
         scheme.init_on_sender(model=Stripes(8, 64), num_workers=1)
 
 
+@pytest.mark.slow
 def test_a_worker_that_comes_before_the_sender(procs: HostsProcesses) -> None:
     where = {"address": procs.network.address["trainer"], "port": 29577, "token": "secret"}
     worker = alone(procs, "one")
@@ -181,7 +187,7 @@ def join_again(me: Worker) -> float:
     return float(next(iter(me.model.parameters())).detach().max())
 
 
-@pytest.mark.parametrize("way", ["killed", "killed while its link fails"])
+@pytest.mark.parametrize("way", ["killed", slow("killed while its link fails")])
 def test_trainer_restarted_on_the_same_port(procs: HostsProcesses, way: str) -> None:
     first, worker = alone(procs, "trainer"), alone(procs, "one")
     first.begin(train, 1.0)
@@ -224,6 +230,7 @@ def test_trainer_killed_while_a_forked_child_lives(procs: HostsProcesses) -> Non
         os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_trainer_whose_machine_vanishes(procs: HostsProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
     """No packet reports the loss."""
     monkeypatch.setattr(store_client, "_VANISHED_SECONDS", 3)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from hosts_processes import HostsProcesses
 from torch import nn
@@ -34,6 +35,7 @@ def start(procs: HostsProcesses, host: str, port: int, index: int) -> subprocess
     )
 
 
+@pytest.mark.slow
 def test_programs_follow_the_trainer_and_exit_in_order(procs: HostsProcesses) -> None:
     model = nn.Linear(256, 256)
     scheme = procs.trainer(token="secret")

@@ -15,6 +15,7 @@ from faults_tools import (
     weights_of,
 )
 from hosts_processes import HostsProcesses
+from marks import slow
 from torch import nn
 
 from weight_update import SyncFailedError, WeightStrategy
@@ -48,7 +49,7 @@ def change_few(model: nn.Module, seed: int) -> None:
         flat[places] = torch.randn(places.numel(), generator=random).to(flat.dtype)
 
 
-@pytest.mark.parametrize("encoding", ["dense", "bucket", "patch"])
+@pytest.mark.parametrize("encoding", [slow("dense"), slow("bucket"), "patch"])
 def test_bit_exact_on_three_hosts(procs: HostsProcesses, encoding: str) -> None:
     scheme, model = procs.trainer(strategy=WeightStrategy("state_dict", encoding=encoding)), make_net()
     workers = procs.launch_on(["one", "one", "two", "trainer"], scheme, model, make_net)
@@ -61,6 +62,7 @@ def test_bit_exact_on_three_hosts(procs: HostsProcesses, encoding: str) -> None:
         assert_equal(workers, model)
 
 
+@pytest.mark.slow
 def test_restarted_on_another_host(procs: HostsProcesses) -> None:
     def big() -> Stripes:
         return Stripes(24, 4096)

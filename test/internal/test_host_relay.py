@@ -45,6 +45,7 @@ def link(client: RelayClient, name: str, patience: float) -> None:
     client.send_command({"do": "link", "way": "out", "name": name, "patience": patience}, patience)
 
 
+@pytest.mark.slow  # its limits of time are short
 def test_a_next_host_that_does_not_read_leaves_time_for_another_one(store: Store) -> None:
     """The sender gives up a relay that does not answer within twice the patience."""
     patience, following = 1.0, find_store(HERE, store.port, 5.0)

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
+from marks import slow
 
 from weight_update.errors import JoinRefusedError, LinkClosedError
 from weight_update.testing.processes import eventually
@@ -139,6 +140,9 @@ def join_as_another_user(service: Service, pipe: Connection) -> None:
         pipe.send(str(error))
 
 
+@pytest.mark.parametrize(
+    "service", [socket.AF_UNIX, slow(socket.AF_INET)], indirect=True, ids=["unix", "tcp"]
+)
 def test_many_idle_connections_cost_little(service: Service) -> None:
     threads, descriptors = threading.active_count(), open_descriptors()
     with ExitStack() as stack:
@@ -193,7 +197,10 @@ def test_a_flood_keeps_nobody_out(service: Service) -> None:
             thread.join()
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.ECONNABORTED, errno.EPERM])
+@pytest.mark.parametrize(
+    "number",
+    [errno.EMFILE, slow(errno.ENOMEM), errno.ECONNABORTED, slow(errno.EPERM)],
+)
 def test_errors_of_accept_end_nothing(service: Service, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     failing = Failing(service.listener._sock, OSError(number, os.strerror(number)), times=5)
     monkeypatch.setattr(service.listener, "_sock", failing)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from marks import slow
 from torch import nn
 
 from weight_update import (
@@ -32,7 +33,7 @@ from weight_update.testing.worker_processes import context_of
 from weight_update.transports.shared_memory.transport import SharedMemTransport
 from weight_update.wire.frames import Kind
 
-KINDS = pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, DistributedWeightSyncScheme])
+KINDS = pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, slow(DistributedWeightSyncScheme)])
 
 
 def receiver_of(scheme: WeightSyncScheme, token: str) -> WeightSyncScheme:
@@ -161,7 +162,7 @@ def exit_at_once() -> None:
     os._exit(1)
 
 
-@pytest.mark.parametrize("form", ["list", "mapping"])
+@pytest.mark.parametrize("form", ["list", slow("mapping")])
 def test_connect_notices_a_process_that_died(form: str) -> None:
     process = context_of("fork").Process(target=exit_at_once)
     process.start()

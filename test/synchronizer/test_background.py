@@ -42,6 +42,7 @@ def followers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "weight_update-files"]
 
 
+@pytest.mark.slow
 def test_after_close_the_model_stays_and_nothing_is_read(tmp_path: Path) -> None:
     for k in range(10):
         with background(tmp_path / str(k)) as (trainer, source, explorer, model):
@@ -98,6 +99,7 @@ def test_closed_while_another_thread_synchronizes_the_model_stays(tmp_path: Path
         assert step_of(model) == 0
 
 
+@pytest.mark.slow
 def test_a_directory_that_is_away_for_a_while_is_warned_about_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -63,6 +63,7 @@ def killed_before(directory: Path, calls: int) -> int:
     return in_child(work)
 
 
+@pytest.mark.slow
 def test_a_writer_killed_at_every_step(quick_path: Path) -> None:
     outcomes = []
     for calls in range(100):

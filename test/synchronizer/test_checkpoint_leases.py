@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_parts import data_files, in_child, same_bits, versions, visible, weights
+from marks import slow
 
 from weight_update.synchronizer import CheckpointStore
 
@@ -52,7 +53,7 @@ def _read_and_hold(directory: Path, pipe: Connection) -> None:
         pipe.recv()
 
 
-@pytest.mark.parametrize("ending", ["kill", "return"])
+@pytest.mark.parametrize("ending", ["kill", slow("return")])
 def test_a_reader_in_another_process(tmp_path: Path, ending: str) -> None:
     store = CheckpointStore(tmp_path, keep=1, lease_seconds=SHORT)
     store.publish(0, weights(0), step=0)
@@ -152,6 +153,7 @@ class _Refusing(logging.Handler):
         raise AssertionError(record.getMessage())
 
 
+@pytest.mark.slow
 def test_readers_in_other_processes_beside_a_fast_writer(tmp_path: Path) -> None:
     context, last = multiprocessing.get_context("fork"), 150
     here, there = multiprocessing.Pipe()

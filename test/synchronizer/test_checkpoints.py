@@ -163,6 +163,7 @@ def test_waiting_for_a_newer_version(tmp_path: Path) -> None:
     assert reader.wait_newer(-1, timeout=0) is not None
 
 
+@pytest.mark.slow
 def test_waiting_costs_little(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     store.publish(0, weights(0), step=0)

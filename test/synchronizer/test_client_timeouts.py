@@ -13,6 +13,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
+from marks import slow
 from sync_parts import model_at
 from sync_programs import serve
 from test_processes import COMING, FORKSERVER
@@ -111,6 +112,7 @@ def test_a_host_that_swallows_packets_is_given_up_in_time() -> None:
             sock.close()
 
 
+@pytest.mark.slow
 def test_a_host_that_lives_may_take_longer_than_the_timeout() -> None:
     """While a transfer is under way the answer comes late, and that is no reason to give up."""
     with Synchronizer(SyncMethod.MEMORY) as where:
@@ -155,7 +157,7 @@ def reply_of(key: bytes) -> bytes:
         return right.recv(1000)
 
 
-@pytest.mark.parametrize("longer", [0.0, 10.0])
+@pytest.mark.parametrize("longer", [0.0, slow(10.0)])
 @pytest.mark.parametrize("sent", [1, 37], ids=["in the front", "in the body"])
 def test_a_host_that_stops_in_the_middle_of_a_reply_is_given_up_in_time(sent: int, longer: float) -> None:
     with server_that(lambda stream, wire, reply: stream.send(reply[:sent], None)) as channel:
@@ -166,6 +168,7 @@ def test_a_host_that_stops_in_the_middle_of_a_reply_is_given_up_in_time(sent: in
         assert took["status"] >= TIMEOUT / 2
 
 
+@pytest.mark.slow
 def test_a_reply_that_comes_in_two_parts_is_whole() -> None:
     def in_two(stream: SocketStream, wire: RpcConnection, reply: bytes) -> None:
         stream.send(reply[:20], None)

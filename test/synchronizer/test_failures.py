@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import quick_for
 from sync_parts import ExplorerThread, Waiting, model_at, set_to, step_of, synchronizer, train, wait_until
 from torch import nn
 
@@ -385,7 +386,7 @@ def test_a_second_trainer_takes_the_place_of_the_first() -> None:
             old.blocking.need_sync()
 
 
-@pytest.mark.parametrize("role", ["trainer", "explorer"])
+@pytest.mark.parametrize("role", quick_for(["trainer", "explorer"], "explorer"))
 def test_a_client_that_said_stopped_stays_so_until_it_asks_again(role: str) -> None:
     with (
         Synchronizer(SyncMethod.MEMORY, lease=1.0) as where,
@@ -437,7 +438,7 @@ def test_extra_state_of_modules_travels(method: SyncMethod, tmp_path: Path) -> N
     assert (model.seen, step_of(model)) == (5, 5)
 
 
-@pytest.mark.parametrize("method", EVERY)
+@pytest.mark.parametrize("method", quick_for(EVERY, SyncMethod.NCCL, SyncMethod.CHECKPOINT))
 def test_a_part_of_the_weights_travels_and_the_rest_is_left_alone(method: SyncMethod, tmp_path: Path) -> None:
     model, strategy = Counting(-1), WeightStrategy(select=["head"])
     with synchronizer(method, SyncStyle.EXPLORER_DRIVEN, tmp_path, strategy=strategy) as where:

@@ -170,6 +170,7 @@ def test_a_client_that_is_dropped_is_missed() -> None:
         wait_until(lambda: not service.status()["explorers"])
 
 
+@pytest.mark.slow
 def test_a_process_that_was_stopped_renews_all_leases() -> None:
     changed, missed = threading.Condition(threading.RLock()), list[float]()
     table = SessionTable(changed, 0.5, lambda session, why: missed.append(time.monotonic()))

@@ -104,6 +104,7 @@ def test_one_that_is_killed_and_one_that_stops_do_not_stop_the_third(
     assert len([one for one in said if "reason" not in one]) > 12
 
 
+@pytest.mark.slow
 def test_one_that_stops_is_missed_and_comes_back(tmp_path: Path, hire: Any) -> None:
     with synchronizer(SyncMethod.MEMORY, SyncStyle.TRAINER_DRIVEN, tmp_path, lease=1.0) as where:
         server = where.serve()
