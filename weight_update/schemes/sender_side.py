@@ -163,13 +163,11 @@ class SourceReader:
         """
         known = sorted({*self._sources.by_worker, *present})
         per_worker = _is_per_worker(weights)
-        chosen: list[int] = []
         if worker_ids is None:
             chosen = sorted(weights) if per_worker else known
         else:
-            many = isinstance(worker_ids, (list, tuple, set, range))
-            for item in worker_ids if many else [worker_ids]:
-                chosen.extend(self._workers_of(item))
+            items = worker_ids if isinstance(worker_ids, (list, tuple, set, range)) else [worker_ids]
+            chosen = [worker for item in items for worker in self._workers_of(item)]
         if not chosen:
             raise UnknownWorkerError(f"worker_ids={worker_ids!r} names no worker (known workers: {known})")
         lacking = [i for i in chosen if i not in weights] if per_worker else []
