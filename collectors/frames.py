@@ -157,6 +157,7 @@ class BatchQueue(Substitute):
         self._in_rounds, self._may_lose, self._limit = in_rounds, may_lose, frames_timeout
         self._waits = WaitingTimes(frames_timeout)
         self._missing = set(range(len(processes)))
+        self._lock_is_free = True  # as far as is known
 
     def get(self, timeout: float) -> Any:
         """Return the next batch; raise ``queue.Empty`` after ``timeout`` seconds, or as :meth:`look` does."""
@@ -201,7 +202,7 @@ class BatchQueue(Substitute):
             self.lost[idx] = why
             self._waits.end(idx)
             self._missing.discard(idx)
-        if gone:
+        if gone or not self._lock_is_free:
             self._free_lock()
         if not self._left():
             raise WorkerError(f"no worker is left: {_describe(self.lost)}")
@@ -232,8 +233,10 @@ class BatchQueue(Substitute):
         Another worker holds it for an instant, or longer while the queue's pipe is full.
         """
         lock = getattr(self._original, "_wlock", None)
-        if lock is not None and (lock.acquire(timeout=_LOCK_SECONDS) or self._original.empty()):
-            lock.release()
+        if lock is not None:
+            self._lock_is_free = lock.acquire(timeout=_LOCK_SECONDS) or self._original.empty()
+            if self._lock_is_free:
+                lock.release()
 
     def _left(self) -> list[tuple[int, Any]]:
         return [(idx, one) for idx, one in enumerate(self._processes) if idx not in self.lost]
