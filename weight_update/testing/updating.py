@@ -362,7 +362,9 @@ def watch(body: Body, seconds: float) -> tuple[int, list[list[float]], int]:
 
     A loaded machine gets up to 20 seconds more for enough passes and versions.
     """
-    passes, mixed, seen = 0, [], set()
+    passes = 0
+    mixed: list[list[float]] = []
+    seen: set[float] = set()
     end = time.monotonic() + seconds
     while (now := time.monotonic()) < end or ((passes <= 20 or len(seen) <= 5) and now < end + 20.0):
         values = body.model(1e-5)
