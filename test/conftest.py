@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+
 import fuzz
 import pytest
+import torch
+
+from weight_update.testing.processes import eventually
 
 SMOKE = {
     # Of SchemeContract:
@@ -37,6 +43,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("smoke") and not in_smoke(item):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_goes_on_after_a_file() -> Iterator[None]:
+    """Fail if a file of tests leaves a thread or a process group to the next file."""
+    yield
+    eventually(lambda: not threads(), 10.0)
+    assert threads() == []
+    assert not torch.distributed.is_initialized()
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("weight_update")]
 
 
 def in_smoke(item: pytest.Item) -> bool:

@@ -353,14 +353,14 @@ def watches_the_sender(body: Body) -> bool:
 def test_death_of_a_worker_during_the_making_of_its_group_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weight_update.transports.distributed.relay.gloo.STALLED", 1.0)
     context = context_of("fork")
-    connected, make = context.Event(), PointToPointGroup.__init__
+    connected, connect = context.Event(), PointToPointGroup.connect
 
-    def die(group: PointToPointGroup, *arguments: Any) -> None:
+    def die(group: PointToPointGroup) -> None:
         if multiprocessing.parent_process() is not None and connected.wait(30.0):
             os.kill(os.getpid(), signal.SIGKILL)
-        make(group, *arguments)
+        connect(group)
 
-    monkeypatch.setattr(PointToPointGroup, "__init__", die)
+    monkeypatch.setattr(PointToPointGroup, "connect", die)
     scheme = Apart(timeout=TIMEOUT)
     scheme.init_on_sender(model=mlp(1), num_workers=1, ctx=context)
     with WorkerProcesses(scheme) as procs:
@@ -437,6 +437,7 @@ def groups() -> Iterator[tuple[PointToPointGroup, PointToPointGroup]]:
 
     def make(store: Store, rank: int) -> None:
         made[rank] = PointToPointGroup(store, "pair", "token", rank, "127.0.0.1")
+        made[rank].connect()
         made[rank].on_loss(lambda: None)
 
     other = threading.Thread(target=make, args=(client, 1))

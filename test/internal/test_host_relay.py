@@ -52,6 +52,7 @@ def test_a_next_host_that_does_not_read_leaves_time_for_another_one(store: Store
 
     def follow() -> None:
         group = PointToPointGroup(following, "link", "token", 1, HERE, 5.0)
+        group.connect()
         group.on_loss(lambda: None)
 
     with relay_of(store) as client:

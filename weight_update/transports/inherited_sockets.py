@@ -12,6 +12,7 @@ import socket
 import stat
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 __all__ = ["InheritedSockets", "listening_sockets", "packed_address"]
 
@@ -54,9 +55,19 @@ class InheritedSockets:
         them open.
         """
         for _, sock in _sockets():
-            listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            if listens and self._matches(sock):
+            if self._matches(sock) and _listens(sock):
                 _drop_all(sock)
+
+    def shut_down(self) -> None:
+        """End the connections of these sockets; both ends notice."""
+        for _, sock in _sockets():
+            if self._matches(sock) and not _listens(sock):
+                with contextlib.suppress(OSError):  # it ended by itself
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    def listening_addresses(self) -> list[tuple[Any, ...]]:
+        """Return the addresses, as of :meth:`socket.socket.getsockname`, that these sockets listen on."""
+        return [sock.getsockname() for _, sock in _sockets() if self._matches(sock) and _listens(sock)]
 
     def _matches(self, sock: socket.socket) -> bool:
         if any(packed_address(sock.getsockname()).startswith(one) for one in self.local):
@@ -77,11 +88,7 @@ def packed_address(address: tuple[str, int] | tuple[str, int, int, int]) -> byte
 
 def listening_sockets() -> list[bytes]:
     """Return the addresses that this process listens on."""
-    return [
-        packed_address(sock.getsockname())
-        for _, sock in _sockets()
-        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    ]
+    return [packed_address(sock.getsockname()) for _, sock in _sockets() if _listens(sock)]
 
 
 _watched: list[InheritedSockets] = []
@@ -97,6 +104,10 @@ def _sockets() -> Iterator[tuple[int, socket.socket]]:
                 inet = sock.family in (socket.AF_INET, socket.AF_INET6)
                 if inet and sock.type == socket.SOCK_STREAM:
                     yield fd, sock
+
+
+def _listens(sock: socket.socket) -> bool:
+    return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def _drop_all(sock: socket.socket) -> None:

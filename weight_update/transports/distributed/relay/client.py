@@ -80,14 +80,11 @@ class RelayClient:
         self.sent = 0
         self.incoming_link: str | None = None
         self.outgoing_link: str | None = None
-        self._store, self._name, self._token, self._address, self._pid = store, name, token, address, pid
-        self._on_loss, self._make_group = on_loss, group_class(backend)
+        self._pid, self._on_loss = pid, on_loss
         self._replicated: dict[str, weakref.ref[Any]] = {}
-        self._group: PointToPointGroup | None = None
-        self._channel: ControlChannel | None = None
+        self._group: PointToPointGroup = group_class(backend)(store, f"{name}/pair", token, 0, address)
+        self._channel = ControlChannel(self._group, name, token, 0)
         self._opened = threading.Event()
-        self._closing = threading.Lock()
-        self._closed = False
         self._thread = threading.Thread(target=self._run, name="weight_update-watch", daemon=True)
 
     def open(self) -> None:
@@ -106,11 +103,8 @@ class RelayClient:
 
     def close(self) -> None:
         """Close the connection; the worker notices."""
-        with self._closing:
-            self._closed = True
-            self._opened.set()
-            if self._group is not None:
-                self._group.close()
+        self._opened.set()
+        self._group.close()
 
     def send_command(self, command: dict[str, Any], patience: float) -> None:
         """Send a command to the host relay."""
@@ -142,23 +136,17 @@ class RelayClient:
 
     def _run(self) -> None:
         try:
-            group = self._make_group(self._store, f"{self._name}/pair", self._token, 0, self._address)
+            self._group.connect()
         except LinkClosedError as error:
-            self._opened.set()
             self._on_loss(str(error))
             return
-        with self._closing:
-            self._group, self._channel = group, ControlChannel(group, self._name, self._token, 0)
-            if self._closed:
-                group.close()
-        self._opened.set()
-        group.watch(lambda: self._on_loss("the other end is gone"))
+        finally:
+            self._opened.set()
+        self._group.watch(lambda: self._on_loss("the other end is gone"))
 
     def _channel_within(self, patience: float) -> ControlChannel:
         if not self._opened.wait(max(patience, _OPENING)):
             raise SyncTimeoutError("the worker made no connection for payloads")
-        if self._channel is None or self._closed:
-            raise LinkClosedError("there is no connection for payloads")
         return self._channel
 
 

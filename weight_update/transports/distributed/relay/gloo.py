@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -28,6 +29,8 @@ FOREVER = 86400.0 * 3650
 _DATA, _WATCH = 0, 1  # tags
 _CONNECT_STEPS = 5
 """Multiple of its timeout after which gloo gives up a connection."""
+_KNOCK_SECONDS = 1.0
+_NUMBER = struct.Struct("=q")  # of an end of a group, which gloo sends first
 
 
 class Pending:
@@ -45,8 +48,8 @@ class Pending:
 class PointToPointGroup:
     """Two ends that send bytes to each other through gloo.
 
-    It is a process group of its own: the program's default process group is neither used nor needed. The
-    constructor waits for the other end. Operations of one end reach the other in the order they were begun.
+    It is a process group of its own: the program's default process group is neither used nor needed.
+    Operations of one end reach the other in the order they were begun.
 
     Args:
         store: rendezvous of the two ends.
@@ -55,21 +58,51 @@ class PointToPointGroup:
         rank: 0 on one end, 1 on the other.
         address: address of the interface that this end listens on.
         timeout: seconds to wait for the other end; connecting to it then takes at most half as long.
-
-    Raises:
-        LinkClosedError: the other end did not come.
     """
 
     def __init__(
         self, store: Store, name: str, token: str, rank: int, address: str, timeout: float | None = None
     ) -> None:
-        self._other = 1 - rank
+        self._store, self._name, self._token, self._rank = store, name, token, rank
+        self._other, self._address = 1 - rank, address
+        self._timeout = STALLED if timeout is None else timeout
         self._pending: set[Pending] = set()
         self._beginning = threading.Lock()
         self._listeners: list[Callable[[], None]] = []
-        limit = STALLED if timeout is None else timeout
-        self._group, self._sockets, problem = _make_process_group(store, name, token, rank, address, limit)
-        if self._group is None:
+        self._group: Any = None
+        self._sockets: InheritedSockets | None = None
+        self._rendezvous: SignedRendezvous | None = None
+        self._closed = False
+
+    def connect(self) -> None:
+        """Wait for the other end and connect to it.
+
+        Raises:
+            LinkClosedError: the other end did not come, or :meth:`close` was called.
+        """
+        with self._beginning:
+            sockets = self._sockets = InheritedSockets()
+            rendezvous = self._rendezvous = SignedRendezvous(
+                self._store, self._name, self._token, self._rank, sockets, self._timeout
+            )
+            if self._closed:
+                rendezvous.close()
+        problem = ""
+        try:
+            options = _options(self._address, self._timeout / 2 / _CONNECT_STEPS)
+            group = own(ProcessGroupGloo(rendezvous, self._rank, 2, options))
+        except (RuntimeError, TransportError, TimeoutError, FormatError) as error:
+            problem = brief(error)
+        finally:
+            rendezvous.close()
+        if not problem:
+            sockets.keep_from_programs()
+            sockets.refuse_more()
+            with self._beginning:
+                self._group = group
+                problem = "it was closed" if self._closed else ""
+        if problem:
+            self.release()
             raise LinkClosedError(f"no connection for payloads ({problem})")
 
     def begin_send(self, payload: torch.Tensor) -> Pending:
@@ -126,9 +159,16 @@ class PointToPointGroup:
         self.finish(self.begin_recv(into), timeout)
 
     def close(self) -> None:
-        """Close the connection; the other end notices at once."""
-        with contextlib.suppress(LinkClosedError):
-            self._begin("send", torch.zeros(1, dtype=torch.uint8), _WATCH)
+        """Close the connection, or stop connecting; the other end notices at once."""
+        with self._beginning:
+            self._closed = True
+            if self._rendezvous is None or self._sockets is None:
+                return
+            self._rendezvous.close()
+            self._sockets.shut_down()
+            if self._group is None:
+                for address in self._sockets.listening_addresses():
+                    _stop_waiting_at(address)
 
     @contextlib.contextmanager
     def listening(self, call: Callable[[], None]) -> Iterator[None]:
@@ -154,19 +194,21 @@ class PointToPointGroup:
         with contextlib.suppress(LinkClosedError, SyncTimeoutError):
             self.finish(self._begin("recv", torch.empty(1, dtype=torch.uint8), _WATCH), FOREVER)
         call()
-        self.close()  # ends the watch of the other end
         self.release()
 
     def release(self) -> None:
-        """Drop everything that has threads; no further operation can begin."""
+        """Close the connection and drop everything that has threads; no further operation can begin."""
+        self.close()
         with self._beginning:
             group, self._group = self._group, None
+            sockets, self._sockets = self._sockets, None
             for pending in self._pending:
                 pending.work = None
             self._pending.clear()
             listeners = list(self._listeners)
         disown(group)
-        self._sockets.forget()
+        if sockets is not None:
+            sockets.forget()
         for call in listeners:
             call()
 
@@ -192,22 +234,15 @@ def address_towards(host: str, port: int) -> str:
         return str(sock.getsockname()[0])
 
 
-def _make_process_group(
-    store: Store, name: str, token: str, rank: int, address: str, timeout: float
-) -> tuple[Any, InheritedSockets, str]:
-    """Make the process group of two; return it or None, its sockets, and why there is no group."""
-    sockets = InheritedSockets()
-    rendezvous = SignedRendezvous(store, name, token, rank, sockets, timeout)
-    try:
-        group = own(ProcessGroupGloo(rendezvous, rank, 2, _options(address, timeout / 2 / _CONNECT_STEPS)))
-        sockets.keep_from_programs()
-        sockets.refuse_more()
-        return group, sockets, ""
-    except (RuntimeError, TransportError, TimeoutError, FormatError) as error:
-        sockets.forget()
-        return None, sockets, brief(error)
-    finally:
-        rendezvous.close()
+def _stop_waiting_at(address: tuple[Any, ...]) -> None:
+    """Make gloo stop waiting for the other end's connection to ``address``, for which it has no call.
+
+    Each of the two takes the first connection that begins with its number in the group, a 64-bit integer,
+    for the other end, and fails as soon as that connection ends.
+    """
+    for number in range(2):
+        with contextlib.suppress(OSError), socket.create_connection(address[:2], _KNOCK_SECONDS) as sock:
+            sock.sendall(_NUMBER.pack(number))
 
 
 def _options(address: str, timeout: float) -> Any:

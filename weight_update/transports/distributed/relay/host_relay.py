@@ -111,40 +111,30 @@ class HostRelay:
         self._replicas = SlotReplicas(directory)
         self._links: dict[str, PointToPointGroup] = {}
         self._on_loss, self._make_group = on_loss, group_class(backend)
-        self._group: PointToPointGroup | None = None
-        self._closing = threading.Lock()
-        self._closed = False
+        self._group = self._make_group(store, f"{name}/pair", token, 1, address)
         self._thread = threading.Thread(target=self._run, name="weight_update-relay", daemon=True)
         leave_in_order(self._thread)
         self._thread.start()
 
     def close(self) -> None:
         """Close the connection; the sender notices."""
-        with self._closing:
-            self._closed = True
-            if self._group is not None:
-                self._group.close()
+        for group in (self._group, *list(self._links.values())):
+            group.close()
 
     def _run(self) -> None:
         try:
-            group = self._make_group(self._store, f"{self._name}/pair", self._token, 1, self._address)
+            self._group.connect()
         except LinkClosedError as error:
             self._on_loss(str(error))
             return
-        group.on_loss(lambda: self._on_loss("the other end is gone"))
-        with self._closing:
-            self._group = group
-            if self._closed:
-                group.close()
+        self._group.on_loss(lambda: self._on_loss("the other end is gone"))
         try:
-            self._serve(ControlChannel(group, self._name, self._token, 1))
+            self._serve(ControlChannel(self._group, self._name, self._token, 1))
         except (TransportError, TimeoutError, FormatError) as error:
             if isinstance(error, FormatError):
                 _log.warning("%s: %s", self._name, error)
         finally:
-            group.close()
-            for link in self._links.values():
-                link.close()
+            self.close()
             self._replicas.close()
 
     def _serve(self, sender: ControlChannel) -> None:
@@ -165,14 +155,16 @@ class HostRelay:
     def _link(self, command: dict[str, Any]) -> dict[str, Any]:
         way = command["way"]
         self._unlink(way)
+        rank = 0 if way == "out" else 1
+        name, patience = command["name"], command["patience"]
+        link = self._make_group(self._store, name, self._token, rank, self._address, patience)
+        self._links[way] = link
         try:
-            rank = 0 if way == "out" else 1
-            name, patience = command["name"], command["patience"]
-            made = self._make_group(self._store, name, self._token, rank, self._address, patience)
+            link.connect()
         except LinkClosedError as error:
+            del self._links[way]
             return {"error": str(error)[:_MAX_ERROR_CHARS]}
-        made.on_loss(lambda: None)
-        self._links[way] = made
+        link.on_loss(lambda: None)
         return {}
 
     def _unlink(self, way: str) -> None:

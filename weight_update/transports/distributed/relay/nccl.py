@@ -42,15 +42,19 @@ class NcclGroup(PointToPointGroup):
     def __init__(
         self, store: Store, name: str, token: str, rank: int, address: str, timeout: float | None = None
     ) -> None:
+        super().__init__(store, name, token, rank, address, timeout)
+        self._nccl: Any = None
+
+    def connect(self) -> None:
         try:
             require_nccl()
         except ValueError as error:
             raise LinkClosedError(str(error)) from None
-        super().__init__(store, name, token, rank, address, timeout)
+        super().connect()
         self._device = torch.device("cuda", torch.cuda.current_device())
-        self._nccl: Any = None
         with _errors_reach_the_caller():
-            self._nccl = own(process_group_nccl()(PrefixStore(f"{name}/nccl", store.c10d()), rank, 2))
+            store = PrefixStore(f"{self._name}/nccl", self._store.c10d())
+            self._nccl = own(process_group_nccl()(store, self._rank, 2))
 
     def begin_push(self, piece: torch.Tensor) -> Pending:
         staged = piece.to(self._device)

@@ -1,0 +1,113 @@
+"""The end of a process group of two, whenever it comes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from weight_update.errors import LinkClosedError
+from weight_update.transports.distributed.relay.gloo import PointToPointGroup
+from weight_update.transports.distributed.signed_queue import find_store, open_store
+from weight_update.transports.distributed.store import Store
+from weight_update.transports.rendezvous import SignedRendezvous
+
+HERE = "127.0.0.1"
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[PointToPointGroup, PointToPointGroup]]:
+    """The two ends of a group, not connected."""
+    server = open_store(HERE)
+    client = find_store(HERE, server.port, 5.0)
+    yield end_of(server, 0), end_of(client, 1)
+    client.close()
+    server.close()
+
+
+def end_of(store: Store, rank: int) -> PointToPointGroup:
+    return PointToPointGroup(store, "group", "token", rank, HERE)
+
+
+def in_thread(function: Any, *arguments: Any) -> threading.Thread:
+    thread = threading.Thread(target=function, args=arguments)
+    thread.start()
+    return thread
+
+
+def is_refused(end: PointToPointGroup) -> None:
+    with pytest.raises(LinkClosedError):
+        end.connect()
+
+
+def tries(end: PointToPointGroup) -> None:
+    with contextlib.suppress(LinkClosedError):
+        end.connect()
+
+
+def test_an_end_that_watches_late_learns_that_the_other_has_gone(
+    ends: tuple[PointToPointGroup, PointToPointGroup],
+) -> None:
+    """It closes the connection itself; an operation of the other end is still under way."""
+    here, there = ends
+    other = in_thread(there.connect)
+    here.connect()
+    other.join(10.0)
+
+    def read() -> None:
+        with pytest.raises(LinkClosedError):
+            there.recv(torch.empty(4096, dtype=torch.uint8), 60.0)
+
+    reader = in_thread(read)
+    there.on_loss(lambda: None)
+    here.close()
+    time.sleep(0.2)  # the other end takes it down
+    watcher = in_thread(here.watch, lambda: None)
+    for thread in (reader, watcher):
+        thread.join(5.0)
+        assert not thread.is_alive()
+
+
+def test_close_ends_the_wait_for_an_end_that_does_not_come(
+    ends: tuple[PointToPointGroup, PointToPointGroup],
+) -> None:
+    waiting = in_thread(is_refused, ends[0])
+    time.sleep(0.2)
+    ends[0].close()
+    waiting.join(2.0)
+    assert not waiting.is_alive()
+
+
+@pytest.mark.parametrize("attempt", range(8))  # which end listens is decided by chance; only it would wait
+def test_close_ends_the_wait_for_an_end_that_gives_up(
+    ends: tuple[PointToPointGroup, PointToPointGroup], monkeypatch: pytest.MonkeyPatch, attempt: int
+) -> None:
+    here, there = ends
+    wait, gives_up = SignedRendezvous.wait, threading.Event()
+
+    def give_up(rendezvous: SignedRendezvous, keys: list[str], timeout: Any) -> None:
+        if rendezvous is there._rendezvous:
+            gives_up.set()
+            raise LinkClosedError("it gave up")
+        wait(rendezvous, keys, timeout)
+
+    monkeypatch.setattr(SignedRendezvous, "wait", give_up)
+    waiting, giving_up = in_thread(tries, here), in_thread(is_refused, there)
+    assert gives_up.wait(5.0)
+    giving_up.join(5.0)
+    time.sleep(0.3)  # the other end connects
+    here.close()
+    waiting.join(3.0)
+    assert not waiting.is_alive()
+
+
+def test_an_end_that_was_closed_does_not_connect(ends: tuple[PointToPointGroup, PointToPointGroup]) -> None:
+    ends[0].close()
+    start = time.monotonic()
+    is_refused(ends[0])
+    assert time.monotonic() - start < 2
