@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from interpreters import run_python
 
 from weight_update.errors import LinkClosedError
 from weight_update.transports.distributed.relay.gloo import PointToPointGroup
@@ -111,3 +112,45 @@ def test_an_end_that_was_closed_does_not_connect(ends: tuple[PointToPointGroup, 
     start = time.monotonic()
     is_refused(ends[0])
     assert time.monotonic() - start < 2
+
+
+LATE_ENDS = """
+import threading, time
+from weight_update.errors import LinkClosedError
+from weight_update.transports.distributed.relay.gloo import PointToPointGroup
+from weight_update.transports.distributed.signed_queue import find_store, open_store
+from weight_update.transports.rendezvous import SignedRendezvous
+
+stores = [open_store("127.0.0.1")]
+stores.append(find_store("127.0.0.1", stores[0].port, 5.0))
+wait, late = SignedRendezvous.wait, {}
+
+def wait_longer(rendezvous, keys, timeout):
+    wait(rendezvous, keys, timeout)
+    time.sleep(late.get(rendezvous._outbox.name, 0.0))
+
+def connect(end):
+    try:
+        end.connect()
+    except LinkClosedError as error:
+        time.sleep(0.3)  # with the error, whose frames refer to all that they made
+    end.release()
+
+SignedRendezvous.wait = wait_longer
+threads = []
+for number in range(16):
+    late[f"group {number}/1"] = 0.48 + 0.01 * number  # gloo waits for half of the second below
+    for rank in range(2):
+        end = PointToPointGroup(stores[rank], f"group {number}", "token", rank, "127.0.0.1", 1.0)
+        threads.append(threading.Thread(target=connect, args=(end,)))
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print("all ended")
+"""
+
+
+def test_an_end_that_comes_when_the_other_has_just_given_up() -> None:
+    result = run_python("-c", LATE_ENDS)
+    assert (result.returncode, result.stdout) == (0, "all ended\n"), result.stderr

@@ -89,8 +89,7 @@ class PointToPointGroup:
                 rendezvous.close()
         problem = ""
         try:
-            options = _options(self._address, self._timeout / 2 / _CONNECT_STEPS)
-            group = own(ProcessGroupGloo(rendezvous, self._rank, 2, options))
+            group = own(ProcessGroupGloo(rendezvous, self._rank, 2, self._options()))
         except (RuntimeError, TransportError, TimeoutError, FormatError) as error:
             problem = brief(error)
         finally:
@@ -212,6 +211,17 @@ class PointToPointGroup:
         for call in listeners:
             call()
 
+    def _options(self) -> Any:
+        """Return options of the group, which alone must refer to them.
+
+        Where the group cannot be made, its device has to end with it. A device that lived on would call into
+        the destroyed group when the other end connects late.
+        """
+        options = ProcessGroupGloo._Options()
+        options._devices = [ProcessGroupGloo.create_device(hostname=self._address)]
+        options._timeout = timedelta(seconds=self._timeout / 2 / _CONNECT_STEPS)
+        return options
+
     def _begin(self, way: Literal["send", "recv"], what: torch.Tensor, tag: int) -> Pending:
         problem = "it was closed"
         with self._beginning:
@@ -243,13 +253,6 @@ def _stop_waiting_at(address: tuple[Any, ...]) -> None:
     for number in range(2):
         with contextlib.suppress(OSError), socket.create_connection(address[:2], _KNOCK_SECONDS) as sock:
             sock.sendall(_NUMBER.pack(number))
-
-
-def _options(address: str, timeout: float) -> Any:
-    options = ProcessGroupGloo._Options()
-    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = timedelta(seconds=timeout)
-    return options
 
 
 def brief(error: object) -> str:
