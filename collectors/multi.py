@@ -246,6 +246,11 @@ class MultiSyncCollector(MultiCollector, torchrl.collectors.MultiSyncCollector):
 class MultiAsyncCollector(MultiCollector, torchrl.collectors.MultiAsyncCollector):
     """A :class:`MultiCollector` whose batches come from the worker that finishes first."""
 
+    @property
+    def _queue_len(self) -> int:
+        """Length of the queue of batches: one for each worker, because a killed worker may keep its place."""
+        return int(self.num_workers)
+
 
 class AsyncCollector(MultiAsyncCollector, torchrl.collectors.AsyncCollector):
     """A :class:`MultiAsyncCollector` of one worker; ``create_env_fn`` is one function, not a list."""

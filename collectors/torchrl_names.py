@@ -53,6 +53,7 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
         "register_scheme_receiver",
         "rollout",
     ),
+    ("torchrl.collectors", "MultiAsyncCollector"): ("_queue_len",),
     ("torchrl.collectors", "MultiCollector"): (
         "_add_collector_outputs_to_fake_td",
         "_run_processes",

@@ -109,6 +109,19 @@ def test_collection_goes_on_without_a_worker_that_was_killed_while_it_wrote():
         collector.shutdown()
 
 
+def test_collection_goes_on_without_a_worker_that_was_killed_before_it_wrote():
+    collector = make(MultiAsyncCollector, workers=3, on_worker_lost="continue")
+    try:
+        frames = collector.iterator()
+        next(frames)
+        assert collector.queue_out._sem.acquire(timeout=10.0)  # a place in the queue, as the worker does
+        os.kill(collector.procs[1].pid, signal.SIGKILL)
+        for _ in range(20):
+            require_exact(next(frames))
+    finally:
+        collector.shutdown()
+
+
 def test_collection_goes_on_without_a_stopped_worker():
     collector = make(MultiAsyncCollector, on_worker_lost="continue", frames_timeout=3.0)
     try:
