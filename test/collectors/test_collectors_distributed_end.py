@@ -24,7 +24,7 @@ from weight_update import (
     SyncTimeoutError,
     WorkerError,
 )
-from weight_update.testing.processes import eventually, wait_until
+from weight_update.testing.processes import eventually, freeze, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,7 +82,7 @@ def test_waiting_for_a_stopped_worker_has_a_limit(kind):
     collector = make(kind, make_policy(), frames_timeout=1.5)
     frames = collector.iterator()  # iter() would give the stopped worker ten seconds to end
     next(frames)
-    os.kill(collector.jobs[1].pid, signal.SIGSTOP)
+    freeze(collector.jobs[1].pid)
     with pytest.raises(SyncTimeoutError, match=r"no batch of workers \[1\] came in 1\.5 s"):
         collections.deque(frames, maxlen=0)
     collector.shutdown(timeout=0.5)

@@ -11,6 +11,7 @@ from marks import slow
 
 from collectors import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from weight_update import MultiProcessWeightSyncScheme, SyncTimeoutError, WorkerError
+from weight_update.testing.processes import freeze
 
 
 def make(cls, workers=2, **options):
@@ -43,8 +44,8 @@ def test_waiting_for_a_stopped_worker_has_a_limit(cls):
     try:
         frames = collector.iterator()
         next(frames)
-        os.kill(collector.procs[1].pid, signal.SIGSTOP)
-        os.kill(collector.procs[0].pid, signal.SIGSTOP) if cls is MultiAsyncCollector else None
+        freeze(collector.procs[1].pid)
+        freeze(collector.procs[0].pid) if cls is MultiAsyncCollector else None
         start = time.monotonic()
         with pytest.raises(SyncTimeoutError, match=r"workers \[.*1\] .*1\.5 s"):
             read(frames)
@@ -128,7 +129,7 @@ def test_collection_goes_on_without_a_stopped_worker():
         frames = collector.iterator()
         while len(collector.out_tensordicts) < 2:  # later batches lie in memory that is mapped here already
             next(frames)
-        os.kill(collector.procs[0].pid, signal.SIGSTOP)
+        freeze(collector.procs[0].pid)
         deadline = time.monotonic() + 60
         while 0 not in collector.queue_out.lost and time.monotonic() < deadline:
             next(frames)

@@ -30,7 +30,7 @@ from weight_update import (
     SyncReport,
     SyncTimeoutError,
 )
-from weight_update.testing.processes import wait_until
+from weight_update.testing.processes import freeze, wait_until
 
 ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "weight-update[ray]"')
 
@@ -183,7 +183,7 @@ def test_waiting_for_a_stopped_actor_has_a_limit(sync: bool) -> None:
         collector.update_policy_weights_()
         frames = iter(collector)
         next(frames)
-        os.kill(pid, signal.SIGSTOP)
+        freeze(pid)
         with pytest.raises(SyncTimeoutError, match=r"no batch of workers \[1\] came in 2 s"):
             collections.deque(frames, maxlen=0)
     finally:

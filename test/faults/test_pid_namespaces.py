@@ -13,6 +13,7 @@ from faults_kinds import quick_over
 from faults_tools import START, WAIT, Processes, Remote, Stripes, Worker, eventually, fill, join, leave
 
 from weight_update import SyncFailedError
+from weight_update.testing.processes import freeze
 
 CLONE_NEWPID, PR_SET_PDEATHSIG = 0x20000000, 1
 
@@ -79,7 +80,7 @@ def test_workers_that_have_gone_keep_their_weights(kind: type, procs: Processes)
         worker.result()
     scheme.send(fill(model, 1))
     leaver.call(leave)
-    os.kill(inner_pid(lost), signal.SIGSTOP)
+    freeze(inner_pid(lost))
     sender = scheme._sender
     sender._delivery.lose(sender.table[2], TimeoutError("cut off by the test"))
     assert eventually(lambda: not sender.table[1].joined)

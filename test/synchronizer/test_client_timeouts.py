@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import socket
 import threading
 import time
@@ -27,6 +25,7 @@ from weight_update import (
     TrainerClient,
 )
 from weight_update.synchronizer.rpc import CONTEXT, RpcConnection, SocketChannel
+from weight_update.testing.processes import freeze
 from weight_update.transports.listener import Listener
 from weight_update.transports.shared_memory.unix_stream import SocketStream, seconds_left
 
@@ -73,7 +72,7 @@ def test_a_host_that_is_stopped_ends_every_call_in_time() -> None:
         clients = {name: ExplorerClient(address, model_at(-1), token=token).blocking for name in CALLS}
         for client in (*clients.values(), trainer):
             client.timeout = TIMEOUT
-        os.kill(process.pid, signal.SIGSTOP)
+        freeze(process.pid)
         took: dict[str, float] = {}
         calls = [timed(lambda n=name: CALLS[n](clients[n]), took, name) for name in CALLS]
         calls.append(

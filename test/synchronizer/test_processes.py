@@ -16,6 +16,7 @@ from sync_parts import model_at, set_to, synchronizer, train, wait_until
 from sync_programs import explore
 
 from weight_update import RunningStatus, SyncMethod, SyncStyle, TrainerClient
+from weight_update.testing.processes import freeze
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(["weight_update"])  # imports torch once for all of them
@@ -88,7 +89,7 @@ def test_one_that_is_killed_and_one_that_stops_do_not_stop_the_third(
         def going() -> bool:
             if good.told[-1][0] != "done" and len(good.told) == 8:
                 os.kill(killed.process.pid, signal.SIGKILL)
-                os.kill(stopped.process.pid, signal.SIGSTOP)
+                freeze(stopped.process.pid)
                 good.told.append(("they are gone", None, None))
             killed.drain()  # pipes that are full would stop them
             stopped.drain()
@@ -115,7 +116,7 @@ def test_one_that_stops_is_missed_and_comes_back(tmp_path: Path, hire: Any) -> N
             trainer = client.blocking
             trainer.sync_weight()
             wait_until(lambda: explorer.drain() or len(explorer.told) > 1)
-            os.kill(explorer.process.pid, signal.SIGSTOP)
+            freeze(explorer.process.pid)
             wait_until(lambda: 5 not in trainer.status()["explorers"])
             trainer.step += 1
             set_to(source, 1)
