@@ -136,10 +136,11 @@ def bytes_table(title: str, found: Iterable[Sizes]) -> Table:
         for layout in ("dense", *LAYOUTS, *_RIVALS)
     ]
     note = (
-        "*MB, none*: size of the update without compression, in MB. *none*, *lz4*, *zstd*: bytes per changed\n"
-        "element with that compression. This library does not compress dense updates; they are shown\n"
-        "compressed for comparison. RLinf's bytes are computed from its documentation, with this library's\n"
-        "LZ4 instead of nvCOMP's. If a patch would be larger than 90 % of dense, all weights are sent instead."
+        "*MB, none*: size of the update without compression, in MB. *none*, *lz4*, *zstd*: bytes per\n"
+        "changed element with that compression. This library does not compress dense updates; they are\n"
+        "shown compressed for comparison. RLinf's bytes are computed from its documentation, with this\n"
+        "library's LZ4 instead of nvCOMP's. If a patch would be larger than 90 % of dense, all weights are\n"
+        "sent instead."
     )
     head = ["update", "changed", "layout", "MB, none", *COMPRESSIONS]
     return Table(title, note, head, rows, names=(0, 2))

@@ -163,8 +163,8 @@ def styles_table(seconds: float) -> Table:
         "(min .. max) "
         f"of\n{_TURNS} turns of {seconds:g} s. *mean age*, *oldest*: age, in trainer steps, of the "
         "weights with which a sample was\nmade, at the time at which the trainer uses the sample. The other "
-        "columns are shares of time: the\ntrainer *starves* (waits for samples) or *synchronizes*; explorers, "
-        "on average, *synchronize* or\nwait for *room* in the buffer."
+        "columns are shares of time: the\ntrainer *starves* (waits for samples) or *synchronizes*; "
+        "explorers, on average, *synchronize* or\nwait for *room* in the buffer."
     )
     head = ["style", "method", "steps/s", "mean age", "oldest", "starves %", "synchronizes %"]
     head += ["explorers synchronize %", "room %"]
