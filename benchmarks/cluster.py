@@ -74,7 +74,8 @@ def cluster_table(title: str, found: Found) -> Table:
     ]
     return Table(
         title,
-        "Milliseconds from send() to its return, when all workers have applied: median (min .. max).",
+        "Milliseconds from the call of send() to its return, when all workers have applied the update: "
+        "median (min .. max).",
         ["scheme", "MB", "tensors", "workers", "ours", "torchrl", "plain copy", "ours/torchrl", "ours/copy"],
         rows,
         names=(0, 1, 2, 3),

@@ -134,7 +134,8 @@ def sync_table(found: Found) -> Table:
     ]
     return Table(
         "Synchronous update, 16 tensors",
-        "Milliseconds from send() to its return, when all workers have applied: median (min .. max).",
+        "Milliseconds from the call of send() to its return, when all workers have applied the update: "
+        "median (min .. max).",
         ["scheme", "MB", "workers", "ours", "torchrl", "plain copy", "ours/torchrl", "ours/copy"],
         rows,
         names=(0, 1, 2),
@@ -228,7 +229,7 @@ def stall_table(found: StallFigures, megabytes: float) -> Table:
     return Table(
         f"A worker that computes while {megabytes:g} MB in 16 tensors arrive",
         "Time from the start of one forward pass to the next. *usual*: microseconds, without an "
-        "update. The other columns show how much longer it takes (milliseconds). *at the switch*: "
+        "update. The other columns show how many milliseconds longer a pass takes. *at the switch*: "
         "the pass in which the version changes. *SyncReport*: the stall that the report states. "
         "*longest in update*: the longest pass between the call of send() and its return. "
         "*longest in a copy*: the longest pass while the trainer makes a plain copy and sends "
@@ -326,9 +327,9 @@ def memory_table(found: list[Memory]) -> Table:
     return Table(
         f"Memory of all processes, {found[0].model / 1e6:g} MB in 16 tensors",
         f"MB, PSS of sender and workers after {_UPDATES} updates. One process with torch and tensordict "
-        f"imported has {found[0].base / 1e6:.0f} MB. *models beyond base*: *total* without "
-        "that memory of each process, divided by the size of the model. *allowed*: 3 model sizes and 300 MB "
-        "per process.",
+        f"imported has {found[0].base / 1e6:.0f} MB. *models beyond base*: *total* without these "
+        f"{found[0].base / 1e6:.0f} MB of each process, divided by the size of the model. *within*: whether "
+        "*total* is at most *allowed*, which is 3 model sizes and 300 MB per process.",
         ["scheme", "processes", "total", "models beyond base", "within", "allowed"],
         rows,
         names=(0, 1),

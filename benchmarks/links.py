@@ -246,7 +246,7 @@ def _encodings_table(plan: Plan, sent: dict[str, Sent]) -> Table:
         )
     note = (
         f"Milliseconds, median (min .. max) of {plan.turns} turns. {_FRACTION:.0%} of all elements\n"
-        "change by 1 to 4 ulp in bfloat16. *speedup over dense*: time until applied of dense,\n"
+        "change by 1 to 4 ulp in bfloat16. *speedup over dense*: *send() until applied* of dense,\n"
         "divided by that of the row."
     )
     head = ["encoding", "MB sent", "send() until applied", "encode", "apply", "speedup over dense"]

@@ -136,9 +136,11 @@ def bytes_table(title: str, found: Iterable[Sizes]) -> Table:
         for layout in ("dense", *LAYOUTS, *_RIVALS)
     ]
     note = (
-        "Bytes per changed element. This library does not compress dense updates; they are shown compressed\n"
-        "for comparison. RLinf's bytes are computed from its documentation, with this library's LZ4 instead\n"
-        "of nvCOMP's. If a patch would be larger than 90 % of dense, all weights are sent instead."
+        "*MB, none*: size of the update without compression, in MB. *none*, *lz4*, *zstd*: bytes per\n"
+        "changed element with that compression. This library does not compress dense updates; they are\n"
+        "shown compressed for comparison. RLinf's bytes are computed from its documentation, with this\n"
+        "library's LZ4 instead of nvCOMP's. If a patch would be larger than 90 % of dense, all weights are\n"
+        "sent instead."
     )
     head = ["update", "changed", "layout", "MB, none", *COMPRESSIONS]
     return Table(title, note, head, rows, names=(0, 2))
@@ -290,10 +292,10 @@ def times_table(megabytes: float, found: Iterable[PatchTimes]) -> Table:
     note = (
         "Milliseconds, median (min .. max). B: bytes per changed element. *build* is scan and encode, and\n"
         "*apply* is decode and write. *one copy* copies all tensors in the workers' dtype, with all threads\n"
-        "or one thread, whichever is faster. *pays below* is a link speed (MB/s): on slower links a "
-        "patch is\n"
-        "faster than dense, if it is built, sent and applied one after the other. *the obvious way* finds\n"
-        "and gathers the changes of each tensor with ``(a != b).nonzero()``, without packing them."
+        "or one thread, whichever is faster. *pays below* is the speed of a link (MB/s). On slower\n"
+        "links, a patch that is built, sent and applied one after the other is faster than dense.\n"
+        "*the obvious way* finds and gathers the changes of each tensor with ``(a != b).nonzero()``, "
+        "without\npacking them. *build/copy* is the time of *build* divided by that of *one copy*, and so on."
     )
     head = ["update", "layout", "compression", "B", "scan", "build", "apply", "build/copy", "obvious/build"]
     head += ["apply/copy", "pays below"]
@@ -417,10 +419,15 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     note = (
         "Milliseconds, median (min .. max). 1 % of the elements change by 1 to 4 ulp in bfloat16. "
         "The worker\n"
-        "is a process on the same machine, so there is no network where a smaller update would save time."
+        "is a process on the same machine, so there is no network where a smaller update would save time.\n"
+        "*encode*, *ack* and *stall* are figures of the SyncReport. *of dense*: the time of send(), divided\n"
+        "by that with dense."
     )
     yield sent_table(sent_megabytes, note, _measure_sync(sent_megabytes, turns))
-    note = "A time meets its limit if neither the ratio of medians nor the ratio of fastest turns is larger."
+    note = (
+        "A time meets its limit if neither the ratio of medians (*reached*) nor the ratio of the fastest "
+        "turns (*fastest*) is above it."
+    )
     one = times[_TARGET]
     yield targets_table(_targets(one), note=f"{one.update}. {note}")
 

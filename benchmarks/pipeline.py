@@ -284,8 +284,8 @@ def facts(options: argparse.Namespace) -> list[str]:
         *machine(("torch", "tensordict")),
         "Time of two processes at once, divided by their time one after the other: "
         f"{computing:.2f} if one computes and one copies, "
-        f"{copying:.2f} if both copy. On this machine, a pipeline cannot take a smaller share of the time of "
-        "*serial*",
+        f"{copying:.2f} if both copy. On this machine, no pipeline can take a smaller share of the time of "
+        "*serial* than these shares",
     ]
 
 
@@ -383,7 +383,8 @@ def _memory_table(found: list[Memory]) -> Table:
     note = (
         "MB. *chunk*: the largest chunk. *slots*: all slots of the sender. *converted*: converted "
         "tensors that\n"
-        'were not yet copied into a slot, at their peak. The sender "whole" keeps a version for late workers.'
+        "were not yet copied into a slot, at their peak. The sender *whole* keeps a version for workers\n"
+        "that join later."
     )
     rows = [
         [

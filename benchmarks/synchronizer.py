@@ -161,10 +161,10 @@ def styles_table(seconds: float) -> Table:
         " on average; each step takes\n"
         f"50 to 150 % of that. The sample buffer holds {_ROOM} samples. The model has 1 MB. Median "
         "(min .. max) "
-        f"of\n{_TURNS} turns of {seconds:g} s. *age*: trainer steps between the weights with which an "
-        "explorer\nmade a sample, and the step that uses it. The other columns are shares of time: the "
-        "trainer\n*starves* (waits for samples) or *synchronizes*; explorers, on average, "
-        "*synchronize* or wait for\n*room* in the buffer."
+        f"of\n{_TURNS} turns of {seconds:g} s. *mean age*, *oldest*: age, in trainer steps, of the "
+        "weights with which a sample was\nmade, at the time at which the trainer uses the sample. The other "
+        "columns are shares of time: the\ntrainer *starves* (waits for samples) or *synchronizes*; "
+        "explorers, on average, *synchronize* or\nwait for *room* in the buffer."
     )
     head = ["style", "method", "steps/s", "mean age", "oldest", "starves %", "synchronizes %"]
     head += ["explorers synchronize %", "room %"]
@@ -382,10 +382,11 @@ def methods_table(plan: Plan) -> Table:
                 shown = [Figure(tuple(one), "-").cell(1e3, 1) for one in columns]
                 rows.append([label, f"{megabytes:g}", str(explorers), *shown])
     note = (
-        "Milliseconds, median (min .. max). *delivered*: explorers already wait; time from the trainer's\n"
-        "call of ``sync_weight()`` until the last explorer's call has returned. *trainer*: time of the\n"
-        "trainer's call. *nobody waits*: time of the trainer's call while explorers are busy. *later*: all\n"
-        "explorers then call at once; time of the slowest call. NCCL needs both sides at the same time, so\n"
+        "Milliseconds, median (min .. max). In *delivered* and *trainer*, explorers already wait.\n"
+        "*delivered*: time from the trainer's call of ``sync_weight()`` until the last explorer's call has\n"
+        "returned. *trainer*: time of the trainer's call. *nobody waits*: time of the trainer's call while\n"
+        "explorers are busy. *later*: time of the slowest explorer's call, when all explorers call at once\n"
+        "after that. NCCL needs both sides at the same time, so\n"
         "it has no figures in the last two columns. Trainer, synchronizer and each explorer are processes\n"
         "on one machine, where NCCL uses shared memory. In the rows *a host each*, explorers have\n"
         "different host names, so gloo carries the weights through sockets. "
