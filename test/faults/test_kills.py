@@ -226,7 +226,8 @@ def test_sender_killed_at_any_moment(kind, delay: float) -> None:
         family.run_until_sending()
         slots = slots_of(family.workers[0].pid) - slots_of(os.getpid())  # inherited ones
         assert slots
-        assert len(mapping(slots)) == 3  # the sender and both workers
+        on_one_host = "host_name" not in vars(kind)
+        assert len(mapping(slots)) == 3 if on_one_host else family.workers[0].pid in mapping(slots)
         time.sleep(delay)
         family.kill_sender()
         for worker in family.workers:

@@ -52,6 +52,17 @@ def test_messages_arrive_in_order(server: Store) -> None:
     here.close()
 
 
+def test_last_words_of_an_end_that_is_gone_are_read_first(server: Store) -> None:
+    there, here = SignedQueue(client(server), "box", "token"), SignedQueue(server, "box", "token")
+    there.put(b"first")
+    there.put(b"last", last=True)
+    here.await_last(5.0)
+    here.end(LinkClosedError("it is gone"))
+    assert [here.take(5.0) for _ in range(2)] == [b"first", b"last"]
+    with pytest.raises(LinkClosedError, match="it is gone"):
+        here.take(5.0)
+
+
 def test_who_listens_on_which_address(server: Store) -> None:
     address = socket.gethostbyname(socket.gethostname())
     if address.startswith("127."):

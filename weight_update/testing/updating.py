@@ -195,6 +195,7 @@ class UpdatingTests(SchemeCase):
         scramble(source, 3)
         assert handle.version == 1
         assert not handle.done()
+        wait_until(lambda: procs.scheme.worker_versions[1] == 1)
         with pytest.raises(SyncFailedError) as caught:
             handle.wait(MOMENT)
         assert {index: type(error) for index, error in caught.value.failures.items()} == {0: SyncTimeoutError}

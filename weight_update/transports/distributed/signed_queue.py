@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import queue
@@ -140,7 +141,7 @@ class SignedQueue:
         self._client: StoreClient | None = None
         self._reading = False
         self._read_all = threading.Event()
-        self._putting = threading.Lock()
+        self._putting, self._beginning = threading.Lock(), threading.Lock()
         self.ended = False
         self.count = self._taken = 0
         self._closed = threading.Event()
@@ -190,8 +191,7 @@ class SignedQueue:
             UnsignedError: a message arrived that was not signed with this end's token.
             FormatError: a message is missing.
         """
-        if self._reader is None and not self._closed.is_set():
-            self._begin()
+        self._begin()
         deadline = deadline_of(timeout)
         while True:
             try:
@@ -208,14 +208,18 @@ class SignedQueue:
                 return message
 
     def _begin(self) -> None:
-        reader = threading.Thread(target=self._read, name=f"weight_update-{self.name}", daemon=True)
-        self._reading = True
-        try:
-            reader.start()
-        except RuntimeError as error:
-            self._reading = False
-            raise LinkClosedError(f"no thread could be started to read the store ({error})") from None
-        self._reader = reader
+        """Start the thread that reads the queue, unless it was started or the queue was closed."""
+        with self._beginning:
+            if self._reader is not None or self._closed.is_set():
+                return
+            reader = threading.Thread(target=self._read, name=f"weight_update-{self.name}", daemon=True)
+            self._reading = True
+            try:
+                reader.start()
+            except RuntimeError as error:
+                self._reading = False
+                raise LinkClosedError(f"no thread could be started to read the store ({error})") from None
+            self._reader = reader
 
     def _checked(self, item: _Item) -> bytes | None:
         """Return the message of ``item``, or None if it is a duplicate."""
@@ -285,6 +289,8 @@ class SignedQueue:
 
     def await_last(self, seconds: float) -> None:
         """Wait up to ``seconds`` for the last message of an end that is gone; it may still be under way."""
+        with contextlib.suppress(LinkClosedError):
+            self._begin()
         if self._reading:
             self._read_all.wait(seconds)
 
