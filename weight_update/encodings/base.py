@@ -281,12 +281,22 @@ _K = TypeVar("_K", bound=Encoding)
 
 
 def register_encoding(cls: _E) -> _E:
-    """Register an encoding class under its ``name``; a class decorator, needed on both ends."""
-    _registry[cls.name] = cls
+    """Register an encoding class under its ``name``; a class decorator, needed on both ends.
+
+    Raises:
+        ValueError: the class has no ``name``, or another class has the same one.
+    """
+    name = getattr(cls, "name", None)
+    if not isinstance(name, str):
+        raise ValueError(f"{cls.__name__} needs a class attribute name, such as 'mine/1'")
+    former = _registry.get(name, cls)
+    if former.__qualname__ != cls.__qualname__ or former.__module__ != cls.__module__:
+        raise ValueError(f"the name {name!r} of {cls.__name__} is taken by {former.__name__}; choose another")
+    _registry[name] = cls
     return cls
 
 
-def resolve_encoding(encoding: str | Encoding) -> Encoding:
+def resolve_encoding(encoding: Any) -> Encoding:
     """Return the encoding of a short name, or the given encoding itself.
 
     Raises:
@@ -298,7 +308,8 @@ def resolve_encoding(encoding: str | Encoding) -> Encoding:
         if encoding == name.partition("/")[0]:
             return cls()
     known = sorted(name.partition("/")[0] for name in _registry)
-    raise ValueError(f"unknown encoding {encoding!r} (known encodings: {', '.join(known)})")
+    hint = "; pass an object, not its class" if isinstance(encoding, type) else ""
+    raise ValueError(f"unknown encoding {encoding!r} (known encodings: {', '.join(known)}{hint})")
 
 
 def decoder_for(wire_name: str, schema: WeightSchema) -> Decoder:

@@ -20,7 +20,7 @@ from weight_update.receiver.gate import shared_gate
 from weight_update.schemes.collector import ContextObserver, register_with_torchrl, resolve_model
 from weight_update.schemes.receiver_side import ReceiverSide
 from weight_update.schemes.sender_side import SenderSide, close_all
-from weight_update.schemes.sources import DeviceMap, Sources
+from weight_update.schemes.sources import DeviceMap, Sources, whole_number
 from weight_update.schemes.updates import SchemeUpdates
 from weight_update.sender.sender import Sender
 from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
@@ -311,6 +311,7 @@ class WeightSyncScheme(SchemeUpdates):
         limit = self._connect_limit(timeout)
         if self._connected:
             raise LifecycleError("this scheme is connected already")
+        self._require_open()
         side = self._sender_side
         if side is not None and isinstance(side.sender, Sender):
             self._connect_sender(side.sender, worker_idx, weights, limit)
@@ -358,7 +359,7 @@ class WeightSyncScheme(SchemeUpdates):
     ) -> None:
         if weights is not None:
             raise LifecycleError("connect(weights=...) is for the sender")
-        idx = side.worker_idx if worker_idx is None else worker_idx
+        idx = side.worker_idx if worker_idx is None else whole_number(worker_idx, "worker_idx", least=0)
         if idx is None:
             raise ValueError("a receiver needs worker_idx, in init_on_receiver() or connect()")
         side.worker_idx = idx

@@ -72,6 +72,11 @@ class SchemeLifecycle(ABC):
         self._finalizer = weakref.finalize(self, close, *parts)
         Finalize(self, self._finalizer, exitpriority=1)
 
+    def _require_open(self) -> None:
+        """Raise LifecycleError if this scheme was shut down."""
+        if self._finalizer is not None and not self._finalizer.alive:
+            raise LifecycleError("this scheme was shut down; make a new scheme")
+
     # -- the end that this process is --------------------------------------------------------------
 
     @property

@@ -10,6 +10,7 @@ from typing import Any
 from weight_update.errors import FormatError, TransportError
 from weight_update.receiver.receiver import Receiver
 from weight_update.receiver.updates import ReceiverOptions
+from weight_update.schemes.sources import whole_number
 from weight_update.transports.base import TransportBackend
 
 __all__ = ["ReceiverSide"]
@@ -27,7 +28,7 @@ class ReceiverSide:
     """
 
     def __init__(self, worker_idx: int | None) -> None:
-        self.worker_idx = worker_idx
+        self.worker_idx = None if worker_idx is None else whole_number(worker_idx, "worker_idx", least=0)
         self.receiver: Receiver | None = None
         self._instance = secrets.token_hex(8)
         self._link: TransportBackend | None = None  # of an attempt that failed, for the next one

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from weight_update.errors import NothingToSendError
 from weight_update.schemes.collector import devices_of, factories_of, resolve_model
 from weight_update.strategy.strategy import WeightStrategy
 
-__all__ = ["ModelOf", "Sources"]
+__all__ = ["ModelOf", "Sources", "whole_number"]
 
 DeviceMap = Callable[[int, Any], Any]
 
@@ -133,9 +134,13 @@ class Sources:
             raise ValueError("init_on_sender needs the number of workers: give devices or num_workers")
         if device_map_fn is not None and devices is not None:
             raise ValueError("give either devices or device_map_fn, not both")
-        count = len(devices) if devices is not None else int(num_workers or 0)
-        if count < 1 or (num_workers is not None and num_workers != count):
-            raise ValueError(f"{num_workers=} does not go with {count} devices; at least one is needed")
+        count = (
+            len(devices or ()) if num_workers is None else whole_number(num_workers, "num_workers", least=1)
+        )
+        if devices is not None and not count == len(devices) > 0:
+            raise ValueError(
+                f"{num_workers=} does not go with {len(devices)} devices; give one for each worker"
+            )
         places = [None if d is None else torch.device(d) for d in devices or [None] * count]
         return cls(dict.fromkeys(range(count), source), dict(enumerate(places)), device_map_fn)
 
@@ -163,3 +168,14 @@ def _only(name: str, **others: Any) -> None:
     extra = [other for other, value in others.items() if value is not None]
     if extra:
         raise ValueError(f"{' and '.join(extra)} cannot be given together with {name}")
+
+
+def whole_number(value: Any, name: str, least: int) -> int:
+    """Return the value of the argument ``name`` as an integer.
+
+    Raises:
+        ValueError: it is not an integer of at least ``least``.
+    """
+    if not isinstance(value, Integral) or value < least:
+        raise ValueError(f"{name} is an integer of at least {least}, not {value!r}")
+    return int(value)

@@ -32,9 +32,8 @@ class SchemeUpdates(SchemeLifecycle):
         if side is None:
             raise LifecycleError("this is not a sender; call init_on_sender() first")
         if not side.sender.serving:  # connect() may have failed for some workers: the others are there
-            ended = self._finalizer is not None and not self._finalizer.alive
-            cure = "was shut down; make a new scheme" if ended else "is not connected; call connect() first"
-            raise LifecycleError(f"the sender {cure}")
+            self._require_open()
+            raise LifecycleError("the sender is not connected; call connect() first")
         return side
 
     def _require_receiver(self) -> Receiver:
@@ -146,10 +145,12 @@ class SchemeUpdates(SchemeLifecycle):
             has an engine.
 
         Raises:
-            LifecycleError: this is not a connected receiver.
+            LifecycleError: this is not a connected receiver, or it was shut down.
             TransportError: the sender is gone.
         """
-        return self._require_receiver().receive(timeout)
+        receiver = self._require_receiver()
+        self._require_open()
+        return receiver.receive(timeout)
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Write weights into the receiver's model, between forward passes. No version is counted.

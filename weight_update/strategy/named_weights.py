@@ -312,8 +312,8 @@ def from_items(items: Iterator[tuple[str, Any]]) -> NamedWeights:
             tensors[name] = value
         else:
             raise UnsupportedSourceError(
-                f"{name!r} is a {type(value).__name__}, not a tensor; weights are tensors, other state "
-                f"goes under a name that ends in {EXTRA!r}"
+                f"the value of {name!r} is of type {type(value).__name__}; weights are tensors, and other "
+                f"state goes under a name whose last part is {EXTRA!r}, such as 'module.{EXTRA}'"
             )
     return NamedWeights(tensors, extra)
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import threading
-from typing import Any
+from typing import Any, cast
 
 from weight_update.errors import LifecycleError
 from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
@@ -70,7 +70,7 @@ class Synchronizer:
         given = {name: value for name, value in fields.items() if value is not None}
         if isinstance(plan, SyncPlan) and given:
             raise ValueError(f"give a SyncPlan or its fields, not both: {', '.join(given)}")
-        self.plan = plan if isinstance(plan, SyncPlan) else SyncPlan(SyncMethod(plan), **given)
+        self.plan = plan if isinstance(plan, SyncPlan) else SyncPlan(cast("SyncMethod", plan), **given)
         self._directory = None if directory is None else os.fspath(directory)
         self._options: dict[str, Any] = {"lease": lease, "transfer_timeout": transfer_timeout}
         self._options["strategy"] = resolve_strategy(strategy)

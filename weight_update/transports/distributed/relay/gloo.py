@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import struct
 import threading
@@ -256,5 +257,5 @@ def _stop_waiting_at(address: tuple[Any, ...]) -> None:
 
 
 def brief(error: object) -> str:
-    """Return the first line of an error's message."""
-    return str(error).partition("\n")[0]
+    """Return the first line of an error's message, without the line of gloo's source that it begins with."""
+    return re.sub(r"\[\S+\.(cc|h):\d+\] ", "", str(error).partition("\n")[0])
