@@ -99,7 +99,7 @@ class PointToPointGroup:
             sockets.keep_from_programs()
             sockets.refuse_more()
             with self._beginning:
-                self._group = group
+                self._group, group = group, None  # a frame must not hold it: see Pending
                 problem = "it was closed" if self._closed else ""
         if problem:
             self.release()
