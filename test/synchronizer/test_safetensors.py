@@ -83,7 +83,7 @@ def test_extra_state_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("weight_update.checkpoints.safetensors._MAX_HEADER_BYTES", 1_000_000)
     with pytest.raises(UnsupportedSourceError, match=r"2 MB .* keep large tensors in parameters"):
         pack({"_extra_state": "x" * 2_000_000})
-    with pytest.raises(UnsupportedSourceError, match="'w' is a int"):
+    with pytest.raises(UnsupportedSourceError, match="'w' is of type int"):
         pack({"w": 3})
 
 

@@ -312,7 +312,7 @@ def from_items(items: Iterator[tuple[str, Any]]) -> NamedWeights:
             tensors[name] = value
         else:
             raise UnsupportedSourceError(
-                f"the value of {name!r} is of type {type(value).__name__}; weights are tensors, and other "
+                f"{name!r} is of type {type(value).__name__}; weights are tensors, and other "
                 f"state goes under a name whose last part is {EXTRA!r}, such as 'module.{EXTRA}'"
             )
     return NamedWeights(tensors, extra)

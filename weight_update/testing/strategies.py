@@ -183,9 +183,9 @@ class StrategyContract:
     @pytest.mark.parametrize(
         ("source", "named"),
         [
-            ({"a": 3}, "'a' is a int"),
+            ({"a": 3}, "'a' is of type int"),
             ({3: torch.ones(1)}, "the key 3"),
-            ({"a": {"b": None}}, "'a.b' is a NoneType"),
+            ({"a": {"b": None}}, "'a.b' is of type NoneType"),
             ({"a": torch.eye(2).to_sparse()}, "sparse"),
         ],
     )
