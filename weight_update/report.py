@@ -1,10 +1,13 @@
-"""The report of one update."""
+"""What one update did, what happened to workers, and the functions that are told of both."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
-__all__ = ["SyncReport"]
+__all__ = ["Observer", "SyncReport", "WorkerEvent"]
 
 
 @dataclass
@@ -25,6 +28,9 @@ class SyncReport:
         seconds: time of each stage in seconds: ``extract``, ``convert``, ``encode``, ``send``, ``ack``.
         apply_seconds: seconds from the arrival of the update until it was visible, by worker.
         stall_seconds: seconds for which the update kept forward passes waiting, by worker.
+        failures: errors, as text, of the workers that did not apply the update, by worker. Only reports that
+            observers get have it; other callers get :class:`~weight_update.SyncFailedError`.
+        began: time at which the update began, in seconds since the epoch.
     """
 
     version: int
@@ -36,6 +42,8 @@ class SyncReport:
     seconds: dict[str, float] = field(default_factory=dict)
     apply_seconds: dict[int, float] = field(default_factory=dict)
     stall_seconds: dict[int, float] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
+    began: float = field(default_factory=time.time, compare=False)
 
     @property
     def total_seconds(self) -> float:
@@ -68,3 +76,48 @@ def _size(nbytes: int) -> str:
         if nbytes >= step:
             return f"{nbytes / step:.3g} {unit}"
     return f"{nbytes} B"
+
+
+_WORDS = {
+    "joined": "joined",
+    "left": "left",
+    "lost": "was lost",
+    "late": "is late",
+    "full_update": "is sent all weights",
+}
+
+
+@dataclass(frozen=True)
+class WorkerEvent:
+    """A change of one worker.
+
+    Attributes:
+        kind: the change:
+
+            - ``"joined"``: it joined, or joined again.
+            - ``"left"``: it called ``shutdown()``.
+            - ``"lost"``: its process ended, or its connection failed.
+            - ``"late"``: it did not apply an update in time.
+            - ``"full_update"``: it was sent all weights instead of changes, because it lacks the version that
+              the changes refer to.
+
+        worker: index of the worker.
+        version: number of the weights that it has, or of the update that it is late with or was sent; None if
+            unknown.
+        reason: error, as text; empty for ``"joined"`` and ``"left"``.
+        time: time of the event, in seconds since the epoch.
+    """
+
+    kind: Literal["joined", "left", "lost", "late", "full_update"]
+    worker: int
+    version: int | None = None
+    reason: str = ""
+    time: float = field(default_factory=time.time)
+
+    def __str__(self) -> str:
+        version = "" if self.version is None else f", version {self.version}"
+        return f"worker {self.worker} {_WORDS[self.kind]}{version}" + f": {self.reason}" * bool(self.reason)
+
+
+Observer = Callable[[SyncReport | WorkerEvent], None]
+"""A function that is told of each update, once all workers have applied it or failed, and of each event."""
