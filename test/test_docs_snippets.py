@@ -22,6 +22,7 @@ def snippets(page: str) -> list[str]:
     ("page", "at_least"),
     [
         ("strategies.rst", 10),
+        ("observers.rst", 1),
         slow("converters.rst", 8),
         slow("pipeline.rst", 1),
         slow("engines.rst", 1),

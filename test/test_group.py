@@ -162,3 +162,12 @@ def test_an_end_of_the_switch_reaches_all() -> None:
     for thread in threads:
         thread.join(3.0)
     assert len(errors) == 2
+
+
+def test_observers_are_told_of_every_model(models: Models) -> None:
+    first, second = models.schemes
+    told: list[tuple[str, int]] = []
+    for name, scheme in (("first", first), ("second", second)):
+        scheme.add_observer(lambda event, name=name: told.append((name, event.version)))
+    send_together({first: mlp(5), second: mlp(6)})
+    wait_until(lambda: sorted(told) == [("first", 1), ("second", 1)])

@@ -33,7 +33,7 @@ from weight_update.errors import (
     WorkerError,
 )
 from weight_update.receiver.gate import Gate
-from weight_update.report import SyncReport
+from weight_update.report import Observer, SyncReport, WorkerEvent
 from weight_update.schemes import (
     DistributedWeightSyncScheme,
     MemoryWeightSyncScheme,
@@ -115,6 +115,7 @@ __all__ = [
     "NotEnoughMemoryError",
     "NotEnoughSpaceError",
     "NothingToSendError",
+    "Observer",
     "PatchEncoding",
     "RPCTransport",
     "RPCWeightSyncScheme",
@@ -151,6 +152,7 @@ __all__ = [
     "Whereabouts",
     "WholeEncoding",
     "WorkerError",
+    "WorkerEvent",
     "group_schemes",
     "register_compression",
     "register_encoding",

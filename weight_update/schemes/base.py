@@ -244,7 +244,9 @@ class WeightSyncScheme(SchemeUpdates):
         side = SenderSide(sources, self.strategy, self.timeout, self.connect_timeout)
         side.open(self._token, functools.partial(self.open_sender, ctx=ctx), lambda: self._listener)
         self.context, self._sender_side = context, side
-        self._close_at_end(close_all, *side.parts)
+        if isinstance(side.sender, Sender):
+            side.sender.table.observers = self._observers
+        self._close_at_end(close_all, self._observers, *side.parts)
 
     def init_on_receiver(
         self,
@@ -353,6 +355,7 @@ class WeightSyncScheme(SchemeUpdates):
             raise LifecycleError("connect(worker_idx=...) is for receivers")
         assert self._sender_side is not None
         self.last_report = self._sender_side.connect(weights, limit, self.worker_alive)
+        self._observers.tell(self.last_report)
 
     def _connect_receiver(
         self, side: ReceiverSide, worker_idx: int | None, weights: Any, limit: float

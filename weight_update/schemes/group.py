@@ -71,6 +71,8 @@ def send_together(
     with ExitStack() as commits:
         for handle in reversed(handles.values()):
             commits.callback(handle.commit)
+    for scheme, handle in handles.items():
+        scheme.tell_observers(handle)
     failures = {scheme: _outcome(handle) for scheme, handle in handles.items()}
     for handle in handles.values():
         handle.report.seconds["ack"] = time.perf_counter() - start

@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 
 from weight_update.errors import LifecycleError
 from weight_update.receiver.receiver import Receiver
-from weight_update.report import SyncReport
+from weight_update.report import Observer, SyncReport
 from weight_update.schemes.receiver_side import ReceiverSide
 from weight_update.schemes.sender_side import SenderListener, SenderSide
 from weight_update.sender.joining import WorkerAlive
+from weight_update.sender.observers import Observers
 from weight_update.sender.sender import Sender
 from weight_update.sharded import Follower
 from weight_update.strategy.strategy import WeightStrategy
@@ -47,6 +48,7 @@ class SchemeLifecycle(ABC):
         self._model: Any = None
         self._context: weakref.ref[Any] | None = None
         self._connected = False
+        self._observers = Observers()
         self._owner = os.getpid()
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
@@ -137,6 +139,27 @@ class SchemeLifecycle(ABC):
     def strategy_str(self) -> str:
         """Format of the strategy: ``"tensordict"`` or ``"state_dict"``."""
         return self.strategy.extract_as
+
+    def add_observer(self, observer: Observer) -> Callable[[], None]:
+        """Have a function called for every update and every change of a worker, from now on.
+
+        A thread of its own calls it. It gets a :class:`SyncReport` for each update once all workers have
+        applied it, failed or left, and a :class:`WorkerEvent` for each worker that joins, leaves, is lost, is
+        late, or gets all weights instead of changes. An error that it raises is logged.
+        :mod:`weight_update.observers` has observers that write logs, tables and traces.
+
+        On a sharded trainer, add observers on the rank that leads.
+
+        Returns:
+            a function that removes the observer.
+
+        Raises:
+            LifecycleError: this is a receiver, or it was shut down.
+        """
+        self._require_open()
+        if self.initialized_on_receiver:
+            raise LifecycleError("add_observer() is for senders")
+        return self._observers.add(observer)
 
     # -- for subclasses ----------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from weight_update.schemes.collector import resolve_path
 from weight_update.schemes.sources import Sources
 from weight_update.sender.handle import SendHandle, failed
 from weight_update.sender.joining import WorkerAlive, liveness
+from weight_update.sender.observers import Observers
 from weight_update.sender.sender import Sender
 from weight_update.sharded import Follower, Gathering, Leader, Ranks
 from weight_update.strategy.named_weights import NamedWeights
@@ -441,7 +442,9 @@ def _outside_inference_mode() -> contextlib.AbstractContextManager[Any, Any]:
     return modes
 
 
-def close_all(*parts: Sender | Follower | TransportBackend | SenderListener | Ranks | None) -> None:
+def close_all(
+    *parts: Sender | Follower | TransportBackend | SenderListener | Ranks | Observers | None,
+) -> None:
     """Close all parts, last to first, whatever one of them raises."""
     with contextlib.ExitStack() as rest:
         for part in reversed(parts):

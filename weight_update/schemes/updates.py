@@ -13,7 +13,7 @@ from weight_update.report import SyncReport
 from weight_update.schemes.lifecycle import SchemeLifecycle
 from weight_update.schemes.sender_side import SenderSide
 from weight_update.schemes.sources import ModelOf
-from weight_update.sender.handle import SendHandle
+from weight_update.sender.handle import Outcomes, SendHandle
 from weight_update.sender.sender import Sender
 
 __all__ = ["SchemeUpdates"]
@@ -94,7 +94,9 @@ class SchemeUpdates(SchemeLifecycle):
         Returns:
             a handle with ``version``, ``done()`` and ``wait(timeout) -> SyncReport``.
         """
-        return self._publish(weights, worker_ids)
+        handle = self._publish(weights, worker_ids)
+        self.tell_observers(handle)
+        return handle
 
     def stage(self, weights: Any, worker_ids: Any, step: str) -> SendHandle:
         """Send weights that workers keep until they are told to apply them.
@@ -107,6 +109,13 @@ class SchemeUpdates(SchemeLifecycle):
         handle = self._require_sender().publish(weights, worker_ids, self._context, **how)
         self.last_report = handle.report
         return handle
+
+    def tell_observers(self, handle: SendHandle) -> None:
+        """Tell the observers of an update once it is settled, on the rank that serves workers."""
+        sender = self._sender
+        if self._observers and isinstance(sender, Sender):
+            wait = functools.partial(Outcomes.wait, sender)  # not the leader's, in which all ranks take part
+            self._observers.follow(wait, handle.report, handle.workers)
 
     def continue_from(self, version: int) -> None:
         """Give the next update a number above ``version``, as after a restart from a checkpoint.

@@ -18,7 +18,9 @@ from weight_update.errors import (
     WorkerError,
     without_frames,
 )
+from weight_update.report import WorkerEvent
 from weight_update.sender.buffers import MIXED, EncodedUpdate
+from weight_update.sender.groups.delta import DeltaGroup
 from weight_update.sender.workers import Outbox, WorkerState, WorkerTable
 from weight_update.transports.base import TransportBackend
 from weight_update.wire.frames import Kind, WeightChunk
@@ -39,13 +41,13 @@ class Delivery:
     :class:`Outbox`, which writes to it.
 
     Args:
-        changed: the sender's lock.
+        table: the workers.
         timeout: seconds that a link may take for one frame.
     """
 
-    def __init__(self, changed: threading.Condition, timeout: float) -> None:
+    def __init__(self, table: WorkerTable, timeout: float) -> None:
         self.timeout = timeout
-        self._changed = changed
+        self._table, self._changed = table, table.changed
         self._closed = False
 
     def update(self, worker: WorkerState) -> EncodedUpdate | None:
@@ -153,13 +155,16 @@ class Delivery:
             if connection not in (None, worker.connections):
                 return
             departed = worker.joined and not worker.replaced and not self._closed
-            pid, fate = worker.pid, "left" if worker.left else f"was lost: {error}"
+            pid, version, left = worker.pid, worker.version, worker.left
             if worker.joined or worker.lost is None:
                 worker.lost = without_frames(error)
             worker.mark_disconnected()
             self._changed.notify_all()
         if departed:
-            _log.info("worker %d (process %d) %s", worker.idx, pid, fate)
+            _log.info("worker %d (process %d) %s", worker.idx, pid, "left" if left else f"was lost: {error}")
+            reason = "" if left else str(error)
+            event = WorkerEvent("left" if left else "lost", worker.idx, version, reason)
+            self._table.observers.tell(event)
         if not isinstance(error, TransportError):
             worker.link.disconnect()
 
@@ -173,6 +178,10 @@ class Delivery:
                     lambda: not worker.joined or worker.connections != connection, _GOODBYE_SECONDS
                 )
         self.lose(worker, error, connection)
+
+    def tell_full(self, worker: WorkerState, version: int, reason: str) -> None:
+        """Tell observers that a worker is sent all weights instead of changes."""
+        self._table.observers.tell(WorkerEvent("full_update", worker.idx, version, reason))
 
     def close(self) -> None:
         """Note that workers which leave from now on do so because the sender was shut down."""
@@ -195,6 +204,8 @@ class Delivery:
                     return None
                 update = group.update_for(worker.has)
                 if update is not None:
+                    if worker.has is not None and isinstance(group, DeltaGroup) and update in group.kept:
+                        self.tell_full(worker, update.version, "it lacks the version that changes refer to")
                     worker.set_update("inflight", update)
                     worker.sent_at = time.monotonic()
                     return update
@@ -313,6 +324,7 @@ class AnswerThreads:
             self._record_result(worker, chunk)
             self._delivery.update(worker)
         elif chunk.kind is Kind.BEHIND:
+            self._delivery.tell_full(worker, header["version"], "its weights were changed")
             with self._table.changed:
                 worker.has = None  # it is then sent all weights
                 if worker.inflight is not None and worker.inflight.version == header["version"]:

@@ -19,6 +19,7 @@ from weight_update.errors import (
     WorkerError,
     without_frames,
 )
+from weight_update.report import WorkerEvent
 from weight_update.sender.delivery import Delivery
 from weight_update.sender.groups.base import SendGroup
 from weight_update.sender.workers import ReceiverId, WorkerState, WorkerTable
@@ -163,6 +164,7 @@ class Admission:
                 worker.replaced = False
                 worker.failures.clear()  # they were of another process, or of an earlier connection
         _log.info("worker %d (process %d) joined", worker.idx, worker.pid)
+        self._table.observers.tell(WorkerEvent("joined", worker.idx, worker.version))
         self._delivery.update(worker)
 
     def _refuse(self, worker: WorkerState, error: Exception) -> None:

@@ -68,7 +68,7 @@ class Sender(Outcomes):
         first = next(iter(links.values()))
         self._shares_memory = first.capabilities.shares_memory
         self._pool = BufferPool(first, table.changed, timeout)
-        self._delivery = Delivery(table.changed, timeout)
+        self._delivery = Delivery(table, timeout)
         self._groups = GroupAssignment(table, strategy.encoding, self._pool.borrow)
         self._pipelines = PipelineSender(table, self._groups, strategy, self._pool.take, self._delivery)
         self._admission = Admission(table, self._delivery, strategy, token, self._group_to_join)

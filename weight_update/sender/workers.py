@@ -13,6 +13,7 @@ from weight_update.encodings import DeltaEncoding, Encoding
 from weight_update.sender.buffers import MIXED, ChunkWindow, EncodedUpdate, VersionId
 from weight_update.sender.groups.base import Borrow, FullGroup, SendGroup
 from weight_update.sender.groups.delta import DeltaGroup
+from weight_update.sender.observers import Observers
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.shared_memory.slots import may_run
@@ -239,12 +240,14 @@ class WorkerTable:
         changed: the sender's lock; notified whenever the state of a worker changed.
         closed: whether the sender was shut down; no worker is admitted from then on.
         version: the newest version that a worker applied; None before.
+        observers: functions that are told of changes of workers.
     """
 
     def __init__(self, states: Iterable[WorkerState]) -> None:
         self.changed = threading.Condition(threading.RLock())
         self.closed = False
         self.version: int | None = None
+        self.observers = Observers()
         self._states = {worker.idx: worker for worker in states}
         self._removed: weakref.WeakValueDictionary[int, WorkerState] = weakref.WeakValueDictionary()
 

@@ -1,0 +1,146 @@
+"""Observers of a scheme: what they are told of, in which order, and what they cannot break."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from weight_update import (
+    DistributedWeightSyncScheme,
+    LifecycleError,
+    PatchEncoding,
+    SharedMemWeightSyncScheme,
+    SyncFailedError,
+    SyncReport,
+    WeightStrategy,
+    WeightSyncScheme,
+    WorkerEvent,
+)
+from weight_update.testing.models import mlp, scramble
+from weight_update.testing.processes import eventually, freeze, wait_until
+from weight_update.testing.worker_processes import WorkerProcesses, context_of
+
+KINDS = [SharedMemWeightSyncScheme, DistributedWeightSyncScheme]
+
+
+class Told(list[Any]):
+    """An observer that keeps what it is told."""
+
+    def __call__(self, event: SyncReport | WorkerEvent) -> None:
+        self.append(event)
+
+    @property
+    def versions(self) -> list[int]:
+        return [one.version for one in self if isinstance(one, SyncReport)]
+
+    def events(self, *kinds: str) -> list[tuple[str, int]]:
+        found = [one for one in self if isinstance(one, WorkerEvent)]
+        return sorted((one.kind, one.worker) for one in found if one.kind in kinds or not kinds)
+
+
+@pytest.fixture
+def running() -> Iterator[Any]:
+    """Return a function that connects a scheme with two workers; end them afterwards."""
+    started = []
+
+    def run(scheme: WeightSyncScheme, model: Any) -> WorkerProcesses:
+        scheme.init_on_sender(model=model, num_workers=2, ctx=context_of("fork"))
+        procs = WorkerProcesses(scheme)
+        started.append(procs.__enter__())
+        for idx in range(2):
+            procs.hire(idx, mlp(2))
+        procs.connect()
+        return procs
+
+    yield run
+    for procs in started:
+        procs.__exit__()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_updates_and_workers(kind: type[WeightSyncScheme], running: Any) -> None:
+    scheme, told, model = kind(), Told(), mlp(1)
+    scheme.add_observer(told)
+    procs = running(scheme, model)
+    assert eventually(lambda: told.versions == [0])
+    assert told.events() == [("joined", 0), ("joined", 1)]
+    for _ in range(2):
+        scheme.send()
+    scheme.send_async()
+    assert eventually(lambda: told.versions == [0, 1, 2, 3])
+    last = told[-1]
+    assert sorted(last.apply_seconds) == sorted(last.stall_seconds) == [0, 1]
+    assert list(last.seconds) == ["extract", "encode", "send", "ack"]
+    assert (last.failures, last.encoding) == ({}, "dense")
+    procs.workers[0].runner.kill()
+    wait_until(lambda: told.events("lost") == [("lost", 0)])
+    with pytest.raises(SyncFailedError):
+        scheme.send()
+    assert eventually(lambda: told.versions[-1] == 4)
+    assert list(told[-1].failures) == [0]
+    scheme.shutdown()
+    assert not any(thread.name == "weight_update-observers" for thread in threading.enumerate())
+
+
+def test_a_late_worker(running: Any) -> None:
+    scheme, told = SharedMemWeightSyncScheme(timeout=0.5), Told()
+    procs = running(scheme, mlp(1))
+    remove = scheme.add_observer(told)
+    pid = procs.workers[1].runner.pid
+    freeze(pid)
+    with pytest.raises(SyncFailedError):
+        scheme.send()
+    assert eventually(lambda: len(told) == 2)
+    report, event = told
+    assert (sorted(report.apply_seconds), list(report.failures)) == ([0], [1])
+    assert (event.kind, event.worker, event.version) == ("late", 1, 1)
+    assert "did not apply it within" in event.reason
+    remove()
+    procs.workers[1].runner.kill()
+    wait_until(lambda: scheme.worker_versions[1] is None)
+    assert len(told) == 2
+
+
+def test_all_weights_instead_of_a_patch(running: Any) -> None:
+    scheme = SharedMemWeightSyncScheme(WeightStrategy("state_dict", encoding=PatchEncoding()))
+    told, model = Told(), mlp(1)
+    procs = running(scheme, model)
+    scheme.add_observer(told)
+    procs.workers[1].call("fill", 7.0)
+    with_one_change(model)
+    scheme.send()
+    assert eventually(lambda: told.versions == [1])
+    assert told.events() == [("full_update", 1)]
+    scramble(model, 5)
+    scheme.send()
+    assert eventually(lambda: told.versions == [1, 2])
+    assert told.events() == [("full_update", 0), ("full_update", 1), ("full_update", 1)]
+
+
+def with_one_change(model: Any) -> None:
+    next(model.parameters()).data.view(-1)[0] += 1
+
+
+def test_an_observer_that_raises(running: Any, caplog: pytest.LogCaptureFixture) -> None:
+    scheme, told = SharedMemWeightSyncScheme(), Told()
+
+    def broken(event: SyncReport | WorkerEvent) -> None:
+        raise ArithmeticError(f"cannot count {event}")
+
+    running(scheme, mlp(1))
+    scheme.add_observer(broken)
+    scheme.add_observer(told)
+    assert scheme.send().version == 1
+    assert eventually(lambda: told.versions == [1])
+    assert "an observer raised an error" in caplog.text
+    assert "cannot count version 1" in caplog.text
+
+
+def test_a_receiver_has_no_observers() -> None:
+    scheme = SharedMemWeightSyncScheme()
+    scheme.init_on_receiver(model=mlp(1), worker_idx=0)
+    with pytest.raises(LifecycleError, match="is for senders"):
+        scheme.add_observer(print)

@@ -1,0 +1,111 @@
+"""The functions that are told of updates and of changes of workers, and the thread that tells them."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from weight_update.errors import SyncTimeoutError
+from weight_update.report import Observer, SyncReport, WorkerEvent
+from weight_update.transports.rate_limit import RateLimitedLog
+
+__all__ = ["Observers"]
+
+_log = RateLimitedLog(logging.getLogger(__name__))
+_END_SECONDS = 5.0
+
+Wait = Callable[[SyncReport, Sequence[int], float | None], dict[int, Exception]]
+"""``Outcomes.wait``: waits for an update, enters the times of workers and returns their errors."""
+
+
+class _Update(NamedTuple):
+    """An update that is on its way."""
+
+    wait: Wait
+    report: SyncReport
+    workers: Sequence[int]
+    sent: float  # time, by time.perf_counter
+
+
+class Observers:
+    """Functions that are told of each update and event, in order, in a thread of their own.
+
+    The thread starts with the first function. As long as there is none, nothing is kept or computed.
+    """
+
+    def __init__(self) -> None:
+        self._functions: tuple[Observer, ...] = ()
+        self._items: queue.SimpleQueue[_Update | SyncReport | WorkerEvent | None] = queue.SimpleQueue()
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def add(self, function: Observer) -> Callable[[], None]:
+        """Tell ``function`` of all later updates and events; return a function that ends this."""
+        with self._starting:
+            self._functions = (*self._functions, function)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="weight_update-observers", daemon=True)
+                self._thread.start()
+
+        def remove() -> None:
+            with self._starting:
+                self._functions = tuple(one for one in self._functions if one is not function)
+
+        return remove
+
+    def __bool__(self) -> bool:
+        return bool(self._functions)
+
+    def tell(self, event: SyncReport | WorkerEvent) -> None:
+        """Tell all functions of an event, or of an update whose report is complete."""
+        if self._functions:
+            self._items.put(event)
+
+    def follow(self, wait: Wait, report: SyncReport, workers: Sequence[int]) -> None:
+        """Tell all functions of an update as soon as all workers have applied it, failed or left.
+
+        Args:
+            wait: waits for the update, as ``Outcomes.wait``.
+            report: the report as far as it is known; it is not changed.
+            workers: indices of the workers that are sent the update.
+        """
+        if self._functions:
+            self._items.put(_Update(wait, report, workers, time.perf_counter()))
+
+    def close(self) -> None:
+        """Tell the functions what is left to tell, and end the thread."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._items.put(None)
+            self._thread.join(_END_SECONDS)
+
+    def _run(self) -> None:
+        while (item := self._items.get()) is not None:
+            if isinstance(item, _Update):
+                self._settle(item)
+            else:
+                self._call(item)
+            del item  # it keeps the sender alive
+
+    def _settle(self, update: _Update) -> None:
+        report = replace(
+            update.report, seconds=dict(update.report.seconds), apply_seconds={}, stall_seconds={}
+        )
+        failures = update.wait(report, update.workers, None)
+        report.seconds["ack"] = time.perf_counter() - update.sent
+        report.failures = {idx: str(error) for idx, error in failures.items()}
+        self._call(report)
+        for idx, error in failures.items():
+            if isinstance(error, SyncTimeoutError):
+                self._call(WorkerEvent("late", idx, report.version, str(error)))
+
+    def _call(self, event: SyncReport | WorkerEvent) -> None:
+        for function in self._functions:
+            try:
+                function(event)
+            except Exception:  # noqa: BLE001 - observers never break updates
+                _log.warning("an observer raised an error", exc_info=True)
