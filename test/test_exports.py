@@ -21,6 +21,7 @@ PACKAGES = [
     "weight_update.compression",
     "weight_update.convert",
     "weight_update.encodings",
+    "weight_update.observers",
     "weight_update.schemes",
     "weight_update.synchronizer",
     "weight_update.testing",

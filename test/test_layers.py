@@ -28,7 +28,7 @@ FLOORS: list[set[str]] = [
     {"strategy"},  # how weights leave and enter a model
     {"encodings"},  # tensors to payloads and back
     {"compression"},  # bytes to fewer bytes and back
-    {"convert", "wire"},  # streams of tensors in another format; schemas, frames, checks
+    {"convert", "wire", "observers"},  # tensors in another format; schemas, frames, checks; logs and traces
     {"errors", "report"},  # the exception tree, which imports the report; what one update did
 ]
 # [end of floors]

@@ -1,0 +1,266 @@
+"""The observers of weight_update.observers: a log, a CSV file, a trace, TorchRL's loggers."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weight_update.observers import ChromeTraceObserver, CsvObserver, LogObserver, TorchRLLoggerObserver
+from weight_update.report import Observer, SyncReport, WorkerEvent
+
+BEGAN = 1_800_000_000.25
+LOST = WorkerEvent("lost", 1, 3, "its process ended", time=BEGAN)
+
+
+def report_of(version: int, began: float = BEGAN, **changes: Any) -> SyncReport:
+    fields = {
+        "wire_bytes": 400,
+        "dense_bytes": 800,
+        "changed_fraction": 0.5,
+        "seconds": {"extract": 0.001, "encode": 0.002, "send": 0.003, "ack": 0.010},
+        "apply_seconds": {0: 0.004, 1: 0.008},
+        "stall_seconds": {0: 0.0, 1: 0.002},
+    }
+    return SyncReport(version, "patch", began=began, **{**fields, **changes})
+
+
+# -- log -------------------------------------------------------------------------------------------
+
+
+def test_log_has_updates_and_warnings(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    observer: Observer = LogObserver()
+    failed = report_of(2, failures={1: "ValueError: bad"})
+    joined = WorkerEvent("joined", 4)
+    for news in (report_of(1), failed, joined, LOST):
+        observer(news)
+    assert caplog.record_tuples == [
+        ("weight_update", logging.INFO, str(report_of(1))),
+        ("weight_update", logging.INFO, str(failed)),
+        ("weight_update", logging.WARNING, "version 2 failed on worker 1: ValueError: bad"),
+        ("weight_update", logging.INFO, str(joined)),
+        ("weight_update", logging.WARNING, str(LOST)),
+    ]
+
+
+def test_log_takes_logger_and_level(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    LogObserver(logging.getLogger("mine"), logging.DEBUG)(report_of(1))
+    LogObserver(logging.getLogger("mine"), logging.ERROR)(LOST)
+    assert [record[:2] for record in caplog.record_tuples] == [
+        ("mine", logging.DEBUG),
+        ("mine", logging.ERROR),
+    ]
+
+
+# -- CSV -------------------------------------------------------------------------------------------
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_csv_has_a_row_for_each_update(tmp_path: Path) -> None:
+    path = tmp_path / "updates.csv"
+    with CsvObserver(path) as observer:
+        observer(report_of(1, failures={2: "two\nlines", 3: "it is late"}))
+        observer(LOST)
+        (row,) = rows_of(path)  # flushed
+    assert (row["version"], row["encoding"], row["workers"], row["failures"]) == ("1", "patch", "2", "2")
+    times = [
+        float(row[name]) for name in ("extract", "encode", "send", "ack", "slowest_apply", "longest_stall")
+    ]
+    assert times == [0.001, 0.002, 0.003, 0.010, 0.008, 0.002]
+    assert row["convert"] == ""
+    assert (float(row["began"]), row["wire_bytes"], row["dense_bytes"]) == (BEGAN, "400", "800")
+
+
+def test_csv_appends_to_a_file_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "updates.csv"
+    for version in (1, 2):
+        with CsvObserver(str(path)) as observer:
+            observer(report_of(version, seconds={}, apply_seconds={}, stall_seconds={}))
+    assert [(row["version"], row["slowest_apply"], row["workers"]) for row in rows_of(path)] == [
+        ("1", "", "0"),
+        ("2", "", "0"),
+    ]
+
+
+def test_csv_refuses_other_columns(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("step,loss\n1,2\n")
+    with pytest.raises(ValueError, match=r"mine\.csv has other columns.*step.*choose another path"):
+        CsvObserver(path)
+    assert path.read_text() == "step,loss\n1,2\n"
+
+
+# -- trace -----------------------------------------------------------------------------------------
+
+
+class Trace:
+    """The events of a trace file."""
+
+    def __init__(self, path: Path) -> None:
+        self.events: list[dict[str, Any]] = json.loads(path.read_text())
+        self.tracks = {e["tid"]: e["args"]["name"] for e in self.events if e["name"] == "thread_name"}
+
+    def of(self, phase: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["ph"] == phase]
+
+    def slices(self, version: int, track: str) -> dict[str, tuple[int, int]]:
+        """Return start and end of the slices, by name, in microseconds since BEGAN."""
+        zero = round(1e6 * BEGAN)
+        return {
+            e["name"]: (e["ts"] - zero, e["ts"] - zero + e["dur"])
+            for e in self.of("X")
+            if e["args"]["version"] == version and self.tracks[e["tid"]] == track
+        }
+
+    def check(self) -> None:
+        """Check that slices of a track do not overlap, and that each arrow leads from a slice to a slice."""
+        for event in self.events:
+            assert event["ts"] >= 0
+            assert event.get("dur", 1) > 0
+        for track in self.tracks:
+            spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in self.of("X") if e["tid"] == track)
+            assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+        starts, ends = (Counter((e["id"], e["name"], e["cat"]) for e in self.of(phase)) for phase in "sf")
+        assert starts == ends
+        assert all(count == 1 for count in starts.values())
+        for phase, name in (("s", "send"), ("f", "swap")):
+            for arrow in self.of(phase):
+                (bound,) = (
+                    e
+                    for e in self.of("X")
+                    if e["tid"] == arrow["tid"] and e["ts"] <= arrow["ts"] < e["ts"] + e["dur"]
+                )
+                assert (bound["name"], bound["args"]["version"]) == (name, arrow["id"])
+
+
+def test_trace_draws_stages_workers_and_arrows(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with ChromeTraceObserver(path) as observer:
+        assert Trace(path).tracks == {1: "trainer"}
+        for version in range(1, 4):
+            observer(report_of(version, BEGAN + version))
+            Trace(path).check()  # complete after each update
+        observer(report_of(4))
+    trace = Trace(path)
+    trace.check()
+    assert sorted(trace.tracks.values()) == [
+        "trainer",
+        "trainer",
+        "worker 0",
+        "worker 0",
+        "worker 1",
+        "worker 1",
+    ]
+    assert trace.slices(4, "trainer") == {
+        "extract": (0, 1000),
+        "encode": (1000, 3000),
+        "send": (3000, 6000),
+        "ack": (6000, 16000),
+    }
+    assert trace.slices(4, "worker 1") == {"transfer": (3000, 14000), "swap": (14000, 16000)}
+    assert trace.slices(4, "worker 0") == {"transfer": (3000, 11999), "swap": (11999, 12000)}
+    assert Counter(arrow["id"] for arrow in trace.of("s")) == {1: 2, 2: 2, 3: 2, 4: 2}
+
+
+def test_trace_has_one_track_each_if_updates_do_not_overlap(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with ChromeTraceObserver(path) as observer:
+        for version in range(1, 4):
+            observer(report_of(version, BEGAN + 0.0161 * version))
+    trace = Trace(path)
+    trace.check()
+    assert list(trace.tracks.values()) == ["trainer", "worker 0", "worker 1"]
+
+
+def test_trace_of_updates_that_overlap(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with ChromeTraceObserver(path) as observer:
+        for version in range(1, 6):
+            observer(report_of(version, BEGAN + 0.007 * version))
+    trace = Trace(path)
+    trace.check()
+    assert Counter(trace.tracks.values())["trainer"] == 3
+
+
+def test_trace_has_events_and_failures(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    observer = ChromeTraceObserver(path)
+    observer(LOST)
+    failed = {"seconds": {"extract": 0.001, "send": 0.002, "ack": 30.0}, "failures": {1: "it is late"}}
+    observer(report_of(3, apply_seconds={0: 0.004}, stall_seconds={0: 0.001}, **failed))
+    observer.close()
+    observer.close()
+    trace = Trace(path)
+    trace.check()
+    lost, late = trace.of("i")
+    assert (lost["name"], trace.tracks[lost["tid"]]) == ("lost", "worker 1")
+    assert lost["args"] == {"version": 3, "reason": "its process ended"}
+    assert (late["name"], late["tid"], late["args"]["reason"]) == ("failed", lost["tid"], "it is late")
+    assert trace.slices(3, "worker 0")["swap"] == (6000, 7000)  # not when the trainer gave up on worker 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seconds": {}},
+        {
+            "seconds": {"extract": 0.0, "send": 0.0, "ack": 0.0},
+            "apply_seconds": {0: 0.0},
+            "stall_seconds": {},
+        },
+        {"seconds": {"send": 0.001}, "apply_seconds": {0: 0.5}, "stall_seconds": {0: 0.5}},
+        {"apply_seconds": {}, "stall_seconds": {}},
+    ],
+)
+def test_trace_of_unusual_reports(tmp_path: Path, changes: dict[str, Any]) -> None:
+    path = tmp_path / "trace.json"
+    with ChromeTraceObserver(path) as observer:
+        observer(report_of(1, **changes))
+        Trace(path).check()
+
+
+@pytest.mark.parametrize("make", [ChromeTraceObserver, CsvObserver])
+def test_files_are_closed(tmp_path: Path, make: Callable[[Path], ChromeTraceObserver | CsvObserver]) -> None:
+    observer = make(tmp_path / "file")
+    observer.close()
+    with pytest.raises(ValueError, match="closed file"):
+        observer(report_of(1))
+
+
+# -- TorchRL ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "folder"), [({}, "weight_sync"), ({"prefix": "trainer/sync/"}, "trainer/sync")]
+)
+def test_torchrl_logger_gets_scalars(tmp_path: Path, how: dict[str, str], folder: str) -> None:
+    loggers = pytest.importorskip("torchrl.record.loggers.csv")
+    observer = TorchRLLoggerObserver(loggers.CSVLogger("run", log_dir=str(tmp_path)), **how)
+    for news in (
+        report_of(1),
+        LOST,
+        WorkerEvent("late", 0),
+        report_of(2, apply_seconds={}, stall_seconds={}),
+    ):
+        observer(news)
+    found = {
+        path.stem: {int(step): float(value) for step, value in csv.reader(path.read_text().splitlines())}
+        for path in (tmp_path / "run" / "scalars" / folder).iterdir()
+    }
+    both = {"extract_ms": 1, "encode_ms": 2, "send_ms": 3, "ack_ms": 10, "total_ms": 16, "wire_bytes": 400}
+    expected = {name: {1: value, 2: value} for name, value in {**both, "changed_fraction": 0.5}.items()}
+    expected |= {"slowest_apply_ms": {1: 8}, "longest_stall_ms": {1: 2}, "workers_lost": {1: 0, 2: 1}}
+    assert found == {name: pytest.approx(values) for name, values in expected.items()}

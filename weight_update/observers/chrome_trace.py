@@ -1,0 +1,142 @@
+"""Updates and events as a trace for Perfetto."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import AbstractContextManager
+from typing import Any
+
+from weight_update.report import SyncReport, WorkerEvent
+
+__all__ = ["ChromeTraceObserver"]
+
+PID = 1
+Span = tuple[int, int]
+"""Start and end in microseconds since the epoch, which a JSON reader that has only doubles keeps exactly."""
+
+
+class ChromeTraceObserver(AbstractContextManager["ChromeTraceObserver"]):
+    """Observer that writes a trace, to be opened with https://ui.perfetto.dev or ``chrome://tracing``.
+
+    The trace has one track for the trainer and one for each worker. The trainer's track shows the stages of
+    each update. A worker's track shows ``transfer``, from the start of ``send`` until the worker switches,
+    and ``swap``, the time for which forward passes waited. Arrows with the version as their id lead from
+    ``send`` to ``swap``. Events of workers and failures are instants. If updates overlap, as with
+    ``send_async()``, the later one goes to another track of the same name.
+
+    Workers report durations, not points in time. The slowest worker of an update is drawn so that it ends
+    with the stage ``ack``, and the others relative to it. If the update has failures, workers are drawn as if
+    they began to apply it at the end of ``send``.
+
+    The format is the JSON array of Google's *Trace Event Format*. The file is complete JSON after each update
+    and event. Use one observer for each scheme, because the versions of two schemes would be mixed up.
+
+    Args:
+        path: the file. A file that exists is replaced.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file = open(path, "wb")  # noqa: SIM115 - close() closes it
+        self._end = 0  # where the next events go: over the closing bracket
+        self._events: list[dict[str, Any]] = []
+        self._tracks: dict[str, dict[int, int]] = {}  # ends of the last spans, by name and track
+        self._meta("process_name", "weight_update")
+        self._track("trainer")
+        self.flush()
+
+    def __call__(self, news: SyncReport | WorkerEvent) -> None:
+        """Write an update or an event to the file."""
+        if isinstance(news, WorkerEvent):
+            args = {"version": news.version, "reason": news.reason}
+            self._instant(news.worker, news.kind, _micros(news.time), args)
+        else:
+            self._update(news)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write all events to the file."""
+        lines = ",\n".join(map(json.dumps, self._events))
+        self._events.clear()
+        if lines:
+            body = (b",\n" if self._end else b"[\n") + lines.encode()
+            self._file.seek(self._end)
+            self._file.write(body + b"\n]\n")
+            self._end += len(body)
+        self._file.flush()
+
+    def close(self) -> None:
+        """Write all events and close the file."""
+        if not self._file.closed:
+            self.flush()
+            self._file.close()
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _update(self, report: SyncReport) -> None:
+        """Add the stages, workers and arrows of an update."""
+        stages: dict[str, Span] = {}
+        now = began = _micros(report.began)
+        for stage, seconds in report.seconds.items():
+            stages[stage] = (now, now + _length(seconds))
+            now = stages[stage][1]
+        trainer = self._track("trainer", (began, now))
+        about = {"version": report.version, "encoding": report.encoding, "bytes": report.wire_bytes}
+        for stage, span in stages.items():
+            self._slice(trainer, stage, span, about)
+        sent = stages.get("send", (now, now))
+        for worker, seconds in report.apply_seconds.items():
+            stall = _length(report.stall_seconds.get(worker, 0.0))
+            visible = _visible(report, seconds, sent, now)
+            start = min(sent[0], visible - stall - 1)
+            track = self._track(f"worker {worker}", (start, visible))
+            args = {"version": report.version, "apply_ms": 1e3 * seconds}
+            self._slice(track, "transfer", (start, visible - stall), args)
+            self._slice(track, "swap", (visible - stall, visible), args)
+            if "send" in stages:
+                arrow = {"id": report.version, "name": "weights", "cat": f"worker {worker}"}
+                self._add("s", trainer, sent[0], **arrow)
+                self._add("f", track, visible - stall, bp="e", **arrow)
+        for worker, error in report.failures.items():
+            self._instant(worker, "failed", now, {"version": report.version, "reason": error})
+
+    def _track(self, name: str, span: Span = (0, 0)) -> int:
+        """Return the first track of a name that is free at the start of ``span``; occupy it to the end."""
+        ends = self._tracks.setdefault(name, {})
+        track = next((track for track, end in ends.items() if end <= span[0]), None)
+        if track is None:
+            track = 1 + sum(map(len, self._tracks.values()))
+            self._meta("thread_name", name, track)
+        ends[track] = max(span[1], ends.get(track, 0))
+        return track
+
+    def _instant(self, worker: int, name: str, at: int, args: dict[str, Any]) -> None:
+        if f"worker {worker}" not in self._tracks:
+            self._track(f"worker {worker}")
+        self._add("i", next(iter(self._tracks[f"worker {worker}"])), at, name=name, s="t", args=args)
+
+    def _slice(self, track: int, name: str, span: Span, args: dict[str, Any]) -> None:
+        self._add("X", track, span[0], name=name, dur=span[1] - span[0], args=args)
+
+    def _meta(self, kind: str, name: str, track: int = 1) -> None:
+        self._add("M", track, 0, name=kind, args={"name": name})
+
+    def _add(self, phase: str, track: int, at: int, **fields: Any) -> None:
+        self._events.append({"ph": phase, "pid": PID, "tid": track, "ts": at, **fields})
+
+
+def _visible(report: SyncReport, seconds: float, sent: Span, end: int) -> int:
+    """Return the estimated time at which a worker that needed ``seconds`` had the update."""
+    if report.failures or "ack" not in report.seconds:
+        return sent[1] + _length(seconds)
+    return end - _micros(max(report.apply_seconds.values()) - seconds)
+
+
+def _micros(seconds: float) -> int:
+    return round(1e6 * seconds)
+
+
+def _length(seconds: float) -> int:
+    """Return a duration in microseconds, at least 1: viewers bind no arrow to an empty slice."""
+    return max(1, _micros(seconds))

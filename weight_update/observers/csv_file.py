@@ -1,0 +1,74 @@
+"""Updates as rows of a CSV file."""
+
+from __future__ import annotations
+
+import csv
+import os
+from contextlib import AbstractContextManager
+
+from weight_update.report import SyncReport, WorkerEvent
+
+__all__ = ["CsvObserver"]
+
+STAGES = ("extract", "convert", "encode", "send", "ack")
+COLUMNS = (
+    *("began", "version", "encoding", "compression", "dense_bytes", "wire_bytes", "changed_fraction"),
+    *STAGES,
+    *("slowest_apply", "longest_stall", "workers", "failures"),
+)
+
+
+class CsvObserver(AbstractContextManager["CsvObserver"]):
+    """Observer that appends a row to a CSV file for each update.
+
+    The columns of the stages (``extract``, ``convert``, ``encode``, ``send`` and ``ack``), ``slowest_apply``
+    and ``longest_stall`` are in seconds. They are empty where an update has no such time. ``workers`` is the
+    number of workers that applied the update, and ``failures`` the number of workers that failed. Every row
+    is flushed. Events of workers are not written.
+
+    Args:
+        path: the file. Rows are appended to a file that exists.
+
+    Raises:
+        ValueError: the file has other columns.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file = open(path, "a+", newline="", encoding="utf-8")  # noqa: SIM115 - close() closes it
+        try:
+            self._file.seek(0)
+            header = next(csv.reader(self._file), None)
+            if header not in (None, list(COLUMNS)):
+                raise ValueError(
+                    f"{path} has other columns: {header}; remove the file, or choose another path"
+                )
+        except BaseException:
+            self._file.close()
+            raise
+        self._rows = csv.writer(self._file)
+        if header is None:
+            self._write(*COLUMNS)
+
+    def __call__(self, news: SyncReport | WorkerEvent) -> None:
+        """Append a row for an update."""
+        if isinstance(news, WorkerEvent):
+            return
+        self._write(
+            *(news.began, news.version, news.encoding, news.compression),
+            *(news.dense_bytes, news.wire_bytes, news.changed_fraction),
+            *(news.seconds.get(stage) for stage in STAGES),
+            max(news.apply_seconds.values(), default=None),
+            max(news.stall_seconds.values(), default=None),
+            *(len(news.apply_seconds), len(news.failures)),
+        )
+
+    def _write(self, *row: object) -> None:
+        self._rows.writerow(row)
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
