@@ -23,7 +23,6 @@ from weight_update.schemes.collector import resolve_path
 from weight_update.schemes.sources import Sources
 from weight_update.sender.handle import SendHandle, failed
 from weight_update.sender.joining import WorkerAlive, liveness
-from weight_update.sender.observers import Observers
 from weight_update.sender.sender import Sender
 from weight_update.sharded import Follower, Gathering, Leader, Ranks
 from weight_update.strategy.named_weights import NamedWeights
@@ -363,6 +362,7 @@ class SenderSide:
             with self._in_step("send", read, self._patience) as named:
                 extract = time.perf_counter() - start
                 handle = SendHandle(self.sender, self.sender.publish(named, **how), tuple(named))
+            handle.report.began -= extract
             handle.report.seconds = {"extract": extract, **handle.report.seconds}
         return handle
 
@@ -442,10 +442,8 @@ def _outside_inference_mode() -> contextlib.AbstractContextManager[Any, Any]:
     return modes
 
 
-def close_all(
-    *parts: Sender | Follower | TransportBackend | SenderListener | Ranks | Observers | None,
-) -> None:
-    """Close all parts, last to first, whatever one of them raises."""
+def close_all(*parts: Any) -> None:
+    """Close all parts that are not None, last to first, whatever one of them raises."""
     with contextlib.ExitStack() as rest:
         for part in reversed(parts):
             if part is not None:
