@@ -1,4 +1,4 @@
-"""What one update did, what happened to workers, and the functions that are told of both."""
+"""Reports of updates, events of workers, and the observers that are told of both."""
 
 from __future__ import annotations
 

@@ -97,25 +97,13 @@ def test_collection_goes_on_without_a_killed_worker(caplog):
         collector.shutdown()
 
 
-def test_collection_goes_on_without_a_worker_that_was_killed_while_it_wrote():
-    collector = make(MultiAsyncCollector, on_worker_lost="continue")
-    try:
-        frames = collector.iterator()
-        next(frames)
-        assert collector.queue_out._wlock.acquire(timeout=10.0)  # as the worker does for each batch
-        os.kill(collector.procs[1].pid, signal.SIGKILL)
-        for _ in range(20):
-            require_exact(next(frames))
-    finally:
-        collector.shutdown()
-
-
-def test_collection_goes_on_without_a_worker_that_was_killed_before_it_wrote():
+@pytest.mark.parametrize("held", ["_wlock", "_sem"], ids=["while it writes", "before it writes"])
+def test_collection_goes_on_without_a_worker_that_was_killed_with_a_lock(held):
     collector = make(MultiAsyncCollector, workers=3, on_worker_lost="continue")
     try:
         frames = collector.iterator()
         next(frames)
-        assert collector.queue_out._sem.acquire(timeout=10.0)  # a place in the queue, as the worker does
+        assert getattr(collector.queue_out, held).acquire(timeout=10.0)  # as the worker does for each batch
         os.kill(collector.procs[1].pid, signal.SIGKILL)
         for _ in range(20):
             require_exact(next(frames))

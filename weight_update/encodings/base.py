@@ -296,7 +296,7 @@ def register_encoding(cls: _E) -> _E:
     return cls
 
 
-def resolve_encoding(encoding: Any) -> Encoding:
+def resolve_encoding(encoding: object) -> Encoding:
     """Return the encoding of a short name, or the given encoding itself.
 
     Raises:

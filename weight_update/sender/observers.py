@@ -36,10 +36,13 @@ class Observers:
     """Functions that are told of each update and event, in order, in a thread of their own.
 
     The thread starts with the first function. As long as there is none, nothing is kept or computed.
+
+    Attributes:
+        functions: the functions.
     """
 
     def __init__(self) -> None:
-        self._functions: tuple[Observer, ...] = ()
+        self.functions: tuple[Observer, ...] = ()
         self._items: queue.SimpleQueue[_Update | SyncReport | WorkerEvent | None] = queue.SimpleQueue()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -47,23 +50,20 @@ class Observers:
     def add(self, function: Observer) -> Callable[[], None]:
         """Tell ``function`` of all later updates and events; return a function that ends this."""
         with self._starting:
-            self._functions = (*self._functions, function)
+            self.functions = (*self.functions, function)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="weight_update-observers", daemon=True)
                 self._thread.start()
 
         def remove() -> None:
             with self._starting:
-                self._functions = tuple(one for one in self._functions if one is not function)
+                self.functions = tuple(one for one in self.functions if one is not function)
 
         return remove
 
-    def __bool__(self) -> bool:
-        return bool(self._functions)
-
     def tell(self, event: SyncReport | WorkerEvent) -> None:
         """Tell all functions of an event, or of an update whose report is complete."""
-        if self._functions:
+        if self.functions:
             self._items.put(event)
 
     def follow(self, wait: Wait, report: SyncReport, workers: Sequence[int]) -> None:
@@ -74,7 +74,7 @@ class Observers:
             report: the report as far as it is known; it is not changed.
             workers: indices of the workers that are sent the update.
         """
-        if self._functions:
+        if self.functions:
             self._items.put(_Update(wait, report, workers, time.perf_counter()))
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class Observers:
                 self._call(WorkerEvent("late", idx, report.version, str(error)))
 
     def _call(self, event: SyncReport | WorkerEvent) -> None:
-        for function in self._functions:
+        for function in self.functions:
             try:
                 function(event)
             except Exception:  # noqa: BLE001 - observers never break updates
