@@ -28,7 +28,6 @@ FRAMES_TIMEOUT = 1800.0
 """Default seconds that a worker has for a batch, which is PyTorch's limit for gloo."""
 
 _EXIT_SECONDS, _GONE_SECONDS, _READ_SECONDS = 5.0, 1.0, 1.0
-_LOCK_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
 
@@ -157,7 +156,6 @@ class BatchQueue(Substitute):
         self._in_rounds, self._may_lose, self._limit = in_rounds, may_lose, frames_timeout
         self._waits = WaitingTimes(frames_timeout)
         self._missing = set(range(len(processes)))
-        self._lock_is_free = True  # as far as is known
 
     def get(self, timeout: float) -> Any:
         """Return the next batch; raise ``queue.Empty`` after ``timeout`` seconds, or as :meth:`look` does."""
@@ -202,8 +200,6 @@ class BatchQueue(Substitute):
             self.lost[idx] = why
             self._waits.end(idx)
             self._missing.discard(idx)
-        if gone or not self._lock_is_free:
-            self._free_lock()
         if not self._left():
             raise WorkerError(f"no worker is left: {_describe(self.lost)}")
         return bool(gone)
@@ -226,17 +222,6 @@ class BatchQueue(Substitute):
             wait(ending, _GONE_SECONDS)  # without sentinels it would sleep all that time
         self.look()
         return wanted <= self.lost.keys()
-
-    def _free_lock(self) -> None:
-        """Release the lock of the queue if a worker was killed while it held the lock.
-
-        Another worker holds it for an instant, or longer while the queue's pipe is full.
-        """
-        lock = getattr(self._original, "_wlock", None)
-        if lock is not None:
-            self._lock_is_free = lock.acquire(timeout=_LOCK_SECONDS) or self._original.empty()
-            if self._lock_is_free:
-                lock.release()
 
     def _left(self) -> list[tuple[int, Any]]:
         return [(idx, one) for idx, one in enumerate(self._processes) if idx not in self.lost]

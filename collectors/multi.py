@@ -21,6 +21,7 @@ from collectors.frames import (
     WorkersLateError,
     require_seconds,
 )
+from collectors.locks import WithProcessLock
 from collectors.requests import Request, real
 from collectors.single import Collector
 from collectors.torchrl_names import MultiCollectorMeta
@@ -74,7 +75,8 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
 
     procs: list[Any]
     pipes: list[Any]
-    queue_out: Any
+    queue_out = WithProcessLock("_wlock")
+    _traj_pool = WithProcessLock("lock")
 
     def __init__(
         self,

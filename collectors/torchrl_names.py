@@ -58,10 +58,12 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
         "_add_collector_outputs_to_fake_td",
         "_run_processes",
         "_setup_multi_policy_version_tracking",
+        "_traj_pool",
         "_weight_sync_schemes",
         "pipes",
         "policy_version_tracker",
         "procs",
+        "queue_out",
         "register_scheme_receiver",
     ),
     ("torchrl.collectors.distributed", "DistributedCollector"): (
