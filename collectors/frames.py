@@ -156,6 +156,7 @@ class BatchQueue(Substitute):
         self._in_rounds, self._may_lose, self._limit = in_rounds, may_lose, frames_timeout
         self._waits = WaitingTimes(frames_timeout)
         self._missing = set(range(len(processes)))
+        self._unread: set[int] = set()  # lost workers, each of which may have left a batch in the queue
 
     def get(self, timeout: float) -> Any:
         """Return the next batch; raise ``queue.Empty`` after ``timeout`` seconds, or as :meth:`look` does."""
@@ -168,16 +169,15 @@ class BatchQueue(Substitute):
             self.look()
             raise
         except (OSError, EOFError, RuntimeError) as error:  # the memory of a batch is gone with its worker
-            wait([one.sentinel for idx, one in self._alive()], _EXIT_SECONDS)
-            if not self.look():
+            if not self._lost_with_its_batch():
                 raise
             raise queue.Empty from error
         self._waits.add(time.monotonic() - start, self._missing)
         self._note(item[0])
         return item
 
-    def look(self) -> bool:
-        """Check the workers, and return whether some were lost since the last check.
+    def look(self) -> None:
+        """Check the workers.
 
         Raises:
             WorkerError: a worker has ended, or no worker is left.
@@ -200,9 +200,9 @@ class BatchQueue(Substitute):
             self.lost[idx] = why
             self._waits.end(idx)
             self._missing.discard(idx)
+            self._unread.add(idx)
         if not self._left():
             raise WorkerError(f"no worker is left: {_describe(self.lost)}")
-        return bool(gone)
 
     def gone(self, worker: int) -> str | None:
         """Return what happened to a worker that is gone, or None if it is alive."""
@@ -223,6 +223,16 @@ class BatchQueue(Substitute):
         self.look()
         return wanted <= self.lost.keys()
 
+    def _lost_with_its_batch(self) -> bool:
+        """Whether the unreadable batch may be that of a lost worker; waits for one that is ending."""
+        if not self._unread:
+            wait([one.sentinel for _, one in self._alive()], _EXIT_SECONDS)
+            self.look()
+        if not self._unread:
+            return False
+        self._unread.pop()
+        return True
+
     def _left(self) -> list[tuple[int, Any]]:
         return [(idx, one) for idx, one in enumerate(self._processes) if idx not in self.lost]
 
@@ -233,6 +243,7 @@ class BatchQueue(Substitute):
         """Note the arrival of a batch: a worker's index, or a pair that ends with it."""
         idx = batch[1] if isinstance(batch, tuple) else batch
         self._waits.end(idx)
+        self._unread.discard(idx)
         if self._in_rounds:
             self._missing.discard(idx)
             self._missing = self._missing or set(range(len(self._processes)))

@@ -148,6 +148,25 @@ def test_collection_goes_on_without_a_worker_that_was_killed_with_a_lock(find):
         collector.shutdown()
 
 
+def test_collection_goes_on_without_a_worker_that_was_killed_before_its_first_batch_was_read():
+    collector = make(MultiAsyncCollector, on_worker_lost="continue")
+    try:
+        frames = collector.iterator()
+        next(frames)
+        (first,) = collector.out_tensordicts
+        while collector.queue_out.qsize() < 2:
+            time.sleep(0.01)
+        time.sleep(0.2)  # until the batches that were put are in the pipe as well
+        lost = 1 - first
+        collector.procs[lost].kill()
+        collector.procs[lost].join(10.0)
+        for _ in range(20):
+            require_exact(next(frames))
+        assert set(collector.queue_out.lost) == {lost}
+    finally:
+        collector.shutdown()
+
+
 def test_collection_goes_on_without_a_stopped_worker():
     collector = make(MultiAsyncCollector, on_worker_lost="continue", frames_timeout=3.0)
     try:
