@@ -31,7 +31,7 @@ def make_policy() -> nn.Module:
 
 @dataclass
 class Episode:
-    """What one actor saw, did and got, and the versions of the policy that it did it with."""
+    """The observations, actions and rewards of one actor, and the versions of the policy that it used."""
 
     observations: torch.Tensor
     actions: torch.Tensor

@@ -149,7 +149,7 @@ def milliseconds(label: str, seconds: Iterable[float]) -> str:
 
 
 def cost_table(history: History) -> str:
-    """What synchronization cost, as text."""
+    """Return the cost of synchronization, as text."""
     reports = history.reports
     spent = sum(report.total_seconds for report in reports)
     bytes_sent = sum(report.wire_bytes for report in reports)

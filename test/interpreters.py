@@ -79,7 +79,7 @@ def run_python(
 
 
 class _Pipe:
-    """What a program and the processes that it starts print."""
+    """The output of a program and of the processes that it starts."""
 
     def __init__(self) -> None:
         reading, self.number = os.pipe()

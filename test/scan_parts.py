@@ -1,4 +1,4 @@
-"""What tests of scans share."""
+"""Helpers of the tests of scans."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ Task = Callable[[int, int], Any]
 
 
 def in_ranks(world: int, where: Path, task: Task) -> list[Any]:
-    """What ``task(rank, world)`` gives in each process of a gloo group."""
+    """Return the results of ``task(rank, world)`` in each process of a gloo group."""
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(world)]
     processes = [
@@ -133,7 +133,7 @@ def _rank(task: Task, rank: int, world: int, meeting: Path, answer: Any) -> None
 
 
 def shard_of(whole: dict[str, torch.Tensor], rank: int, world: int) -> dict[str, torch.Tensor]:
-    """What one rank of Megatron-Core has: the reference for the default table."""
+    """Return the tensors of one rank of Megatron-Core: the reference for the default table."""
     shards = {}
     for name, value in whole.items():
         rows = value.shape[0] // world

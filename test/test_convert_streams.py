@@ -1,4 +1,4 @@
-"""What all converters have in common: they stream, leave the live model alone, and repeat themselves."""
+"""All converters stream, leave the live model alone, and can run again."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def some(dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]) -> list[torch.Te
 
 
 def shipped(tensors: Sequence[torch.Tensor], schema: WeightSchema) -> list[torch.Tensor]:
-    """What the other end reads."""
+    """Encode the tensors and decode them as the receiver does."""
     (payload,) = DenseEncoding().encoder(schema).encode(tensors, lambda n: torch.empty(n, dtype=torch.uint8))
     return DenseEncoding.decoder(schema).decode([payload])
 

@@ -17,7 +17,7 @@ def run(name: str, *args: str, timeout: float = 110.0, **how: bool) -> subproces
 
 
 def succeed(name: str, *args: str, timeout: float = 110.0, **how: bool) -> str:
-    """What the example prints; fails if it fails, or complains on stderr about anything."""
+    """Return the output of an example; fail if it fails or writes to stderr."""
     done = run(name, *args, timeout=timeout, **how)
     assert done.returncode == 0, done.stderr
     complaints = [
@@ -107,7 +107,7 @@ def test_fsdp_trainer() -> None:
 
 
 def ray_lines(name: str, *args: str) -> list[str]:
-    """What a Ray example prints; Ray itself talks on stderr."""
+    """Return the output of a Ray example; Ray itself writes to stderr."""
     pytest.importorskip("ray", reason='Ray is not installed: pip install "weight-update[ray]"')
     done = run(name, *args)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""What the packages offer by name."""
+"""The public names of the packages."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import FunctionType, ModuleType
 
 import pytest
@@ -81,6 +82,14 @@ def test_public_methods_are_documented_or_inherit_their_docstring() -> None:
         if not inspect.getdoc(getattr(value, member) if isinstance(attribute, classmethod) else attribute)
     ]
     assert lacking == []
+
+
+def test_docstrings_name_the_thing_first() -> None:
+    root = Path(__file__).parent.parent
+    folders = ("weight_update", "collectors", "benchmarks", "examples", "test")
+    vague = re.compile(r'^\s*"""(What|Who|That|Those)\b', re.MULTILINE)
+    files = [path for folder in folders for path in (root / folder).rglob("*.py")]
+    assert [str(path) for path in files if vague.search(path.read_text())] == []
 
 
 def test_every_error_is_exported_and_drawn() -> None:

@@ -1,4 +1,4 @@
-"""What the base of links that reconnect makes of the errors of a transport's own connections."""
+"""Errors of a transport's own connections, as the base of reconnecting links passes them on."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Passes:
         self.count += 1
 
     def report(self) -> dict[str, Any]:
-        """What was seen until now."""
+        """Return the observations so far."""
         return {"torn": self.torn[:5], "count": self.count, "newest": self.newest, "error": self.error}
 
     def end(self) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class Remote(workers.Worker):
         return not self.busy()
 
     def result(self, timeout: float = WAIT) -> Any:
-        """What the function returned."""
+        """Return the result of the function."""
         if self.busy(timeout):
             raise TimeoutError(f"worker {self.idx} did not answer within {timeout} s")
         try:

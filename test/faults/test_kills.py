@@ -159,7 +159,7 @@ def test_killed_with_an_update_staged(kind, procs: Processes) -> None:
 
 
 def test_restarted_after_a_staged_update(kind, procs: Processes) -> None:
-    """Who joins after send_together() gets what was committed, not something to wait with."""
+    """A worker that joins after send_together() gets the committed version at once."""
     scheme, model = procs.scheme(kind, timeout=WAIT), small()
     group_schemes([scheme])
     workers = procs.launch(scheme, model, small, 2)

@@ -25,7 +25,7 @@ from weight_update import (
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float32, torch.bfloat16]
-"""What each worker has; the trainer has float32."""
+"""The dtypes of the workers; the trainer has float32."""
 
 OPTIONS: list[Mapping[str, Any]] = [
     {},
@@ -62,7 +62,7 @@ class Net(nn.Module):
 
 @torch.no_grad()
 def change(model: Net, dice: random.Random) -> None:
-    """What an update may do: nothing, a few elements, many, all; now and then strange bits."""
+    """Change no element, a few, many or all of them; now and then to strange bits."""
     share = dice.choice([0.0, 1e-4, 1e-3, 0.01, 0.01, 0.05, 0.2, 0.6, 1.0])
     seeded = torch.Generator().manual_seed(dice.randrange(1 << 40))
     for tensor in model.parameters():

@@ -41,7 +41,7 @@ from weight_update.errors import LinkClosedError
 
 
 def held() -> dict[str, Any]:
-    """What this process has open."""
+    """Return the open descriptors, our threads and our slots of this process."""
     descriptors = []
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -243,7 +243,7 @@ SLOTS = {"dense": "dense", "kept": BucketEncoding(bucket_size=1 << 18, load_inst
 
 @pytest.mark.parametrize("encoding", ["dense", pytest.param("kept", marks=pytest.mark.slow)])
 def test_memory_is_given_back_after_a_slow_phase(kind: type, procs: Processes, encoding: str) -> None:
-    """What a worker that was late took is free a few updates later, on both ends."""
+    """Memory taken by a worker that was late is free a few updates later, on both ends."""
     scheme = procs.scheme(kind, timeout=0.3, strategy=WeightStrategy(encoding=SLOTS[encoding]))
     model = Stripes(2, 1 << 19)
     late, quick = procs.launch(scheme, model, lambda: Stripes(2, 1 << 19), 2)

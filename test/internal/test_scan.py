@@ -1,4 +1,4 @@
-"""What a scan finds turns the snapshot into the live tensors, bit for bit."""
+"""The changes that a scan finds turn the snapshot into the live tensors, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done to workers, and undone after a while."""
+"""Faults that a soak inflicts on workers, and takes back after a while."""
 
 from __future__ import annotations
 

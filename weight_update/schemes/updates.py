@@ -112,8 +112,7 @@ class SchemeUpdates(SchemeLifecycle):
 
     def tell_observers(self, handle: SendHandle) -> None:
         """Tell the observers of an update once it is settled, on the rank that serves workers."""
-        sender = self._sender
-        if self._observers.functions and isinstance(sender, Sender):
+        if self._observers.functions and isinstance(sender := self._sender, Sender):
             wait = functools.partial(Outcomes.wait, sender)  # not the leader's, in which all ranks take part
             self._observers.follow(wait, handle.report, handle.workers)
 
