@@ -17,7 +17,7 @@ from typing import Any, cast
 import pytest
 import soak_run
 import torch
-from soak_measure import give_back
+from soak_measure import give_back, growth
 from soak_sides import PeerSide, Side
 from soak_strangers import listeners
 from soak_table import summary, table
@@ -235,3 +235,21 @@ def test_a_send_that_hangs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     ((kind, text),) = account["problems"]
     assert kind == "hang"
     assert "threading.Event().wait()" in text
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"connections": 2, "descriptors": 10, "threads": 8}, ""),  # now in the middle of a chain
+        ({"connections": 3, "descriptors": 15, "threads": 12}, "connections"),
+        ({"descriptors": 5}, "descriptors"),
+        ({"threads": 5}, "threads"),
+        ({"slots": 17, "descriptors": 17}, "slots"),
+        ({"memory": 30 << 20}, "memory"),
+    ],
+)
+def test_growth_is_found(more: dict[str, int], said: str) -> None:
+    before = {"memory": 100 << 20, "descriptors": 30, "slots": 6, "connections": 1, "threads": 9}
+    after = {name: count + more.get(name, 0) for name, count in before.items()}
+    found = growth("worker 0", 1, [before] * 3, [after] * 3)
+    assert [text.split()[0] for text in found] == [said] * bool(said)

@@ -16,6 +16,10 @@ SLOTS = 16
 
 The sender keeps the last patches for chains, and how many it has depends on the updates just before.
 """
+CONNECTION = {"descriptors": 5, "threads": 4}
+"""Descriptors and threads of a connection to another host, which has one ``epoll``; counted in a soak."""
+CONNECTIONS = 2
+"""Growth of connections that counts as flat, in each process: a worker at an end of a chain has fewer."""
 LEAST = 3
 """Samples of a window."""
 
@@ -40,14 +44,15 @@ def sample(pids: Iterable[int], shared: bool = True) -> Sample:
         shared: whether shared memory counts. Ray's object store keeps
             every page that was once used.
     """
-    total = {"memory": 0, "descriptors": 0, "slots": 0, "threads": 0}
+    total = {"memory": 0, "descriptors": 0, "slots": 0, "connections": 0, "threads": 0}
     for pid in pids:
         try:
             here = Path("/proc", str(pid))
             one = {
                 "memory": _memory(here, shared),
                 "descriptors": len(os.listdir(here / "fd")),
-                "slots": _slots(here),
+                "slots": _count(here, "/memfd:weight_update"),
+                "connections": _count(here, "anon_inode:[eventpoll]"),
                 "threads": len(os.listdir(here / "task")),
             }
         except OSError:
@@ -63,12 +68,12 @@ def _memory(process: Path, shared: bool) -> int:
     return sizes.get("Pss:", 0) - (0 if shared else sizes.get("Pss_Shmem:", 0))
 
 
-def _slots(process: Path) -> int:
-    """Return the number of descriptors of slots."""
+def _count(process: Path, target: str) -> int:
+    """Return the number of descriptors that refer to ``target``, or to a name that begins so."""
     found = 0
     for fd in (process / "fd").iterdir():
         with contextlib.suppress(OSError):  # closed by now
-            found += os.readlink(fd).startswith("/memfd:weight_update")
+            found += os.readlink(fd).startswith(target)
     return found
 
 
@@ -84,10 +89,13 @@ def growth(who: str, processes: int, first: list[Sample], last: list[Sample]) ->
     before, after = median(first), median(last)
     for held in (before, after):
         held["descriptors"] -= held["slots"]
+        for name, count in CONNECTION.items():
+            held[name] -= count * held["connections"]
     allowed = {
         "memory": before["memory"] * (1 + SHARE) + BYTES,
         "descriptors": before["descriptors"] + COUNT * processes,
         "slots": before["slots"] + SLOTS * processes,
+        "connections": before["connections"] + CONNECTIONS * processes,
         "threads": before["threads"] + COUNT * processes,
     }
     return [

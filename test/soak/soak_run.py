@@ -333,8 +333,7 @@ class Soak:
 
     def _judge(self) -> None:
         first, last = self._windows["first"], self._windows["last"]
-        roles = 2 if self.options.hosts else 1  # in the middle of a chain a worker has one connection more
-        for who, processes in (("the trainer", 1), ("worker 0", roles), ("all", 1 + self.options.workers)):
+        for who, processes in (("the trainer", 1), ("worker 0", 1), ("all", 1 + self.options.workers)):
             for text in growth(who, processes, [one[who] for one in first], [one[who] for one in last]):
                 self.broken("not flat", text)
 
