@@ -13,6 +13,7 @@ import torch
 from interpreters import run_python
 
 from weight_update.errors import LinkClosedError
+from weight_update.transports.distributed.relay import nccl
 from weight_update.transports.distributed.relay.gloo import PointToPointGroup
 from weight_update.transports.distributed.signed_queue import find_store, open_store
 from weight_update.transports.distributed.store import Store
@@ -117,6 +118,7 @@ def test_an_end_that_was_closed_does_not_connect(ends: tuple[PointToPointGroup, 
 LATE_ENDS = """
 import threading, time
 from weight_update.errors import LinkClosedError
+from weight_update.transports.distributed.relay import nccl
 from weight_update.transports.distributed.relay.gloo import PointToPointGroup
 from weight_update.transports.distributed.signed_queue import find_store, open_store
 from weight_update.transports.rendezvous import SignedRendezvous
@@ -154,3 +156,25 @@ print("all ended")
 def test_an_end_that_comes_when_the_other_has_just_given_up() -> None:
     result = run_python("-c", LATE_ENDS)
     assert (result.returncode, result.stdout) == (0, "all ended\n"), result.stderr
+
+
+def test_a_group_whose_nccl_fails_keeps_no_connection(
+    ends: tuple[PointToPointGroup, PointToPointGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine may lack CUDA, so the constructor of NCCL's group is one that raises."""
+
+    def unavailable(*_: Any) -> None:
+        raise RuntimeError("NCCL error")
+
+    monkeypatch.setattr(nccl, "require_nccl", lambda: None)
+    monkeypatch.setattr(nccl, "process_group_nccl", lambda: unavailable)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    _, there = ends
+    here = nccl.NcclGroup(there._store, "group", "token", 0, HERE)
+    lost = threading.Event()
+    other = in_thread(there.connect)
+    with pytest.raises(LinkClosedError, match="no NCCL connection"):
+        here.connect()
+    other.join()
+    there.watch(lost.set)
+    assert lost.wait(10.0)

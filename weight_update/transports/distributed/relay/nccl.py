@@ -51,10 +51,14 @@ class NcclGroup(PointToPointGroup):
         except ValueError as error:
             raise LinkClosedError(str(error)) from None
         super().connect()
-        self._device = torch.device("cuda", torch.cuda.current_device())
-        with _errors_reach_the_caller():
-            store = PrefixStore(f"{self._name}/nccl", self._store.c10d())
-            self._nccl = own(process_group_nccl()(store, self._rank, 2))
+        try:
+            self._device = torch.device("cuda", torch.cuda.current_device())
+            with _errors_reach_the_caller():
+                store = PrefixStore(f"{self._name}/nccl", self._store.c10d())
+                self._nccl = own(process_group_nccl()(store, self._rank, 2))
+        except RuntimeError as error:
+            self.release()
+            raise LinkClosedError(f"no NCCL connection ({brief(error)})") from None
 
     def begin_push(self, piece: torch.Tensor) -> Pending:
         staged = piece.to(self._device)
