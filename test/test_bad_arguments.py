@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 from weight_update import (
+    DistributedWeightSyncScheme,
     LifecycleError,
     MultiProcessWeightSyncScheme,
     PatchEncoding,
     SharedMemWeightSyncScheme,
     Synchronizer,
+    TrainerClient,
     UnsupportedSourceError,
     WeightStrategy,
     WeightSyncScheme,
@@ -84,3 +86,15 @@ def test_an_unknown_method_of_a_synchronizer() -> None:
 def test_extra_state_under_another_name(tmp_path: Any) -> None:
     with pytest.raises(UnsupportedSourceError, match="whose last part is '_extra_state', such as"):
         CheckpointStore(tmp_path).publish(0, {"weight": torch.ones(2), "my_extra_state": 3}, step=0)
+
+
+@pytest.mark.parametrize("port", [-1, 65536, "80"])
+def test_a_number_that_is_no_port(port: Any) -> None:
+    message = rf"port is an integer from 0 to 65535, not {port!r}"
+    with pytest.raises(ValueError, match=message):
+        DistributedWeightSyncScheme(port=port)
+    with Synchronizer("memory", "trainer_driven") as synchronizer, pytest.raises(ValueError, match=message):
+        synchronizer.serve(port=port)
+    if port == 65536:
+        with pytest.raises(ValueError, match=message):
+            TrainerClient(f"127.0.0.1:{port}", nn.Linear(2, 2), token="secret")

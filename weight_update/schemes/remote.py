@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weight_update.schemes.base import End, WeightSyncScheme
+from weight_update.schemes.sources import port_number
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.distributed.relay.nccl import require_backend
@@ -66,7 +67,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         stable_addresses: see :class:`WeightSyncScheme`.
 
     Raises:
-        ValueError: the backend is unknown, or is NCCL without CUDA.
+        ValueError: the backend is unknown, or is NCCL without CUDA; or the port is not valid.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
             connect_timeout=connect_timeout,
             stable_addresses=stable_addresses,
         )
-        self.backend, self.address, self.port, self.host = backend, address, port, host
+        self.backend, self.address, self.port, self.host = backend, address, port_number(port), host
         self.directory = directory
         self._token = token or os.environ.get(_TOKEN) or self._token
 

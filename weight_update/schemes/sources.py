@@ -15,7 +15,7 @@ from weight_update.errors import NothingToSendError
 from weight_update.schemes.collector import devices_of, factories_of, resolve_model
 from weight_update.strategy.strategy import WeightStrategy
 
-__all__ = ["ModelOf", "Sources", "whole_number"]
+__all__ = ["ModelOf", "Sources", "port_number", "whole_number"]
 
 DeviceMap = Callable[[int, Any], Any]
 
@@ -170,12 +170,19 @@ def _only(name: str, **others: Any) -> None:
         raise ValueError(f"{' and '.join(extra)} cannot be given together with {name}")
 
 
-def whole_number(value: Any, name: str, least: int) -> int:
+def whole_number(value: Any, name: str, least: int, most: int | None = None) -> int:
     """Return the value of the argument ``name`` as an integer.
 
     Raises:
-        ValueError: it is not an integer of at least ``least``.
+        ValueError: it is not an integer, or not between ``least`` and ``most``.
     """
-    if not isinstance(value, Integral) or value < least:
-        raise ValueError(f"{name} is an integer of at least {least}, not {value!r}")
-    return int(value)
+    number = int(value) if isinstance(value, Integral) else None
+    if number is None or number < least or (most is not None and number > most):
+        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name} is an integer {limits}, not {value!r}")
+    return number
+
+
+def port_number(value: Any) -> int:
+    """Return the value of the argument ``port``; raise ValueError if it is not the number of a port."""
+    return whole_number(value, "port", least=0, most=65535)

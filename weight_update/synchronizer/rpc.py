@@ -34,6 +34,7 @@ from weight_update.errors import (
     SyncTimeoutError,
     TransportError,
 )
+from weight_update.schemes.sources import port_number
 from weight_update.synchronizer.service import Service
 from weight_update.synchronizer.sessions import Reply
 from weight_update.transports.handshake import prove_token
@@ -189,7 +190,7 @@ class Server:
         self._service, self._closed = service, False
         self._log = RateLimitedLog(_log)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        sock = socket.create_server((address, port), family=family, backlog=_BACKLOG)
+        sock = socket.create_server((address, port_number(port)), family=family, backlog=_BACKLOG)
         self.address = f"{address}:{sock.getsockname()[1]}"
         self._listener = Listener(sock, self.token, CONTEXT, self._serve, "weight_update-synchronizer", _log)
         self._listener.start()
@@ -277,7 +278,7 @@ class SocketChannel(Channel):
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
             raise ValueError(f"a synchronizer's address is host:port, got {address!r}")
-        self._host, self._port, self._token = host.strip("[]"), int(port), token
+        self._host, self._port, self._token = host.strip("[]"), port_number(int(port)), token
         self._lock = threading.Lock()
         self._idle: list[RpcConnection] = []
         self._busy: set[RpcConnection] = set()

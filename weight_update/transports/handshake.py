@@ -34,7 +34,7 @@ _REPLY = struct.Struct(f"<4sB{PROOF_BYTES}s")
 _REQUEST = struct.Struct(f"<4s{PROOF_BYTES}s{PROOF_BYTES}s")
 _WELCOME, _WRONG_TOKEN, _OTHER_USER = 0, 1, 2
 _REASONS = {
-    _WRONG_TOKEN: "wrong token: the scheme was not made by this sender",
+    _WRONG_TOKEN: "wrong token: both ends need the same one",
     _OTHER_USER: "the two processes belong to different users; run both as one user",
 }
 

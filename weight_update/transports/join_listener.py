@@ -96,7 +96,7 @@ class JoinListener(ABC, Generic[_L]):
             if hello is None or hello.kind is not Kind.HELLO:
                 raise FormatError("the first chunk of a connection is not a HELLO, or did not come in time")
             if not hello.shows(self._token):
-                raise JoinRefusedError("wrong token: the scheme was not made by this sender")
+                raise JoinRefusedError("wrong token: both ends need the same one")
             if self._closed.is_set():
                 raise JoinRefusedError("the sender was closed")
             link = self._link_for(hello)
