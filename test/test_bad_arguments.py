@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
+from faults_tools import Processes, WorkerRaised, join
 from torch import nn
 
 from weight_update import (
+    DenseEncoding,
     DistributedWeightSyncScheme,
     LifecycleError,
     MultiProcessWeightSyncScheme,
     PatchEncoding,
     SharedMemWeightSyncScheme,
+    SyncFailedError,
     Synchronizer,
     TrainerClient,
     UnsupportedSourceError,
@@ -22,6 +26,7 @@ from weight_update import (
     WholeEncoding,
     register_encoding,
 )
+from weight_update.encodings import base as encodings
 from weight_update.synchronizer import CheckpointStore
 
 
@@ -98,3 +103,30 @@ def test_a_number_that_is_no_port(port: Any) -> None:
     if port == 65536:
         with pytest.raises(ValueError, match=message):
             TrainerClient(f"127.0.0.1:{port}", nn.Linear(2, 2), token="secret")
+
+
+class Mine(DenseEncoding):
+    name = "mine/1"
+
+
+def forget_mine() -> nn.Module:
+    del encodings._registry[Mine.name]
+    return nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
+def test_an_encoding_that_a_worker_does_not_know(kind: type[WeightSyncScheme]) -> None:
+    message = r"unknown encoding 'mine/1' .*call register_encoding\(\) in every process"
+    register_encoding(Mine)
+    try:
+        with closing(Processes()) as processes:
+            scheme = processes.scheme(kind, strategy=WeightStrategy(encoding=Mine()), timeout=20.0)
+            scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+            worker = processes.start(scheme, 0, forget_mine)
+            worker.begin(join)
+            with pytest.raises(SyncFailedError, match=f"worker 0: .*{message}"):
+                scheme.connect()
+            with pytest.raises(WorkerRaised, match=message):
+                worker.result()
+    finally:
+        del encodings._registry[Mine.name]

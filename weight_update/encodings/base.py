@@ -21,6 +21,7 @@ __all__ = [
     "Encoding",
     "Lend",
     "Tracker",
+    "UnknownEncodingError",
     "WholeEncoding",
     "decoder_for",
     "read_delta",
@@ -316,7 +317,7 @@ def decoder_for(wire_name: str, schema: WeightSchema) -> Decoder:
     """Return the decoder for the whole encoding that a chunk names.
 
     Raises:
-        FormatError: no such encoding is registered here.
+        UnknownEncodingError: no such encoding is registered here.
     """
     return _registered(wire_name, WholeEncoding).decoder(schema)  # type: ignore[type-abstract]
 
@@ -325,7 +326,8 @@ def read_delta(wire_name: str, payload: torch.Tensor, schema: WeightSchema) -> D
     """Return the delta in the payload of a chunk that names a delta encoding.
 
     Raises:
-        FormatError: no such encoding is registered here, or the payload is not valid.
+        UnknownEncodingError: no such encoding is registered here.
+        FormatError: the payload is not valid.
     """
     return _registered(wire_name, DeltaEncoding).read(payload, schema)  # type: ignore[type-abstract]
 
@@ -335,4 +337,10 @@ def _registered(wire_name: str, kind: type[_K]) -> type[_K]:
     if cls is not None and issubclass(cls, kind):
         return cls
     known = ", ".join(sorted(name for name, one in _registry.items() if issubclass(one, kind)))
-    raise FormatError(f"unknown encoding {wire_name!r:.40} (known: {known})")
+    raise UnknownEncodingError(
+        f"unknown encoding {wire_name!r:.40} (known: {known}); call register_encoding() in every process"
+    )
+
+
+class UnknownEncodingError(FormatError):
+    """A chunk names an encoding that is not registered in this process."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from weight_update.encodings.base import UnknownEncodingError
 from weight_update.errors import (
     FormatError,
     LifecycleError,
@@ -159,10 +160,8 @@ class UpdateHandler:
                 self.staging.begin_with(chunk.header)
             else:
                 raise FormatError(f"unexpected {chunk.kind.name} frame")
-        except (TransportError, FormatError):
-            raise
         except BaseException as reason:
-            if not _is_of_the_model(reason):
+            if not _is_of_the_update(reason):
                 raise
             return self._refuse(version, as_memory_error(_as_exception(reason)))
         return None
@@ -309,11 +308,13 @@ def _apply(members: list[tuple[UpdateHandler, StagedUpdate]]) -> None:
         handler._in_force()
 
 
-def _is_of_the_model(reason: BaseException) -> bool:
-    """Return whether code of the model raised ``reason``, rather than a signal handler.
+def _is_of_the_update(reason: BaseException) -> bool:
+    """Return whether one update failed, rather than the connection, or the program by a signal handler.
 
     Signal handlers run in the main thread. In another thread ``sys.exit()`` would end that thread in silence.
     """
+    if isinstance(reason, TransportError | FormatError):
+        return isinstance(reason, UnknownEncodingError)
     return isinstance(reason, Exception) or threading.current_thread() is not threading.main_thread()
 
 
