@@ -32,12 +32,16 @@ COLLECTORS = ["torchrl>=0.14.1,<0.15", "gymnasium>=1.0"]
 RAY = ["ray>=2.40"]
 LZ4 = ["lz4>=4.0"]
 ZSTD = ["zstandard>=0.19"]
+PROMETHEUS = ["prometheus_client>=0.20"]
+TENSORBOARD = ["tensorboard>=2.16"]
 NVCOMP = ["nvidia-nvcomp-cu12>=5.2"]
 EXAMPLES = union(COLLECTORS, ["matplotlib>=3.8", "tqdm>=4.66"])
 BENCH = union(EXAMPLES, RAY, ["psutil>=5.9"])
 DOCS = ["sphinx>=8.0", "furo>=2024.8.6"]
 TEST = union(
     EXAMPLES,
+    PROMETHEUS,
+    TENSORBOARD,
     [
         "hypothesis>=6.100",
         "mypy>=1.18",
@@ -68,12 +72,14 @@ setup(
         "nvcomp": NVCOMP,
         "lz4": LZ4,
         "zstd": ZSTD,
+        "prometheus": PROMETHEUS,
+        "tensorboard": TENSORBOARD,
         "examples": EXAMPLES,
         "bench": BENCH,
         "docs": DOCS,
         "test": TEST,
         # Everything that runs anywhere. nvcomp is left out: it needs CUDA.
-        "all": union(COLLECTORS, RAY, LZ4, ZSTD, BENCH, DOCS, TEST),
+        "all": union(COLLECTORS, RAY, LZ4, ZSTD, PROMETHEUS, TENSORBOARD, BENCH, DOCS, TEST),
     },
     classifiers=[
         "Development Status :: 3 - Alpha",

@@ -1,4 +1,4 @@
-"""The observers of weight_update.observers: a log, a CSV file, a trace, TorchRL's loggers."""
+"""Observers that need no package of their own: a log, a CSV file, a trace, TorchRL's loggers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from weight_update.observers import ChromeTraceObserver, CsvObserver, LogObserver, TorchRLLoggerObserver
-from weight_update.report import Observer, SyncReport, WorkerEvent
+from weight_update.report import Observer, PolicyLag, SyncReport, WorkerEvent
 
 BEGAN = 1_800_000_000.25
 LOST = WorkerEvent("lost", 1, 3, "its process ended", time=BEGAN)
+LAG = PolicyLag(version=5, frames=40, mean=1.5, max=3, time=BEGAN)
 
 
 def report_of(version: int, began: float = BEGAN, **changes: Any) -> SyncReport:
@@ -51,6 +52,16 @@ def test_log_has_updates_and_warnings(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
+def test_log_has_what_is_frequent_at_debug(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    for news in (LAG, WorkerEvent("applied", 3, 7)):
+        LogObserver()(news)
+    assert caplog.record_tuples == [
+        ("weight_update", logging.DEBUG, "version 5: 40 frames with a lag of 1.5 (at most 3)"),
+        ("weight_update", logging.DEBUG, "worker 3 applied an update, version 7"),
+    ]
+
+
 def test_log_takes_logger_and_level(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     LogObserver(logging.getLogger("mine"), logging.DEBUG)(report_of(1))
@@ -74,6 +85,7 @@ def test_csv_has_a_row_for_each_update(tmp_path: Path) -> None:
     with CsvObserver(path) as observer:
         observer(report_of(1, failures={2: "two\nlines", 3: "it is late"}))
         observer(LOST)
+        observer(LAG)
         (row,) = rows_of(path)  # flushed
     assert (row["version"], row["encoding"], row["workers"], row["failures"]) == ("1", "patch", "2", "2")
     times = [
@@ -201,6 +213,7 @@ def test_trace_has_events_and_failures(tmp_path: Path) -> None:
     observer(LOST)
     failed = {"seconds": {"extract": 0.001, "send": 0.002, "ack": 30.0}, "failures": {1: "it is late"}}
     observer(report_of(3, apply_seconds={0: 0.004}, stall_seconds={0: 0.001}, **failed))
+    observer(LAG)
     observer.close()
     observer.close()
     trace = Trace(path)
@@ -209,6 +222,8 @@ def test_trace_has_events_and_failures(tmp_path: Path) -> None:
     assert (lost["name"], trace.tracks[lost["tid"]]) == ("lost", "worker 1")
     assert lost["args"] == {"version": 3, "reason": "its process ended"}
     assert (late["name"], late["tid"], late["args"]["reason"]) == ("failed", lost["tid"], "it is late")
+    (lag,) = trace.of("C")
+    assert (lag["name"], lag["args"], lag["ts"]) == ("policy lag", {"mean": 1.5, "max": 3}, lost["ts"])
     assert trace.slices(3, "worker 0")["swap"] == (6000, 7000)  # not when the trainer gave up on worker 1
 
 
@@ -253,6 +268,8 @@ def test_torchrl_logger_gets_scalars(tmp_path: Path, how: dict[str, str], folder
         report_of(1),
         LOST,
         WorkerEvent("late", 0),
+        LAG,
+        LAG,
         report_of(2, apply_seconds={}, stall_seconds={}),
     ):
         observer(news)
@@ -263,4 +280,5 @@ def test_torchrl_logger_gets_scalars(tmp_path: Path, how: dict[str, str], folder
     both = {"extract_ms": 1, "encode_ms": 2, "send_ms": 3, "ack_ms": 10, "total_ms": 16, "wire_bytes": 400}
     expected = {name: {1: value, 2: value} for name, value in {**both, "changed_fraction": 0.5}.items()}
     expected |= {"slowest_apply_ms": {1: 8}, "longest_stall_ms": {1: 2}, "workers_lost": {1: 0, 2: 1}}
+    expected |= {"policy_lag_mean": {40: 1.5, 80: 1.5}, "policy_lag_max": {40: 3, 80: 3}}
     assert found == {name: pytest.approx(values) for name, values in expected.items()}

@@ -33,7 +33,7 @@ from weight_update.errors import (
     WorkerError,
 )
 from weight_update.receiver.gate import Gate
-from weight_update.report import Observer, SyncReport, WorkerEvent
+from weight_update.report import Observer, PolicyLag, SyncReport, WorkerEvent
 from weight_update.schemes import (
     DistributedWeightSyncScheme,
     MemoryWeightSyncScheme,
@@ -51,6 +51,7 @@ from weight_update.schemes import (
     send_together,
 )
 from weight_update.sender.handle import SendHandle
+from weight_update.sender.observers import Observers
 from weight_update.strategy.strategy import GatherShards, WeightStrategy
 from weight_update.synchronizer import (
     BlockingExplorer,
@@ -116,7 +117,9 @@ __all__ = [
     "NotEnoughSpaceError",
     "NothingToSendError",
     "Observer",
+    "Observers",
     "PatchEncoding",
+    "PolicyLag",
     "RPCTransport",
     "RPCWeightSyncScheme",
     "RayModuleTransformScheme",

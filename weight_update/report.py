@@ -1,4 +1,4 @@
-"""Reports of updates, events of workers, and the observers that are told of both."""
+"""Reports of updates, events of workers, the lag of policies, and the observers that are told of all this."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Observer", "SyncReport", "WorkerEvent"]
+__all__ = ["Event", "Observer", "PolicyLag", "SyncReport", "WorkerEvent"]
 
 
 @dataclass
@@ -84,6 +84,7 @@ _WORDS = {
     "lost": "was lost",
     "late": "is late",
     "full_update": "is sent all weights",
+    "applied": "applied an update",
 }
 
 
@@ -100,6 +101,8 @@ class WorkerEvent:
             - ``"late"``: it did not apply an update in time.
             - ``"full_update"``: it was sent all weights instead of changes, because it lacks the version that
               the changes refer to.
+            - ``"applied"``: it applied a version at a time of its own. Only explorers of a
+              :class:`~weight_update.Synchronizer` do that.
 
         worker: index of the worker.
         version: number of the weights that it has, or of the update that it is late with or was sent; None if
@@ -108,7 +111,7 @@ class WorkerEvent:
         time: time of the event, in seconds since the epoch.
     """
 
-    kind: Literal["joined", "left", "lost", "late", "full_update"]
+    kind: Literal["joined", "left", "lost", "late", "full_update", "applied"]
     worker: int
     version: int | None = None
     reason: str = ""
@@ -119,5 +122,34 @@ class WorkerEvent:
         return f"worker {self.worker} {_WORDS[self.kind]}{version}" + f": {self.reason}" * bool(self.reason)
 
 
-Observer = Callable[[SyncReport | WorkerEvent], None]
-"""A function that is told of each update, once all workers have applied it or failed, and of each event."""
+@dataclass(frozen=True)
+class PolicyLag:
+    """The age of the policy that made the frames of a batch, which a collector has yielded.
+
+    The lag of a frame is the trainer's version minus the version that made the frame.
+
+    Attributes:
+        version: the trainer's version: the newest one that it has sent.
+        frames: number of frames in the batch.
+        mean: mean lag of the frames.
+        max: largest lag of a frame.
+        time: time at which the batch was yielded, in seconds since the epoch.
+    """
+
+    version: int
+    frames: int
+    mean: float
+    max: int
+    time: float = field(default_factory=time.time)
+
+    def __str__(self) -> str:
+        return (
+            f"version {self.version}: {self.frames} frames with a lag of {self.mean:.3g} (at most {self.max})"
+        )
+
+
+Event = SyncReport | WorkerEvent | PolicyLag
+"""The events that an observer is told of."""
+
+Observer = Callable[[Event], None]
+"""A function that is told of each update, once all workers have applied it or failed, and of other events."""

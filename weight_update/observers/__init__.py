@@ -1,4 +1,4 @@
-"""Ready observers of updates and workers: a log, a CSV file, a trace, and TorchRL's loggers.
+"""Ready observers: a log, a CSV file, a trace, Prometheus, TensorBoard, and TorchRL's loggers.
 
 Each of them is an :data:`~weight_update.report.Observer`.
 """
@@ -6,6 +6,18 @@ Each of them is an :data:`~weight_update.report.Observer`.
 from weight_update.observers.chrome_trace import ChromeTraceObserver
 from weight_update.observers.csv_file import CsvObserver
 from weight_update.observers.log import LogObserver
+from weight_update.observers.prometheus import PrometheusObserver
+from weight_update.observers.scalars import ScalarObserver
+from weight_update.observers.tensorboard import TensorBoardObserver
 from weight_update.observers.torchrl_logger import ScalarLogger, TorchRLLoggerObserver
 
-__all__ = ["ChromeTraceObserver", "CsvObserver", "LogObserver", "ScalarLogger", "TorchRLLoggerObserver"]
+__all__ = [
+    "ChromeTraceObserver",
+    "CsvObserver",
+    "LogObserver",
+    "PrometheusObserver",
+    "ScalarLogger",
+    "ScalarObserver",
+    "TensorBoardObserver",
+    "TorchRLLoggerObserver",
+]

@@ -7,7 +7,7 @@ import os
 from contextlib import AbstractContextManager
 from typing import Any
 
-from weight_update.report import SyncReport, WorkerEvent
+from weight_update.report import Event, PolicyLag, SyncReport, WorkerEvent
 
 __all__ = ["ChromeTraceObserver"]
 
@@ -22,7 +22,8 @@ class ChromeTraceObserver(AbstractContextManager["ChromeTraceObserver"]):
     The trace has one track for the trainer and one for each worker. The trainer's track shows the stages of
     each update. A worker's track shows ``transfer``, from the start of ``send`` until the worker switches,
     and ``swap``, the time for which forward passes waited. Arrows with the version as their id lead from
-    ``send`` to ``swap``. Events of workers and failures are instants. If updates overlap, as with
+    ``send`` to ``swap``. Events of workers and failures are instants, and the mean and the largest policy lag
+    of a collector's batches are a counter. If updates overlap, as with
     ``send_async()``, the later one goes to another track of the same name.
 
     Workers report durations, not points in time. The slowest worker of an update is drawn so that it ends
@@ -45,11 +46,14 @@ class ChromeTraceObserver(AbstractContextManager["ChromeTraceObserver"]):
         self._track("trainer")
         self.flush()
 
-    def __call__(self, news: SyncReport | WorkerEvent) -> None:
+    def __call__(self, news: Event) -> None:
         """Write an update or an event to the file."""
         if isinstance(news, WorkerEvent):
             args = {"version": news.version, "reason": news.reason}
             self._instant(news.worker, news.kind, _micros(news.time), args)
+        elif isinstance(news, PolicyLag):
+            lag = {"mean": news.mean, "max": news.max}
+            self._add("C", 1, _micros(news.time), name="policy lag", args=lag)
         else:
             self._update(news)
         self.flush()

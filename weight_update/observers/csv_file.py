@@ -6,7 +6,7 @@ import csv
 import os
 from contextlib import AbstractContextManager
 
-from weight_update.report import SyncReport, WorkerEvent
+from weight_update.report import Event, SyncReport
 
 __all__ = ["CsvObserver"]
 
@@ -24,7 +24,7 @@ class CsvObserver(AbstractContextManager["CsvObserver"]):
     The columns of the stages (``extract``, ``convert``, ``encode``, ``send`` and ``ack``), ``slowest_apply``
     and ``longest_stall`` are in seconds. They are empty where an update has no such time. ``workers`` is the
     number of workers that applied the update, and ``failures`` the number of workers that failed. Every row
-    is flushed. Events of workers are not written.
+    is flushed. Events of workers and the policy lag are not written.
 
     Args:
         path: the file. Rows are appended to a file that exists.
@@ -49,9 +49,9 @@ class CsvObserver(AbstractContextManager["CsvObserver"]):
         if header is None:
             self._write(*COLUMNS)
 
-    def __call__(self, news: SyncReport | WorkerEvent) -> None:
+    def __call__(self, news: Event) -> None:
         """Append a row for an update."""
-        if isinstance(news, WorkerEvent):
+        if not isinstance(news, SyncReport):
             return
         self._write(
             *(news.began, news.version, news.encoding, news.compression),

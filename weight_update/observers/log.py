@@ -1,32 +1,35 @@
-"""Updates and events as lines of a log."""
+"""Updates, events and policy lag as lines of a log."""
 
 from __future__ import annotations
 
 import logging
 
-from weight_update.report import SyncReport, WorkerEvent
+from weight_update.report import Event, PolicyLag, SyncReport
 
 __all__ = ["LogObserver"]
 
 
 class LogObserver:
-    """Observer that logs each update and each event of a worker.
+    """Observer that logs each update, each event of a worker, and the policy lag of each batch.
 
-    Failures of an update, and workers that are lost or late, are logged as warnings or above.
+    Failures of an update, and workers that are lost or late, are logged as warnings or above. The policy lag,
+    and the versions that a :class:`~weight_update.Synchronizer`'s explorers apply, have the level DEBUG.
 
     Args:
         logger: destination; None takes the logger ``"weight_update"``.
-        level: level of all that is not a warning.
+        level: level of updates, and of workers that join, leave or are sent all weights.
     """
 
     def __init__(self, logger: logging.Logger | None = None, level: int = logging.INFO) -> None:
         self._logger, self._level = logger or logging.getLogger("weight_update"), level
 
-    def __call__(self, news: SyncReport | WorkerEvent) -> None:
+    def __call__(self, news: Event) -> None:
         """Log an update or an event."""
-        alarm = max(self._level, logging.WARNING)
-        bad = isinstance(news, WorkerEvent) and news.kind in ("lost", "late")
-        self._logger.log(alarm if bad else self._level, "%s", news)
+        alarm, kind = max(self._level, logging.WARNING), getattr(news, "kind", None)
+        level = alarm if kind in ("lost", "late") else self._level
+        if isinstance(news, PolicyLag) or kind == "applied":
+            level = logging.DEBUG
+        self._logger.log(level, "%s", news)
         if isinstance(news, SyncReport):
             for worker, error in sorted(news.failures.items()):
                 self._logger.log(alarm, "version %d failed on worker %d: %s", news.version, worker, error)

@@ -7,11 +7,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import NamedTuple
 
-from weight_update.errors import SyncTimeoutError
-from weight_update.report import Observer, SyncReport, WorkerEvent
+from weight_update.errors import LifecycleError, SyncTimeoutError
+from weight_update.report import Event, Observer, SyncReport, WorkerEvent
 from weight_update.transports.rate_limit import RateLimitedLog
 
 __all__ = ["Observers"]
@@ -37,19 +38,32 @@ class Observers:
 
     The thread starts with the first function. As long as there is none, nothing is kept or computed.
 
+    Args:
+        sources: ``add_observer`` of each scheme whose updates and events the functions are told of, too.
+
     Attributes:
         functions: the functions.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *sources: Callable[[Observer], Callable[[], None]]) -> None:
         self.functions: tuple[Observer, ...] = ()
-        self._items: queue.SimpleQueue[_Update | SyncReport | WorkerEvent | None] = queue.SimpleQueue()
+        self._sources, self._removes = sources, ExitStack()
+        self._items: queue.SimpleQueue[_Update | Event | None] = queue.SimpleQueue()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._closed = False
 
     def add(self, function: Observer) -> Callable[[], None]:
-        """Tell ``function`` of all later updates and events; return a function that ends this."""
+        """Tell ``function`` of all later updates and events; return a function that ends this.
+
+        Raises:
+            LifecycleError: this object, or a source, is closed.
+        """
         with self._starting:
+            if self._closed:
+                raise LifecycleError("observers cannot be added after the end")
+            if not self.functions:
+                self._observe_sources()
             self.functions = (*self.functions, function)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="weight_update-observers", daemon=True)
@@ -58,10 +72,18 @@ class Observers:
         def remove() -> None:
             with self._starting:
                 self.functions = tuple(one for one in self.functions if one is not function)
+                if not self.functions:
+                    self._removes.close()
 
         return remove
 
-    def tell(self, event: SyncReport | WorkerEvent) -> None:
+    def _observe_sources(self) -> None:
+        with ExitStack() as stack:  # if one of them raises, none is observed
+            for source in self._sources:
+                stack.callback(source(self.tell))
+            self._removes = stack.pop_all()
+
+    def tell(self, event: Event) -> None:
         """Tell all functions of an event, or of an update whose report is complete."""
         if self.functions:
             self._items.put(event)
@@ -79,6 +101,7 @@ class Observers:
 
     def close(self) -> None:
         """Tell the functions what is left to tell, and end the thread."""
+        self._closed = True
         if self._thread is not None and self._thread is not threading.current_thread():
             self._items.put(None)
             self._thread.join(_END_SECONDS)
@@ -103,7 +126,7 @@ class Observers:
             if isinstance(error, SyncTimeoutError):
                 self._call(WorkerEvent("late", idx, report.version, str(error)))
 
-    def _call(self, event: SyncReport | WorkerEvent) -> None:
+    def _call(self, event: Event) -> None:
         for function in self.functions:
             try:
                 function(event)

@@ -1,0 +1,223 @@
+"""Observers that need a package of their own: metrics for Prometheus, scalars for TensorBoard."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import sys
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_observers_ready import BEGAN, LAG, LOST, report_of
+from torch import nn
+
+from weight_update import MemoryWeightSyncScheme, PolicyLag, WorkerEvent
+from weight_update.observers import PrometheusObserver, TensorBoardObserver
+from weight_update.report import Observer
+from weight_update.testing.processes import wait_until
+
+
+@pytest.mark.parametrize(
+    ("package", "make", "extra"),
+    [
+        ("prometheus_client", lambda folder: PrometheusObserver(), "prometheus"),
+        ("tensorboard", TensorBoardObserver, "tensorboard"),
+    ],
+)
+def test_a_missing_package_is_named(
+    package: str, make: Callable[[Path], Any], extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=rf'pip install "weight-update\[{extra}\]"') as raised:
+        make(tmp_path)
+    assert raised.value.name == package
+
+
+# -- Prometheus ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def prometheus() -> Any:
+    reason = 'needs prometheus_client: pip install "weight-update[prometheus]"'
+    return pytest.importorskip("prometheus_client", reason=reason)
+
+
+def read(url: str) -> dict[str, float]:
+    """Return the metrics at ``url``; a key is a name with its labels, as in ``up{worker=1}``."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with urllib.request.urlopen(url, timeout=10) as reply:
+        families = text_string_to_metric_families(reply.read().decode())
+        samples = [one for family in families for one in family.samples if not one.name.endswith("_created")]
+    found = {}
+    for sample in samples:
+        labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
+        name = sample.name.removeprefix("weight_update_")
+        assert name != sample.name, sample
+        found[f"{name}{{{labels}}}" if labels else name] = sample.value
+    return found
+
+
+def test_prometheus_serves_updates(prometheus: Any) -> None:
+    with PrometheusObserver() as observer:
+        assert observer.url == f"http://127.0.0.1:{observer.port}/metrics"
+        assert math.isnan(read(observer.url)["version"])
+        observer(report_of(1, seconds={"convert": 1.0, "send": 0.5}))
+        observer(report_of(2, failures={2: "it is late"}))
+        found = read(observer.url)
+    expected = {
+        "version": 2,
+        "updates_total{encoding=patch}": 2,
+        "sent_bytes_total": 800,
+        "last_update_bytes": 400,
+        "last_update_changed_ratio": 0.5,
+        "last_update_timestamp_seconds": BEGAN,
+        "last_update_stage_seconds{stage=ack}": 0.010,
+        "last_update_stage_seconds{stage=send}": 0.003,
+        "stage_seconds_sum{stage=send}": 0.503,
+        "stage_seconds_count{stage=send}": 2,
+        "stage_seconds_bucket{le=0.005,stage=send}": 1,
+        "stage_seconds_bucket{le=0.5,stage=send}": 2,
+        "apply_seconds{worker=1}": 0.008,
+        "stall_seconds{worker=1}": 0.002,
+        "worker_version{worker=0}": 2,
+        "worker_up{worker=0}": 1,
+        "worker_late{worker=0}": 0,
+        "worker_failures_total{worker=2}": 1,
+    }
+    assert {key: found[key] for key in expected} == pytest.approx(expected)
+    assert "last_update_stage_seconds{stage=convert}" not in found  # that of the update before
+
+
+def test_prometheus_serves_the_state_of_workers(prometheus: Any) -> None:
+    with PrometheusObserver() as observer:
+        for idx in range(3):
+            observer(WorkerEvent("joined", idx, 4))
+        observer(report_of(5, apply_seconds={0: 0.1, 1: 0.2, 2: 0.3}))
+        for event in (WorkerEvent("late", 0, 6), LOST, WorkerEvent("left", 2, 5)):
+            observer(event)
+        observer(report_of(5, apply_seconds={1: 0.1, 2: 0.1}))  # settled after they had gone
+        found = read(observer.url)
+        state = {key: value for key, value in found.items() if key.startswith("worker_")}
+        assert state == {
+            **{f"worker_events_total{{kind={kind}}}": 1 for kind in ("late", "lost", "left")},
+            "worker_events_total{kind=joined}": 3,
+            "worker_version{worker=0}": 5,
+            "worker_up{worker=0}": 1,
+            "worker_late{worker=0}": 1,
+            "worker_up{worker=1}": 0,
+        }
+        observer(WorkerEvent("joined", 1, 5))
+        observer(WorkerEvent("applied", 0, 6))
+        found = read(observer.url)
+    assert [found[f"worker_{name}{{worker=1}}"] for name in ("up", "version", "late")] == [1, 5, 0]
+    assert [found[f"worker_{name}{{worker=0}}"] for name in ("up", "version", "late")] == [1, 6, 0]
+
+
+def test_prometheus_serves_policy_lag(prometheus: Any) -> None:
+    with PrometheusObserver() as observer:
+        assert math.isnan(read(observer.url)["policy_lag_mean"])
+        observer(LAG)
+        observer(PolicyLag(version=5, frames=10, mean=0.5, max=1))
+        found = read(observer.url)
+    assert [found[name] for name in ("policy_lag_mean", "policy_lag_max", "frames_total")] == [0.5, 1, 50]
+
+
+def test_prometheus_observes_a_scheme(prometheus: Any) -> None:
+    scheme = MemoryWeightSyncScheme()
+    scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+    receiver = copy.copy(scheme)
+    receiver.init_on_receiver(model=nn.Linear(2, 2), worker_idx=0)
+    with PrometheusObserver() as observer, scheme, receiver, ThreadPoolExecutor(1) as pool:
+        scheme.add_observer(observer)
+        joining = pool.submit(receiver.connect)
+        scheme.connect()
+        joining.result()
+        for _ in range(3):
+            scheme.send()
+        wait_until(lambda: read(observer.url)["version"] == 3)
+        found = read(observer.url)
+        assert (found["worker_version{worker=0}"], found["worker_up{worker=0}"]) == (3, 1)
+        assert found["sent_bytes_total"] >= 3 * found["last_update_bytes"] > 0
+        receiver.shutdown()
+        wait_until(lambda: "worker_up{worker=0}" not in read(observer.url))
+
+
+def test_prometheus_keeps_no_port(prometheus: Any) -> None:
+    """A forked child has a copy of the socket; the port is free again nevertheless."""
+    first = PrometheusObserver()
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(write_end)
+        os.read(read_end, 1)
+        os._exit(0)
+    first.close()
+    first.close()
+    with PrometheusObserver(first.port) as second:
+        assert math.isnan(read(second.url)["version"])
+        with pytest.raises(OSError, match=rf"127\.0\.0\.1:{second.port}.*port=0 takes a free port"):
+            PrometheusObserver(second.port)
+    with pytest.raises(OSError, match="refused"):
+        read(second.url)
+    os.close(read_end)
+    os.close(write_end)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+# -- TensorBoard -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tensorboard() -> Any:
+    reason = 'needs tensorboard: pip install "weight-update[tensorboard]"'
+    pytest.importorskip("tensorboard", reason=reason)
+    return pytest.importorskip("torch.utils.tensorboard", reason=reason)
+
+
+def scalars_in(folder: Path) -> dict[str, dict[int, float]]:
+    """Return the scalars of the event files in ``folder``: values by step, by name."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: {one.step: one.value for one in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+
+
+def tell(observer: Observer) -> None:
+    for news in (report_of(1), LOST, report_of(2), LAG, LAG):
+        observer(news)
+
+
+EXPECTED = {
+    "ack_ms": {1: 10, 2: 10},
+    "wire_bytes": {1: 400, 2: 400},
+    "slowest_apply_ms": {1: 8, 2: 8},
+    "workers_lost": {1: 0, 2: 1},
+    "policy_lag_mean": {40: 1.5, 80: 1.5},
+    "policy_lag_max": {40: 3, 80: 3},
+}
+
+
+def test_tensorboard_writes_scalars(tensorboard: Any, tmp_path: Path) -> None:
+    with TensorBoardObserver(tmp_path) as observer:
+        tell(observer)
+    found = scalars_in(tmp_path)
+    for name, values in EXPECTED.items():
+        assert found[f"weight_sync/{name}"] == pytest.approx(values), name
+
+
+def test_tensorboard_leaves_a_given_writer_open(tensorboard: Any, tmp_path: Path) -> None:
+    with tensorboard.SummaryWriter(str(tmp_path)) as writer:
+        with TensorBoardObserver(writer, prefix="sync/") as observer:
+            tell(observer)
+        assert scalars_in(tmp_path)["sync/workers_lost"] == {1: 0, 2: 1}  # flushed
+        writer.add_scalar("loss", 0.5, 3)
+    assert scalars_in(tmp_path)["loss"] == {3: 0.5}

@@ -1,0 +1,57 @@
+"""Updates and policy lag as scalars for TensorBoard."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from typing import Any
+
+from weight_update.observers.scalars import ScalarObserver
+
+__all__ = ["TensorBoardObserver"]
+
+
+class TensorBoardObserver(ScalarObserver, AbstractContextManager["TensorBoardObserver"]):
+    """Observer that writes figures of each update as scalars for TensorBoard, with the version as step.
+
+    The scalars are those of :class:`~weight_update.observers.ScalarObserver`. Needs
+    ``pip install weight-update[tensorboard]``.
+
+    Args:
+        log_dir_or_writer: directory for the event files; or a ``torch.utils.tensorboard.SummaryWriter``,
+            which stays open.
+        prefix: start of the name of each scalar.
+
+    Raises:
+        ImportError: a directory was given, and the package ``tensorboard`` is not installed.
+    """
+
+    def __init__(self, log_dir_or_writer: str | os.PathLike[str] | Any, prefix: str = "weight_sync/") -> None:
+        super().__init__(prefix)
+        self._owns = isinstance(log_dir_or_writer, (str, os.PathLike))
+        self._writer: Any = _writer_to(log_dir_or_writer) if self._owns else log_dir_or_writer
+
+    def log(self, name: str, value: float, step: int) -> None:
+        self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Write all scalars to the disk, and close the event file if this observer made it."""
+        if self._owns:
+            self._writer.close()
+        else:
+            self._writer.flush()
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _writer_to(log_dir: str | os.PathLike[str]) -> Any:
+    try:
+        from torch.utils import tensorboard
+    except ImportError as error:
+        raise ImportError(
+            f'cannot import tensorboard ({error}): pip install "weight-update[tensorboard]"',
+            name="tensorboard",
+        ) from error
+    make: Any = tensorboard.SummaryWriter
+    return make(os.fspath(log_dir))
