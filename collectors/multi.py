@@ -26,7 +26,7 @@ from collectors.requests import Request, real
 from collectors.single import Collector
 from collectors.torchrl_names import MultiCollectorMeta
 from collectors.updating import WithWorkers
-from collectors.versions import KEY, FrameVersion, VersionSource, stamp, writes_version
+from collectors.versions import KEY, FrameVersion, VersionSource, policy_scheme, stamp, writes_version
 from weight_update import (
     LifecycleError,
     SharedMemWeightSyncScheme,
@@ -96,7 +96,7 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
         if not weight_sync_schemes and weight_updater is None and isinstance(policy, nn.Module):
             weight_sync_schemes = {"policy": SharedMemWeightSyncScheme()}
         self._weight_sync_schemes = weight_sync_schemes
-        self._versions = VersionSource((weight_sync_schemes or {}).get("policy"))
+        self._versions = VersionSource(policy_scheme(weight_sync_schemes or {}))
         self._adopt(weight_sync_schemes or {})
         if options.get("cudagraph_policy") or _captures(options.get("compile_policy")):
             for scheme in (weight_sync_schemes or {}).values():
@@ -235,7 +235,7 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
         """Shut down as in TorchRL, and end the schemes of this collector."""
         end = partial(super().shutdown, timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
         schemes = (*self._receivers.values(), *(self._weight_sync_schemes or {}).values())
-        close_all(end, *(scheme.shutdown for scheme in schemes))
+        close_all(end, *(scheme.shutdown for scheme in schemes), self._end_observers)
 
     def _end_at_exit(self) -> None:
         self.shutdown(raise_on_error=False)

@@ -16,6 +16,7 @@ from collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncColle
 from collectors.requests import Request, require_ours, send
 from collectors.single import Collector
 from collectors.updating import WithWorkers
+from collectors.versions import policy_scheme
 from weight_update import LifecycleError, SharedMemWeightSyncScheme, SyncReport, WeightSyncScheme
 
 __all__ = ["Remote", "inner_class", "inner_options"]
@@ -123,7 +124,7 @@ class Remote(WithWorkers, torchrl.collectors.BaseCollector):
     @property
     def policy_version(self) -> int | None:
         """The last version that a worker applied; None without a scheme for the policy."""
-        scheme = self._schemes.get("policy")
+        scheme = policy_scheme(self._schemes)
         return None if scheme is None else scheme.version
 
     def shutdown(self, timeout: float | None = None, **options: Any) -> None:
@@ -133,7 +134,8 @@ class Remote(WithWorkers, torchrl.collectors.BaseCollector):
     def _end_schemes(self) -> None:
         self._disown()
         self._weight_sync_schemes = self._schemes or None  # TorchRL drops them, but they can report errors
-        close_all(*(scheme.shutdown for scheme in (*self._receivers.values(), *self._schemes.values())))
+        schemes = (*self._receivers.values(), *self._schemes.values())
+        close_all(*(scheme.shutdown for scheme in schemes), self._end_observers)
 
     def _update_without_scheme(self, request: Request) -> SyncReport | dict[str, SyncReport]:
         raise LifecycleError(

@@ -19,7 +19,15 @@ from collectors.in_process import apply_all, receive_here
 from collectors.policy_call import PolicyCall
 from collectors.requests import Request, group_once, real, require_ours
 from collectors.updating import Updating
-from collectors.versions import KEY, FrameVersion, VersionSource, stamp, writes_version
+from collectors.versions import (
+    KEY,
+    FrameVersion,
+    VersionSource,
+    in_policy,
+    policy_scheme,
+    stamp,
+    writes_version,
+)
 from weight_update import (
     Gate,
     LifecycleError,
@@ -87,6 +95,10 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         if self._has_foreign_tracker:
             return self.policy_version_tracker.version
         return self._versions.now()
+
+    def _newest_version(self) -> int | None:
+        newest = super()._newest_version()
+        return self.policy_version if newest is None else newest
 
     def increment_version(self) -> None:
         """Count an update; does nothing with a scheme, which counts its own versions."""
@@ -168,7 +180,7 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         policy = run = self._wrapped_policy_uncompiled
         unhooked: list[WeightSyncScheme] = []
         if self.compiled_policy or self.cudagraphed_policy:
-            unhooked = [scheme for model_id, scheme in schemes.items() if _in_policy(model_id)]
+            unhooked = [scheme for model_id, scheme in schemes.items() if in_policy(model_id)]
             run = super()._compile_wrapped_policy(policy)
         self._wrapped_policy_maybe_compiled = PolicyCall(
             policy,
@@ -199,8 +211,7 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
 
     def _add_receivers(self, receivers: Mapping[str, WeightSyncScheme]) -> None:
         self._receivers.update(receivers)
-        inside = [scheme for model_id, scheme in real(self._receivers).items() if _in_policy(model_id)]
-        self._versions.scheme = inside[0] if inside else None
+        self._versions.scheme = policy_scheme(self._receivers)
 
     def receive_weights(self, policy_or_weights: Any = None, **named: Any) -> None:
         """Receive weights as in TorchRL; given weights are checked, and applied completely or not at all."""
@@ -229,21 +240,22 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         """Apply weights to the models of this collector itself."""
         if request.worker_ids not in (None, 0, [0]):
             raise UnknownWorkerError(f"no worker {request.worker_ids}: this collector has one process")
-        start = time.perf_counter()
+        start, began = time.perf_counter(), time.time()
         models = {model_id: self._target(model_id) for model_id in request.weights}
         weights = {model_id: self._given(model_id, given) for model_id, given in request.weights.items()}
         moving = {model_id: model for model_id, model in models.items() if weights[model_id] is not model}
 
         def apply() -> None:
             apply_all(moving, weights)
-            if any(map(_in_policy, models)):
+            if any(map(in_policy, models)):
                 self.increment_version()
 
         with ExitStack() as stack:
             for scheme in real(self._receivers).values():
                 stack.enter_context(scheme.hold())
             self._gate.run(apply)
-        report = SyncReport(self._versions.now(), "local", seconds={"apply": time.perf_counter() - start})
+        seconds = {"apply": time.perf_counter() - start}
+        report = SyncReport(self._versions.now(), "local", seconds=seconds, began=began)
         return dict.fromkeys(models, report) if request.several else report
 
     def _target(self, model_id: str) -> nn.Module:
@@ -265,11 +277,7 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         """Shut down as in TorchRL, and end the schemes of this collector."""
         end = partial(super().shutdown, timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
         schemes = (*self._receivers.values(), *(self._weight_sync_schemes or {}).values())
-        close_all(end, *(scheme.shutdown for scheme in schemes))
-
-
-def _in_policy(model_id: str) -> bool:
-    return model_id == "policy" or model_id.startswith(("policy.", "policy["))
+        close_all(end, *(scheme.shutdown for scheme in schemes), self._end_observers)
 
 
 def _keep_addresses(schemes: Mapping[str, WeightSyncScheme]) -> None:

@@ -9,16 +9,16 @@ from functools import partial
 from typing import Any
 
 from collectors.closing import close_all
+from collectors.observing import Observed
 from collectors.requests import Request, group_once, require_ours, send
 from weight_update import SyncReport, WeightSyncScheme
 
 __all__ = ["Updating", "WithWorkers"]
 
 
-class Updating:
+class Updating(Observed):
     """A mixin for TorchRL's collectors, placed before them."""
 
-    _weight_sync_schemes: dict[str, WeightSyncScheme] | None
     _legacy_weight_updater: bool
 
     def update_policy_weights_(
@@ -69,7 +69,9 @@ class Updating:
             return None
         if self._weight_sync_schemes:
             return self._send(self._weight_sync_schemes, request)
-        return self._update_without_scheme(request)
+        reports = self._update_without_scheme(request)
+        self._tell_observers(next(iter(reports.values())) if isinstance(reports, dict) else reports)
+        return reports
 
     def _send(
         self, schemes: Mapping[str, WeightSyncScheme], request: Request

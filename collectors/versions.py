@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torchrl.envs.llm.transforms import PolicyVersion
 
+from collectors.requests import real
 from weight_update import WeightSyncScheme
 
-__all__ = ["KEY", "FrameVersion", "VersionSource", "stamp", "writes_version"]
+__all__ = [
+    "KEY",
+    "FrameVersion",
+    "VersionSource",
+    "in_policy",
+    "policy_scheme",
+    "stamp",
+    "versions_of",
+    "writes_version",
+]
 
 KEY = "policy_version"
 
@@ -69,6 +80,27 @@ class VersionSource:
 def stamp(data: TensorDictBase, version: int) -> None:
     """Write ``version`` into ``data``, one int64 for each element of its batch."""
     data.set(KEY, torch.full(data.shape, version, dtype=torch.int64, device=data.device))
+
+
+def versions_of(batch: Any) -> torch.Tensor | None:
+    """Return the versions of all frames of a batch, without padding; None if frames have no numbers."""
+    versions = batch.get(KEY, None) if isinstance(batch, TensorDictBase) else None
+    if not isinstance(versions, torch.Tensor) or versions.is_floating_point():
+        return None
+    mask = batch.get(("collector", "mask"), None)
+    found = versions.flatten() if mask is None else versions[mask]
+    return found if found.numel() else None
+
+
+def in_policy(model_id: str) -> bool:
+    """Return whether the model of this path is the policy or a part of it."""
+    return model_id == "policy" or model_id.startswith(("policy.", "policy["))
+
+
+def policy_scheme(schemes: Mapping[str, WeightSyncScheme]) -> WeightSyncScheme | None:
+    """Return the scheme whose versions frames have: that of the policy, or else of its first part."""
+    parts = {model_id: scheme for model_id, scheme in real(schemes).items() if in_policy(model_id)}
+    return parts.get("policy", next(iter(parts.values()), None))
 
 
 def writes_version(policy: Any) -> bool:

@@ -23,6 +23,7 @@ from collectors import Collector, MultiSyncCollector, RayCollector
 from weight_update import (
     LifecycleError,
     NothingToSendError,
+    PolicyLag,
     RayModuleTransformScheme,
     RayWeightSyncScheme,
     SchemaMismatchError,
@@ -69,7 +70,8 @@ def make(policy: Any, actors: int = 2, **options: Any) -> RayCollector:
 
 def test_every_way_to_update() -> None:
     policy = make_policy(1.0)
-    collector = make(policy)
+    collector, told = make(policy), []
+    collector.add_observer(told.append)
     scheme = collector._weight_sync_schemes["policy"]
     assert isinstance(scheme, RayWeightSyncScheme)
     assert collector.policy_version is None
@@ -96,6 +98,8 @@ def test_every_way_to_update() -> None:
     assert seen(next(frames)) == ({8}, {8.0})
     collector.update_policy_weights_(fill(policy, 9.0), worker_ids=1)
     assert seen(next(frames)) == ({8, 9}, {8.0, 9.0})
+    wait_until(lambda: [one.mean for one in told if isinstance(one, PolicyLag)] == [0.0, 0.0, 0.5])
+    assert [one.version for one in told if isinstance(one, SyncReport)] == list(range(10))
     with pytest.raises(KeyError, match="critic"):
         collector.update_policy_weights_(policy, model_id="critic")
     ray.kill(collector.remote_collectors[0])

@@ -61,7 +61,7 @@ class Observers:
         """
         with self._starting:
             if self._closed:
-                raise LifecycleError("observers cannot be added after the end")
+                raise LifecycleError("it was shut down, so no observer can be added")
             if not self.functions:
                 self._observe_sources()
             self.functions = (*self.functions, function)

@@ -13,7 +13,7 @@ from torch import multiprocessing as torch_multiprocessing
 from update_calls import require_every_call, require_refusals
 
 from collectors import RPCCollector
-from weight_update import LifecycleError, RPCWeightSyncScheme
+from weight_update import LifecycleError, PolicyLag, RPCWeightSyncScheme
 
 
 def main():
@@ -23,6 +23,8 @@ def main():
     policy = make_policy(0.0)
     options = {"frames_per_batch": 8, "launcher": "mp", "sync": True, "collector_kwargs": OPTIONS}
     collector = RPCCollector([Env] * 2, policy, **options)
+    told = []
+    collector.add_observer(told.append)
     frames = iter(collector)
 
     def used_now():
@@ -43,6 +45,8 @@ def main():
     for _ in range(2):
         collector.shutdown()
     assert multiprocessing.active_children() == []
+    last = [one for one in told if isinstance(one, PolicyLag)][-1]
+    assert (last.version, last.frames, last.mean, last.max) == (collector.policy_version, 8, 0.5, 1)
     try:
         RPCCollector([Env], policy, **options)
     except LifecycleError as error:

@@ -1,0 +1,78 @@
+"""Observers of all collectors: they are told of updates, of workers, and of the policy lag of batches."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from collectors.requests import real
+from collectors.versions import policy_scheme, versions_of
+from weight_update import Observer, Observers, PolicyLag, SyncReport, WeightSyncScheme
+
+__all__ = ["Observed"]
+
+
+class Observed:
+    """A mixin for TorchRL's collectors, placed before them."""
+
+    _weight_sync_schemes: dict[str, WeightSyncScheme] | None
+    policy_version: Any
+    _observers: Observers | None = None  # until one is added
+
+    def add_observer(self, observer: Observer) -> Callable[[], None]:
+        """Have a function called for every update, every change of a worker and every batch, from now on.
+
+        A thread of its own calls it. It gets what :meth:`~weight_update.WeightSyncScheme.add_observer` of
+        each scheme of this collector tells, and a :class:`~weight_update.PolicyLag` for each batch that
+        iterating over this collector yields. An error that it raises is logged.
+
+        Returns:
+            a function that removes the observer.
+
+        Raises:
+            LifecycleError: this collector was shut down.
+        """
+        if self._observers is None:
+            schemes = real(self._weight_sync_schemes or {})
+            self._observers = Observers(*(scheme.add_observer for scheme in schemes.values()))
+            weakref.finalize(self, self._observers.close)
+        return self._observers.add(observer)
+
+    def _end_observers(self) -> None:
+        """Tell observers what is left to tell; to be called after the schemes were shut down."""
+        self._observers = self._observers or Observers()
+        self._observers.close()
+
+    def _tell_observers(self, report: SyncReport) -> None:
+        """Tell observers of an update without a scheme."""
+        if self._observers is not None:
+            self._observers.tell(report)
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        collector: Any = super()
+        with closing(collector.__iter__()) as batches:
+            for batch in batches:
+                if self._observers is not None and self._observers.functions:
+                    self._tell_lag(self._observers, batch)
+                yield batch
+
+    def _tell_lag(self, observers: Observers, batch: Any) -> None:
+        """Tell observers of the policy lag of a batch, unless its frames have no versions."""
+        versions = versions_of(batch)
+        newest = None if versions is None else self._newest_version()
+        if versions is not None and newest is not None:
+            lags = newest - versions
+            lag = PolicyLag(newest, lags.numel(), float(lags.double().mean()), int(lags.max()))
+            observers.tell(lag)
+
+    def _newest_version(self) -> int | None:
+        """Return the newest version of the policy that was sent; None if the collector does not know it."""
+        scheme = policy_scheme(self._weight_sync_schemes or {})
+        if scheme is None:
+            return None
+        sent = 0 if scheme.last_report is None else scheme.last_report.version
+        return max(sent, self.policy_version or 0)
