@@ -101,8 +101,8 @@ class WorkerEvent:
             - ``"late"``: it did not apply an update in time.
             - ``"full_update"``: it was sent all weights instead of changes, because it lacks the version that
               the changes refer to.
-            - ``"applied"``: it applied a version at a time of its own. Only explorers of a
-              :class:`~weight_update.Synchronizer` do that.
+            - ``"applied"``: it applied a version. Only a :class:`~weight_update.Synchronizer` tells this,
+              because its explorers take versions at times of their own.
 
         worker: index of the worker.
         version: number of the weights that it has, or of the update that it is late with or was sent; None if

@@ -15,6 +15,7 @@ from torch import nn
 from weight_update.checkpoints.store import CheckpointStore
 from weight_update.errors import CorruptCheckpointError, WeightSyncError
 from weight_update.receiver.gate import Gate
+from weight_update.report import SyncReport
 from weight_update.strategy.named_weights import from_items
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.methods import ExplorerMethod, StoringTrainer
@@ -40,13 +41,17 @@ class CheckpointTrainer(StoringTrainer):
     def __init__(self, source: Any, directory: str) -> None:
         self._source, self._store = source, CheckpointStore(directory)
 
-    def store(self, client: ClientBase, version: int, step: int) -> int:
+    def store(self, client: ClientBase, version: int, step: int) -> SyncReport:
+        began, start = time.time(), time.perf_counter()
         strategy = client.strategy
         chosen = strategy.chosen(self._source) if strategy.partial else None
         named = strategy.outgoing(self._source, chosen)
         tensors = {name: value.detach() for name, value in named.tensors.items()}
+        extracted = time.perf_counter()
         self._store.publish(version, {**tensors, **named.extra}, step=step)
-        return sum(value.numel() * value.element_size() for value in tensors.values())
+        seconds = {"extract": extracted - start, "send": time.perf_counter() - extracted}
+        nbytes = sum(value.numel() * value.element_size() for value in tensors.values())
+        return SyncReport(version, "checkpoint", nbytes, nbytes, seconds=seconds, began=began)
 
 
 class CheckpointExplorer(ExplorerMethod):
@@ -192,12 +197,13 @@ class CheckpointService(Service):
         newest = self.machine.newest
         return None if newest is None or number > newest else (number, self.machine.newest_step)
 
-    def trainer_published(self, session: str, step: int, version: int) -> Reply:
+    def trainer_published(self, session: str, step: int, version: int, report: Reply | None = None) -> Reply:
         """Note that the file of a version is complete."""
         with self.changed:
             self._trainer(session, step)
             self.publish(version, step)
             self.machine.offered(step)
+        self._tell(report)
         return {"version": version}
 
     def explorer_syncs(
@@ -226,7 +232,7 @@ class CheckpointService(Service):
                 self.machine.failed(explorer.id, reason)
             else:
                 self.publish(version, step)
-                self.machine.delivered(explorer.id, version)
+                self._note_version(self.machine.delivered, explorer.id, version)
             self.changed.notify_all()
             return outcome_of(explorer)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.methods import OUTAGES, TrainerMethod
 from weight_update.synchronizer.plan import RunningStatus, SyncStyle
+from weight_update.synchronizer.reports import plain_of
 from weight_update.synchronizer.service import Service, has_ended, outcome_of
 from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.state import ExplorerState
@@ -56,8 +58,9 @@ class DirectTrainer(TrainerMethod):
         except OUTAGES as error:
             outage, failures = error, {id: str(error) for id in ids}
         finally:
-            numbers = [one.number for one in transfers]
-            client.ask("met", step=step, version=version, numbers=numbers, ids=ids, failures=failures)
+            told = {"ids": ids, "failures": failures, "numbers": [one.number for one in transfers]}
+            report = _report_of(transfers, version, failures) if reply["observed"] else None
+            client.ask("met", step=step, version=version, report=report, **told)
         metrics = {"version": version, "bytes": sum(one.nbytes for one in transfers), "waited": waited}
         sent = set().union(*(one.ids for one in transfers))
         if (outage is not None or failures) and sent <= set(failures):
@@ -78,6 +81,15 @@ class DirectTrainer(TrainerMethod):
                     "step %d: weights were not sent to explorers that did not wait: %s", client.step, error
                 )
         return transfers
+
+
+def _report_of(transfers: list[Transfer], version: int, failures: dict[int, str]) -> Reply | None:
+    """Return the report of a version as plain values, if it was sent."""
+    if not transfers:
+        return None
+    nbytes = sum(one.nbytes for one in transfers)
+    report = replace(transfers[0].report, version=version, wire_bytes=nbytes, failures=failures)
+    return plain_of(report)
 
 
 class DirectService(Service):
@@ -122,16 +134,25 @@ class DirectService(Service):
                     return {"version": machine.newest, "reason": trainer.outcome.reason}
             if ids:
                 machine.begin(ids)
-            return {"ids": list(ids), "version": self._next_version()}
+            return {"ids": list(ids), "version": self._next_version(), "observed": self.observed}
 
     def met(
-        self, session: str, step: int, version: int, numbers: list[int], ids: list[int], failures: Reply
+        self,
+        session: str,
+        step: int,
+        version: int,
+        numbers: list[int],
+        ids: list[int],
+        failures: Reply,
+        report: Reply | None = None,
     ) -> Reply:
         """Note how a transfer to the explorers ``ids`` ended.
 
         ``version`` is the one that :meth:`meet` returned, ``numbers`` are those of the updates that carried
-        it, and ``failures`` are the reasons of the explorers that do not have it, by id.
+        it, and ``failures`` are the reasons of the explorers that do not have it, by id. ``report`` is for
+        observers.
         """
+        self._tell(report)
         with self.changed:
             self._trainer(session, step)
             endpoint, machine = self.trainer_endpoint, self.machine

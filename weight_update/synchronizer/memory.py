@@ -6,10 +6,11 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from weight_update.errors import LifecycleError, LinkClosedError, WeightSyncError
+from weight_update.report import SyncReport
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.methods import StoringTrainer
@@ -35,15 +36,15 @@ class MemoryTrainer(StoringTrainer):
         there = None if is_loopback(found) else found
         self.publisher: Publisher = Publisher(source, there, client.strategy, client.transfer_timeout)
 
-    def store(self, client: ClientBase, version: int, step: int) -> int:
+    def store(self, client: ClientBase, version: int, step: int) -> SyncReport:
         """Send to the synchronizer, which joins (again) if it is not connected."""
-        del version, step
+        del step
         if _SYNCHRONIZER not in self.publisher.joined():
             client.ask("take_from", ticket=self.publisher.endpoint)
         transfer = self.publisher.send([_SYNCHRONIZER])
         if failures := transfer.settle([_SYNCHRONIZER]):
             raise LinkClosedError(f"the synchronizer did not take the weights: {failures[_SYNCHRONIZER]}")
-        return transfer.nbytes
+        return replace(transfer.report, version=version, apply_seconds={}, stall_seconds={})
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class MemoryService(Service):
         self.cache.subscribe(ticket)
         return {}
 
-    def trainer_published(self, session: str, step: int, version: int) -> Reply:
+    def trainer_published(self, session: str, step: int, version: int, report: Reply | None = None) -> Reply:
         """Keep the weights that the trainer has sent, as a version."""
         with self.changed:
             self._trainer(session, step)
@@ -167,6 +168,7 @@ class MemoryService(Service):
                 self._record(self.cache.endpoint, 0, version, step)
             self.publish(version, step)
             self.machine.offered(step)
+        self._tell(report)
         if self.plan.style is SyncStyle.FULLY_ASYNC:
             self._spread()
         return {"version": version}
@@ -234,7 +236,9 @@ class MemoryService(Service):
             sent, transfer = self.cache.send(ids)
         except WeightSyncError as error:
             with self.changed:
-                self._end_transfer(ids, 0, dict.fromkeys(ids, str(error)))
+                for id in ids:
+                    self.machine.failed(id, str(error))
+                self.changed.notify_all()
             return
         with self.changed:
             self._record_sent(sent, transfer)

@@ -12,7 +12,9 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from weight_update.errors import SyncFailedError, SyncTimeoutError, TransportError, WeightSyncError
+from weight_update.report import SyncReport
 from weight_update.synchronizer.client import ClientBase
+from weight_update.synchronizer.reports import plain_of
 from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.transfer import Endpoint, Publisher, Subscriber
 from weight_update.transports.shared_memory.unix_stream import deadline_of
@@ -46,18 +48,20 @@ class StoringTrainer(TrainerMethod):
     """A method by which the trainer stores weights for explorers, and never waits for them."""
 
     @abstractmethod
-    def store(self, client: ClientBase, version: int, step: int) -> int:
-        """Store the weights of now as a version, and return their number of bytes."""
+    def store(self, client: ClientBase, version: int, step: int) -> SyncReport:
+        """Store the weights of now as a version, and return a report without explorers."""
 
     def give(self, client: ClientBase, step: int) -> dict[str, Any]:
-        version = int(client.ask("trainer_version", step=step)["version"])
+        reply = client.ask("trainer_version", step=step)
+        version = int(reply["version"])
         try:
-            nbytes = self.store(client, version, step)
-            client.ask("trainer_published", step=step, version=version)
+            report = self.store(client, version, step)
+            plain = plain_of(report) if reply["observed"] else None
+            client.ask("trainer_published", step=step, version=version, report=plain)
         except OUTAGES as error:
             soon = deadline_of(client.grace)  # the synchronizer itself may be gone
             return dict(client.ask("trainer_failed", soon, step=step, reason=str(error)))
-        return {"version": version, "bytes": nbytes}
+        return {"version": version, "bytes": report.wire_bytes}
 
 
 class ExplorerMethod(ABC):

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from weight_update.errors import WeightSyncError
+from weight_update.report import WorkerEvent
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan, SyncStyle
+from weight_update.synchronizer.reports import report_of
 from weight_update.synchronizer.sessions import Closed, Refused, Reply, Session, SessionManager, VersionFile
 from weight_update.synchronizer.state import ExplorerState, MemberState, TrainerState
 from weight_update.synchronizer.transfer import Endpoint, key_of
@@ -104,7 +106,7 @@ class Service(SessionManager, ABC):
         """Return the number that the next version will have."""
         with self.changed:
             self._trainer(session, step)
-            return {"version": self._next_version()}
+            return {"version": self._next_version(), "observed": self.observed}
 
     def trainer_failed(self, session: str, step: int, reason: str) -> Reply:
         """Note that the trainer could not publish."""
@@ -166,7 +168,7 @@ class Service(SessionManager, ABC):
         known = None if held is None else self._version_of(*held)
         if known is not None:
             self.publish(*known)
-            self.machine.has(explorer.id, known[0])
+            self._note_version(self.machine.has, explorer.id, known[0])
         self.changed.notify_all()
         return found, explorer
 
@@ -229,9 +231,31 @@ class Service(SessionManager, ABC):
         for id in ids:
             if id in failures:
                 self.machine.failed(id, failures[id])
+                if id in self.machine.explorers:
+                    self.observers.tell(WorkerEvent("late", id, version, failures[id]))
             else:
-                self.machine.delivered(id, version)
+                self._note_version(self.machine.delivered, id, version)
         self.changed.notify_all()
+
+    # -- for observers -----------------------------------------------------------------------------
+
+    @property
+    def observed(self) -> bool:
+        """Whether there are observers, which need reports from the trainer."""
+        return bool(self.observers.functions)
+
+    def _tell(self, report: Reply | None) -> None:
+        """Tell observers of a report that the trainer sent."""
+        if report is not None:
+            self.observers.tell(report_of(report))
+
+    def _note_version(self, note: Callable[[int, int], None], id: int, version: int) -> None:
+        """Note by ``note`` that a version is in force in an explorer; tell observers if that is new."""
+        explorer = self.machine.explorers.get(id)
+        before = None if explorer is None else explorer.version
+        note(id, version)
+        if explorer is not None and explorer.version != before:
+            self.observers.tell(WorkerEvent("applied", id, explorer.version))
 
 
 def has_ended(member: MemberState) -> bool:

@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from weight_update.checkpoints.io import read_regular
 from weight_update.errors import LifecycleError
+from weight_update.report import WorkerEvent
+from weight_update.sender.observers import Observers
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan
 from weight_update.synchronizer.state import TRAINER_STOPPED, ExplorerState, MemberState, TrainerState
 from weight_update.synchronizer.state_machine import StateMachine
@@ -160,6 +162,7 @@ class SessionManager:
         directory: directory of the checkpoints; None for methods that have none.
         address: address of the interface by which clients on other machines reach this one; None if there are
             no such clients.
+        observers: functions that are told of explorers and of published versions.
     """
 
     def __init__(self, plan: SyncPlan, lease: float | None, version_file: VersionFile | None) -> None:
@@ -170,6 +173,7 @@ class SessionManager:
         self.trainer_endpoint: Endpoint | None = None
         self.directory: str | None = None
         self.address: str | None = None
+        self.observers = Observers()
         self._version_file = version_file
         if version_file is not None and (newest := version_file.read()) is not None:
             self._restore(*newest)
@@ -209,7 +213,9 @@ class SessionManager:
             else:
                 id = self._free_id() if id is None else id
                 self.table.replace(self.machine.explorers.get(id))
-                self.table.add(session, self.machine.joined(id, version, step, synced_at), leased)
+                explorer = self.machine.joined(id, version, step, synced_at)
+                self.table.add(session, explorer, leased)
+                self.observers.tell(WorkerEvent("joined", id, explorer.version))
             return {
                 "id": id,
                 "plan": self.plan.to_json(),
@@ -299,6 +305,9 @@ class SessionManager:
                 machine.trainer_left(TRAINER_STOPPED + suffix)
             elif isinstance(member, ExplorerState) and machine.explorers.get(member.id) is member:
                 machine.left(member.id, f"the explorer stopped{suffix}")
+                if not self.table.closed:
+                    kind: Literal["left", "lost"] = "left" if how is None else "lost"
+                    self.observers.tell(WorkerEvent(kind, member.id, member.version, how or ""))
             self.changed.notify_all()
 
     def publish(self, version: int, step: int) -> None:

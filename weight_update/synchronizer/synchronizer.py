@@ -6,9 +6,13 @@ import contextlib
 import functools
 import os
 import threading
+import weakref
+from collections.abc import Callable
 from typing import Any, cast
 
 from weight_update.errors import LifecycleError
+from weight_update.report import Observer
+from weight_update.sender.observers import Observers
 from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
 from weight_update.synchronizer.checkpoint import CheckpointService
 from weight_update.synchronizer.direct import DirectService
@@ -80,6 +84,8 @@ class Synchronizer:
         self._servers: list[Server | RayHost] = []
         self._closed = False
         self._making = threading.Lock()
+        self._observers = Observers()
+        weakref.finalize(self, self._observers.close)
 
     @property
     def service(self) -> Service:
@@ -89,6 +95,7 @@ class Synchronizer:
                 raise LifecycleError("this synchronizer is closed; create a new one")
             if self._service is None:
                 self._service = self._make_service()
+                self._service.observers = self._observers
             return self._service
 
     def _make_service(self) -> Service:
@@ -130,6 +137,27 @@ class Synchronizer:
         self._servers.append(server)
         return server
 
+    def add_observer(self, observer: Observer) -> Callable[[], None]:
+        """Have a function called for every published version and every change of an explorer, from now on.
+
+        A thread of its own calls it. It gets a :class:`~weight_update.SyncReport` for each version that the
+        trainer publishes, and a :class:`~weight_update.WorkerEvent` for each explorer that joins, leaves, is
+        lost, is late or applies a version. An explorer's id is the index of the worker, and versions are
+        those of the clients. An error that the function raises is logged.
+
+        Returns:
+            a function that removes the observer.
+
+        Raises:
+            LifecycleError: this synchronizer is closed, or runs in a Ray actor.
+        """
+        if any(isinstance(server, RayHost) for server in self._servers):
+            raise LifecycleError(
+                "this synchronizer runs in a Ray actor, which cannot call functions of this process; serve() "
+                "it from this process to observe it"
+            )
+        return self._observers.add(observer)
+
     def as_ray_actor(self, name: str, namespace: str | None = None, **options: Any) -> RayHost:
         """Start an actor that is this synchronizer; this object itself then serves no clients.
 
@@ -148,6 +176,8 @@ class Synchronizer:
             raise LifecycleError(
                 "this synchronizer already serves this process; create another one for an actor"
             )
+        if self._observers.functions:
+            raise LifecycleError("a synchronizer in a Ray actor has no observers; remove them, or serve() it")
         make = functools.partial(type(self), self.plan, directory=self._directory, **self._options)
         host = RayHost.start(make, name, namespace, options)
         self._servers.append(host)
@@ -164,6 +194,7 @@ class Synchronizer:
         with self._making:
             self._closed = True
         with contextlib.ExitStack() as stack:  # all of it, also where a step raises
+            stack.callback(self._observers.close)
             for server in self._servers:
                 stack.callback(server.close)
             if self._service is not None:

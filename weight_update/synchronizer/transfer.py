@@ -18,6 +18,7 @@ from weight_update.errors import (
     UnknownWorkerError,
     WeightSyncError,
 )
+from weight_update.report import SyncReport
 from weight_update.schemes import DistributedWeightSyncScheme, SharedMemWeightSyncScheme
 from weight_update.sender.handle import SendHandle
 from weight_update.strategy.strategy import WeightStrategy
@@ -45,6 +46,11 @@ class Transfer:
         self._handle, self._gone = handle, gone
         self.ids = frozenset(handle.workers) - {_PLACEHOLDER}
         self.number, self.nbytes = handle.version, handle.report.wire_bytes
+
+    @property
+    def report(self) -> SyncReport:
+        """The report of the update, as far as it is known. Its version is the number."""
+        return self._handle.report
 
     def settle(self, ids: Iterable[int]) -> dict[int, str]:
         """Wait until explorers have it in force or have failed; return the reasons of failed ones, by id."""
