@@ -109,7 +109,8 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
     def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
         """Load a ``state_dict``: environment, policy and policy version.
 
-        The policy keeps the loaded weights until the next update.
+        The policy keeps the loaded weights until the next update, which gets a number above the restored
+        version.
         """
         with ExitStack() as stack:
             for scheme in self._connected().values():
@@ -117,6 +118,9 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
             super().load_state_dict(state_dict, **kwargs)
         version = state_dict.get(KEY)
         if self._stamps and version is not None:
+            for scheme in real(self._weight_sync_schemes or {}).values():
+                if scheme.synchronized_on_sender:
+                    scheme.continue_from(int(version))
             self._versions.restore(int(version))
 
     @property

@@ -214,6 +214,11 @@ def test_tensorboard_writes_scalars(tensorboard: Any, tmp_path: Path) -> None:
         assert found[f"weight_sync/{name}"] == pytest.approx(values), name
 
 
+def test_tensorboard_needs_a_directory_or_a_writer() -> None:
+    with pytest.raises(TypeError, match="a directory or a SummaryWriter, not an object of type Linear"):
+        TensorBoardObserver(nn.Linear(1, 1))
+
+
 def test_tensorboard_leaves_a_given_writer_open(tensorboard: Any, tmp_path: Path) -> None:
     with tensorboard.SummaryWriter(str(tmp_path)) as writer:
         with TensorBoardObserver(writer, prefix="sync/") as observer:

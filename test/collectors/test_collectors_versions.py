@@ -16,7 +16,7 @@ from torchrl.envs import SerialEnv
 from torchrl.envs.llm.transforms import PolicyVersion
 
 from collectors import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
-from weight_update import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
+from weight_update import MemoryWeightSyncScheme, MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 
 
 @pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
@@ -140,17 +140,26 @@ def test_one_process_into_a_buffer_with_a_copy_of_the_policy(extend_buffer):
     collector.shutdown()
 
 
-def test_versions_survive_a_checkpoint():
-    collector = Collector(Env, make_policy(), frames_per_batch=10, total_frames=20, **OPTIONS)
+@pytest.mark.parametrize("scheme", [None, MemoryWeightSyncScheme])
+def test_versions_survive_a_checkpoint(scheme):
+    def make():
+        schemes = None if scheme is None else {"policy": scheme()}
+        options = {"frames_per_batch": 10, "total_frames": 20, "weight_sync_schemes": schemes}
+        return Collector(Env, make_policy(), **options, **OPTIONS)
+
+    collector = make()
     for value in (1, 2, 3):
         collector.update_policy_weights_(make_policy(value))
     saved = collector.state_dict()
     collector.shutdown()
-    other = Collector(Env, make_policy(), frames_per_batch=10, total_frames=20, **OPTIONS)
+    other = make()
     other.load_state_dict(saved)
-    data = next(iter(other))
+    frames = iter(other)
+    data = next(frames)
     assert set(data["policy_version"].tolist()) == {3}
     require_exact(data)
+    assert other.update_policy_weights_(make_policy(4)).version == 4
+    require_exact(next(frames))
     other.shutdown()
 
 

@@ -23,11 +23,17 @@ class TensorBoardObserver(ScalarObserver, AbstractContextManager["TensorBoardObs
         prefix: start of the name of each scalar.
 
     Raises:
+        TypeError: this is neither a directory nor a writer.
         ImportError: a directory was given, and the package ``tensorboard`` is not installed.
     """
 
     def __init__(self, log_dir_or_writer: str | os.PathLike[str] | Any, prefix: str = "weight_sync/") -> None:
         super().__init__(prefix)
+        if not isinstance(log_dir_or_writer, (str, os.PathLike)) and not hasattr(
+            log_dir_or_writer, "add_scalar"
+        ):
+            kind = type(log_dir_or_writer).__name__
+            raise TypeError(f"give a directory or a SummaryWriter, not an object of type {kind}")
         self._owns = isinstance(log_dir_or_writer, (str, os.PathLike))
         self._writer: Any = _writer_to(log_dir_or_writer) if self._owns else log_dir_or_writer
 
