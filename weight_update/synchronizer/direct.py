@@ -152,9 +152,9 @@ class DirectService(Service):
         it, and ``failures`` are the reasons of the explorers that do not have it, by id. ``report`` is for
         observers.
         """
-        self._tell(report)
         with self.changed:
             self._trainer(session, step)
+            self._tell(report)
             endpoint, machine = self.trainer_endpoint, self.machine
             assert endpoint is not None
             for number in numbers:
