@@ -96,3 +96,20 @@ def test_a_signed_message_that_is_not_json_is_a_format_error(monkeypatch: pytest
         host.receive(10.0)
     for end in (client, host):
         end.close()
+
+
+def test_a_connection_that_is_made_while_the_channel_closes_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def connect_late(*args):
+        made.append(connect(*args))
+        channel.close()  # as another thread may
+        return made[-1]
+
+    connect = rpc.connect
+    monkeypatch.setattr(rpc, "connect", connect_late)
+    with Synchronizer(SyncMethod.MEMORY) as where:
+        server = where.serve()
+        channel = rpc.SocketChannel(server.address, server.token)
+        channel.call("status", {}, 5.0)
+    assert [one._stream.sock.fileno() for one in made] == [-1]

@@ -282,6 +282,7 @@ class SocketChannel(Channel):
         self._lock = threading.Lock()
         self._idle: list[RpcConnection] = []
         self._busy: set[RpcConnection] = set()
+        self._closed = 0  # times
         self._address: str | None = None
 
     @property
@@ -289,7 +290,7 @@ class SocketChannel(Channel):
         return self._address
 
     def call(self, name: str, args: dict[str, Any], timeout: float, longer: float = 0.0) -> Reply:
-        deadline = time.monotonic() + timeout
+        deadline, closed = time.monotonic() + timeout, self._closed
         connection = self._take(timeout)
         try:
             connection.send({"call": name, "args": args}, seconds_left(deadline))
@@ -299,11 +300,15 @@ class SocketChannel(Channel):
             raise LinkClosedError(f"the synchronizer at {self._host}:{self._port}: {error}") from None
         with self._lock:
             self._busy.discard(connection)
-            self._idle.append(connection)
+            if closed == self._closed:
+                self._idle.append(connection)
+        if closed != self._closed:  # it was made meanwhile
+            connection.close()
         return reply
 
     def close(self) -> None:
         with self._lock:
+            self._closed += 1
             connections, self._idle, self._busy = [*self._idle, *self._busy], [], set()
         for connection in connections:
             connection.close()
