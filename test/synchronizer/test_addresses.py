@@ -98,7 +98,9 @@ def test_a_signed_message_that_is_not_json_is_a_format_error(monkeypatch: pytest
         end.close()
 
 
-def test_a_connection_that_is_made_while_the_channel_closes_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_is_made_while_the_channel_closes_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = []
 
     def connect_late(*args):
