@@ -1,0 +1,86 @@
+"""The programs of the migration pages run, and the pages quote the benchmarks as they are."""
+
+import re
+
+import pytest
+from interpreters import run_python
+from marks import slow
+from test_docs_snippets import ROOT, snippets
+
+DOCS = ROOT / "docs"
+PAGES = ["torchrl_schemes", "torchrl_updaters", "rlinf", "trinity"]
+SOURCES = [page.read_text() for page in sorted(DOCS.glob("benchmark_*.rst"))]
+
+SHARES = ["0%", "100%", "0%", "100%"]
+ACTIONS = [f"batch {number}: {share} of the actions are action 1" for number, share in enumerate(SHARES)]
+SAME = [f"worker {index} has the trainer's weights: True" for index in range(2)]
+
+
+def run(program, tmp_path):
+    """Return the lines that a program prints."""
+    file = tmp_path / "program.py"
+    file.write_text(program)
+    done = run_python(file, quick_spawn=True)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr  # of a worker
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("when", [slow("before"), "after"])
+@pytest.mark.parametrize(
+    ("page", "number", "printed"),
+    [
+        ("torchrl_schemes", 0, ACTIONS),
+        ("torchrl_schemes", 1, SAME),
+        ("torchrl_updaters", 0, ACTIONS),
+    ],
+)
+def test_both_programs_print_the_same(page, number, printed, when, tmp_path):
+    pytest.importorskip("torchrl", reason="the program is one for torchrl")
+    pytest.importorskip("gymnasium", reason="the program plays CartPole")
+    program = snippets(f"migration_{page}.rst")[2 * number + (when == "after")]
+    assert run(program, tmp_path) == printed
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_only_the_imports_of_a_program_for_schemes_change(number):
+    before, after = (
+        program.splitlines() for program in snippets("migration_torchrl_schemes.rst")[2 * number :][:2]
+    )
+    changed = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
+    assert changed
+    for old, new in changed:
+        assert new == re.sub(r"torchrl\.(weight_update|collectors)", r"\1", old)
+
+
+@pytest.mark.parametrize(
+    ("page", "printed"),
+    [
+        ("rlinf", [f"worker {index} has the trainer's weights in bf16: True" for index in range(2)]),
+        (
+            "trinity",
+            [f"step {5 * n}: samples of version [{n - 1}], now {n}" for n in range(1, 5)],
+        ),
+    ],
+)
+def test_the_program_after_runs_and_the_program_before_parses(page, printed, tmp_path):
+    before, after = snippets(f"migration_{page}.rst")
+    compile(before, page, "exec")
+    assert run(after, tmp_path) == printed
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_each_row_of_figures_is_a_row_of_a_benchmark(page):
+    text = (DOCS / f"migration_{page}.rst").read_text()
+    gains = text.partition("What you gain\n")[2]
+    rows = re.findall(r"^\w[^\n]*  +[\d.]+(?:%|  )[^\n]*$", gains, re.MULTILINE)
+    assert len(rows) >= 4
+    lines = [cells(line) for source in SOURCES for line in source.splitlines()]
+    for row in rows:
+        label, *figures = re.split(r"  +", row.strip())
+        assert any(line[:1] == [label] and set(figures) <= set(line) for line in lines), row
+
+
+def cells(line):
+    """Return the cells of a row without the ranges in brackets."""
+    return re.split(r"  +", re.sub(r" \([^()]* \.\. [^()]*\)", "", line.strip()))
