@@ -32,7 +32,7 @@ from weight_update import (
     group_schemes,
     send_together,
 )
-from weight_update.encodings.reassembly import Joiner
+from weight_update.encodings.bucket import Joiner
 from weight_update.testing import Apart, WorkerProcesses, Zoo, fingerprint, mlp, random_bits, scramble
 from weight_update.testing.worker_processes import context_of
 from weight_update.testing.workers import Method

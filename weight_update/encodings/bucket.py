@@ -15,7 +15,6 @@ import torch
 
 from weight_update.encodings.base import Decoder, Encoder, Lend, WholeEncoding, register_encoding
 from weight_update.encodings.dense import ViewCache
-from weight_update.encodings.reassembly import Joiner, copy_bytes
 from weight_update.errors import FormatError
 from weight_update.wire.memory import await_stream, byte_view
 from weight_update.wire.schema import ALIGNMENT, DTYPES, WeightSchema, dtype_name
@@ -207,9 +206,7 @@ class _BucketDecoder(Decoder):
     def __init__(self, schema: WeightSchema) -> None:
         self._schema = schema
         self._flat: torch.Tensor | None = None  # filled bucket by bucket as they arrive
-        self._views: ViewCache | None = None
-        self._joiner: Joiner | None = None
-        self._sent = schema
+        self._sent, self._views, self._joiner = schema, ViewCache(schema), Joiner(schema)
         self._end = 0
 
     def feed(self, index: int, payload: torch.Tensor, allocate: Lend) -> torch.Tensor:
@@ -223,14 +220,12 @@ class _BucketDecoder(Decoder):
 
     def stream(self, index: int, payload: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         head = self._head(payload, index == 0)
-        if self._joiner is None:
-            self._joiner = Joiner(self._sent)
         found = self._joiner.take(head.start, payload[_HEAD_BYTES:])
         return [(i, value.to(self._schema.tensors[i].dtype)) for i, value in found]
 
     def decode(self, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self._flat is not None and all(payload is self._flat for payload in payloads):
-            values = self._views_of(self._flat)
+            values = self._views.views(self._flat)
         else:
             values = self._from_buckets(payloads)
         self._flat = None
@@ -246,30 +241,72 @@ class _BucketDecoder(Decoder):
             self._end = 0
             sent = _as_sent(self._schema, head.dtype)
             if sent.digest != self._sent.digest:
-                self._sent, self._views, self._joiner = sent, None, None
+                self._sent, self._views, self._joiner = sent, ViewCache(sent), Joiner(sent)
         if head.total != self._sent.nbytes or head.start != self._end or head.stop > head.total:
             raise FormatError(f"got a bucket of bytes {head.start} to {head.stop}, expected byte {self._end}")
         self._end = head.stop
         return head
 
-    def _views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        if self._views is None:
-            self._views = ViewCache(self._sent)
-        return self._views.views(flat)
-
     def _from_buckets(self, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if not payloads:
             raise FormatError("the update has no buckets")
         found: dict[int, torch.Tensor] = {}
-        joiner = None
         for index, payload in enumerate(payloads):
             head = self._head(payload, index == 0)
-            joiner = joiner or Joiner(self._sent)
-            found.update(joiner.take(head.start, payload[_HEAD_BYTES:]))
+            found.update(self._joiner.take(head.start, payload[_HEAD_BYTES:]))
         missing = [meta.name for i, meta in enumerate(self._sent.tensors) if i not in found]
         if missing:
             raise FormatError(f"the buckets do not contain all of {missing[0]!r}")
         return [found[i] for i in range(len(found))]
+
+
+class Joiner:
+    """A joiner of the parts of a schema's flat buffer, which returns each tensor with its last byte."""
+
+    def __init__(self, schema: WeightSchema) -> None:
+        self._tensors = schema.tensors
+        self._ends = [meta.offset + meta.nbytes for meta in schema.tensors]
+        self._order = sorted(range(len(self._ends)), key=self._ends.__getitem__)
+        self._next = 0  # index into the order of the first incomplete tensor
+        self._begun = torch.empty(0)  # bytes of that tensor, if it spans parts
+
+    def take(self, start: int, body: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """Return the position in the schema and the value of each tensor that ends in this part.
+
+        Args:
+            start: position of the first byte in the flat buffer: the end of the previous part, or 0 for the
+                first part of an update.
+            body: 1-D uint8 tensor; values are views into it, except of tensors that span parts.
+        """
+        if start == 0:
+            self._next = 0
+        stop, found = start + body.numel(), []
+        for position in self._order[self._next :]:
+            meta, end = self._tensors[position], self._ends[position]
+            if end > stop and meta.offset >= stop:
+                break
+            first = max(meta.offset, start)
+            raw = body[first - start : end - start]
+            if first > meta.offset or end > stop:  # it spans parts
+                if first == meta.offset:
+                    self._begun = body.new_empty(meta.nbytes)
+                place = first - meta.offset
+                copy_bytes(self._begun[place : place + raw.numel()], raw)
+                raw = self._begun
+            if end > stop:
+                break
+            found.append((position, raw.view(meta.dtype).view(meta.shape)))
+            self._next += 1
+        return found
+
+
+def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy 1-D uint8 tensors of one size, and wait until they are copied."""
+    if target.is_cuda or source.is_cuda:
+        target.copy_(source)
+        await_stream(target)
+    else:  # not torch: its threads hang in forked processes
+        target.numpy()[:] = source.numpy()
 
 
 @dataclass(frozen=True)
