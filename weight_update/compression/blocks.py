@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 
 import numpy as np
 import torch
@@ -70,8 +70,7 @@ class BlockCompression(Compression):
         self.check(data)
         if not data.numel():
             return torch.empty(0, dtype=torch.uint8)
-        view = byte_view(data)
-        blocks = self._shrunk([view[start : start + BLOCK_BYTES] for start in _starts(len(view))])
+        blocks = self._shrunk([byte_view(block) for block in torch.split(data, BLOCK_BYTES)])
         table = np.array([len(block) for block in blocks], "<u4").tobytes()
         return torch.frombuffer(bytearray().join([table, *blocks]), dtype=torch.uint8)
 
@@ -80,36 +79,24 @@ class BlockCompression(Compression):
         if threads < 2:
             shrink = self.shrinker()
             return [_smaller(block, shrink) for block in blocks]
-        spare: SimpleQueue[Shrink] = SimpleQueue()
-        for _ in range(threads):
-            spare.put(self.shrinker())
+        own = threading.local()
 
-        def shrunk(block: memoryview) -> Buffer:
-            shrink = spare.get()
-            try:
-                return _smaller(block, shrink)
-            finally:
-                spare.put(shrink)
+        def begin() -> None:
+            own.shrink = self.shrinker()
 
         # Block by block, not one share for each thread: some blocks take much longer than others.
-        with ThreadPoolExecutor(threads) as pool:
-            return list(pool.map(shrunk, blocks))
+        with ThreadPoolExecutor(threads, initializer=begin) as pool:
+            return list(pool.map(lambda block: _smaller(block, own.shrink), blocks))
 
     @classmethod
     def decompress(cls, data: torch.Tensor, nbytes: int) -> torch.Tensor:
         cls.check(data, nbytes)
-        blocks = _cut(data, nbytes)
+        blocks, expand = _cut(data, nbytes), cls.expander()
         result = torch.empty(nbytes, dtype=torch.uint8)
-        if nbytes:
-            out, expand = byte_view(result), cls.expander()
-            for start, block in zip(_starts(nbytes), blocks, strict=True):
-                place = out[start : start + BLOCK_BYTES]
-                place[:] = _whole(block, len(place), expand)
+        for start, block in zip(range(0, nbytes, BLOCK_BYTES), blocks, strict=True):
+            place = byte_view(result[start : start + BLOCK_BYTES])
+            place[:] = _whole(block, len(place), expand)
         return result
-
-
-def _starts(nbytes: int) -> range:
-    return range(0, nbytes, BLOCK_BYTES)
 
 
 def _smaller(block: memoryview, shrink: Shrink) -> Buffer:

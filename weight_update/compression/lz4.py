@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -37,15 +38,8 @@ class Lz4Compression(BlockCompression):
         optional("lz4.block", "lz4")
 
     def shrinker(self) -> Shrink:
-        block = optional("lz4.block", "lz4")
-
-        def shrink(data: memoryview) -> bytes:
-            packed: bytes = block.compress(
-                data, mode="fast", acceleration=self.acceleration, store_size=False
-            )
-            return packed
-
-        return shrink
+        compress = optional("lz4.block", "lz4").compress
+        return functools.partial(compress, mode="fast", acceleration=self.acceleration, store_size=False)
 
     @classmethod
     def expander(cls) -> Expand:

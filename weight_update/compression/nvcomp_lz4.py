@@ -58,23 +58,19 @@ class NvcompLz4Compression(Compression):
                 raise FormatError(f"{data.numel()} compressed bytes cannot decompress to {nbytes}")
             return torch.empty_like(data)
         try:
-            return _decode(data, nbytes)
+            with _session(data) as (codec, source, stream):
+                found = codec.get_uncomp_buffer_size(source)
+                if found != nbytes:
+                    raise FormatError(f"the data holds {found} bytes, expected {nbytes}")
+                result = torch.empty(nbytes, dtype=torch.uint8, device=data.device)
+                stream.wait_stream(torch.cuda.current_stream())
+                codec.decode(source, out=result)
+                stream.synchronize()
         except FormatError:
             raise
         except (RuntimeError, ValueError) as error:
             raise FormatError(f"nvCOMP: {error}") from error
-
-
-def _decode(data: torch.Tensor, nbytes: int) -> torch.Tensor:
-    with _session(data) as (codec, source, stream):
-        found = codec.get_uncomp_buffer_size(source)
-        if found != nbytes:
-            raise FormatError(f"the data holds {found} bytes, expected {nbytes}")
-        result = torch.empty(nbytes, dtype=torch.uint8, device=data.device)
-        stream.wait_stream(torch.cuda.current_stream())
-        codec.decode(source, out=result)
-        stream.synchronize()
-    return result
+        return result
 
 
 def _nvcomp() -> Any:

@@ -17,7 +17,7 @@ from weight_update.encodings.base import Decoder, Encoder, Lend, WholeEncoding, 
 from weight_update.encodings.dense import ViewCache
 from weight_update.errors import FormatError
 from weight_update.wire.memory import await_stream, byte_view
-from weight_update.wire.schema import ALIGNMENT, DTYPES, WeightSchema, dtype_name
+from weight_update.wire.schema import ALIGNMENT, DTYPES, WeightSchema, aligned, dtype_name
 
 __all__ = ["BucketEncoding", "require_bool", "require_size"]
 
@@ -345,7 +345,7 @@ def _cuts(schema: WeightSchema, size: int) -> Iterator[tuple[int, int]]:
     start = end = 0
     for i in schema.distinct:
         meta = schema.tensors[i]
-        last = -(-(meta.offset + meta.nbytes) // ALIGNMENT) * ALIGNMENT
+        last = aligned(meta.offset + meta.nbytes)
         if last - start > size and end > start:
             yield start, end
             start = end

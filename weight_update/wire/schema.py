@@ -31,27 +31,9 @@ _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(_orig_mod|module)\.")
 
 
 _DTYPE_NAMES = [
-    "bool",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-    "complex32",
-    "complex64",
-    "complex128",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
 ]
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name)}
 compact_json = json.JSONEncoder(separators=(",", ":")).encode
@@ -135,14 +117,12 @@ class WeightSchema:
                     "only plain strided tensors can be synchronized"
                 )
             dtype_name(tensor.dtype)
-            meta = TensorMeta(name, tuple(tensor.shape), tensor.dtype)
             identity = memory_identity(tensor)
-            offset = places.get(identity, end) if identity is not None else end
-            if identity is not None:
-                places[identity] = offset
-            metas.append(TensorMeta(meta.name, meta.shape, meta.dtype, offset))
+            offset = end if identity is None else places.setdefault(identity, end)
+            meta = TensorMeta(name, tuple(tensor.shape), tensor.dtype, offset)
+            metas.append(meta)
             if offset == end:
-                end += _align(meta.nbytes)
+                end += aligned(meta.nbytes)
         return cls(tuple(metas), end)
 
     @functools.cached_property
@@ -163,14 +143,8 @@ class WeightSchema:
     @functools.cached_property
     def distinct(self) -> tuple[int, ...]:
         """Positions of the entries that own their bytes: the first name of each offset."""
-        seen: set[tuple[int, bool]] = set()
-        positions = []
-        for position, meta in enumerate(self.tensors):
-            key = (meta.offset, meta.nbytes == 0)
-            if meta.nbytes == 0 or key not in seen:
-                seen.add(key)
-                positions.append(position)
-        return tuple(positions)
+        shared = {other for _, other in self.ties}
+        return tuple(i for i in range(len(self.tensors)) if i not in shared)
 
     @functools.cached_property
     def ties(self) -> tuple[tuple[int, int], ...]:
@@ -238,7 +212,7 @@ class WeightSchema:
             offset = places.setdefault(meta.offset, end) if meta.nbytes else end
             metas.append(TensorMeta(meta.name, meta.shape, dtype, offset))
             if offset == end:
-                end += _align(metas[-1].nbytes)
+                end += aligned(metas[-1].nbytes)
         return WeightSchema(tuple(metas), end)
 
     def require_same(self, other: WeightSchema, who: str, *, more: bool = False) -> None:
@@ -292,7 +266,8 @@ class WeightSchema:
         return cls(metas, nbytes)
 
 
-def _align(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """Return the next multiple of :data:`ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 

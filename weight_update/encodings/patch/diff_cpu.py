@@ -44,12 +44,7 @@ FEW = 0.1
 FEW_EIGHTS = 1 - (1 - FEW) ** 8
 """Fraction of groups of eight that have a hit when the fraction of all is :data:`FEW`."""
 
-INTEGER: dict[int, np.dtype[Any]] = {
-    1: np.dtype(np.uint8),
-    2: np.dtype(np.int16),
-    4: np.dtype(np.int32),
-    8: np.dtype(np.int64),
-}
+INTEGER = {int(kind[1]): np.dtype(kind) for kind in ("u1", "i2", "i4", "i8")}
 """Integer dtype for comparing elements, by width in bytes."""
 
 Bytes = NDArray[np.uint8]
@@ -109,21 +104,15 @@ class Scanner:
             ValueError: ``snapshot`` or the number of ``tensors`` does not fit the schema.
         """
         check_sizes(self._schema, tensors, snapshot)
-        done = self._compare_shares(flattened(tensors, self._tiles), snapshot.numpy())
-        groups = [done[i % len(done)][i // len(done)] for i in range(sum(map(len, done)))]
-        changed = sum(group.changed for group in groups)
-        return Scan(changed, self._total, _merge(groups, self._relative))
-
-    def _compare_shares(self, live: Sequence[torch.Tensor], snapshot: Bytes) -> list[list[_GroupDiff]]:
-        def compare(group: Sequence[_TileReader]) -> _GroupDiff:
-            each = [_compare(reader, live, snapshot, self._dense_above, self._relative) for reader in group]
-            return _join(group[0].tile.start, each)
+        live, old = flattened(tensors, self._tiles), snapshot.numpy()
 
         @torch.no_grad()  # a setting of each thread
-        def run(share: Sequence[Sequence[_TileReader]]) -> list[_GroupDiff]:
-            return [compare(group) for group in share]
+        def compare(share: Sequence[Sequence[_TileReader]]) -> list[_GroupDiff]:
+            return [_compare(group, live, old, self._dense_above, self._relative) for group in share]
 
-        return in_threads(run, self._shares, len(self._shares))
+        done = in_threads(compare, self._shares, len(self._shares))
+        groups = [done[i % len(done)][i // len(done)] for i in range(sum(map(len, done)))]
+        return Scan(sum(group.changed for group in groups), self._total, _merge(groups, self._relative))
 
 
 def _grouped(tiles: Sequence[Tile]) -> Iterator[list[Tile]]:
@@ -178,16 +167,6 @@ def _readers_of(share: Sequence[Sequence[Tile]]) -> list[list[_TileReader]]:
 
 
 @dataclass(frozen=True)
-class _TileDiff:
-    """The differences in the tile that starts at byte ``start``; positions count from there."""
-
-    start: int
-    changed: int
-    found: Sequence[ElementDiff] = ()
-    ranges: Sequence[ByteRange] = ()
-
-
-@dataclass(frozen=True)
 class _GroupDiff:
     """The differences in a group of tiles, by width."""
 
@@ -197,41 +176,43 @@ class _GroupDiff:
 
 
 def _compare(
-    reader: _TileReader, live: Sequence[torch.Tensor], snapshot: Bytes, dense_above: float, relative: bool
-) -> _TileDiff:
-    tile = reader.tile
-    old = snapshot[tile.start : tile.start + tile.nbytes]
-    new = reader.read(live, old)
-    found = _differing(tile, new, old)
-    changed = sum(len(positions) for _, positions, _ in found)
-    if changed > dense_above * tile.elements:
-        ranges = [ByteRange(tile.start + a, torch.from_numpy(new[a:b].copy())) for a, b in tile.filled]
-        return _TileDiff(tile.start, changed, ranges=ranges)
-    if relative:
+    group: Sequence[_TileReader],
+    live: Sequence[torch.Tensor],
+    snapshot: Bytes,
+    dense_above: float,
+    relative: bool,
+) -> _GroupDiff:
+    start, changed, ranges = group[0].tile.start, 0, list[ByteRange]()
+    by_width: dict[int, list[tuple[int, NDArray[Any], NDArray[Any]]]] = {}
+    for reader in group:
+        tile = reader.tile
+        old = snapshot[tile.start : tile.start + tile.nbytes]
+        new = reader.read(live, old)
+        found = _differing(tile, new, old)
+        here = sum(len(positions) for _, positions, _ in found)
+        changed += here
+        if here > dense_above * tile.elements:
+            ranges += [ByteRange(tile.start + a, torch.from_numpy(new[a:b].copy())) for a, b in tile.filled]
+            continue
         for width, positions, values in found:
-            values -= old.view(INTEGER[width]).take(positions, mode="wrap")  # from the core's own cache
-    return _TileDiff(tile.start, changed, found)
+            if relative:
+                values -= old.view(INTEGER[width]).take(positions, mode="wrap")  # from the core's own cache
+            by_width.setdefault(width, []).append(((tile.start - start) // width, positions, values))
+    segments = {width: _segment(start // width, parts) for width, parts in by_width.items()}
+    return _GroupDiff(changed, segments, ranges)
 
 
-def _join(start: int, tiles: Sequence[_TileDiff]) -> _GroupDiff:
-    """Join tiles into one segment for each width; ``start`` is the first byte of the first tile."""
-    by_width: dict[int, list[tuple[int, ElementDiff]]] = {}
-    for tile in tiles:
-        for found in tile.found:
-            by_width.setdefault(found[0], []).append((tile.start, found))
-    segments = {}
-    for width, parts in by_width.items():
-        values = np.concatenate([values for _, (_, _, values) in parts])
-        offsets = np.empty(values.shape, np.int32)  # fresh memory costs most here
-        end = 0
-        for at, (_, inside, _) in parts:
-            here = offsets[end : end + len(inside)]
-            here[:] = inside
-            here += (at - start) // width
-            end += len(inside)
-        segments[width] = Segment(start // width, torch.from_numpy(offsets), torch.from_numpy(values))
-    changed = sum(tile.changed for tile in tiles)
-    return _GroupDiff(changed, segments, [one for tile in tiles for one in tile.ranges])
+def _segment(first: int, parts: Sequence[tuple[int, NDArray[Any], NDArray[Any]]]) -> Segment:
+    """Join the positions, each counted from the start of its tile, and the values of several tiles."""
+    values = np.concatenate([values for _, _, values in parts])
+    offsets = np.empty(values.shape, np.int32)  # fresh memory costs most here
+    end = 0
+    for start, positions, _ in parts:
+        here = offsets[end : end + len(positions)]
+        here[:] = positions
+        here += start
+        end += len(positions)
+    return Segment(first, torch.from_numpy(offsets), torch.from_numpy(values))
 
 
 def _merge(groups: Sequence[_GroupDiff], relative: bool) -> Changes:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weight_update.wire.schema import ALIGNMENT, TensorMeta, WeightSchema
+from weight_update.wire.schema import TensorMeta, WeightSchema, aligned
 
 __all__ = ["EntrySlice", "Tile", "cut", "flattened"]
 
@@ -61,7 +61,7 @@ class Tile:
     def nbytes(self) -> int:
         """Number of bytes; a multiple of 64 unless ``flat``."""
         last = self.slices[-1]
-        return last.nbytes if self.flat else _aligned(last.start + last.nbytes) - self.start
+        return last.nbytes if self.flat else aligned(last.start + last.nbytes) - self.start
 
     @functools.cached_property
     def elements(self) -> int:
@@ -80,7 +80,7 @@ class Tile:
         for one in self.slices:
             start = one.start - self.start
             stop = start + one.nbytes
-            if out and _aligned(out[-1][1]) == start:
+            if out and aligned(out[-1][1]) == start:
                 start = out.pop()[0]
             out.append((start, stop))
         return out
@@ -112,7 +112,7 @@ def cut(schema: WeightSchema, tracked: Sequence[int] | None, size: int, large: i
     batch: list[EntrySlice] = []
     for one in _owners(schema, tracked):
         apart = one.nbytes >= large
-        if batch and (apart or _aligned(one.start + one.nbytes) - batch[0].start > size):
+        if batch and (apart or aligned(one.start + one.nbytes) - batch[0].start > size):
             yield Tile(tuple(batch), flat=False)
             batch = []
         if not apart:
@@ -142,7 +142,3 @@ def _owners(schema: WeightSchema, tracked: Sequence[int] | None) -> list[EntrySl
         if meta.nbytes:
             owners.setdefault(meta.offset, EntrySlice(entry, meta, 0, math.prod(meta.shape)))
     return [owners[offset] for offset in sorted(owners)]
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
