@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from weight_update.wire.schema import WeightSchema
 
 __all__ = ["Binding", "count_writes"]
 
+_Place = tuple[str, tuple[Any, Any]]  # name of a tensor, the dict that holds it, and its key
 _CPU = torch.device("cpu")
 _DTYPE, _IS_CPU, _IS_META = map(operator.attrgetter, ("dtype", "is_cpu", "is_meta"))
 
@@ -81,7 +83,12 @@ class Binding:
 
     def tensors(self, names: tuple[str, ...]) -> list[torch.Tensor]:
         """Return the tensors of the destination as they are now."""
-        return self._targets(names)
+        if names is not self._asked[0]:  # forward passes may be waiting, so do little for each tensor
+            self._asked = names, [(owner.get, key) for owner, key in map(self._places.__getitem__, names)]
+        targets = [get(key) for get, key in self._asked[1]]
+        if all(issubclass(kind, torch.Tensor) for kind in set(map(type, targets))):
+            return targets
+        return [self._get(name) for name in names]  # raises, with the name
 
     def schema(self) -> WeightSchema:
         """Return the schema of the destination as it is now.
@@ -103,7 +110,7 @@ class Binding:
 
         Parameters on the meta device have no memory yet, so real ones replace them.
         """
-        pairs = list(zip(self._targets(names), values, strict=True))
+        pairs = list(zip(self.tensors(names), values, strict=True))
         _require_own_elements(names, [target for target, _ in pairs])
         real = [(target.detach(), value) for target, value in pairs if not target.is_meta]
         if real:
@@ -116,17 +123,9 @@ class Binding:
         unreal = [(target, value) for target, value in pairs if target.is_meta]
         self._materialise({id(t): _convert(t, value, copy=True) for t, value in unreal})
 
-    def point(self, names: tuple[str, ...], values: list[torch.Tensor]) -> None:
-        """Make the destination's tensors use the memory of ``values``; nothing is copied.
-
-        Values on another device or of another dtype are converted first, all of them before the first
-        tensor is switched. Real parameters replace those on the meta device.
-        """
-        self.switch(names, self.prepare(names, values))
-
     def prepare(self, names: tuple[str, ...], values: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return ``values``, converted to the destination's dtype and device where they differ."""
-        targets = self._targets(names)
+        targets = self.tensors(names)
         if (
             all(map(_IS_CPU, targets))
             and all(map(_IS_CPU, values))
@@ -141,32 +140,27 @@ class Binding:
         ]
 
     def switch(self, names: tuple[str, ...], ready: list[torch.Tensor]) -> None:
-        """Do the short second half of :meth:`point`, one assignment for each tensor.
+        """Make the destination's tensors use the memory of ``ready``; nothing is copied.
+
+        Real parameters replace those on the meta device.
 
         Args:
-            names: as for :meth:`point`.
+            names: names of the tensors.
             ready: values that :meth:`prepare` returned.
         """
-        targets = self._targets(names)
-        if not any(map(_IS_META, targets)):  # forward passes may be waiting, so do little for each tensor
-            for target, value in zip(targets, ready, strict=True):
-                target.data = value
-            count_writes(targets)
-            return
-        unreal = {}
-        for target, value in zip(targets, ready, strict=True):
-            if target.is_meta:
-                unreal[id(target)] = value
-            else:
-                target.data = value
+        targets = self.tensors(names)
+        if any(map(_IS_META, targets)):
+            self._materialise({id(t): value for t, value in zip(targets, ready, strict=True) if t.is_meta})
+            targets = self.tensors(names)
+        for target, value in zip(targets, ready, strict=True):  # forward passes may be waiting
+            target.data = value
         count_writes(targets)
-        self._materialise(unreal)
 
     def write(self, names: tuple[str, ...], ready: list[torch.Tensor], *, stay: bool) -> None:
         """Give the destination new values; nobody may compute with it meanwhile.
 
         Args:
-            names: as for :meth:`point`.
+            names: names of the tensors.
             ready: values that :meth:`prepare` returned.
             stay: whether addresses must stay as they are.
         """
@@ -200,11 +194,7 @@ class Binding:
         """Give each extra state to its owner, or raise and give none; return a function that reverts it."""
         if not extra:
             return lambda: None
-        before = self.read().extra
-
-        def undo() -> None:
-            self._set_extra(before)
-
+        undo = functools.partial(self._set_extra, self.read().extra)
         try:
             self._set_extra(extra)
         except BaseException:
@@ -226,15 +216,6 @@ class Binding:
             raise SchemaMismatchError(f"{name!r} is no longer in the target")
         return tensor
 
-    def _targets(self, names: tuple[str, ...]) -> list[torch.Tensor]:
-        """Return the tensors as they are now. Forward passes may be waiting, so do little for each tensor."""
-        if names is not self._asked[0]:
-            self._asked = names, [(owner.get, key) for owner, key in map(self._places.__getitem__, names)]
-        targets = [get(key) for get, key in self._asked[1]]
-        if all(issubclass(kind, torch.Tensor) for kind in set(map(type, targets))):
-            return targets
-        return [self._get(name) for name in names]  # raises, with the name
-
     def _materialise(self, values: dict[int, torch.Tensor]) -> None:
         """Replace meta tensors, given by id, wherever they are kept; tied tensors stay tied."""
         if not values:
@@ -252,23 +233,21 @@ class Binding:
                 owner[key] = made[id(target)]
         self._find_devices()
 
-    def _find(self) -> Iterator[tuple[str, tuple[Any, str]]]:
+    def _find(self) -> Iterator[_Place]:
         destination = self.destination
         if isinstance(destination, TensorDictBase):
-            for name, owner, key in _tensordict_places(destination):
-                yield name, (owner, key)
+            yield from _tensordict_places(destination)
         elif isinstance(destination, nn.Module):
             yield from self._module_places(destination)
         elif isinstance(destination, MutableMapping):
-            for name, owner, key in _mapping_places(destination):
-                yield name, (owner, key)
+            yield from _mapping_places(destination)
         else:
             raise UnsupportedSourceError(
                 f"cannot write weights into a {type(destination).__name__}; give an nn.Module, "
                 "a TensorDict, a dict of tensors or an InferenceEngine"
             )
 
-    def _module_places(self, module: nn.Module) -> Iterator[tuple[str, tuple[Any, str]]]:
+    def _module_places(self, module: nn.Module) -> Iterator[_Place]:
         places = {}
         for prefix, part in named_parts(module):
             for owner in (part._parameters, part._buffers):
@@ -314,7 +293,7 @@ def _convert(target: torch.Tensor, value: torch.Tensor, *, copy: bool = False) -
     return value.to(device=device, dtype=target.dtype, copy=copy)
 
 
-def _tensordict_places(node: TensorDictBase, prefix: str = "") -> Iterator[tuple[str, TensorDictBase, str]]:
+def _tensordict_places(node: TensorDictBase, prefix: str = "") -> Iterator[_Place]:
     for key, value in node.items():
         if isinstance(value, TensorDictBase):
             if key != EXTRA_IN_TENSORDICT:
@@ -325,7 +304,7 @@ def _tensordict_places(node: TensorDictBase, prefix: str = "") -> Iterator[tuple
                     f"{prefix + key!r} of a {type(node).__name__} is made anew at each access, so it can be "
                     "read but not written"
                 )
-            yield f"{prefix}{key}", node, key
+            yield f"{prefix}{key}", (node, key)
 
 
 def _require_own_elements(names: Sequence[str], targets: Sequence[torch.Tensor]) -> None:
@@ -339,13 +318,13 @@ def _require_own_elements(names: Sequence[str], targets: Sequence[torch.Tensor])
             )
 
 
-def _mapping_places(node: MutableMapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def _mapping_places(node: MutableMapping[Any, Any], prefix: str = "") -> Iterator[_Place]:
     for key, value in node.items():
         name = prefix + key_name(key, node)
         if isinstance(value, MutableMapping) and name.rpartition(".")[2] != EXTRA:
             yield from _mapping_places(value, name + ".")
         elif isinstance(value, torch.Tensor) and name.rpartition(".")[2] != EXTRA:
-            yield name, node, key
+            yield name, (node, key)
 
 
 def _set_extra_in(node: Any, name: str, value: Any) -> None:

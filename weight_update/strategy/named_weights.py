@@ -53,6 +53,7 @@ class NamedWeights:
     convert: Convert | None = None
     gather: Gather | None = None
 
+    @torch.no_grad()
     def items(self) -> Generator[tuple[str, torch.Tensor]]:
         """Yield names and tensors, each converted only when it is asked for, and not kept.
 
@@ -62,25 +63,13 @@ class NamedWeights:
             UnsupportedSourceError: ``convert`` gave a name twice, or something that is not a tensor.
             ConversionError: ``convert`` wrote to the tensors that it was given.
         """
-        if self.gather is None:
-            return self._converted(item for item in self.tensors.items())
-        return self._converted(self.gather(self.tensors))
-
-    @torch.no_grad()
-    def _converted(self, source: Generator[tuple[str, torch.Tensor]]) -> Generator[tuple[str, torch.Tensor]]:
-        if self.convert is None:
-            try:
-                yield from source
-            finally:
-                source.close()
-            return
-        before = _writes(self.tensors)
+        whole = (item for item in self.tensors.items()) if self.gather is None else self.gather(self.tensors)
+        before: dict[str, int] = {} if self.convert is None else _writes(self.tensors)
         try:
-            yield from _checked(_started(self.convert, source))
+            yield from whole if self.convert is None else _checked(_started(self.convert, whole))
         finally:
-            source.close()
-        after = _writes(self.tensors)
-        written = [name for name, count in after.items() if count != before[name]]
+            whole.close()
+        written = [name for name, count in before.items() if count != self.tensors[name]._version]
         if written:
             raise ConversionError(
                 f"while weights were converted, {written[0]!r} was written to ({len(written)} of "

@@ -192,7 +192,10 @@ class WeightStrategy(WeightReader):
         values = [value.detach() for value in named.tensors.values()]
         undo = binding.exchange_extra(copy.deepcopy(named.extra))  # a module may keep the object it is given
         try:
-            (binding.copy if inplace else binding.point)(schema.names, values)
+            if inplace:
+                binding.copy(schema.names, values)
+            else:
+                binding.switch(schema.names, binding.prepare(schema.names, values))
         except BaseException:
             undo()
             raise
