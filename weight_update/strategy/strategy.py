@@ -286,16 +286,17 @@ class WeightStrategy:
         named = named.converted()
         if self.extract_as == "state_dict":
             return {**named.tensors, **named.extra}
-        out = TensorDict()
-        nodes: dict[str, TensorDictBase] = {"": out}
+        tree: dict[str, Any] = {}
         for name, value in {**named.tensors, **named.extra}.items():
-            path, _, leaf = name.rpartition(".")
-            node = _node(nodes, path)
+            *path, leaf = name.split(".")
+            node = tree
+            for part in path:
+                node = node.setdefault(part, {})
             if name in named.extra:
                 node[EXTRA_IN_TENSORDICT if name == EXTRA else leaf] = NonTensorData(value)
             else:
-                node.set(leaf, value)
-        return out
+                node[leaf] = value
+        return TensorDict(tree)
 
 
 def _require_chunks(max_in_flight: int, encoding: Encoding) -> None:
@@ -320,12 +321,3 @@ def resolve_strategy(strategy: str | WeightStrategy) -> WeightStrategy:
         known = ", ".join(repr(name) for name in get_args(ExtractAs))
         raise ValueError(f"strategy must be {known} or a WeightStrategy, got {strategy!r}")
     return WeightStrategy(strategy)  # type: ignore[arg-type]  # checked at run time
-
-
-def _node(nodes: dict[str, TensorDictBase], path: str) -> TensorDictBase:
-    if path not in nodes:
-        parent, _, leaf = path.rpartition(".")
-        nodes[path] = TensorDict()
-        _node(nodes, parent).set(leaf, nodes[path])
-        nodes[path] = nodes[parent].get(leaf)
-    return nodes[path]
