@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from weight_update.encodings.base import Decoder, Encoder, Lend, WholeEncoding, register_encoding
 from weight_update.encodings.patch.diff_cpu import SERIAL
@@ -28,22 +27,16 @@ class ViewCache:
     """
 
     def __init__(self, schema: WeightSchema) -> None:
-        self._schema = schema
-        self._known: dict[int, tuple[weakref.ref[torch.Tensor], list[torch.Tensor]]] = {}
+        self._schema, self._known = schema, WeakTensorKeyDictionary()
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return :meth:`WeightSchema.views` of ``flat``."""
-        found = self._known.get(id(flat))
+        found: list[torch.Tensor] | None = self._known.get(flat)  # type: ignore[no-untyped-call]
         if found is None:
             with torch.inference_mode(False):
-                views = self._schema.views(flat.data)  # views of another tensor object, which they keep alive
-            gone = functools.partial(_forget, self._known, id(flat))
-            found = self._known[id(flat)] = weakref.ref(flat, gone), views
-        return found[1]
-
-
-def _forget(known: dict[int, Any], key: int, _: object) -> None:
-    known.pop(key, None)
+                found = self._schema.views(flat.data)  # views of another tensor object, which they keep alive
+            self._known[flat] = found
+        return found
 
 
 @register_encoding

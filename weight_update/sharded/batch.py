@@ -80,14 +80,8 @@ def assemble(item: GatherItem, tensors: Tensors, views: Mapping[int, Iterator[to
 
 def flat(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return memory for tensors of these shapes and dtypes, and a view of it for each."""
-    places, end = [], 0
-    for shape, dtype in shapes:
-        places.append(end)
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
-        end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-    memory = torch.empty(end, dtype=torch.uint8)
-    views = [
-        memory[place : place + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
-        for place, (shape, dtype) in zip(places, shapes, strict=True)
-    ]
-    return memory, views
+    sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes]
+    padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    memory = torch.empty(sum(padded), dtype=torch.uint8)
+    parts = zip(torch.split(memory, padded), sizes, shapes, strict=True)
+    return memory, [part[:size].view(dtype).view(shape) for part, size, (shape, dtype) in parts]

@@ -144,21 +144,18 @@ class _TileReader:
         self._views = [] if tile.flat else tile.views(scratch)
 
     def read(self, live: Sequence[torch.Tensor], old: Bytes) -> Bytes:
-        return self._slice(live) if self.tile.flat else self._gather(live, old)
-
-    def _slice(self, live: Sequence[torch.Tensor]) -> Bytes:
-        (part,), dtype = self.tile.of(live), self.tile.slices[0].meta.dtype
+        parts = self.tile.of(live)
+        if not self.tile.flat:
+            new = self._scratch.numpy()
+            new[:] = old  # so that nothing differs between the tensors
+            torch._foreach_copy_(self._views, parts)
+            return new
+        (part,), dtype = parts, self.tile.slices[0].meta.dtype
         if not _readable(part, dtype):
             into = self._scratch.view(dtype)
             torch._foreach_copy_(torch.split(into, SERIAL), torch.split(part, SERIAL))
             part = self._scratch
         return part.view(torch.uint8).numpy()
-
-    def _gather(self, live: Sequence[torch.Tensor], old: Bytes) -> Bytes:
-        new = self._scratch.numpy()
-        new[:] = old  # so that nothing differs between the tensors
-        torch._foreach_copy_(self._views, self.tile.of(live))
-        return new
 
 
 def _readers_of(share: Sequence[Sequence[Tile]]) -> list[list[_TileReader]]:

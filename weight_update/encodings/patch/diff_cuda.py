@@ -107,7 +107,8 @@ class CudaScanner:
         self._fetches, self._stores = snapshot_device == "cpu", transport_device == "cpu"
         self._tiles = list(cut(schema, tracked, TILE, TILE))
         size = max((tile.nbytes for tile in self._tiles), default=0)
-        new, *olds = (self._empty(size) for _ in range(3 if self._fetches else 1))
+        count = 3 if self._fetches else 1
+        new, *olds = (torch.empty(size, dtype=torch.uint8, device=queues.device) for _ in range(count))
         self._new, self._olds = new, olds
         self._views = [tile.views(new) for tile in self._tiles]
 
@@ -134,9 +135,6 @@ class CudaScanner:
         changes = Changes(self._merge(found), tuple(ranges))
         self._queues.finish()
         return Scan(changed, sum(tile.elements for tile in self._tiles), changes)
-
-    def _empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._queues.device)
 
     def _arriving(self, snapshot: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield each tile of the snapshot on the device while the next one is copied."""

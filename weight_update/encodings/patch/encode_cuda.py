@@ -13,7 +13,7 @@ import torch
 
 from weight_update.encodings.base import Lend
 from weight_update.encodings.patch.arrays import ArrayWriter, narrowest
-from weight_update.encodings.patch.changes import ByteRange, Changes, Sparse
+from weight_update.encodings.patch.changes import ByteRange, Changes
 from weight_update.encodings.patch.format import PatchOptions, write_patch
 from weight_update.encodings.patch.positions_coo import Grid
 from weight_update.encodings.patch.positions_flat import UNITS, escape_of
@@ -44,7 +44,10 @@ def encode_patch_on_device(
             _add_gaps(out, part.positions)
         else:
             _add_integers(out, [part.positions])
-        _add_values(out, part)
+        if part.relative:
+            _add_byte_planes(out, part.values.view(_SIGNED[part.width]))
+        else:
+            out.put(part.values.contiguous().view(torch.uint8), part.width)
     if changes.ranges:
         _add_ranges(out, changes.ranges)
     return write_patch(out, changes, base, version, options, lend)
@@ -72,13 +75,6 @@ def _add_gaps(out: ArrayWriter, positions: Tensor) -> None:
     ends = (escapes + 1).cumsum(0) - 1
     units[ends] = (gaps - escapes * escape_of(size)).to(units.dtype)
     _add(out, units, size)
-
-
-def _add_values(out: ArrayWriter, part: Sparse) -> None:
-    if part.relative:
-        _add_byte_planes(out, part.values.view(_SIGNED[part.width]))
-    else:
-        out.put(part.values.contiguous().view(torch.uint8), part.width)
 
 
 def _add_byte_planes(out: ArrayWriter, steps: Tensor) -> None:

@@ -11,7 +11,6 @@ schema before it allocates or writes memory.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -107,7 +106,9 @@ def encode_patch(
             encode_coo(out, part.positions.numpy(), Grid.of(schema, part.width), options.delta)
         _encode_values(out, part, snapshot, options.values)
     if changes.ranges:
-        _encode_ranges(out, changes.ranges)
+        out.integers(np.array([one.start for one in changes.ranges], np.uint64))
+        out.integers(np.array([one.data.numel() for one in changes.ranges], np.uint64))
+        out.join([one.data.numpy() for one in changes.ranges])
     return write_patch(out, changes, base, version, options, lend)
 
 
@@ -138,12 +139,6 @@ def _encode_values(out: ArrayWriter, part: Sparse, snapshot: torch.Tensor, value
         encode_steps(out, arrays)
     else:
         out.join(arrays)
-
-
-def _encode_ranges(out: ArrayWriter, ranges: Sequence[ByteRange]) -> None:
-    out.integers(np.array([one.start for one in ranges], np.uint64))
-    out.integers(np.array([one.data.numel() for one in ranges], np.uint64))
-    out.join([one.data.numpy() for one in ranges])
 
 
 def decode_patch(payload: torch.Tensor, schema: WeightSchema) -> Patch:

@@ -27,9 +27,12 @@ def encode_steps(out: ArrayWriter, steps: Sequence[Array]) -> None:
 
 
 def _byte_planes(steps: Array) -> list[Array]:
-    zigzag = _fold(steps)
+    signed = steps.view(f"<i{steps.itemsize}")
+    zigzag = signed << 1
+    zigzag ^= signed >> (8 * steps.itemsize - 1)
+    folded = zigzag.view(steps.dtype)
     shifts = range(0, 8 * steps.itemsize, 8)
-    return [(zigzag >> zigzag.dtype.type(shift)).astype(np.uint8) for shift in shifts]
+    return [(folded >> folded.dtype.type(shift)).astype(np.uint8) for shift in shifts]
 
 
 def _encode_plane(out: ArrayWriter, plane: Sequence[Array]) -> None:
@@ -59,18 +62,7 @@ def decode_steps(arrays: ArrayReader, count: int, width: int) -> Array:
             zigzag |= part
         elif part.size:
             raise FormatError(f"a plane of a patch has {part.size} bytes, not {count}")
-    return _unfold(zigzag)
-
-
-def _fold(steps: Array) -> Array:
-    signed = steps.view(f"<i{steps.itemsize}")
-    folded = signed << 1
-    folded ^= signed >> (8 * steps.itemsize - 1)
-    return folded.view(steps.dtype)
-
-
-def _unfold(zigzag: Array) -> Array:
-    one = zigzag.dtype.type(1)
+    one = kind.type(1)
     signs: Array = np.negative(zigzag & one)  # all bits set where the step was negative
     zigzag >>= one
     signs ^= zigzag
