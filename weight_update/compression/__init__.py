@@ -5,13 +5,14 @@ New compressions derive from :class:`Compression` and register a name.
 
 from weight_update.compression.base import (
     Compression,
+    NoCompression,
     decompressor_for,
+    pack,
     register_compression,
     resolve_compression,
 )
 from weight_update.compression.lz4 import Lz4Compression
 from weight_update.compression.nvcomp_lz4 import NvcompLz4Compression
-from weight_update.compression.packing import NoCompression, pack
 from weight_update.compression.zstd import ZstdCompression
 
 __all__ = [

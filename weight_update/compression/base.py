@@ -1,16 +1,31 @@
-"""The compression interface: the extension point between bytes and fewer bytes."""
+"""The compression interface: the extension point between bytes and fewer bytes; and no compression."""
 
 from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from weight_update.errors import FormatError
 
-__all__ = ["Compression", "decompressor_for", "optional", "register_compression", "resolve_compression"]
+__all__ = [
+    "Compression",
+    "NoCompression",
+    "decompressor_for",
+    "optional",
+    "pack",
+    "register_compression",
+    "resolve_compression",
+]
+
+
+_SAMPLE_BYTES = 16 << 10
+_SAMPLES = 3
+_WORTHWHILE = 0.95
+"""Fraction of their size to which the samples must shrink."""
 
 
 class Compression(ABC):
@@ -121,3 +136,50 @@ def decompressor_for(wire_name: str) -> type[Compression]:
     except KeyError:
         known = ", ".join(sorted(_registry))
         raise FormatError(f"unknown compression {wire_name!r:.40} (known: {known})") from None
+
+
+@register_compression
+@dataclass(frozen=True)
+class NoCompression(Compression):
+    """The identity: both directions return the given tensor without a copy."""
+
+    name: ClassVar[str] = "none/1"
+    device: ClassVar[str] = "any"
+
+    def compress(self, data: torch.Tensor) -> torch.Tensor:
+        self.check(data)
+        return data
+
+    @classmethod
+    def decompress(cls, data: torch.Tensor, nbytes: int) -> torch.Tensor:
+        cls.check(data, nbytes)
+        if data.numel() != nbytes:
+            raise FormatError(f"{data.numel()} bytes, expected {nbytes}")
+        return data
+
+
+def pack(compression: Compression, data: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """Compress ``data`` (1-D contiguous uint8) if that pays; return the wire name in use, and the bytes.
+
+    Samples from the start, middle and end are compressed first, so that incompressible data costs little. If
+    they shrink by less than 5 %, or the whole does not shrink, the result is ``"none/1"`` and ``data``
+    itself.
+
+    Raises:
+        ValueError: ``data`` is another kind of tensor or on another kind of device.
+    """
+    compression.check(data)
+    if not isinstance(compression, NoCompression) and _promising(compression, data):
+        packed = compression.compress(data)
+        if packed.numel() < data.numel():
+            return compression.name, packed
+    return NoCompression.name, data
+
+
+def _promising(compression: Compression, data: torch.Tensor) -> bool:
+    last = data.numel() - _SAMPLE_BYTES
+    if data.numel() < 4 * _SAMPLES * _SAMPLE_BYTES:
+        return True
+    starts = [last * i // (_SAMPLES - 1) for i in range(_SAMPLES)]
+    sizes = [compression.compress(data[start : start + _SAMPLE_BYTES]).numel() for start in starts]
+    return sum(sizes) <= _WORTHWHILE * _SAMPLES * _SAMPLE_BYTES

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -35,10 +34,6 @@ BLOCK_BYTES = 1 << 20
 _BLOCKS_FOR_A_THREAD = 4  # starting threads takes half a millisecond, a block one or two
 
 Buffer = bytes | bytearray | memoryview
-Shrink = Callable[[memoryview], Buffer]
-"""Compresses one block."""
-Expand = Callable[[memoryview, int], Buffer]
-"""Decompresses one block; raises FormatError before it uses much more memory than announced."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +53,13 @@ class BlockCompression(Compression):
             raise ValueError(f"threads must be at least 1, got {self.threads}")
 
     @abstractmethod
-    def shrinker(self) -> Shrink:
-        """Return a function that compresses blocks, one after the other."""
+    def shrink(self, block: memoryview) -> Buffer:
+        """Compress one block; several threads call this."""
 
     @classmethod
     @abstractmethod
-    def expander(cls) -> Expand:
-        """Return a function that decompresses the blocks of one call."""
+    def expand(cls, block: memoryview, nbytes: int) -> Buffer:
+        """Decompress one block; raise FormatError before much more memory is used than announced."""
 
     def compress(self, data: torch.Tensor) -> torch.Tensor:
         self.check(data)
@@ -77,40 +72,27 @@ class BlockCompression(Compression):
     def _shrunk(self, blocks: Sequence[memoryview]) -> list[Buffer]:
         threads = min(self.threads, len(blocks) // _BLOCKS_FOR_A_THREAD, len(os.sched_getaffinity(0)))
         if threads < 2:
-            shrink = self.shrinker()
-            return [_smaller(block, shrink) for block in blocks]
-        own = threading.local()
-
-        def begin() -> None:
-            own.shrink = self.shrinker()
-
+            return [self._smaller(block) for block in blocks]
         # Block by block, not one share for each thread: some blocks take much longer than others.
-        with ThreadPoolExecutor(threads, initializer=begin) as pool:
-            return list(pool.map(lambda block: _smaller(block, own.shrink), blocks))
+        with ThreadPoolExecutor(threads) as pool:
+            return list(pool.map(self._smaller, blocks))
+
+    def _smaller(self, block: memoryview) -> Buffer:
+        shrunk = self.shrink(block)
+        return shrunk if len(shrunk) < len(block) else block
 
     @classmethod
     def decompress(cls, data: torch.Tensor, nbytes: int) -> torch.Tensor:
         cls.check(data, nbytes)
-        blocks, expand = _cut(data, nbytes), cls.expander()
+        blocks = _cut(data, nbytes)
         result = torch.empty(nbytes, dtype=torch.uint8)
         for start, block in zip(range(0, nbytes, BLOCK_BYTES), blocks, strict=True):
             place = byte_view(result[start : start + BLOCK_BYTES])
-            place[:] = _whole(block, len(place), expand)
+            found = block if len(block) == len(place) else cls.expand(block, len(place))
+            if len(found) != len(place):
+                raise FormatError(f"a block holds {len(found)} bytes, expected {len(place)}")
+            place[:] = found
         return result
-
-
-def _smaller(block: memoryview, shrink: Shrink) -> Buffer:
-    shrunk = shrink(block)
-    return shrunk if len(shrunk) < len(block) else block
-
-
-def _whole(block: memoryview, nbytes: int, expand: Expand) -> Buffer:
-    if len(block) == nbytes:
-        return block
-    found = expand(block, nbytes)
-    if len(found) != nbytes:
-        raise FormatError(f"a block holds {len(found)} bytes, expected {nbytes}")
-    return found
 
 
 def _cut(data: torch.Tensor, nbytes: int) -> list[memoryview]:

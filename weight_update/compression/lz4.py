@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
 from weight_update.compression.base import optional, register_compression
-from weight_update.compression.blocks import BlockCompression, Expand, Shrink
+from weight_update.compression.blocks import BlockCompression, Buffer
 from weight_update.errors import FormatError
 
 __all__ = ["Lz4Compression"]
@@ -37,19 +36,16 @@ class Lz4Compression(BlockCompression):
             raise ValueError(f"acceleration starts at 1, got {self.acceleration}")
         optional("lz4.block", "lz4")
 
-    def shrinker(self) -> Shrink:
+    def shrink(self, block: memoryview) -> Buffer:
         compress = optional("lz4.block", "lz4").compress
-        return functools.partial(compress, mode="fast", acceleration=self.acceleration, store_size=False)
+        packed: bytes = compress(block, mode="fast", acceleration=self.acceleration, store_size=False)
+        return packed
 
     @classmethod
-    def expander(cls) -> Expand:
-        block = optional("lz4.block", "lz4")
-
-        def expand(data: memoryview, nbytes: int) -> bytes:
-            try:
-                whole: bytes = block.decompress(data, uncompressed_size=nbytes)
-            except block.LZ4BlockError as error:
-                raise FormatError(f"not an LZ4 block of {nbytes} bytes: {error}") from None
-            return whole
-
-        return expand
+    def expand(cls, block: memoryview, nbytes: int) -> Buffer:
+        lz4 = optional("lz4.block", "lz4")
+        try:
+            whole: bytes = lz4.decompress(block, uncompressed_size=nbytes)
+        except lz4.LZ4BlockError as error:
+            raise FormatError(f"not an LZ4 block of {nbytes} bytes: {error}") from None
+        return whole

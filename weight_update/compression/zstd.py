@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from weight_update.compression.base import optional, register_compression
-from weight_update.compression.blocks import BlockCompression, Expand, Shrink
+from weight_update.compression.blocks import BlockCompression, Buffer
 from weight_update.errors import FormatError
 
 __all__ = ["ZstdCompression"]
@@ -38,24 +38,19 @@ class ZstdCompression(BlockCompression):
             raise ValueError(f"level is from {LEVELS.start} to {LEVELS.stop - 1}, got {self.level}")
         optional("zstandard", "zstd")
 
-    def shrinker(self) -> Shrink:
-        # One compressor for each thread and call: they are not thread-safe, and creating one takes 8 us.
-        shrink: Shrink = optional("zstandard", "zstd").ZstdCompressor(level=self.level).compress
-        return shrink
+    def shrink(self, block: memoryview) -> Buffer:
+        # One compressor for each block: they are not thread-safe, and creating one takes 8 us.
+        packed: bytes = optional("zstandard", "zstd").ZstdCompressor(level=self.level).compress(block)
+        return packed
 
     @classmethod
-    def expander(cls) -> Expand:
+    def expand(cls, block: memoryview, nbytes: int) -> Buffer:
         zstandard = optional("zstandard", "zstd")
-        decompressor = zstandard.ZstdDecompressor()
-
-        def expand(block: memoryview, nbytes: int) -> bytes:
-            try:
-                # The decompressor allocates the size that the frame claims, so check it first.
-                if zstandard.frame_content_size(block) != nbytes:
-                    raise FormatError(f"a zstd frame does not hold {nbytes} bytes")
-                whole: bytes = decompressor.decompress(block, allow_extra_data=False)
-            except zstandard.ZstdError as error:
-                raise FormatError(f"not a zstd frame of {nbytes} bytes: {error}") from None
-            return whole
-
-        return expand
+        try:
+            # The decompressor allocates the size that the frame claims, so check it first.
+            if zstandard.frame_content_size(block) != nbytes:
+                raise FormatError(f"a zstd frame does not hold {nbytes} bytes")
+            whole: bytes = zstandard.ZstdDecompressor().decompress(block, allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise FormatError(f"not a zstd frame of {nbytes} bytes: {error}") from None
+        return whole
