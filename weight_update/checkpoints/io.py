@@ -78,10 +78,9 @@ def read_regular(path: Path) -> bytes:
 
 
 def write_beside(part: Path, path: Path, write: Callable[[int], _T]) -> _T:
-    """Write to ``part``, wait until the disk has it, and rename it to ``path`` in the same directory.
+    """Have ``write`` write to ``part``, wait until the disk has it, and rename it to ``path`` beside it.
 
-    An existing file at ``path`` is replaced. ``part`` is removed again if anything fails. Return the result
-    of ``write``, which is called with a file descriptor.
+    ``write`` gets a file descriptor, and its result is returned. ``part`` is removed if anything fails.
     """
     mode = stat.S_IMODE(path.parent.stat().st_mode) & 0o666  # only for users who may read the directory
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
@@ -109,13 +108,7 @@ def _sync_directory(directory: Path) -> None:
 
 @contextlib.contextmanager
 def naming_free_space(directory: Path, needed: int) -> Iterator[None]:
-    """Translate errors of a full disk or quota, inside the block, into one that says how much is needed.
-
-    ``directory`` lies on that disk, and ``needed`` is a number of bytes.
-
-    Raises:
-        NotEnoughSpaceError: the disk or a quota is full.
-    """
+    """Raise NotEnoughSpaceError, with the bytes ``needed``, if the disk or a quota is full."""
     try:
         yield
     except OSError as error:

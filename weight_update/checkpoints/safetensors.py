@@ -65,15 +65,8 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 def pack(weights: Mapping[str, Any]) -> tuple[WeightSchema, list[memoryview]]:
     """Return a description of the tensors, and the contents of the file in order.
 
-    Contiguous CPU tensors are not copied, all others are.
-
-    Args:
-        weights: tensors by name, and extra state under names that end in ``_extra_state``.
-
-    Raises:
-        UnsupportedSourceError: a tensor is sparse, quantized or of an unknown dtype; or extra state holds
-            values that cannot be written, or too many of them.
-        ValueError: a tensor has the name that the format reserves.
+    ``weights`` and errors are those of :meth:`CheckpointStore.publish`. Contiguous CPU tensors are not
+    copied.
     """
     if _METADATA in weights:
         raise ValueError(f"no tensor may be named {_METADATA!r} in a safetensors file")
@@ -118,15 +111,9 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def unpack(flat: torch.Tensor) -> dict[str, Any]:
-    """Return the tensors and the extra state of a file, by name.
+    """Return the tensors and the extra state of a file, by name; CorruptCheckpointError for other contents.
 
-    Tensors are views of ``flat`` where the alignment allows it.
-
-    Args:
-        flat: contents of the file, 1-D uint8 on the CPU, at a multiple of 64 bytes in memory.
-
-    Raises:
-        CorruptCheckpointError: the contents are not of this format.
+    Tensors are views of ``flat`` (1-D uint8, CPU), the contents of the file, where the alignment allows it.
     """
     try:
         return _unpack(flat)

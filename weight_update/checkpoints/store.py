@@ -93,7 +93,7 @@ class CheckpointStore:
             UnsupportedSourceError: a tensor is sparse, quantized or of an unknown dtype; or extra state is of
                 other types than None, bool, int, float, str, bytes, list, tuple, dict with string keys, and
                 tensors.
-            ValueError: the number is negative, or below the newest.
+            ValueError: the number is negative, or below the newest; or a name is reserved.
         """
         self._check(version)
         self._garbage.collect()  # first: files that a dead writer left may be in the way

@@ -126,11 +126,7 @@ def resolve_compression(compression: str | Compression) -> Compression:
 
 
 def decompressor_for(wire_name: str) -> type[Compression]:
-    """Return the class whose ``decompress`` reads the compression that a chunk names.
-
-    Raises:
-        FormatError: the compression is not registered here.
-    """
+    """Return the class that reads the compression of this wire name; FormatError if it is not known."""
     try:
         return _registry[wire_name]
     except KeyError:

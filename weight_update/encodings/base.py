@@ -40,12 +40,9 @@ class Encoder(ABC):
 
     @abstractmethod
     def encode(self, tensors: Sequence[torch.Tensor], lend: Lend) -> list[torch.Tensor]:
-        """Write ``tensors`` (in schema order, live) into payloads from ``lend``.
+        """Write ``tensors`` (in schema order, live) into payloads from ``lend``; on a GPU, wait for that.
 
-        On a GPU, wait until they are written.
-
-        Returns:
-            One payload or more, in the order in which they are to be decoded.
+        Return one payload or more, in the order in which they are to be decoded.
         """
 
     def stream(self, tensors: Iterator[torch.Tensor], lend: Lend) -> Iterator[torch.Tensor]:
@@ -80,16 +77,9 @@ class Decoder(ABC):
         return payload
 
     def stream(self, index: int, payload: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        """Return the weights that a payload completes.
+        """Return position in the schema and value of each weight that a payload completes.
 
-        Called for each payload when it arrives, in order.
-
-        Args:
-            index: position among the payloads of the update, from 0.
-            payload: 1-D uint8 CPU tensor.
-
-        Returns:
-            Position in the schema and value of each weight; values are valid until the next call.
+        Called as :meth:`feed`, for payloads on the CPU. Values are valid until the next call.
 
         Raises:
             FormatError: the payload does not fit the schema, or does not follow the previous one.
@@ -172,12 +162,7 @@ class WholeEncoding(Encoding):
 
 
 class Delta(Protocol):
-    """The changes of an update, on the receiver.
-
-    Attributes:
-        base: version that the changes apply to.
-        version: version that they make.
-    """
+    """The changes of an update, on the receiver: from version ``base`` to ``version``."""
 
     base: int
     version: int
@@ -191,12 +176,7 @@ class Delta(Protocol):
 
 @dataclass(frozen=True)
 class Difference:
-    """The result of :meth:`Tracker.compare`; trackers derive their own from it.
-
-    Attributes:
-        changed: number of elements that differ.
-        total: number of elements compared.
-    """
+    """Numbers of elements that differ, and that :meth:`Tracker.compare` compared; trackers add to it."""
 
     changed: int
     total: int
@@ -298,11 +278,7 @@ def register_encoding(cls: _E) -> _E:
 
 
 def resolve_encoding(encoding: object) -> Encoding:
-    """Return the encoding of a short name, or the given encoding itself.
-
-    Raises:
-        ValueError: the name is unknown; the message lists the known names.
-    """
+    """Return the encoding of a short name, or the given encoding itself; ValueError for an unknown name."""
     if isinstance(encoding, Encoding):
         return encoding
     for name, cls in _registry.items():
@@ -314,21 +290,12 @@ def resolve_encoding(encoding: object) -> Encoding:
 
 
 def decoder_for(wire_name: str, schema: WeightSchema) -> Decoder:
-    """Return the decoder for the whole encoding that a chunk names.
-
-    Raises:
-        UnknownEncodingError: no such encoding is registered here.
-    """
+    """Return the decoder for the whole encoding of a wire name; UnknownEncodingError if there is none."""
     return _registered(wire_name, WholeEncoding).decoder(schema)  # type: ignore[type-abstract]
 
 
 def read_delta(wire_name: str, payload: torch.Tensor, schema: WeightSchema) -> Delta:
-    """Return the delta in the payload of a chunk that names a delta encoding.
-
-    Raises:
-        UnknownEncodingError: no such encoding is registered here.
-        FormatError: the payload is not valid.
-    """
+    """Return the delta in a payload; UnknownEncodingError or, if it is not valid, FormatError."""
     return _registered(wire_name, DeltaEncoding).read(payload, schema)  # type: ignore[type-abstract]
 
 

@@ -273,10 +273,8 @@ class Joiner:
     def take(self, start: int, body: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """Return the position in the schema and the value of each tensor that ends in this part.
 
-        Args:
-            start: position of the first byte in the flat buffer: the end of the previous part, or 0 for the
-                first part of an update.
-            body: 1-D uint8 tensor; values are views into it, except of tensors that span parts.
+        A part begins where the previous one ended, or at 0. Values are views into ``body``, except of tensors
+        that span parts.
         """
         if start == 0:
             self._next = 0

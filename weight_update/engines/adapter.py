@@ -22,11 +22,8 @@ _log = logging.getLogger(__name__)
 class Loading:
     """One version on its way into an engine. The constructor calls ``begin_update`` of the engine.
 
-    The engine expects weights in ``dtypes``, by name; other weights keep the sender's.
-
-    Attributes:
-        since: time of the beginning, by ``time.perf_counter``.
-        count: number of weights that were loaded.
+    The engine expects weights in ``dtypes``, by name; other weights keep the sender's. ``count`` weights were
+    loaded so far.
     """
 
     def __init__(self, engine: InferenceEngine, version: int, dtypes: Mapping[str, torch.dtype]) -> None:

@@ -17,24 +17,19 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class PendingBatch:
-    """A batch on its way to the leader.
-
-    Attributes:
-        is_local: whether the leader holds all of it itself.
-        parts: memory for the parts that each rank pushes, and a view of it for each tensor.
-        pulls: pending receives: the rank and the work object of each.
-    """
+    """A batch on its way to the leader."""
 
     def __init__(self, batch: Batch, tensors: Tensors) -> None:
         self._batch, self._whole = batch, dict[str, torch.Tensor]()
+        # Whether the leader holds all of it itself.
         self.is_local = all(item.boxes is not None and not any(item.boxes) for item in batch)
         shapes: dict[int, list[tuple[tuple[int, ...], torch.dtype]]] = {}
         for item in batch:
             for rank, (_, shape) in (item.boxes or {}).items():
                 if rank:
                     shapes.setdefault(rank, []).append((shape, tensors[item.names[0]].dtype))
-        self.parts = {rank: flat(one) for rank, one in shapes.items()}
-        self.pulls: list[tuple[int, Any]] = []
+        self.parts = {rank: flat(one) for rank, one in shapes.items()}  # what each rank pushes
+        self.pulls: list[tuple[int, Any]] = []  # rank and work object of each pending receive
         self.tag = -1
 
     def gather_whole(self, tensors: Tensors) -> None:

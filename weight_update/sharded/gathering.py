@@ -58,12 +58,7 @@ class Gathering:
     # -- the leader --------------------------------------------------------------------------------
 
     def items(self, number: int, tensors: Tensors) -> Generator[tuple[str, torch.Tensor]]:
-        """Yield names and whole tensors, on the leader; its end is also the end for the others.
-
-        Raises:
-            SchemaMismatchError: the ranks do not hold parts of the same weights.
-            SyncFailedError: another rank failed; the message names it.
-        """
+        """Yield names and whole tensors, on the leader; its end is also the end for the others."""
         try:
             self._ranks.tell({"pass": number, "known": self._agreed})
             if self._options.gather is not None:

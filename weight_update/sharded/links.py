@@ -116,11 +116,7 @@ class RankLinks:
             raise kept_error(problems[0])
 
     def hear(self) -> list[Message]:
-        """Return the report of each of the others, on the leader.
-
-        Raises:
-            Exception: the error that one of them raised, or that one of them is gone; see :meth:`Ranks.step`.
-        """
+        """Return the report of each of the others, on the leader; raise as :meth:`Ranks.step`."""
         deadline = time.monotonic() + self.timeout
         heard = [self._hear(place, deadline) for place in self.others]
         for place, message in zip(self.others, heard, strict=True):

@@ -140,13 +140,9 @@ class Binding:
         ]
 
     def switch(self, names: tuple[str, ...], ready: list[torch.Tensor]) -> None:
-        """Make the destination's tensors use the memory of ``ready``; nothing is copied.
+        """Make the tensors use the memory of ``ready``, the result of :meth:`prepare`; nothing is copied.
 
         Real parameters replace those on the meta device.
-
-        Args:
-            names: names of the tensors.
-            ready: values that :meth:`prepare` returned.
         """
         targets = self.tensors(names)
         if any(map(_IS_META, targets)):
@@ -157,12 +153,9 @@ class Binding:
         count_writes(targets)
 
     def write(self, names: tuple[str, ...], ready: list[torch.Tensor], *, stay: bool) -> None:
-        """Give the destination new values; nobody may compute with it meanwhile.
+        """Give the tensors the values that :meth:`prepare` returned; nobody may compute with them meanwhile.
 
-        Args:
-            names: names of the tensors.
-            ready: values that :meth:`prepare` returned.
-            stay: whether addresses must stay as they are.
+        ``stay`` keeps their addresses.
         """
         self.finish_kernels()
         if self.points and not stay:
@@ -180,11 +173,7 @@ class Binding:
             torch.cuda.synchronize(device)
 
     def check_extra(self, extra: Mapping[str, Any]) -> None:
-        """Check that the destination takes this extra state.
-
-        Raises:
-            SchemaMismatchError: ``extra`` names modules that take none.
-        """
+        """Raise SchemaMismatchError if ``extra`` names modules that take none."""
         if isinstance(self.destination, nn.Module):
             unknown = [f"{name}: no such extra state" for name in extra if name not in self.extra_owners]
             if unknown:

@@ -81,11 +81,7 @@ class NamedWeights:
         return NamedWeights(dict(self.items()), self.extra) if lazy else self
 
     def schema(self) -> WeightSchema:
-        """Return the schema of :meth:`items`, without keeping tensors that a conversion makes.
-
-        Raises:
-            UnsupportedSourceError: as :meth:`items`, and as :meth:`WeightSchema.of`.
-        """
+        """Return the schema of :meth:`items`, without keeping tensors that a conversion makes."""
         owned = {memory_identity(tensor) for tensor in self.tensors.values()}
         found: dict[str, torch.Tensor] = {}
         last = hollow = torch.empty(0)
@@ -104,11 +100,7 @@ class NamedWeights:
         return any(issubclass(kind, DTensor) for kind in set(map(type, self.tensors.values())))
 
     def require_agreed(self, schema: WeightSchema, *, more: bool) -> None:
-        """Check that the tensors fit a schema and have values.
-
-        Args:
-            schema: the schema that was agreed on.
-            more: whether further names are allowed.
+        """Check that the tensors fit ``schema``, on which both sides agreed; ``more`` allows further names.
 
         Raises:
             UnsupportedSourceError: tensors are on the meta device, or cannot be sent at all.
@@ -198,11 +190,7 @@ def _checked(items: Iterator[tuple[str, Any]]) -> Generator[tuple[str, torch.Ten
 
 
 def from_items(items: Iterator[tuple[str, Any]]) -> NamedWeights:
-    """Return named weights from pairs of a dotted name and a tensor or an extra state.
-
-    Raises:
-        UnsupportedSourceError: a name stands for two entries, or a value is neither.
-    """
+    """Return named weights from pairs of a dotted name, given once, and a tensor or an extra state."""
     tensors: dict[str, torch.Tensor] = {}
     extra: dict[str, Any] = {}
     for name, value in items:

@@ -310,11 +310,7 @@ def _require_chunks(max_in_flight: int, encoding: Encoding) -> None:
 
 
 def resolve_strategy(strategy: str | WeightStrategy) -> WeightStrategy:
-    """Return the strategy of that name, or the strategy itself.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
+    """Return the strategy of that name, or the strategy itself; ValueError for an unknown name."""
     if isinstance(strategy, WeightStrategy):
         return strategy
     if strategy not in get_args(ExtractAs):

@@ -22,11 +22,7 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 def encode_extra(value: Any) -> Any:
-    """Return the JSON-able form of one extra state.
-
-    Raises:
-        UnsupportedSourceError: the state holds an object of a type not listed above, or itself.
-    """
+    """Return the JSON-able form of one extra state; UnsupportedSourceError if it has none."""
     try:
         return _encode(value)
     except RecursionError:
@@ -34,11 +30,7 @@ def encode_extra(value: Any) -> Any:
 
 
 def decode_extra(value: Any) -> Any:
-    """Return the extra state that :func:`encode_extra` encoded.
-
-    Raises:
-        FormatError: ``value`` is not a result of :func:`encode_extra`.
-    """
+    """Return the extra state that :func:`encode_extra` encoded; FormatError for anything else."""
     try:
         return _decode(value)
     except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:

@@ -234,15 +234,7 @@ class Prelude:
 
     @classmethod
     def decode(cls, raw: bytes | memoryview, max_payload: int = MAX_PAYLOAD_BYTES) -> Prelude:
-        """Read the prelude and check it before anything is allocated.
-
-        Args:
-            raw: exactly 28 bytes.
-            max_payload: largest payload that is accepted.
-
-        Raises:
-            FormatError: the bytes are not a prelude, or announce too much.
-        """
+        """Read 28 bytes; FormatError if they are not a prelude, or announce more than ``max_payload``."""
         raw = bytes(raw)
         if len(raw) != PRELUDE_BYTES:
             raise FormatError(f"a frame starts with {PRELUDE_BYTES} bytes, got {len(raw)}")
@@ -263,11 +255,7 @@ class Prelude:
 
     @contextmanager
     def naming_version(self, header: bytes) -> Iterator[None]:
-        """Add the version in ``header`` to errors about the memory of the payload.
-
-        Raises:
-            FormatError: there is such an error, and the header is not valid.
-        """
+        """Add the version in ``header`` to errors about the memory of the payload."""
         try:
             yield
         except (NotEnoughMemoryError, UnreachableMemoryError) as error:
@@ -275,11 +263,7 @@ class Prelude:
             raise
 
     def assemble(self, header: bytes, payload: torch.Tensor | None) -> WeightChunk:
-        """Check header and payload against the prelude and build the chunk.
-
-        Raises:
-            FormatError: a checksum does not hold, the header is not JSON, or its fields are wrong.
-        """
+        """Build the chunk; FormatError if a checksum does not hold or the header is not valid."""
         if zlib.crc32(header, zlib.crc32(self.raw[:20])) != self.head_crc:
             raise FormatError("the header's checksum is wrong")
         if self.flags & _HAS_CHECKSUM:
@@ -335,12 +319,7 @@ def frames_of(
 ) -> list[WeightChunk]:
     """Return one frame for each payload; the first carries the extra state.
 
-    Args:
-        step: the update.
-        schema: schema of the weights.
-        encoding: wire name of the encoding.
-        payloads: one payload or more.
-        base: version that the payloads change; None if they are whole.
+    ``encoding`` is a wire name, and ``base`` the version that the payloads change; None if they are whole.
     """
     count = len(payloads)
     return [

@@ -41,11 +41,7 @@ _NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the wire name of a dtype, e.g. ``"bfloat16"``.
-
-    Raises:
-        UnsupportedSourceError: the dtype has no plain bytes-per-element layout (quantized types, ...).
-    """
+    """Return the wire name of a dtype, e.g. ``"bfloat16"``; UnsupportedSourceError for quantized ones."""
     try:
         return _NAME_OF_DTYPE[dtype]
     except KeyError:
@@ -292,13 +288,9 @@ def differences(ours: WeightSchema, theirs: WeightSchema, who: str, *, more: boo
 
 
 def wrapper_hint(names: Mapping[str, Sequence[str]]) -> str:
-    """Return a hint if two sets of names differ only by the prefix of a wrapper module.
+    """Return a hint for a message if two sets of names differ only by the prefix of a wrapper module.
 
-    Args:
-        names: names of the two sides, by the side's name in the message.
-
-    Returns:
-        Text to append to a message; empty if the names differ otherwise.
+    ``names`` has the names of each side, by the side's name in the message.
     """
     plain = {side: sorted(_WRAPPERS.sub("", name) for name in given) for side, given in names.items()}
     if len({tuple(given) for given in plain.values()}) > 1:

@@ -128,11 +128,7 @@ class ArrayReader:
     def at_most(self, items: int, widths: Sequence[int] = (1, 2, 4, 8)) -> Array:
         """Read the next array: 1-D, unsigned, perhaps a view into the payload.
 
-        Its size is checked before memory is allocated.
-
-        Raises:
-            FormatError: there is no array; or it announces more than ``items`` items, or items of a width not
-                in ``widths``; or it is not inside the payload; or it does not decompress to its size.
+        Its size is checked before memory is allocated; FormatError is raised if anything is wrong with it.
         """
         width, name, there, stored = next(self._entries, (0, b"", 0, 0))
         if width not in widths or there > items:

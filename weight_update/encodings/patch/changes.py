@@ -35,10 +35,9 @@ class ByteRange:
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A segment of the elements that change; ``offsets`` count from the element ``first`` of the buffer.
+    """A segment of the elements that change, with ``values`` as in :class:`Sparse`.
 
-    ``offsets`` are 1-D int32 or int64, not empty, not negative, strictly increasing, and ``values`` as in
-    :class:`Sparse`, of their shape.
+    ``offsets`` (1-D int32 or int64, not empty, strictly increasing) count from the element ``first``.
     """
 
     first: int

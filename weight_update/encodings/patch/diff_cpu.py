@@ -94,14 +94,11 @@ class Scanner:
         self._total = sum(tile.elements for tile in self._tiles)
 
     def scan(self, tensors: Sequence[torch.Tensor], snapshot: torch.Tensor) -> Scan:
-        """Compare without writing to either side.
+        """Compare without writing to either side; ValueError if their sizes do not fit the schema.
 
         Args:
-            tensors: one for each schema entry, in order, of any strides; only read.
-            snapshot: 1-D uint8 on the CPU, ``schema.nbytes`` long, 8-byte aligned.
-
-        Raises:
-            ValueError: ``snapshot`` or the number of ``tensors`` does not fit the schema.
+            tensors: one for each schema entry, in order, of any strides.
+            snapshot: 1-D uint8 on the CPU, 8-byte aligned.
         """
         check_sizes(self._schema, tensors, snapshot)
         live, old = flattened(tensors, self._tiles), snapshot.numpy()
@@ -128,7 +125,7 @@ def _grouped(tiles: Sequence[Tile]) -> Iterator[list[Tile]]:
 
 
 def check_sizes(schema: WeightSchema, tensors: Sequence[torch.Tensor], snapshot: torch.Tensor) -> None:
-    """Raise ValueError if ``snapshot`` or the number of ``tensors`` does not fit the schema."""
+    """Raise ValueError if a size does not fit the schema."""
     if len(tensors) != len(schema.tensors) or snapshot.numel() != schema.nbytes:
         raise ValueError(
             f"{len(tensors)} tensors and a snapshot of {snapshot.numel()} bytes; the schema has "

@@ -40,14 +40,7 @@ _CACHED = 1 << 17  # values at a time, so that intermediate results stay in the 
 
 @dataclass(frozen=True)
 class PatchOptions:
-    """The options with which a patch is written; a reader finds them in the patch.
-
-    Attributes:
-        layout: ``"flat"``, positions in the flat buffer, or ``"coo"``, (tensor, row, column).
-        delta: whether positions are written as differences from one to the next.
-        values: ``"raw"``, the new bits, or ``"relative"``, their difference from the old ones.
-        compression: compression of each array.
-    """
+    """The options of :class:`~weight_update.PatchEncoding` that a reader finds in the patch."""
 
     layout: Literal["flat", "coo"]
     delta: bool
@@ -57,11 +50,7 @@ class PatchOptions:
 
 @dataclass(eq=False)
 class Patch(Delta):
-    """The content of a payload.
-
-    Attributes:
-        changes: CPU tensors, perhaps views into the payload.
-    """
+    """The content of a payload; its tensors may be views into the payload."""
 
     base: int
     version: int
@@ -83,20 +72,11 @@ def encode_patch(
     options: PatchOptions,
     lend: Lend,
 ) -> torch.Tensor:
-    """Write ``changes`` into one payload, 1-D uint8, exactly as long as needed.
+    """Write ``changes`` from ``base`` to ``version`` into one payload, 1-D uint8, exactly as long as needed.
 
-    Args:
-        changes: CPU tensors; positions are trusted.
-        snapshot: flat buffer of ``schema`` before the change, 1-D uint8, CPU. It is read only to convert
-            between raw and relative values.
-        schema: layout of ``snapshot``.
-        base: version of ``snapshot``, not negative.
-        version: version after the change, not negative.
-        options: layout, values and compression.
-        lend: source of the payload's memory; called once.
-
-    Raises:
-        ValueError: layout ``"coo"`` and a change that lies in no tensor of its width.
+    Changes are CPU tensors, and their positions are trusted. ``snapshot`` is the flat buffer of ``schema``
+    before the change; it is read only to convert between raw and relative values. Layout ``"coo"`` raises
+    ValueError for a change that lies in no tensor of its width.
     """
     out = ArrayWriter(options.compression)
     for part in changes.sparse:
@@ -142,11 +122,7 @@ def _encode_values(out: ArrayWriter, part: Sparse, snapshot: torch.Tensor, value
 
 
 def decode_patch(payload: torch.Tensor, schema: WeightSchema) -> Patch:
-    """Read a payload.
-
-    Args:
-        payload: 1-D uint8, CPU; it must outlive the patch and must not change.
-        schema: layout of the buffer that the patch will change.
+    """Read a payload (1-D uint8, CPU), which must outlive the patch and must not change.
 
     Raises:
         FormatError: the payload is not valid: its head, a length or a count is wrong; a position is out of

@@ -102,12 +102,10 @@ class Tile:
 
 
 def cut(schema: WeightSchema, tracked: Sequence[int] | None, size: int, large: int) -> Iterator[Tile]:
-    """Cut the tracked entries (None for all) into tiles, in ascending order.
+    """Cut the tracked entries (None for all) into tiles of at most ``size`` bytes, in ascending order.
 
-    The first of several tied entries stands for all.
-
-    A tile has at most ``size`` bytes, a multiple of 64. A tensor of at least ``large`` bytes, at most
-    ``size``, gets tiles of its own.
+    The first of several tied entries stands for all. A tensor of at least ``large`` bytes gets tiles of its
+    own.
     """
     batch: list[EntrySlice] = []
     for one in _owners(schema, tracked):
