@@ -11,6 +11,7 @@ and there a version would vanish under its readers.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import stat
@@ -99,30 +100,17 @@ class LeaseMonitor:
         return {name.partition(".")[0] for name in alive}
 
     def _renewed(self, name: str) -> int | None:
+        """Return the modification time of a lease; None if there is no such regular file.
+
+        It is -1 while it cannot be found out, so that the lease lapses if that stays so.
+        """
         path = self._directory / name
+        with contextlib.suppress(OSError):  # NFS asks its server for the true times of a file that is opened
+            os.close(open_regular(path))
         try:
-            # Opened, not only looked up: NFS asks its server for the true times of a file that is opened.
-            fd = open_regular(path)
+            found = path.stat()
         except FileNotFoundError:
             return None
         except OSError:
-            return _renewed_unread(path)
-        try:
-            return os.fstat(fd).st_mtime_ns
-        finally:
-            os.close(fd)
-
-
-def _renewed_unread(path: Path) -> int | None:
-    """Return the modification time of a file that cannot be opened, such as another user's lease.
-
-    None stands for a file that is not regular, and so no lease; -1 for a time that cannot be found out, so
-    that the lease lapses if that stays so.
-    """
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return None
-    except OSError:
-        return -1
-    return found.st_mtime_ns if stat.S_ISREG(found.st_mode) else None
+            return -1
+        return found.st_mtime_ns if stat.S_ISREG(found.st_mode) else None

@@ -27,7 +27,6 @@ _HEAD = struct.Struct("<4sB3x16sQQQ")
 _HEAD_BYTES = 64
 _MAGIC = b"WUBK"
 _TOGETHER = 1 << 20  # bytes that are copied by one call
-_TensorRange = tuple[int, int, int]  # position of a tensor, first and last + 1 of its bytes
 
 
 def require_size(option: str, value: object) -> None:
@@ -168,8 +167,8 @@ class _BucketEncoder(Encoder):
             return payload[_HEAD_BYTES:]
         return torch.empty(stop - start, dtype=torch.uint8, device=self._device)
 
-    def _inside(self, start: int, stop: int) -> Iterator[_TensorRange]:
-        """Yield the range of each tensor that lies between two bytes of the flat buffer."""
+    def _inside(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield position, first and last + 1 byte of each tensor between two bytes of the flat buffer."""
         for i in self._schema.distinct:
             meta = self._schema.tensors[i]
             first, last = max(start - meta.offset, 0), min(stop - meta.offset, meta.nbytes)

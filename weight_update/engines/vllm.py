@@ -40,12 +40,7 @@ class VLLMEngine(ExclusiveEngine):
     """
 
     def __init__(
-        self,
-        llm: Any,
-        *,
-        batch_bytes: int = 256 << 20,
-        loads_in_chunks: bool = False,
-        timeout: float = 60.0,
+        self, llm: Any, *, batch_bytes: int = 256 << 20, loads_in_chunks: bool = False, timeout: float = 60.0
     ) -> None:
         super().__init__(loads_in_chunks=loads_in_chunks, timeout=timeout)
         self._llm, self._batch_bytes = llm, batch_bytes

@@ -42,10 +42,7 @@ class Follower:
         return tuple(self.worker_versions)
 
     def connect(
-        self,
-        weights: Mapping[int, NamedWeights],
-        timeout: float,
-        alive: Callable[[int], bool] | None = None,
+        self, weights: Mapping[int, NamedWeights], timeout: float, alive: Callable[[int], bool] | None = None
     ) -> SyncReport:
         """Take part until the workers have the first weights, as :meth:`Sender.connect` on the leader."""
         del weights, timeout, alive

@@ -127,7 +127,7 @@ class Gathering:
         pending = PendingBatch(self._batches[place], tensors)
         if pending.is_local:
             return pending
-        pending.tag = self._ranks.new_tag()
+        pending.tag = next(self._ranks.tags)
         self._ranks.tell({"go": place, "tag": pending.tag})
         for rank, (memory, _) in pending.parts.items():
             pending.pulls.append((rank, self._ranks.pull(rank, memory, pending.tag)))

@@ -31,10 +31,7 @@ class Leader(Sender):
         self._ranks = ranks
 
     def connect(
-        self,
-        weights: Mapping[int, NamedWeights],
-        timeout: float,
-        alive: Callable[[int], bool] | None = None,
+        self, weights: Mapping[int, NamedWeights], timeout: float, alive: Callable[[int], bool] | None = None
     ) -> SyncReport:
         connect = super().connect
         return self._gathered(weights, lambda whole: connect(whole, timeout, alive))

@@ -50,6 +50,7 @@ class RankLinks:
 
     Attributes:
         broken: error that every later call raises, once a rank was lost or this was closed.
+        tags: new tags for data, on the leader.
         patience: seconds that the leader may be silent, on the other ranks.
     """
 
@@ -65,7 +66,7 @@ class RankLinks:
         self._reports: list[Any] = []
         self._store: Any = None
         self.patience = timeout
-        self._tags = itertools.count(_DATA)
+        self.tags = itertools.count(_DATA)
         self._group: Any = None if self.size == 1 else self._rendezvous(rendezvous_timeout)
 
     @property
@@ -141,10 +142,6 @@ class RankLinks:
         self._reports = [work for work in self._reports if not work.is_completed()]
         self._reports += self._send(0, {**(message or {}), "to": self._told})
 
-    def new_tag(self) -> int:
-        """Return a new tag for data, on the leader."""
-        return next(self._tags)
-
     def push(self, data: torch.Tensor, tag: int, to: int = 0) -> Any:
         """Begin to send bytes to the leader; do not change them before :meth:`finish`."""
         return self._begin(to, lambda: self._group.send([data], to, tag))
@@ -162,7 +159,9 @@ class RankLinks:
         front = len(body).to_bytes(_LENGTH_BYTES, "little") + body[: _FRAME - _LENGTH_BYTES]
         rest = body[_FRAME - _LENGTH_BYTES :]
         frames = [(_FIRST, front.ljust(_FRAME, b"\0")), *([(_REST, rest)] if rest else [])]
-        return [self.push(_bytes(data), tag, to) for tag, data in frames]
+        return [
+            self.push(torch.frombuffer(bytearray(data), dtype=torch.uint8), tag, to) for tag, data in frames
+        ]
 
     def _receive(self, place: int, timeout: float, deadline: float | None = None) -> Message:
         front = self._take(place, _FRAME, _FIRST, timeout, deadline)
@@ -246,10 +245,6 @@ def _brief(error: Exception) -> str:
     """Return the message of a gloo error without the place in its source and its advice."""
     text = str(error).partition("\n")[0].partition(". ")[0]
     return text.partition("] ")[2] if text.startswith("[/") else text
-
-
-def _bytes(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def error_to_wire(error: BaseException) -> Message:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -150,15 +149,15 @@ def plan(ranks: Sequence[Sequence[Row]], members: Sequence[int], batch_bytes: in
     if problems:
         raise SchemaMismatchError("the ranks of the trainer do not hold the same weights:", tuple(problems))
     items: dict[int, GatherItem] = {}
-    sizes: dict[int, int] = {}
+    sizes: list[int] = []
     for place, row in enumerate(mine):
         if row.tie != place and row.tie in items:
             items[row.tie].names.append(row.name)
             continue
         boxes = _boxes(row, [theirs[row.name] for theirs in others if row.layout])
         items[place] = GatherItem([row.name], boxes)
-        sizes[place] = _nbytes(row) if row.layout else 0
-    return _batches(list(items.values()), list(sizes.values()), batch_bytes)
+        sizes.append(math.prod(row.shape) * DTYPES[row.dtype].itemsize if row.layout else 0)
+    return _batches(list(items.values()), sizes, batch_bytes)
 
 
 def _differences(mine: Sequence[Row], theirs: Mapping[str, Row], them: str, me: str) -> Iterable[str]:
@@ -189,17 +188,13 @@ def _boxes(row: Row, others: Sequence[Row]) -> dict[int, Box] | None:
     return {number: box for box, number in owners.items()} if whole and not remote else None
 
 
-def _nbytes(row: Row) -> int:
-    return math.prod(row.shape) * DTYPES[row.dtype].itemsize
-
-
 def _batches(items: list[GatherItem], sizes: list[int], limit: int) -> list[Batch]:
     """Split into runs of consecutive items of together at most ``limit`` bytes, or one that is larger."""
-    numbers, number, filled = [], 0, 0
-    for size in sizes:
-        if filled and filled + size > limit:
-            number, filled = number + 1, 0
-        numbers.append(number)
+    batches, filled = list[Batch](), 0
+    for item, size in zip(items, sizes, strict=True):
+        if not batches or (filled and filled + size > limit):
+            batches.append([])
+            filled = 0
+        batches[-1].append(item)
         filled += size
-    pairs = zip(numbers, items, strict=True)
-    return [[item for _, item in batch] for _, batch in groupby(pairs, key=lambda pair: pair[0])]
+    return batches

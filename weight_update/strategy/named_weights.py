@@ -65,7 +65,7 @@ class NamedWeights:
         whole = (item for item in self.tensors.items()) if self.gather is None else self.gather(self.tensors)
         before: dict[str, int] = {} if self.convert is None else _writes(self.tensors)
         try:
-            yield from whole if self.convert is None else _checked(_started(self.convert, whole))
+            yield from whole if self.convert is None else _checked(self.convert, whole)
         finally:
             whole.close()
         written = [name for name, count in before.items() if count != self.tensors[name]._version]
@@ -146,16 +146,6 @@ def _writes(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     return {name: value._version for name, value in tensors.items() if not value.is_inference()}
 
 
-def _started(convert: Convert, source: Iterator[tuple[str, torch.Tensor]]) -> Iterator[Any]:
-    made = convert(source)
-    if not isinstance(made, Iterable):
-        raise ConversionError(
-            f"convert gave a {type(made).__name__}, not an iterable of names and tensors; is it a function "
-            "that makes a converter, and has to be called first?"
-        )
-    return iter(made)
-
-
 def frozen_or_transient(source: Any, tensors: Mapping[str, torch.Tensor]) -> set[str]:
     """Return the names of weights that training does not change or that a checkpoint does not hold.
 
@@ -170,9 +160,17 @@ def frozen_or_transient(source: Any, tensors: Mapping[str, torch.Tensor]) -> set
     return found
 
 
-def _checked(items: Iterator[tuple[str, Any]]) -> Generator[tuple[str, torch.Tensor]]:
+def _checked(
+    convert: Convert, source: Iterator[tuple[str, torch.Tensor]]
+) -> Generator[tuple[str, torch.Tensor]]:
+    made: Any = convert(source)
+    if not isinstance(made, Iterable):
+        raise ConversionError(
+            f"convert gave a {type(made).__name__}, not an iterable of names and tensors; is it a function "
+            "that makes a converter, and has to be called first?"
+        )
     seen: set[str] = set()
-    for item in items:
+    for item in made:
         if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str):
             raise UnsupportedSourceError(
                 f"convert gives {item!r:.60} ({type(item).__name__}), where pairs of a name and a tensor are "

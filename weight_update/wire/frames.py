@@ -34,11 +34,7 @@ from typing import Any
 
 import torch
 
-from weight_update.errors import (
-    FormatError,
-    NotEnoughMemoryError,
-    UnreachableMemoryError,
-)
+from weight_update.errors import FormatError, NotEnoughMemoryError, UnreachableMemoryError
 from weight_update.wire.extra_state import decode_extra, encode_extra
 from weight_update.wire.memory import byte_view
 from weight_update.wire.schema import MAX_PAYLOAD_BYTES, WeightSchema, compact_json
@@ -185,16 +181,14 @@ class WeightChunk:
         head_crc = zlib.crc32(header, zlib.crc32(start))
         return start + struct.pack("<II", head_crc, crc) + header
 
-    def encode(self, *, checksum: bool = True) -> bytes:
+    def encode(self) -> bytes:
         """Return the whole frame as bytes; this copies the payload."""
-        head = self.encode_head(checksum=checksum)
+        head = self.encode_head()
         return head if self.payload is None else head + bytes(byte_view(self.payload))
 
     @classmethod
     def decode(
-        cls,
-        data: bytes | bytearray | memoryview,
-        allocate: Callable[[int], torch.Tensor] | None = None,
+        cls, data: bytes | bytearray | memoryview, allocate: Callable[[int], torch.Tensor] | None = None
     ) -> WeightChunk:
         """Read a frame that fills ``data`` exactly.
 
@@ -311,11 +305,7 @@ class Step:
 
 
 def frames_of(
-    step: Step,
-    schema: WeightSchema,
-    encoding: str,
-    payloads: Sequence[torch.Tensor],
-    base: int | None = None,
+    step: Step, schema: WeightSchema, encoding: str, payloads: Sequence[torch.Tensor], base: int | None = None
 ) -> list[WeightChunk]:
     """Return one frame for each payload; the first carries the extra state.
 

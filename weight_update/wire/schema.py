@@ -13,11 +13,7 @@ from typing import Any
 
 import torch
 
-from weight_update.errors import (
-    FormatError,
-    SchemaMismatchError,
-    UnsupportedSourceError,
-)
+from weight_update.errors import FormatError, SchemaMismatchError, UnsupportedSourceError
 from weight_update.wire.memory import memory_identity
 
 __all__ = ["TensorMeta", "WeightSchema"]

@@ -14,14 +14,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 
 from weight_update.compression import Compression, resolve_compression
-from weight_update.encodings.base import (
-    Delta,
-    DeltaEncoding,
-    Lend,
-    Tracker,
-    WholeEncoding,
-    register_encoding,
-)
+from weight_update.encodings.base import Delta, DeltaEncoding, Lend, Tracker, WholeEncoding, register_encoding
 from weight_update.encodings.bucket import BucketEncoding, require_bool, require_size
 from weight_update.encodings.patch.changes import ByteRange, Changes
 from weight_update.encodings.patch.diff_cpu import Scan, Scanner
@@ -96,12 +89,11 @@ class PatchEncoding(DeltaEncoding):
         if isinstance(self.init_sync_prefixes, str):
             raise ValueError(f"init_sync_prefixes is a list of prefixes, not {self.init_sync_prefixes!r}")
         chosen = resolve_compression(self.compression)
-        if chosen.device == "cuda" and self.transport_device != "cuda":
+        if chosen.device not in ("any", self.transport_device):
+            where = "GPU" if chosen.device == "cuda" else "CPU"
             raise ValueError(
-                f"compression={chosen.label!r} works on the GPU: set transport_device='cuda' too"
+                f"compression={chosen.label!r} works on the {where}: set transport_device={chosen.device!r}"
             )
-        if chosen.device == "cpu" and self.transport_device == "cuda":
-            raise ValueError(f"compression={chosen.label!r} works on the CPU: set transport_device='cpu'")
         object.__setattr__(self, "compression", chosen)
         if self.values is None:
             object.__setattr__(self, "values", "raw" if chosen.label == "none" else "relative")
