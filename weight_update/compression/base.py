@@ -51,9 +51,6 @@ class Compression(ABC):
 
         Returns:
             A 1-D uint8 tensor on the same device, which may be longer than ``data``.
-
-        Raises:
-            ValueError: ``data`` is another kind of tensor or on another kind of device.
         """
 
     @classmethod
@@ -70,12 +67,11 @@ class Compression(ABC):
 
         Raises:
             FormatError: ``data`` does not decompress to exactly ``nbytes`` bytes.
-            ValueError: ``data`` is another kind of tensor or on another kind of device.
         """
 
     @classmethod
     def check(cls, data: torch.Tensor, nbytes: int = 0) -> None:
-        """Check the arguments of :meth:`compress` and :meth:`decompress`; raise as they do."""
+        """Raise ValueError for another kind of tensor or device, and FormatError for negative ``nbytes``."""
         if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous():
             raise ValueError(f"expected contiguous 1-D uint8 data, got {list(data.shape)} of {data.dtype}")
         if cls.device not in ("any", data.device.type):
@@ -160,9 +156,6 @@ def pack(compression: Compression, data: torch.Tensor) -> tuple[str, torch.Tenso
     Samples from the start, middle and end are compressed first, so that incompressible data costs little. If
     they shrink by less than 5 %, or the whole does not shrink, the result is ``"none/1"`` and ``data``
     itself.
-
-    Raises:
-        ValueError: ``data`` is another kind of tensor or on another kind of device.
     """
     compression.check(data)
     if not isinstance(compression, NoCompression) and _promising(compression, data):

@@ -20,13 +20,8 @@ class Follower:
     """Counterpart, on the other ranks, of the leader's :class:`~weight_update.sender.sender.Sender`.
 
     A follower has no links, opens no port and allocates no buffers. It gives its parts of the weights when
-    they are gathered, and the leader tells it the result of each call. Its attributes are as they were on the
+    they are gathered, and the leader tells it the result of each call. Its attributes are those of the
     leader at the end of the last call.
-
-    Attributes:
-        version: newest version that a worker had applied.
-        worker_versions: version that each worker had applied; None for one that was not connected.
-        serving: whether the leader was serving workers.
     """
 
     def __init__(self, ranks: Ranks, timeout: float) -> None:

@@ -134,10 +134,7 @@ def plan(ranks: Sequence[Sequence[Row]], members: Sequence[int], batch_bytes: in
     """Return the batches to gather, in the leader's order, with tied weights together.
 
     ``ranks`` has the rows of each rank, the leader's first; ``members`` their numbers, for messages. A batch
-    has at most ``batch_bytes``, unless one tensor is larger.
-
-    Raises:
-        SchemaMismatchError: the ranks do not hold parts of the same weights; the error lists the differences.
+    has at most ``batch_bytes``, unless one tensor is larger. SchemaMismatchError lists differences of ranks.
     """
     mine = ranks[0]
     others = [{row.name: row for row in rows} for rows in ranks[1:]]

@@ -33,18 +33,8 @@ class Binding:
     """The tensors of one destination, found once and written many times.
 
     A binding remembers where each tensor is kept (the owning dict and its key), not the tensor, so that it
-    finds a parameter that was replaced in the meantime. :meth:`WeightStrategy.bind` makes one.
-
-    Args:
-        read: returns the weights of a source by name, as :meth:`WeightStrategy.named`.
-        destination: module, TensorDict or dict.
-
-    Attributes:
-        destination: the same.
-        extra_owners: modules that have extra state, by the name of the state.
-
-    Raises:
-        UnsupportedSourceError: ``destination`` is of a type that cannot be written.
+    finds a parameter that was replaced in the meantime. :meth:`WeightStrategy.bind` makes one, whose ``read``
+    is :meth:`WeightStrategy.named`.
     """
 
     def __init__(self, read: Callable[[Any], NamedWeights], destination: Any) -> None:
@@ -54,9 +44,7 @@ class Binding:
         self._parts = list(_parts(destination))
         self._asked: tuple[tuple[str, ...], list[tuple[Callable[[str], Any], str]]] = (), []
         self._find_devices()
-        self.extra_owners: dict[str, nn.Module] = {}
-        if isinstance(destination, nn.Module):
-            self.extra_owners = extra_owners(destination)
+        self._extra_owners = extra_owners(destination) if isinstance(destination, nn.Module) else {}
 
     def is_stale(self) -> bool:
         """Return whether a submodule, or a dict or TensorDict inside the destination, was replaced."""
@@ -69,7 +57,7 @@ class Binding:
 
     @property
     def points(self) -> bool:
-        """Whether :meth:`point` may be used: True for modules, whose parameters may move in memory."""
+        """Whether :meth:`switch` may be used: True for modules, whose parameters may move in memory."""
         return isinstance(self.destination, nn.Module)
 
     @property
@@ -91,11 +79,7 @@ class Binding:
         return [self._get(name) for name in names]  # raises, with the name
 
     def schema(self) -> WeightSchema:
-        """Return the schema of the destination as it is now.
-
-        Raises:
-            UnsupportedSourceError: the destination has inference tensors, which cannot be written into.
-        """
+        """Return the schema of the destination as it is now; UnsupportedSourceError if it is read-only."""
         tensors = {name: self._get(name) for name in self._places}
         frozen = [name for name, one in tensors.items() if one.is_inference() and not one.is_meta]
         if frozen:
@@ -175,7 +159,7 @@ class Binding:
     def check_extra(self, extra: Mapping[str, Any]) -> None:
         """Raise SchemaMismatchError if ``extra`` names modules that take none."""
         if isinstance(self.destination, nn.Module):
-            unknown = [f"{name}: no such extra state" for name in extra if name not in self.extra_owners]
+            unknown = [f"{name}: no such extra state" for name in extra if name not in self._extra_owners]
             if unknown:
                 raise SchemaMismatchError("extra state does not fit the target:", tuple(unknown))
 
@@ -194,7 +178,7 @@ class Binding:
     def _set_extra(self, extra: Mapping[str, Any]) -> None:
         for name, value in extra.items():
             if isinstance(self.destination, nn.Module):
-                self.extra_owners[name].set_extra_state(value)
+                self._extra_owners[name].set_extra_state(value)
             else:
                 _set_extra_in(self.destination, name, value)
 
@@ -253,10 +237,7 @@ class Binding:
 
 
 def count_writes(targets: Sequence[torch.Tensor]) -> None:
-    """Tell autograd about writes to ``targets`` that it could not see.
-
-    The backward pass of an earlier forward pass then raises, instead of using the new values.
-    """
+    """Tell autograd about writes to ``targets``, so that no backward pass uses the new values."""
     try:
         torch.autograd.graph.increment_version(targets)
     except RuntimeError:  # inference tensors have no count, and no backward pass needs them

@@ -102,10 +102,7 @@ class Changes:
     ranges: tuple[ByteRange, ...] = ()
 
     def write(self, flat: torch.Tensor) -> None:
-        """Change ``flat`` (1-D uint8; 8-byte aligned, its size a multiple of 8) from old to new.
-
-        ``flat`` must be on the device of the changes. Positions are trusted.
-        """
+        """Change ``flat`` (8-byte aligned, on the device of the changes) from old to new; trust positions."""
         for part in self.sparse:
             words = flat.view(BITS[part.width])
             if words.is_cuda:

@@ -60,15 +60,11 @@ class Scan(Difference):
 
 
 class Scanner:
-    """A bitwise comparison of live tensors with a snapshot of them.
-
-    Run one scan at a time: scans share scratch memory.
+    """A bitwise comparison of live tensors with a snapshot of them; scans share scratch memory.
 
     Args:
-        schema: layout and dtypes of the snapshot. Live tensors may have other dtypes of the same kind and are
-            converted as ``Tensor.copy_`` converts.
-        tracked: positions of the schema entries to compare; None for all. Of tied entries only the first
-            tracked one is compared.
+        schema: layout and dtypes of the snapshot, to which live tensors are converted by ``Tensor.copy_``.
+        tracked: positions of the schema entries to compare, of tied entries the first one; None for all.
         dense_above: fraction of changed elements above which the whole tile is replaced.
         relative: whether values are steps from the old bits instead of the new bits.
         threads: number of threads; None for as many as torch uses, or one if there is little to do.
@@ -182,7 +178,8 @@ def _compare(
         tile = reader.tile
         old = snapshot[tile.start : tile.start + tile.nbytes]
         new = reader.read(live, old)
-        found = _differing(tile, new, old)
+        alone = len(tile.widths) == 1
+        found = _of_width(tile.widths[0], new, old) if alone else _mixed(tile, new, old)
         here = sum(len(positions) for _, positions, _ in found)
         changed += here
         if here > dense_above * tile.elements:
@@ -223,15 +220,8 @@ def _readable(part: torch.Tensor, dtype: torch.dtype) -> bool:
     return part.dtype is dtype and part.is_cpu and part.data_ptr() % 8 == 0 and not lazy
 
 
-def _differing(tile: Tile, new: Bytes, old: Bytes) -> list[ElementDiff]:
-    """Return the elements that differ, by ascending width; an empty list if ``new`` equals ``old``."""
-    if len(tile.widths) == 1:
-        return _of_width(tile.widths[0], new, old)
-    return _mixed(tile, new, old)
-
-
 def _mixed(tile: Tile, new: Bytes, old: Bytes) -> list[ElementDiff]:
-    """Return the elements that differ in a tile of several widths."""
+    """Return the elements that differ in a tile of several widths, by ascending width."""
     words = np.flatnonzero(new.view(np.int64) != old.view(np.int64))
     starts = np.array([(one.start - tile.start) // 8 for one in tile.slices])
     widths = np.array([one.width for one in tile.slices])

@@ -62,10 +62,7 @@ class Queues:
         return target
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return pinned memory that holds ``tensor``, which was computed before the last :meth:`finish`.
-
-        The copy does not wait for computation that is queued now.
-        """
+        """Return pinned memory that holds ``tensor``, without waiting for computation that is queued now."""
         if not tensor.is_cuda:
             return tensor
         target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -80,16 +77,10 @@ class Queues:
 
 
 class CudaScanner:
-    """A :class:`~weight_update.encodings.patch.diff_cpu.Scanner` for live tensors on a CUDA device.
+    """A :class:`~weight_update.encodings.patch.diff_cpu.Scanner` for tensors on the device of ``queues``.
 
-    Live tensors are read on the caller's current stream.
-
-    Args:
-        schema: see ``Scanner``, as for ``tracked``, ``dense_above`` and ``relative``.
-        queues: queues of the device that holds the live tensors and compares.
-        snapshot_device: ``"cpu"``, best pinned, or ``"cuda"``, the device of ``queues``.
-        transport_device: device of the resulting positions and values: ``"cpu"`` for pinned memory, or
-            ``"cuda"``.
+    They are read on the caller's current stream. A snapshot on the CPU is best pinned. Results come
+    to lie on ``transport_device``; ``"cpu"`` is pinned memory.
     """
 
     def __init__(

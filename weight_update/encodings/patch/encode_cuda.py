@@ -30,10 +30,9 @@ _SIGNED: dict[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32
 def encode_patch_on_device(
     changes: Changes, schema: WeightSchema, base: int, version: int, options: PatchOptions, lend: Lend
 ) -> Tensor:
-    """Write ``changes`` into one payload, on the CPU, as ``encode_patch`` does.
+    """Write ``changes``, whose tensors are on a GPU, into one payload on the CPU, as ``encode_patch`` does.
 
-    ``changes`` have tensors of one device, on which the compression works. They are relative exactly if
-    ``options.values`` is. Work is queued in the caller's current stream.
+    They are relative exactly if ``options.values`` is. Work is queued in the caller's current stream.
     """
     out = ArrayWriter(options.compression)
     for part in changes.sparse:

@@ -43,10 +43,8 @@ class EntrySlice:
 class Tile:
     """A part of the flat buffer, from its first slice to its last with everything in between.
 
-    Attributes:
-        slices: ascending; a single one if ``flat``.
-        flat: whether it is a slice of one large tensor, which is then read in one dimension; otherwise the
-            slices are small tensors, whole.
+    If ``flat``, it is one slice of a large tensor, read in one dimension; otherwise the slices are small
+    tensors, whole and ascending.
     """
 
     slices: tuple[EntrySlice, ...]
