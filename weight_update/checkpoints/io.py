@@ -11,9 +11,8 @@ import hashlib
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from weight_update.encodings.patch.threads import in_threads, threads_for
 from weight_update.errors import NotEnoughSpaceError
@@ -26,7 +25,6 @@ __all__ = [
     "naming_free_space",
     "open_regular",
     "read_regular",
-    "write",
     "write_beside",
 ]
 
@@ -39,7 +37,6 @@ DIGEST = "sha256/4MiB"
 _PIECE = 4 << 20
 _MOST_THREADS = 8  # more do not make a disk faster
 
-_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
@@ -77,16 +74,16 @@ def read_regular(path: Path) -> bytes:
         return file.read()
 
 
-def write_beside(part: Path, path: Path, write: Callable[[int], _T]) -> _T:
-    """Have ``write`` write to ``part``, wait until the disk has it, and rename it to ``path`` beside it.
+def write_beside(part: Path, path: Path, data: Sequence[memoryview]) -> str:
+    """Write 1-D bytes to ``part``, wait until the disk has them, and rename it to ``path`` beside it.
 
-    ``write`` gets a file descriptor, and its result is returned. ``part`` is removed if anything fails.
+    Return their digest. ``part`` is removed if anything fails.
     """
     mode = stat.S_IMODE(path.parent.stat().st_mode) & 0o666  # only for users who may read the directory
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
         try:
-            result = write(fd)
+            result = _write(fd, data)
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -125,9 +122,8 @@ def naming_free_space(directory: Path, needed: int) -> Iterator[None]:
         raise NotEnoughSpaceError(error.errno, message, str(directory)) from None
 
 
-def write(fd: int, parts: Sequence[memoryview]) -> tuple[int, str]:
-    """Write 1-D bytes, part after part, to the beginning of a file; return their number and digest."""
-    nbytes = sum(len(part) for part in parts)
+def _write(fd: int, parts: Sequence[memoryview]) -> str:
+    """Write 1-D bytes, part after part, to the beginning of a file; return their digest."""
 
     def put(piece: tuple[int, list[memoryview]]) -> bytes:
         place, views = piece
@@ -135,7 +131,7 @@ def write(fd: int, parts: Sequence[memoryview]) -> tuple[int, str]:
         _write_all(fd, data, place)
         return hashlib.sha256(data).digest()
 
-    return nbytes, _joined(in_threads(put, list(_cut(parts)), _threads(nbytes)))
+    return _joined(in_threads(put, list(_cut(parts)), _threads(sum(map(len, parts)))))
 
 
 def digest(fd: int, nbytes: int) -> str:

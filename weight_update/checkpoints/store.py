@@ -11,20 +11,13 @@ import time
 import uuid
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from weight_update.checkpoints.io import (
-    PART,
-    Remover,
-    digest,
-    naming_free_space,
-    open_regular,
-    write,
-    write_beside,
-)
+from weight_update.checkpoints.io import PART, Remover, digest, naming_free_space, open_regular, write_beside
 from weight_update.checkpoints.lease import Lease, LeaseMonitor
 from weight_update.checkpoints.manifest import Manifest, ManifestIndex, check_version
 from weight_update.checkpoints.safetensors import pack, unpack
@@ -100,10 +93,11 @@ class CheckpointStore:
         schema, parts = pack(weights)
         stem = f"{self._index.path(version).stem}-{uuid.uuid4().hex}"
         described = {m.name: f"{dtype_name(m.dtype)}{list(m.shape)}" for m in schema.tensors}
-        with naming_free_space(self.directory, sum(map(len, parts))):
+        nbytes = sum(map(len, parts))
+        with naming_free_space(self.directory, nbytes):
             lease = Lease(self.directory, stem, self._lease_seconds)
             try:
-                path = self._write(Manifest(version, step, stem, 0, "", described), parts)
+                path = self._write(Manifest(version, step, stem, nbytes, "", described), parts)
             finally:
                 lease.end()
         self._garbage.collect()
@@ -121,12 +115,9 @@ class CheckpointStore:
     def _write(self, plan: Manifest, parts: list[memoryview]) -> Path:
         data, manifest = self.directory / plan.file, self._index.path(plan.version)
         try:
-            nbytes, sum_of_all = write_beside(
-                data.with_name(data.name + PART), data, lambda fd: write(fd, parts)
-            )
-            text = Manifest(plan.version, plan.step, plan.stem, nbytes, sum_of_all, plan.tensors).encode()
-            part = self.directory / f"{plan.stem}.json{PART}"
-            write_beside(part, manifest, lambda fd: write(fd, [memoryview(text)]))
+            found = write_beside(data.with_name(data.name + PART), data, parts)
+            text = replace(plan, digest=found).encode()
+            write_beside(self.directory / f"{plan.stem}.json{PART}", manifest, [memoryview(text)])
         except BaseException:
             if not self._shows(plan):
                 data.unlink(missing_ok=True)

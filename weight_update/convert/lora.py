@@ -141,7 +141,8 @@ class _Merger:
                     f"{layer} ({adapter}): B @ A is {list(delta.shape)}, the base {list(total.shape)}; "
                     f"is fan_in_fan_out={self._fan_in_fan_out} right?"
                 )
-            total.add_(delta, alpha=self._scale(adapter))
+            scales = self._scaling
+            total.add_(delta, alpha=scales[adapter] if isinstance(scales, Mapping) else scales)
         return total.to(base.dtype)
 
     def _delta(self, where: str, factors: Mapping[str, torch.Tensor], wide: torch.dtype) -> torch.Tensor:
@@ -153,6 +154,3 @@ class _Merger:
             raise ConversionError(f"{where}: A is {list(a.shape)} and B {list(b.shape)}, of another rank")
         delta = b.to(wide) @ a.to(wide)
         return delta.T if embedding or self._fan_in_fan_out else delta
-
-    def _scale(self, adapter: str) -> float:
-        return self._scaling[adapter] if isinstance(self._scaling, Mapping) else self._scaling
