@@ -91,7 +91,7 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
 
     @property
     def policy_version(self) -> Any:
-        """The version in force: the version of the policy's receiver, or else the number of updates."""
+        """The version in force (of the policy's receiver, or else the number of updates)."""
         if self._has_foreign_tracker:
             return self.policy_version_tracker.version
         return self._versions.now()

@@ -12,6 +12,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "sphinx.ext.intersphinx",
 ]
 # The results are included, by benchmarks.rst and tuning.rst.
 exclude_patterns = [
@@ -33,6 +34,41 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+
+# Links to other manuals. The inventories are checked in, because builds have no network; make_inventory.py
+# writes them.
+intersphinx_mapping = {
+    "python": ("https://docs.python.org/3", "inventories/python.inv"),
+    "torch": ("https://docs.pytorch.org/docs/stable", "inventories/pytorch.inv"),
+    "tensordict": ("https://docs.pytorch.org/tensordict/stable", "inventories/tensordict.inv"),
+}
+
+# A reference without a target is an error.
+nitpicky = True
+_INTERNAL = [  # classes and aliases that signatures show, but users do not name
+    "Channel",
+    "Method",
+    "ObjectStore",
+    "Service",
+    "Store",
+    "UpdateOwner",
+    "Where",
+    "collectors.remote.Remote",
+    "weight_update.receiver.gate.Hold",
+    "weight_update.schemes.sender_side.SenderListener",
+    "weight_update.synchronizer.state.ExplorerState",
+    "weight_update.synchronizer.state.TrainerState",
+    "weight_update.wire.frames.Kind",
+]
+_OTHERS = [  # of TorchRL's signatures, not qualified there, and one that PyTorch's manual has no page for
+    "DEVICE_TYPING",
+    "ExplorationType",
+    "ReplayBuffer",
+    "WeightUpdaterBase",
+    "torch.distributed.distributed_c10d.ProcessGroup",
+]
+nitpick_ignore = [("py:class", name) for name in [*_INTERNAL, *_OTHERS]]
+nitpick_ignore_regex = [("py:class", r"(.*\.)?_[A-Z]\w*")]  # type variables and private classes
 
 html_theme = "furo"
 html_title = f"weight_update {release}"

@@ -35,7 +35,7 @@ class Compression(ABC):
     """Name and version on the wire, e.g. ``"zstd/1"``; a new layout takes a new number."""
 
     device: ClassVar[str]
-    """Device type of the memory that it processes: ``"cpu"``, ``"cuda"``, or ``"any"`` for both."""
+    """Device type of the memory that it processes (``"cpu"``, ``"cuda"``, or ``"any"`` for both)."""
 
     @property
     def label(self) -> str:

@@ -19,7 +19,7 @@ class Lz4Compression(BlockCompression):
 
     Args:
         acceleration: at least 1; a larger value is faster and compresses less.
-        threads: see :class:`~weight_update.compression.blocks.BlockCompression`.
+        threads: most threads that compress, at most one for each core and for each 4 MiB.
 
     Raises:
         ImportError: the package ``lz4`` is not installed.

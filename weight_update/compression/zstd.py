@@ -21,7 +21,7 @@ class ZstdCompression(BlockCompression):
 
     Args:
         level: from -7 for the fastest to 22 for the smallest.
-        threads: see :class:`~weight_update.compression.blocks.BlockCompression`.
+        threads: most threads that compress, at most one for each core and for each 4 MiB.
 
     Raises:
         ImportError: the package ``zstandard`` is not installed.

@@ -46,7 +46,9 @@ class Encoder(ABC):
         """
 
     def stream(self, tensors: Iterator[torch.Tensor], lend: Lend) -> Iterator[torch.Tensor]:
-        """Encode as :meth:`encode` does, one payload after the other; see :attr:`WholeEncoding.in_chunks`.
+        """Encode as :meth:`encode` does, one payload after the other.
+
+        Used where :attr:`~weight_update.WholeEncoding.in_chunks` is True.
 
         Take the tensors of a payload after ``lend`` gave its memory, and keep none of them.
         """
@@ -139,7 +141,9 @@ class WholeEncoding(Encoding):
 
     @property
     def in_chunks(self) -> bool:
-        """Whether a version can be encoded, sent and read chunk by chunk, by :meth:`Encoder.stream`.
+        """Whether a version can be encoded, sent and read chunk by chunk.
+
+        :meth:`~weight_update.encodings.Encoder.stream` then encodes it.
 
         If so, :meth:`payload_sizes` has one size for each chunk, and receivers copy weights out of a chunk
         when it arrives.

@@ -17,7 +17,7 @@ __all__ = ["ExclusiveEngine", "batches"]
 class ExclusiveEngine(InferenceEngine):
     """An engine that threads of this process call, and that is never called while it is updated.
 
-    A subclass implements :meth:`load_weights`, and generates inside :meth:`generating`::
+    A subclass implements ``load_weights``, and generates inside :meth:`generating`::
 
         class MyEngine(ExclusiveEngine):
             def load_weights(self, weights):
@@ -28,7 +28,7 @@ class ExclusiveEngine(InferenceEngine):
                     return self.model.generate(prompt)
 
     Args:
-        loads_in_chunks: as :attr:`InferenceEngine.loads_in_chunks`.
+        loads_in_chunks: as :attr:`~weight_update.InferenceEngine.loads_in_chunks`.
         timeout: seconds that an update waits for generation to end, and generation for an update.
 
     Attributes:

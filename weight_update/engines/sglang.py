@@ -31,7 +31,7 @@ class SGLangEngine(ExclusiveEngine):
         device: device from which SGLang's processes open the tensors: the CPU, or a CUDA device that they
             can open.
         batch_bytes: number of bytes that are handed to SGLang at once, about.
-        loads_in_chunks: as :attr:`InferenceEngine.loads_in_chunks`.
+        loads_in_chunks: as :attr:`~weight_update.InferenceEngine.loads_in_chunks`.
         timeout: as for :class:`ExclusiveEngine`.
     """
 
@@ -48,7 +48,7 @@ class SGLangEngine(ExclusiveEngine):
         self._engine, self._device, self._batch_bytes = engine, torch.device(device), batch_bytes
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``Engine.generate``, not during an update; raise as :meth:`generating`."""
+        """Call ``Engine.generate``, not during an update; raise as :meth:`ExclusiveEngine.generating`."""
         with self.generating():
             return self._engine.generate(*args, **kwargs)
 

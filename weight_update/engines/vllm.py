@@ -35,7 +35,7 @@ class VLLMEngine(ExclusiveEngine):
     Args:
         llm: the ``vllm.LLM``.
         batch_bytes: size of the shared memory, unless a single weight is larger.
-        loads_in_chunks: as :attr:`InferenceEngine.loads_in_chunks`.
+        loads_in_chunks: as :attr:`~weight_update.InferenceEngine.loads_in_chunks`.
         timeout: as for :class:`ExclusiveEngine`; also the limit of each call of the workers.
     """
 
@@ -46,7 +46,7 @@ class VLLMEngine(ExclusiveEngine):
         self._llm, self._batch_bytes = llm, batch_bytes
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``LLM.generate``, not during an update; raise as :meth:`generating`."""
+        """Call ``LLM.generate``, not during an update; raise as :meth:`ExclusiveEngine.generating`."""
         with self.generating():
             return self._llm.generate(*args, **kwargs)
 
@@ -91,7 +91,7 @@ class WorkerExtension:
 
         Args:
             where: path of the memory.
-            header: layout of the weights, as :meth:`WeightSchema.to_header` returns it.
+            header: layout of the weights, as :meth:`~weight_update.WeightSchema.to_header` returns it.
         """
         schema = WeightSchema.from_header(header)
         fd = os.open(where, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,6 +1,6 @@
 """Ready observers: a log, a CSV file, a trace, Prometheus, TensorBoard, and TorchRL's loggers.
 
-Each of them is an :data:`~weight_update.report.Observer`.
+Each of them is an :data:`~weight_update.Observer`.
 """
 
 from weight_update.observers.chrome_trace import ChromeTraceObserver

@@ -165,7 +165,7 @@ class SchemeLifecycle(ABC):
 
     @property
     def listener(self) -> SenderListener | None:
-        """Sender: the listener that admits workers, which :meth:`WeightSyncScheme.open_sender` may set.
+        """The listener of a sender, which admits workers; :meth:`WeightSyncScheme.open_sender` may set it.
 
         ``connect()`` starts it, and ``shutdown()`` closes it.
         """

@@ -40,7 +40,7 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
     """Scheme whose workers are Ray actors, on any node. Ray must run in each process.
 
     Call ``ray.init()`` in a process that is not an actor. Both sides meet at a small named actor that the
-    sender starts; it needs no CPU slot, and ends with :meth:`shutdown` or the sender's process. Pass the
+    sender starts; it needs no CPU slot, and ends with ``shutdown()`` or the sender's process. Pass the
     scheme to actors before or after ``init_on_sender``, for example as an argument of their constructor. An
     update calls no method of an actor: a busy actor takes it between its forward passes.
 

@@ -23,7 +23,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         ...
         scheme.send()              # or send(weights), where no model was given
 
-    The transform calls :meth:`init_on_sender` and :meth:`connect` itself.
+    The transform calls :meth:`init_on_sender` and ``connect()`` itself.
 
     Args:
         strategy: as for :class:`RayWeightSyncScheme`.

@@ -34,7 +34,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, backend="shared"):
         slot_device: None keeps the slots in host memory; ``"cuda"`` or ``"cuda:1"`` keeps them on that GPU of
             the sender, for workers on the same GPU, which open them by CUDA IPC; see :doc:`colocated`. It
             needs an encoding that is :attr:`~Encoding.on_gpu`: dense or bucket.
-        address: value of :attr:`address` on the sender, for a worker that makes a scheme of its own.
+        address: value of ``address`` on the sender, for a worker that makes a scheme of its own.
         token: secret that both sides share, with ``address``; None makes one.
         timeout: as for :class:`WeightSyncScheme`.
         connect_timeout: as for :class:`WeightSyncScheme`.

@@ -44,7 +44,7 @@ class _AsyncClient(Generic[_P]):
 
     @property
     def version(self) -> int | None:
-        """Explorer: the version in force, as far as this side knows. Trainer: the newest it published."""
+        """The version in force of an explorer, as far as it knows; the newest that a trainer published."""
         return self.blocking.version
 
     @property

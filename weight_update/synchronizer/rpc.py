@@ -176,7 +176,7 @@ class Server:
     """A listener by which clients of other processes call a service, with a thread for each connection.
 
     A client may have several connections. When one ends without a goodbye, the client counts as gone. The
-    arguments and errors are those of :meth:`Synchronizer.serve`.
+    arguments and errors are those of :meth:`~weight_update.Synchronizer.serve`.
 
     Attributes:
         address: ``host:port``, for clients.

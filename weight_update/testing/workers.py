@@ -216,7 +216,7 @@ class Worker(RemoteObject):
     Args:
         scheme: given to the worker as a user would: as an argument of the process, or copied for a thread.
         index: of the worker.
-        method: as for :class:`RemoteObject`.
+        method: ``"fork"``, ``"forkserver"``, ``"spawn"``, ``"thread"`` or ``"ray"``.
         make: called with scheme and index in the worker.
     """
 

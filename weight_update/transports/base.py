@@ -82,7 +82,7 @@ class TransportBackend(WeightTransfer):
     """
 
     on_join_request: Callable[[WeightChunk], None] | None = None
-    """Sender's end: set by the sender, called by :meth:`screen`."""
+    """Set by the sender on its end, called by :meth:`screen`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse attributes that are fields of :class:`Capabilities` now, and would have no effect."""

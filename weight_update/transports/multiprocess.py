@@ -104,10 +104,11 @@ class MPTransport(TransportBackend):
     Args:
         weight_queue: queue that carries chunks to the receiver.
         ack_queue: queue that carries chunks back. An end without it cannot join a scheme, but can use
-            :meth:`send_weights` and :meth:`receive_weights`.
+            :meth:`~weight_update.TransportBackend.send_weights` and
+            :meth:`~weight_update.TransportBackend.receive_weights`.
         timeout: seconds for waits without a timeout of their own; None waits as long as the other end lives.
         end: end of the link that this object is.
-        directory: see :class:`~weight_update.transports.shared_memory.slots.SharedBuffer`.
+        directory: see :class:`~weight_update.SharedMemWeightSyncScheme`.
         name: random name of the two queues; with it, a receiver's end makes sure that it is their only
             reader.
     """

@@ -54,7 +54,7 @@ class TensorMeta:
         name: dotted name, e.g. ``"module.0.weight"``.
         shape: sizes, ``()`` for a scalar.
         dtype: element type.
-        offset: first byte in the flat buffer, a multiple of :data:`ALIGNMENT`.
+        offset: first byte in the flat buffer, a multiple of ``ALIGNMENT``.
     """
 
     name: str

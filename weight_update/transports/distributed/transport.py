@@ -72,11 +72,11 @@ class DistributedTransport(ReconnectingLink[Connection | LocalConnection]):
 
     Args:
         find_store: returns a client of the store within the given seconds; called when the link is first
-            used. None makes a sender's end, whose connection comes from :class:`DistributedListener`.
+            used. None makes a sender's end, whose connection comes from ``DistributedListener``.
         token: secret of both ends.
         address: address of this machine's interface for payloads; None finds the one that leads to the store.
-        host: name of this host, if not :func:`this_host`; two ends with one name share memory.
-        directory: see :class:`~weight_update.transports.shared_memory.slots.SharedBuffer`.
+        host: name of this host; the default is ``this_host()``; two ends with one name share memory.
+        directory: see :class:`~weight_update.SharedMemWeightSyncScheme`.
         backend: backend that carries payloads to other hosts; the sender's end decides.
     """
 

@@ -217,13 +217,13 @@ def _receive_handle(stream: SocketStream) -> bytes:
 
 
 class SharedMemTransport(ReconnectingLink[SlotStream]):
-    """One end of a link over a Unix socket; payloads stay in shared slots, see :class:`SlotStream`.
+    """One end of a link over a Unix socket; payloads stay in shared slots, see ``SlotStream``.
 
     Args:
         address: receiver's end: address of the sender's listener. None makes a sender's end, whose connection
-            comes from :class:`SharedMemListener`.
+            comes from ``SharedMemListener``.
         token: receiver's end: token of the listener.
-        directory: see :class:`~weight_update.transports.shared_memory.slots.SharedBuffer`.
+        directory: see :class:`~weight_update.SharedMemWeightSyncScheme`.
         device: sender's end: CUDA device for slots; None keeps them in host memory.
     """
 

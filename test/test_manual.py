@@ -1,0 +1,92 @@
+"""The manual holds all public names, and what it says of the code is true."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PUBLIC = [
+    "weight_update",
+    "weight_update.compression",
+    "weight_update.convert",
+    "weight_update.encodings",
+    "weight_update.engines",
+    "weight_update.observers",
+    "weight_update.schemes",
+    "weight_update.synchronizer",
+    "weight_update.testing",
+    "weight_update.transports",
+    "collectors",
+]
+
+
+def target(name: str) -> Any:
+    """The object of a dotted name."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def documented() -> Iterator[tuple[str, int]]:
+    """Page and identity of each object that a directive of a page describes."""
+    for page in sorted(DOCS.glob("*.rst")):
+        for kind, name in re.findall(r"^\.\. auto(\w+):: (\S+)$", page.read_text(), re.MULTILINE):
+            if kind == "module":
+                for member in importlib.import_module(name).__all__:
+                    yield page.name, id(target(f"{name}.{member}"))
+            else:
+                yield page.name, id(target(name))
+
+
+def public() -> dict[int, str]:
+    """The public names that are ours, by the identity of their objects: an object may have several names."""
+    found: dict[int, str] = {}
+    for package in PUBLIC:
+        for name in importlib.import_module(package).__all__:
+            value = target(f"{package}.{name}")
+            if not getattr(value, "__module__", "").startswith("torchrl."):
+                found.setdefault(id(value), f"{package}.{name}")
+    return found
+
+
+def test_each_public_name_is_on_exactly_one_page() -> None:
+    pages = Counter(identity for _, identity in documented())
+    wrong = {name: pages[identity] for identity, name in public().items() if pages[identity] != 1}
+    assert wrong == {}
+
+
+def test_packages_that_the_manual_names_are_public() -> None:
+    imports = re.compile(r"^\s*from (weight_update[\w.]*|collectors) import", re.MULTILINE)
+    named = {name for page in DOCS.glob("*.rst") for name in imports.findall(page.read_text())}
+    assert named
+    assert named <= set(PUBLIC)
+
+
+def run_script(path: Path, folder: Path) -> dict[str, bytes]:
+    """The files that a script of the manual writes into a folder."""
+    done = subprocess.run(
+        [sys.executable, path, folder], capture_output=True, text=True, timeout=60, cwd=DOCS
+    )
+    assert done.returncode == 0, done.stderr
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("script", "folder", "pattern"),
+    [("make_inventory.py", "inventories", "*.inv")],
+)
+def test_checked_in_files_are_as_their_script_writes_them(
+    script: str, folder: str, pattern: str, tmp_path: Path
+) -> None:
+    checked_in = {file.name: file.read_bytes() for file in (DOCS / folder).glob(pattern)}
+    assert checked_in
+    assert run_script(DOCS / script, tmp_path) == checked_in, f"run python docs/{script}"
