@@ -14,9 +14,10 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx.ext.intersphinx",
 ]
-# The results are included, by benchmarks.rst and tuning.rst.
+# Tables and results are included by other pages.
 exclude_patterns = [
     "_build",
+    "tables",
     "benchmark_cluster.rst",
     "benchmark_links.rst",
     "benchmark_results.rst",
@@ -70,5 +71,7 @@ _OTHERS = [  # of TorchRL's signatures, not qualified there, and one that PyTorc
 nitpick_ignore = [("py:class", name) for name in [*_INTERNAL, *_OTHERS]]
 nitpick_ignore_regex = [("py:class", r"(.*\.)?_[A-Z]\w*")]  # type variables and private classes
 
+html_static_path = ["_static"]
+html_css_files = ["manual.css"]
 html_theme = "furo"
 html_title = f"weight_update {release}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import subprocess
 import sys
-from collections import Counter
+import textwrap
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,7 +84,11 @@ def run_script(path: Path, folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(
     ("script", "folder", "pattern"),
-    [("make_inventory.py", "inventories", "*.inv")],
+    [
+        ("make_inventory.py", "inventories", "*.inv"),
+        ("make_tables.py", "tables", "*.rst"),
+        ("pictures/draw.py", "pictures", "*.svg"),
+    ],
 )
 def test_checked_in_files_are_as_their_script_writes_them(
     script: str, folder: str, pattern: str, tmp_path: Path
@@ -90,3 +96,72 @@ def test_checked_in_files_are_as_their_script_writes_them(
     checked_in = {file.name: file.read_bytes() for file in (DOCS / folder).glob(pattern)}
     assert checked_in
     assert run_script(DOCS / script, tmp_path) == checked_in, f"run python docs/{script}"
+
+
+def texts() -> Iterator[tuple[str, list[str]]]:
+    """The fixed parts of each text that the code keeps or passes to a call, with the name of the function."""
+    for package in ("weight_update", "collectors"):
+        for file in (ROOT / package).rglob("*.py"):
+            if file.is_relative_to(ROOT / "weight_update" / "testing"):
+                continue
+            for node in ast.walk(ast.parse(file.read_text())):
+                yield "", parts_of(node)
+                if isinstance(node, ast.Call) and node.args:
+                    name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                    yield name, parts_of(node.args[0])
+
+
+def parts_of(node: ast.AST) -> list[str]:
+    """The parts of a text between its replaced fields; none if it is no text, or its parts say too little."""
+    if isinstance(node, ast.Constant):
+        found = [str(node.value)]
+    elif isinstance(node, ast.JoinedStr):
+        found = [""]
+        for part in node.values:
+            if isinstance(part, ast.Constant):
+                found[-1] += str(part.value)
+            else:
+                found.append("")
+    else:
+        return []
+    return found if len("".join(found)) >= 15 else []
+
+
+def is_made_of(message: str, parts: list[str]) -> bool:
+    """Whether a message is a text with something in its replaced fields."""
+    if not all(part in message for part in parts):
+        return False
+    return re.fullmatch("(?s:.*)".join(map(re.escape, parts)), message) is not None
+
+
+def quoted() -> Iterator[tuple[str, str]]:
+    """Class and message of each error of the page; of an error of workers, each line is one more."""
+    page = (DOCS / "troubleshooting.rst").read_text()
+    for block in re.findall(r"^\.\. code-block:: text\n\n((?:    .*\n)+)", page, re.MULTILINE):
+        kind, _, message = textwrap.dedent(block).strip().partition(": ")
+        yield kind, message
+        for part in WITHIN.findall(message):
+            yield "reason", part
+
+
+# These begin a message that ends with another message.
+WITHIN = re.compile(
+    r"^(?:  worker \d+|the sender refused this worker|the synchronizer at [\d.:]+): (.*)$", re.MULTILINE
+)
+# The function that gets the text, where it is not the class of the error.
+RAISED_BY = {"reason": "", "WARNING": "warning", "ImportError": "", "JoinRefusedError": ""}
+
+
+def test_quoted_messages_are_those_of_the_code() -> None:
+    found = defaultdict(list)
+    for function, parts in texts():
+        if parts:
+            found[function].append(parts)
+    messages = list(quoted())
+    assert len(messages) > 25
+    wrong = [
+        f"{kind}: {message}"
+        for kind, message in messages
+        if not any(is_made_of(message, parts) for parts in found[RAISED_BY.get(kind, kind)])
+    ]
+    assert wrong == []
