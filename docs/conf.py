@@ -31,6 +31,7 @@ logging.getLogger("sphinx.sphinx.directives.other").addFilter(
     lambda record: "toctree glob pattern" not in str(record.msg)
 )
 
+toc_object_entries_show_parents = "hide"
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 napoleon_google_docstring = True

@@ -97,22 +97,28 @@ def measured(row: re.Match[str]) -> str:
     raise LookupError(f"the tables of the benchmarks have no row of {row[1]}")
 
 
-def list_table(widths: str, header: list[str], rows: list[list[str]]) -> str:
+def list_table(header: list[str], rows: list[list[str]]) -> str:
     """Return a table whose cells wrap."""
-    lines = [".. list-table::", "   :header-rows: 1", f"   :widths: {widths}", ""]
+    lines = [".. list-table::", "   :header-rows: 1", "   :widths: auto", ""]
     for row in [header, *rows]:
         lines += [f"   {'-' if column else '* -'} {cell}" for column, cell in enumerate(row)]
     return "\n".join(lines).replace("\n   - ", "\n     - ") + "\n"
 
 
+def _link(scheme: str) -> str:
+    """Return a link to a scheme, with a short text."""
+    short = scheme.removesuffix("WeightSyncScheme").removesuffix("Scheme")
+    return f":class:`{short} <weight_update.{scheme}>`"
+
+
 def schemes() -> str:
     """Return the table of schemes on the landing page."""
     rows = [
-        [f":class:`~weight_update.{name}`", where, re.sub(r"{(.+?)}", measured, speed), elasticity, use]
+        [_link(name), where, re.sub(r"{(.+?)}", measured, speed), elasticity, use]
         for name, where, speed, elasticity, use in _SCHEMES
     ]
     header = ["scheme", "where workers run", "1 GB to 4 workers", "elasticity", "when to use it"]
-    return _HEAD + list_table("28 18 16 20 18", header, rows)
+    return _HEAD + list_table(header, rows)
 
 
 def constants(text: str) -> dict[str, list[str]]:
@@ -136,11 +142,8 @@ def constants(text: str) -> dict[str, list[str]]:
 def versions() -> str:
     """Return the table of supported versions."""
     groups = constants((ROOT / "setup.py").read_text(encoding="utf-8"))
-    bounds = dict(
-        re.fullmatch(r"([\w-]+)(.*)", requirement).groups()  # type: ignore[union-attr]
-        for group in groups.values()
-        for requirement in group
-    )
+    requirements = "\n".join(requirement for group in groups.values() for requirement in group)
+    bounds = dict(re.findall(r"^([\w-]+)(.*)$", requirements, re.MULTILINE))
     constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     tested = dict(re.findall(r"^([\w-]+)==(\S+)", constraints, re.MULTILINE))
     [tested["python"]] = re.findall(r"on Python ([\d.]+)", constraints)
@@ -149,7 +152,7 @@ def versions() -> str:
         [name, f"``{bounds[name]}``".replace(",", ", "), tested.get(name, "not pinned"), use]
         for name, use in packages.items()
     ]
-    return _HEAD + list_table("24 24 18 34", ["package", "supported", "tested", "needed for"], rows)
+    return _HEAD + list_table(["package", "supported", "tested", "needed for"], rows)
 
 
 if __name__ == "__main__":

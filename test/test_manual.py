@@ -98,6 +98,16 @@ def test_checked_in_files_are_as_their_script_writes_them(
     assert run_script(DOCS / script, tmp_path) == checked_in, f"run python docs/{script}"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_manual_builds_without_warnings(tmp_path: Path) -> None:
+    for module in ("sphinx", "furo"):
+        pytest.importorskip(module, reason="the extra docs is not installed")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", DOCS, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def texts() -> Iterator[tuple[str, list[str]]]:
     """The fixed parts of each text that the code keeps or passes to a call, with the name of the function."""
     for package in ("weight_update", "collectors"):
@@ -137,7 +147,9 @@ def is_made_of(message: str, parts: list[str]) -> bool:
 def quoted() -> Iterator[tuple[str, str]]:
     """Class and message of each error of the page; of an error of workers, each line is one more."""
     page = (DOCS / "troubleshooting.rst").read_text()
-    for block in re.findall(r"^\.\. code-block:: text\n\n((?:    .*\n)+)", page, re.MULTILINE):
+    for block in re.findall(
+        r"^\.\. code-block:: text\n    :class: message\n\n((?:    .*\n)+)", page, re.MULTILINE
+    ):
         kind, _, message = textwrap.dedent(block).strip().partition(": ")
         yield kind, message
         for part in WITHIN.findall(message):
