@@ -49,8 +49,11 @@ intersphinx_mapping = {
 nitpicky = True
 _INTERNAL = [  # classes and aliases that signatures show, but users do not name
     "Channel",
+    "Convert",
+    "ExtractAs",
     "Method",
     "ObjectStore",
+    "Select",
     "Service",
     "Store",
     "UpdateOwner",
