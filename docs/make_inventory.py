@@ -2,6 +2,9 @@
 
 Run ``python docs/make_inventory.py`` after a change; a test compares the files with what it writes. Each
 inventory has the names that our pages and signatures use, in Sphinx's format (``objects.inv``, version 2).
+
+The addresses of pages are those of the published manuals. The anchor of an object is its full name, as Sphinx
+makes it.
 """
 
 from __future__ import annotations

@@ -106,9 +106,9 @@ def list_table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def _link(scheme: str) -> str:
-    """Return a link to a scheme, with a short text."""
+    """Return a link to a scheme, with a short text unless that says nothing."""
     short = scheme.removesuffix("WeightSyncScheme").removesuffix("Scheme")
-    return f":class:`{short} <weight_update.{scheme}>`"
+    return f":class:`{scheme if short == 'No' else short} <weight_update.{scheme}>`"
 
 
 def schemes() -> str:
