@@ -20,6 +20,7 @@ _IDLE_UPDATES = 8
 _CHECK_SECONDS = 0.2
 
 
+@dataclass(eq=False)
 class Slot:
     """A buffer of the pool, with the number of its users.
 
@@ -30,11 +31,10 @@ class Slot:
         taken: number of the update, counted by the pool, that it was last taken for.
     """
 
-    def __init__(self, buffer: Buffer, taken: int = 0) -> None:
-        self.buffer = buffer
-        self.users = 0
-        self.abandoned = False
-        self.taken = taken
+    buffer: Buffer
+    taken: int = 0
+    users: int = 0
+    abandoned: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,11 +51,13 @@ MIXED = VersionId(-1)
 """Identity of weights that are part of one version and part of another."""
 
 
+@dataclass(eq=False)
 class EncodedUpdate:
     """Frames that bring a worker to ``version_id``, and the slots that hold their payloads."""
 
-    def __init__(self, version_id: VersionId, chunks: list[WeightChunk], slots: list[Slot]) -> None:
-        self.version_id, self.chunks, self.slots = version_id, chunks, slots
+    version_id: VersionId
+    chunks: list[WeightChunk]
+    slots: list[Slot]
 
     @property
     def version(self) -> int:
