@@ -158,7 +158,7 @@ class Sender(Outcomes):
             wait_for_none(self.table, absent, deadline, alive)
             with self._publishing:
                 self._number += 1
-                report = self._pipelines.send(self._of_known(weights), Step(self._number), self.timeout)
+                report = self._pipelines.send(self._of_known(weights), Step(self._number))
         else:
             with self._publishing:
                 weights = self._of_known(weights)
@@ -234,7 +234,7 @@ class Sender(Outcomes):
             if self._strategy.max_in_flight is not None:
                 self._number += 1
                 step = Step(self._number, commit=commit, group_commit=group_commit)
-                return self._pipelines.send(weights, step, self.timeout)
+                return self._pipelines.send(weights, step)
             report = self._stage(weights, commit=commit, group_commit=group_commit)
             start = time.perf_counter()
             sent = self._delivery.update_all([self.table[idx] for idx in weights])

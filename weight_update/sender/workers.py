@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from weight_update.encodings import DeltaEncoding, Encoding
@@ -21,7 +22,6 @@ from weight_update.wire.frames import Step
 from weight_update.wire.schema import WeightSchema
 
 __all__ = ["GroupAssignment", "Outbox", "ReceiverId", "WorkerState", "WorkerTable"]
-
 
 _CHECK_SECONDS = 0.2
 _MAX_FAILURES = 8
@@ -81,6 +81,7 @@ class ReceiverId(NamedTuple):
     pid: int
 
 
+@dataclass(eq=False)
 class WorkerState:
     """The sender's account of one worker: its link, its weights, and how it was lost.
 
@@ -106,38 +107,33 @@ class WorkerState:
         sending: lock of whoever writes to the link.
     """
 
-    def __init__(
-        self,
-        idx: int,
-        link: TransportBackend,
-        schema: WeightSchema,
-        tracked: frozenset[str] | None = None,
-        *,
-        late: bool = False,
-    ) -> None:
-        self.idx, self.link, self.schema, self.tracked = idx, link, schema, tracked
-        self.late, self.left = late, False
-        self.group: SendGroup | None = None
-        self.joined = False
-        self.replaced = False
-        self.receiver: ReceiverId | None = None
-        self.admitted_until = 0.0
-        self.connections = 0
-        self.pid = 0
-        self.has: VersionId | None = None
-        self.reached = -1
-        self.staged: int | None = None
-        self.applied: EncodedUpdate | None = None
-        self.inflight: EncodedUpdate | None = None
-        self.window: ChunkWindow | None = None
-        self.outbox: Outbox | None = None
-        self.sent_at = 0.0
-        self.lost: Exception | None = None
-        self.failures: dict[int, Exception] = {}
-        self.apply_seconds = 0.0
-        self.stall_seconds = 0.0
-        self.sending = threading.Lock()
-        self.thread: threading.Thread | None = None
+    idx: int
+    link: TransportBackend
+    schema: WeightSchema
+    tracked: frozenset[str] | None = None
+    late: bool = False
+    left: bool = False
+    joined: bool = False
+    replaced: bool = False
+    receiver: ReceiverId | None = None
+    admitted_until: float = 0.0
+    connections: int = 0
+    pid: int = 0
+    group: SendGroup | None = None
+    has: VersionId | None = None
+    reached: int = -1
+    staged: int | None = None
+    applied: EncodedUpdate | None = None
+    inflight: EncodedUpdate | None = None
+    window: ChunkWindow | None = None
+    outbox: Outbox | None = None
+    sent_at: float = 0.0
+    lost: Exception | None = None
+    failures: dict[int, Exception] = field(default_factory=dict)
+    apply_seconds: float = 0.0
+    stall_seconds: float = 0.0
+    sending: threading.Lock = field(default_factory=threading.Lock)
+    thread: threading.Thread | None = None
 
     @property
     def missed(self) -> bool:
@@ -291,11 +287,6 @@ class WorkerTable:
         states = self._states
         return [states[idx] for idx in sorted(states) if states[idx].joined or not states[idx].late]
 
-    def count_overdue(self, timeout: float) -> int:
-        """Return the number of workers that have had an update for longer than ``timeout`` seconds."""
-        now = time.monotonic()
-        return sum(worker.inflight is not None and now - worker.sent_at > timeout for worker in self)
-
 
 class GroupAssignment:
     """Assigns workers to send groups. One thread at a time calls its methods.
@@ -406,11 +397,12 @@ class GroupAssignment:
         """
         deadline = time.monotonic() + timeout
         with self._table.changed:
-            while time.monotonic() < deadline:
+            while (now := time.monotonic()) < deadline:
                 groups = self.all()
                 used = [one for group in groups for one in group.kept]
                 used += [one for worker in self._table for one in (worker.applied, worker.inflight) if one]
-                limit = _MAX_UPDATES + 2 * self._table.count_overdue(timeout) + 2 * (len(groups) - 1)
+                overdue = sum(one.inflight is not None and now - one.sent_at > timeout for one in self._table)
+                limit = _MAX_UPDATES + 2 * overdue + 2 * (len(groups) - 1)
                 if len({id(one.version_id) for one in used}) < limit:
                     return
                 self._table.changed.wait(_CHECK_SECONDS)
