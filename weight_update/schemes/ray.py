@@ -13,9 +13,8 @@ import torch
 from weight_update.errors import LifecycleError, SyncFailedError, SyncTimeoutError
 from weight_update.schemes.base import End
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
-from weight_update.schemes.sender_side import SenderListener
+from weight_update.schemes.sender_side import SenderListener, SenderSide
 from weight_update.schemes.sources import DeviceMap
-from weight_update.sender.sender import Sender
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.distributed.transport import DistributedTransport
@@ -237,9 +236,9 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         link.worker, link.watch = worker_idx, self._watch
         return link
 
-    def _connect_sender(self, sender: Sender, worker_idx: int | None, weights: Any, limit: float) -> None:
+    def _connect_sender(self, side: SenderSide, worker_idx: int | None, weights: Any, limit: float) -> None:
         try:
-            super()._connect_sender(sender, worker_idx, weights, limit)
+            super()._connect_sender(side, worker_idx, weights, limit)
         except SyncFailedError as error:
             raise self._watch.all_named(error) from None
 

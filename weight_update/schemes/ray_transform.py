@@ -6,7 +6,7 @@ from typing import Any
 
 from weight_update.errors import LifecycleError, SyncFailedError, WorkerError
 from weight_update.schemes.ray import RayWeightSyncScheme
-from weight_update.sender.sender import Sender
+from weight_update.schemes.sender_side import SenderSide
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.ray.rendezvous import require_ray
 
@@ -142,20 +142,19 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
             worker_idx=worker_idx or 0,
         )
 
-    def _connect_sender(self, sender: Sender, worker_idx: int | None, weights: Any, limit: float) -> None:
+    def _connect_sender(self, side: SenderSide, worker_idx: int | None, weights: Any, limit: float) -> None:
         call = self._actor._init_weight_sync_scheme.remote(scheme=self, model_id=self.model_id)
         self.worker_alive = lambda _: _error_of(call) is None
         try:
-            super()._connect_sender(sender, worker_idx, weights, limit)
+            super()._connect_sender(side, worker_idx, weights, limit)
         except SyncFailedError:
             theirs = _error_of(call)
             if theirs is None:
                 raise
             raise WorkerError(f"the transform's actor could not connect: {theirs}") from theirs
         require_ray().get(call, timeout=limit)
-        if self._borrowed and self._sender_side is not None:
-            # The actor has these weights; they must not be sent to it again.
-            self._sender_side.sources.by_worker[0] = None
+        if self._borrowed:
+            side.sources.by_worker[0] = None  # the actor has these weights; they must not be sent to it again
 
 
 def _error_of(call: Any) -> Exception | None:

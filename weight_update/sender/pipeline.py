@@ -274,8 +274,8 @@ class Pipeline:
         for worker in states:
             with self._changed:
                 worker.failures[self.step.version] = SyncTimeoutError(
-                    f"did not read a chunk of it within {self._delivery.timeout:g} s: it is stopped or too slow; it "
-                    "gets all weights with the next send() (or raise timeout=)"
+                    f"did not read a chunk of it within {self._delivery.timeout:g} s: it is stopped or too "
+                    "slow; it gets all weights with the next send() (or raise timeout=)"
                 )
             self._forget(worker)
 
