@@ -113,7 +113,7 @@ class Receiver:
         try:
             if self._model is not None:
                 self.bind(self._model)
-            expected = self._staging.expected_schema()
+            expected = self._staging.target.schema()
         except Exception as reason:
             with contextlib.suppress(TransportError, TimeoutError):
                 self._greet(deadline, None, reason, again)
@@ -207,7 +207,7 @@ class Receiver:
     def _end_thread(self) -> None:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(5.0)
-        self._updates.forget_leftovers()
+        self._updates.leftovers = []  # the link is closed: there is nothing to release it to
 
     def _wake_callers(self) -> None:
         with self._updates.news:
@@ -256,7 +256,7 @@ class Receiver:
         updates = self._updates
         while not self._closing.is_set():
             try:
-                chunk = updates.next_frame(_IDLE_SECONDS if updates.has_leftovers else None)
+                chunk = updates.next_frame(_IDLE_SECONDS if updates.leftovers else None)
                 if chunk is None:
                     updates.release_leftovers()
                 elif chunk.kind is Kind.GOODBYE:

@@ -115,14 +115,6 @@ class Staging:
             self._unguard()
             self._unguard = None
 
-    def expected_schema(self) -> WeightSchema | None:
-        """Return the schema of the model as it is now; None if any weights are accepted.
-
-        Raises:
-            UnsupportedSourceError: the model has weights that cannot be synchronized.
-        """
-        return self.target.schema()
-
     def weights(self) -> NamedWeights:
         """Return the weights in force: live tensors of the model, or copies where there is no model.
 
