@@ -32,18 +32,7 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed")
     processes each make their own scheme (as under torchrun) gives all of them the same ``address``, ``port``
     and ``token``; or it initializes torch.distributed first, and workers ask the store of the default group.
 
-    Args:
-        backend: see :class:`RemoteWeightSyncScheme`.
-        sync: see :class:`WeightSyncScheme`.
-        strategy: see :class:`WeightSyncScheme`.
-        address: see :class:`RemoteWeightSyncScheme`.
-        port: see :class:`RemoteWeightSyncScheme`.
-        token: see :class:`RemoteWeightSyncScheme`.
-        host: see :class:`RemoteWeightSyncScheme`.
-        directory: see :class:`SharedMemWeightSyncScheme`.
-        timeout: see :class:`WeightSyncScheme`.
-        connect_timeout: see :class:`WeightSyncScheme`.
-        stable_addresses: see :class:`WeightSyncScheme`.
+    The arguments are those of :class:`RemoteWeightSyncScheme`.
     """
 
     def __init__(

@@ -25,23 +25,11 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
 
     The transform calls :meth:`init_on_sender` and :meth:`connect` itself.
 
+    All other arguments are those of :class:`RayWeightSyncScheme`.
+
     Args:
-        strategy: as for :class:`RayWeightSyncScheme`.
-        backend: as for :class:`RayWeightSyncScheme`.
-        sync: as for :class:`RayWeightSyncScheme`.
         model: module that ``send()`` reads. Without one, the module in the actor keeps its own weights as
             version 0 (they are fetched once, to learn their schema), and ``send(weights)`` needs weights.
-        data: as for :class:`RayWeightSyncScheme`.
-        name: as for :class:`RayWeightSyncScheme`.
-        namespace: as for :class:`RayWeightSyncScheme`.
-        address: as for :class:`RemoteWeightSyncScheme`.
-        port: as for :class:`RemoteWeightSyncScheme`.
-        token: as for :class:`RemoteWeightSyncScheme`.
-        host: as for :class:`RemoteWeightSyncScheme`.
-        directory: as for :class:`SharedMemWeightSyncScheme`.
-        timeout: as for :class:`WeightSyncScheme`.
-        connect_timeout: as for :class:`WeightSyncScheme`.
-        stable_addresses: as for :class:`WeightSyncScheme`.
     """
 
     def __init__(
@@ -101,11 +89,8 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
     ) -> None:
         """Initialize the sender, which serves one worker: the actor of the transform.
 
-        Args:
-            ray_transform: transform; needed only if the scheme was not given to it.
-            model_id: as for :class:`WeightSyncScheme`.
-            context: as for :class:`WeightSyncScheme`.
-            model: module that ``send()`` reads, instead of the scheme's.
+        ``ray_transform`` is needed only if the scheme was not given to the transform. ``send()`` reads
+        ``model`` instead of the scheme's, if it is given.
 
         Raises:
             LifecycleError: the scheme has no transform, or is initialized already.

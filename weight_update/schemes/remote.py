@@ -48,12 +48,12 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
     ``address``, ``port`` and ``token`` on both sides. Otherwise they ask: a subclass implements
     :meth:`announce` and :meth:`look_up`.
 
+    All other arguments are those of :class:`WeightSyncScheme`.
+
     Args:
         backend: backend that carries weights to other hosts, ``"gloo"`` or ``"nccl"``. NCCL uses the CUDA
             device that is current in each process, which no other process may use, and adds a copy to the
             device and a copy from it. A worker that uses CUDA cannot be started by ``fork``.
-        sync: see :class:`WeightSyncScheme`.
-        strategy: see :class:`WeightSyncScheme`.
         address: address of the interface that the sender listens on, and where workers find it. The default,
             loopback, reaches workers on this machine only.
         port: port that the sender listens on; 0 takes a free one.
@@ -62,9 +62,6 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         host: name of the host of this process, if processes of one machine are not to share memory; None
             takes the environment's ``WEIGHT_UPDATE_HOST``, or determines it.
         directory: directory of buffers, as in :class:`SharedMemWeightSyncScheme`.
-        timeout: see :class:`WeightSyncScheme`.
-        connect_timeout: see :class:`WeightSyncScheme`.
-        stable_addresses: see :class:`WeightSyncScheme`.
 
     Raises:
         ValueError: the backend is unknown, or is NCCL without CUDA; or the port is not valid.
