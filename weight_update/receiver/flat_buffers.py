@@ -37,10 +37,6 @@ class FlatBuffer(Storage):
 
     Pointing 5,000 tensors of 1 KB at other memory takes over 5 ms; copying their 5 MB takes less than one.
 
-    Args:
-        schema: layout of the buffer.
-        binding: tensors of the model; :meth:`suits` tells whether a flat buffer pays for it.
-
     Attributes:
         values: one view for each schema entry.
     """
@@ -177,10 +173,8 @@ class OwnCopy(Storage):
     def adopt(self, version: int, tensors: Mapping[str, torch.Tensor], digests: Sequence[str | None]) -> None:
         """Begin with the weights that the model has.
 
-        Args:
-            version: the sender's number of them.
-            tensors: the model's tensors by name.
-            digests: the sender's digest for each schema entry that must be equal; None for the others.
+        ``version`` is the sender's number of them. ``digests`` has the sender's digest for each schema entry
+        that must be equal, and None for the others.
 
         Raises:
             SchemaMismatchError: weights are missing or differ; the error lists them.

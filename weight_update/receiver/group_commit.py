@@ -36,11 +36,8 @@ def commit_group(
         key: name of this commit, the same for all members.
         size: number of members.
         member: the member that calls.
-        action: function of the list of all members; called once.
+        action: function of the list of all members; called once. Its result, or exception, is everyone's.
         timeout: seconds to wait for the last member.
-
-    Returns:
-        the result of ``action``. An exception of ``action`` is raised for each member.
 
     Raises:
         SyncTimeoutError: other members did not arrive, so ``action`` is not called.

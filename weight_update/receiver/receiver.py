@@ -53,7 +53,6 @@ class Receiver:
             keeps the weights for :meth:`receive`.
 
     Attributes:
-        options: the same.
         error: reason why no more updates come; None while they do.
     """
 
@@ -89,9 +88,7 @@ class Receiver:
     def connect(self, timeout: float, *, again: bool = False) -> None:
         """Join the sender and apply the weights it has now.
 
-        Args:
-            timeout: seconds.
-            again: whether this receiver has weights, which it keeps if the sender has none to give now.
+        With ``again``, this receiver has weights, which it keeps if the sender has none to give now.
 
         Raises:
             UnsupportedSourceError: the model has weights that cannot be synchronized.

@@ -52,8 +52,7 @@ class UpdateObserver(Protocol):
     def applied(self, weights: Callable[[], NamedWeights]) -> None:
         """Note that a version was applied. Called outside the gate, before the sender gets the answer.
 
-        Args:
-            weights: returns the weights of the version.
+        ``weights`` returns the weights of the version.
         """
 
 
@@ -86,10 +85,6 @@ class ReceiverOptions:
 
 class UpdateHandler:
     """Stages the updates of one sender, applies them inside the gate, and answers the sender.
-
-    Args:
-        options: how to apply updates.
-        closing: set when the receiver is being closed; updates then wait no longer.
 
     Attributes:
         staging: weights of this receiver.

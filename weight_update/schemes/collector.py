@@ -99,13 +99,7 @@ def first_worker_of(context: Any) -> int:
 
 
 class ContextObserver:
-    """Tells the context of a receiver of each update, as long as the context exists.
-
-    Args:
-        context: the context; only a weak reference is kept.
-        model_id: name of the model in the context.
-        export: returns weights in the format of the strategy.
-    """
+    """Tells the context of a receiver of each update, as long as the context exists."""
 
     def __init__(self, context: Any, model_id: str, export: Callable[[NamedWeights], Any]) -> None:
         self._context, self._model_id, self._export = weakref.ref(context), model_id, export

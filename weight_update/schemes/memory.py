@@ -19,11 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Listener:
-    """Holds the receivers' ends of one sender's links, until the sender is shut down.
-
-    Args:
-        admit: returns the link for a late joiner.
-    """
+    """Holds the receivers' ends of one sender's links, until the sender is shut down."""
 
     def __init__(self, admit: Admit) -> None:
         self.links: dict[int, MemoryTransport] = {}

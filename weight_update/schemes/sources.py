@@ -71,12 +71,7 @@ class Sources:
             ValueError: the arguments contradict each other or are too few; the message says which.
             TypeError: the model of the context is not a module.
         """
-        given = {
-            "context": context,
-            "model": model,
-            "weights": weights,
-            "params_map": params_map,
-        }
+        given = {"context": context, "model": model, "weights": weights, "params_map": params_map}
         names = [name for name, value in given.items() if value is not None]
         if len(names) != 1:
             raise ValueError(

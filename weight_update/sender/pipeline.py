@@ -29,13 +29,6 @@ class PipelineSender:
     """Sends versions through pipelines, one version after the other.
 
     No version is kept: a worker that joins later, or missed one, is sent the next one.
-
-    Args:
-        table: the workers.
-        groups: assignment of workers to send groups.
-        strategy: a strategy with ``max_in_flight``.
-        borrow: returns a slot of so many bytes, with one user; may wait.
-        delivery: writes frames to a worker, or loses it.
     """
 
     def __init__(
@@ -52,10 +45,6 @@ class PipelineSender:
 
     def send(self, weights: Mapping[int, NamedWeights], step: Step) -> SyncReport:
         """Convert, encode and send a version.
-
-        Args:
-            weights: weights for each worker index; workers that share an object share its conversion.
-            step: number and options of the version; its extra state comes from ``weights``.
 
         Raises:
             SchemaMismatchError: the weights are not those of the schema; no worker applies them.
@@ -114,15 +103,7 @@ class Pipeline:
     """One version on its way to workers that take the same bytes.
 
     The caller's thread converts and encodes. It also writes frames to links whose ``send_chunk`` never
-    blocks. Each other worker has a thread that does.
-
-    Args:
-        step: number and options of the version.
-        states: the workers, each ready for another version. The caller holds the sender's lock.
-        limit: the largest number of chunks at one time; see :class:`ChunkWindow`.
-        borrow: returns a slot for a payload of any size, with one user; may wait.
-        delivery: writes frames; its timeout is also the time that a worker has to read a chunk.
-        changed: the sender's lock.
+    blocks. Each other worker has a thread that does. The constructor is called with the sender's lock held.
 
     Attributes:
         seconds: time that the caller spent in ``convert``, ``encode`` and ``send``.
@@ -159,17 +140,10 @@ class Pipeline:
         count: int,
         tensors: Iterator[torch.Tensor],
     ) -> None:
-        """Send the whole version; return when its last chunk was handed over.
+        """Send the whole version, as ``count`` chunks; return when the last one was handed over.
 
-        Ends early if no worker is left. An error of ``tensors`` reaches the caller after the workers were
-        told to forget this version.
-
-        Args:
-            encoder: makes the chunks.
-            schema: schema of the tensors as they travel.
-            encoding: name on the wire.
-            count: number of chunks.
-            tensors: tensors in schema order; see :meth:`checked`.
+        Ends early if no worker is left. An error of ``tensors`` (see :meth:`checked`) reaches the caller
+        after the workers were told to forget this version.
         """
         start = time.perf_counter()
         try:

@@ -39,12 +39,8 @@ class Sender(Outcomes):
         links: the sender's end of the link for each worker index.
         schemas: the weights that each worker is to have; workers with equal schemas share the encoding.
         tracked: names of the weights that updates carry, for each worker; None for all of its schema.
-        strategy: reads and encodes weights.
-        token: secret that workers must show.
-        timeout: seconds an update may take until all workers have applied it.
 
     Attributes:
-        table: the workers.
         refusals: reasons for which the listener refused join requests, for the errors of :meth:`connect`.
     """
 
@@ -138,10 +134,8 @@ class Sender(Outcomes):
     ) -> SyncReport:
         """Give the first weights to every worker and wait until all have them.
 
-        Args:
-            weights: weights for each worker index; workers that share an object share its encoding.
-            timeout: seconds.
-            alive: tells whether the process of a worker index lives, if the caller knows.
+        Workers whose ``weights`` are one object share its encoding. ``alive`` tells whether the process of
+        a worker index lives, if the caller knows.
 
         Raises:
             SchemaMismatchError: a worker's model has other weights.
@@ -217,10 +211,9 @@ class Sender(Outcomes):
     ) -> SyncReport:
         """Encode and send a version, without waiting for workers.
 
-        Args:
-            weights: weights for each worker index; workers that share an object share its encoding.
-            commit: False leaves it staged in the workers until :meth:`commit` or :meth:`abort`.
-            group_commit: name of the group commit; see :func:`~weight_update.send_together`.
+        Workers whose ``weights`` are one object share its encoding. ``commit=False`` leaves the version
+        staged in the workers until :meth:`commit` or :meth:`abort`. ``group_commit`` names the group
+        commit; see :func:`~weight_update.send_together`.
 
         Raises:
             SchemaMismatchError: the weights are not those of the schema; nothing was sent.
@@ -401,14 +394,8 @@ class Sender(Outcomes):
 
 def _enter(report: SyncReport, groups: list[SendGroup], staged: list[UpdateStats]) -> None:
     """Enter the facts about the staged updates into ``report``."""
-    changed = total = 0
-    labels, compressions = set(), set()
-    for group, one in zip(groups, staged, strict=True):
-        report.dense_bytes += group.schema.dense_bytes
-        labels.add(one.label)
-        compressions.add(one.compression)
-        changed += one.changed
-        total += one.total
-    report.encoding = "+".join(sorted(labels))
-    report.compression = "+".join(sorted(compressions - {""}))
-    report.changed_fraction = changed / total if total else 0.0
+    report.dense_bytes = sum(group.schema.dense_bytes for group in groups)
+    report.encoding = "+".join(sorted({one.label for one in staged}))
+    report.compression = "+".join(sorted({one.compression for one in staged} - {""}))
+    total = sum(one.total for one in staged)
+    report.changed_fraction = sum(one.changed for one in staged) / total if total else 0.0

@@ -29,12 +29,7 @@ _MAX_UPDATES = 4
 
 
 class Outbox:
-    """A thread that writes to one worker, so that other workers do not wait for its link.
-
-    Args:
-        idx: index of the worker.
-        changed: the sender's lock; notified when the thread has nothing left to write.
-    """
+    """A thread that writes to one worker, so that other workers do not wait for its link."""
 
     def __init__(self, idx: int, changed: threading.Condition) -> None:
         self._changed = changed
@@ -70,12 +65,7 @@ class Outbox:
 
 
 class ReceiverId(NamedTuple):
-    """Identity of a receiver.
-
-    Attributes:
-        instance: its random name; None if it gave none.
-        pid: its process.
-    """
+    """Identity of a receiver: its random name (None if it gave none) and its process."""
 
     instance: str | None
     pid: int
@@ -229,9 +219,6 @@ class WorkerTable:
     A late joiner that has left is removed. It is remembered for as long as some object refers to it, such as
     the handle of an update that it missed.
 
-    Args:
-        states: the workers.
-
     Attributes:
         changed: the sender's lock; notified whenever the state of a worker changed.
         closed: whether the sender was shut down; no worker is admitted from then on.
@@ -292,11 +279,6 @@ class GroupAssignment:
     """Assigns workers to send groups. One thread at a time calls its methods.
 
     A group is closed when its last worker leaves it.
-
-    Args:
-        table: the workers.
-        encoding: encoding of updates.
-        borrow: lends memory for payloads.
     """
 
     def __init__(self, table: WorkerTable, encoding: Encoding, borrow: Borrow) -> None:
@@ -377,9 +359,7 @@ class GroupAssignment:
     def partition(self, weights: Mapping[int, NamedWeights], *, apart: bool) -> list[list[WorkerState]]:
         """Return lists of workers that can be sent the same bytes; workers without a group are left out.
 
-        Args:
-            weights: weights for each worker index.
-            apart: keep workers of different groups apart even if they could be sent the same.
+        ``apart`` keeps workers of different groups apart even if they could be sent the same.
         """
         parts: dict[tuple[Any, ...], list[WorkerState]] = {}
         for idx, named in weights.items():

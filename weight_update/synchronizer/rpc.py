@@ -61,12 +61,10 @@ _BACKLOG = 128
 
 
 class RpcConnection:
-    """One end of a connection. One thread uses it at a time, but any thread may call :meth:`close`.
+    """One end of a connection whose two ends have proved that they have the same token.
 
-    Args:
-        stream: connected stream whose two ends have proved that they have the same token.
-        key: key of this connection, for signatures.
-        server: whether this is the end that answers.
+    One thread uses it at a time, but any thread may call :meth:`close`. Messages are signed with ``key``;
+    ``server`` tells the end that answers.
     """
 
     def __init__(self, stream: SocketStream, key: bytes, *, server: bool) -> None:

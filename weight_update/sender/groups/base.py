@@ -48,9 +48,7 @@ class SendGroup(ABC):
 
     Args:
         schema: the tensors as they travel, in the receivers' dtypes.
-        borrow: lends memory for payloads.
         lock: the sender's lock; it guards versions and the number of users of each slot.
-        whole: encoding of updates that carry all weights.
 
     Attributes:
         whole_bytes: size of all payloads of an update that carries all weights.
@@ -95,10 +93,7 @@ class SendGroup(ABC):
     ) -> UpdateStats:
         """Encode an update. One thread at a time calls this, :meth:`commit` or :meth:`discard`.
 
-        Args:
-            step: number and options of the update.
-            tensors: live weights by name.
-            bases: the weights that the workers of this group have now, as far as they are known.
+        ``bases`` are the weights that the workers of this group have now, as far as they are known.
         """
 
     @abstractmethod

@@ -31,14 +31,8 @@ class DeltaGroup(SendGroup):
     """A send group whose updates carry changes; workers that joined or missed too much get all weights.
 
     The group remembers the weights of ``version``, and the payloads of the last few changes that led there. A
-    worker that was busy meanwhile gets several of them at once.
-
-    Args:
-        schema: as for :class:`SendGroup`.
-        borrow: as for :class:`SendGroup`.
-        lock: as for :class:`SendGroup`.
-        encoding: finds changes and encodes them.
-        tracked: positions of the entries that updates may change; None for all.
+    worker that was busy meanwhile gets several of them at once. Updates may change the entries at the
+    positions ``tracked``; None is all.
     """
 
     def __init__(
