@@ -61,11 +61,6 @@ class ReceiverOptions:
     """Options with which one receiver joins its sender and applies updates.
 
     Attributes:
-        link: receiver's end of the link.
-        strategy: how weights enter the model.
-        gate: keeps updates and forward passes apart.
-        worker: index of the receiver.
-        token: secret that the sender admits workers by.
         instance: random name that tells the receiver from others that join as ``worker``.
         stable_addresses: whether to copy into the model's tensors instead of pointing them at payloads.
         timeout: seconds that an update waits for the running forward pass to end.
@@ -249,8 +244,7 @@ class UpdateHandler:
     def leave_payloads(self, given_up: Callable[[], bool]) -> None:
         """Take the weights out of memory that ends with the sender, and refer to none of it any more.
 
-        Args:
-            given_up: ends the wait for running forward passes when it returns True.
+        The wait for running forward passes ends when ``given_up()`` is true.
         """
         if not self._link.capabilities.payloads_die_with_sender:
             return

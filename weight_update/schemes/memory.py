@@ -30,8 +30,7 @@ class _Listener:
     def link(self, worker_idx: int) -> MemoryTransport:
         """Return the receiver's end of a worker's link, a closed one after the sender was shut down.
 
-        Raises:
-            JoinRefusedError: the worker cannot be admitted.
+        Raise JoinRefusedError if the worker cannot be admitted.
         """
         if self._closed:
             mine, theirs = MemoryTransport.pair()

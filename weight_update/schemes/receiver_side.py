@@ -54,11 +54,10 @@ class ReceiverSide:
             receiver.close()
             raise
         except BaseException:
-            receiver.abandon()
+            receiver.staging.unguard()
             self._link = link  # it is usable
             close_at_end(link.close)
             raise
-        receiver.mark_returned()
         receiver.start()
         self.receiver = receiver
         close_at_end(receiver.close)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -14,7 +15,6 @@ from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.distributed.relay.nccl import require_backend
 from weight_update.transports.distributed.signed_queue import find_store, open_store
-from weight_update.transports.distributed.store import Store
 from weight_update.transports.distributed.transport import DistributedListener, DistributedTransport
 
 __all__ = ["RemoteWeightSyncScheme", "Whereabouts"]
@@ -131,9 +131,8 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
         if end == "sender":
             return self.sender_end(worker_idx)
-        return DistributedTransport(
-            self._find_store, token=self._token, host=self.host_name(), directory=self.directory
-        )
+        find = functools.partial(find_store, self.address, self.port)
+        return DistributedTransport(find, token=self._token, host=self.host_name(), directory=self.directory)
 
     def _find_sender(self, timeout: float) -> None:
         if self.port == 0:
@@ -163,6 +162,3 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
     def host_name(self) -> str | None:
         """Return the name of this host; processes with one name share memory. None determines it."""
         return self.host or os.environ.get(_HOST)
-
-    def _find_store(self, timeout: float | None) -> Store:
-        return find_store(self.address, self.port, timeout)

@@ -278,8 +278,7 @@ class SenderSide:
     def admit(self, worker_idx: int, make_link: Callable[[], TransportBackend]) -> TransportBackend:
         """Return the link for a worker that joins late.
 
-        Raises:
-            JoinRefusedError: workers have weights of their own, or the sender was shut down.
+        Raise JoinRefusedError if workers have weights of their own, or the sender was shut down.
         """
         if not isinstance(self.sender, Sender):
             raise JoinRefusedError("the scheme was shut down")
@@ -334,11 +333,7 @@ class SenderSide:
         return handle
 
     def raise_earlier_error(self, handle: SendHandle) -> None:
-        """Raise the first error of an update that nobody waits for; remember ``handle`` as one more.
-
-        Raises:
-            SyncFailedError: workers did not take an earlier update.
-        """
+        """Raise the first error of an update that nobody waits for; remember ``handle`` as one more."""
         earlier, self._unchecked = self._unchecked[-_REMEMBERED:], [handle]
         if not earlier:
             return

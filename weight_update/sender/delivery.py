@@ -49,8 +49,7 @@ class Delivery:
     def update(self, worker: WorkerState) -> EncodedUpdate | None:
         """Send a worker the update it lacks, unless it is busy; call this whenever that may have changed.
 
-        Returns:
-            the update; None if there was none to send, or the worker was lost.
+        Return the update; None if there was none to send, or the worker was lost.
         """
         with self._changed:
             if not worker.joined or worker.inflight is not None or worker.lacks is None:
@@ -61,11 +60,7 @@ class Delivery:
             return update if sent else None
 
     def update_all(self, states: list[WorkerState]) -> list[EncodedUpdate]:
-        """Send each worker the update it lacks, without waiting for slow links.
-
-        Returns:
-            the updates that were sent, or are being sent.
-        """
+        """Send each worker the update it lacks, without waiting for slow links; return these updates."""
         others: list[WorkerState] = []
         loads: list[tuple[WorkerState, EncodedUpdate]] = []
         for worker in states:
@@ -141,11 +136,8 @@ class Delivery:
     def lose(self, worker: WorkerState, error: Exception, connection: int | None = None) -> None:
         """Mark a worker as lost, and cut its link unless that failed by itself.
 
-        Args:
-            worker: the worker.
-            error: the reason.
-            connection: ``worker.connections`` before the call that failed; None for the present one. A worker
-                that has joined again since is not lost: the connection that failed is not its present one.
+        ``connection`` is ``worker.connections`` before the call that failed; None is the present one. A
+        worker that has joined again since is not lost: the connection that failed is not its present one.
         """
         with self._changed:
             if connection not in (None, worker.connections):

@@ -106,8 +106,7 @@ class Sender(Outcomes):
     def admit(self, idx: int, make_link: Callable[[], TransportBackend]) -> TransportBackend:
         """Return the link of a late joiner, which gets the weights that all other workers have.
 
-        Raises:
-            JoinRefusedError: :meth:`close` was called.
+        Raise JoinRefusedError after :meth:`close`.
         """
         with self.table.changed:
             if self.table.closed:

@@ -229,13 +229,10 @@ class Channel(ABC):
 
     @abstractmethod
     def call(self, name: str, args: dict[str, Any], timeout: float, longer: float = 0.0) -> Reply:
-        """Call the synchronizer and return its answer.
+        """Call the synchronizer and return its answer; see :meth:`Service.call`.
 
-        Args:
-            name: name of the call; see :meth:`Service.call`.
-            args: its arguments.
-            timeout: seconds that the synchronizer may give no sign of life.
-            longer: seconds beyond that for which it may work on the call while it is seen to live.
+        The synchronizer may give no sign of life for ``timeout`` seconds. It may work on the call for
+        ``longer`` seconds beyond that while it is seen to live.
 
         Raises:
             LinkClosedError: the synchronizer is not there, or did not answer in time; it may have done what
