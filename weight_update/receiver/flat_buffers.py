@@ -144,7 +144,7 @@ class OwnCopy(Storage):
             views = self.schema.views(flat)
             _copy(views, update.values)
         else:
-            flat, views = whole, update.values
+            flat, views = whole, list(update.values)
         self._next, update.values = (flat, views), list(views)
         update.payloads = [one for one in payloads if one is flat]
         update.used_up = [one for one in payloads if one is not flat]
