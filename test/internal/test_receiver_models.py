@@ -21,6 +21,7 @@ from weight_update import (
 )
 from weight_update.receiver import flat_buffers
 from weight_update.receiver.flat_buffers import MissingBaseError, OwnCopy
+from weight_update.receiver.targets import ModelTarget, StagedUpdate
 from weight_update.wire.schema import WeightSchema
 
 WAIT = 20.0
@@ -224,12 +225,11 @@ def test_a_dict_within_a_dict(join: Join) -> None:
 
 def own_copy(model: nn.Module) -> OwnCopy:
     """Return the weights of a receiver whose ``model`` has version 0, and that may be changed."""
-    binding = WeightStrategy().bind(model)
-    schema = binding.schema()
-    weights = OwnCopy(schema, binding)
-    values, _ = weights.take([torch.ones(4, 4), torch.ones(4)], [])
-    binding.write(schema.names, values, stay=False)
-    weights.switched(0)
+    target = ModelTarget(WeightStrategy(), model, stable=False)
+    weights = OwnCopy(target.schema(), target.binding)
+    update = StagedUpdate(0, None, [], [torch.ones(4, 4), torch.ones(4)], {}, weights)
+    weights.stage(update, target)
+    weights.switch(update, target)
     weights.require(0)
     return weights
 

@@ -37,10 +37,6 @@ class FlatBuffer(Storage):
 
     Pointing 5,000 tensors of 1 KB at other memory takes over 5 ms; copying their 5 MB takes less than one.
 
-    Args:
-        schema: layout of the buffer.
-        binding: tensors of the model; :meth:`suits` tells whether a flat buffer pays for it.
-
     Attributes:
         values: one view for each schema entry.
     """
@@ -134,14 +130,24 @@ class OwnCopy(Storage):
     # -- as the storage of an update ---------------------------------------------------------------
 
     def stage(self, update: StagedUpdate, target: Target) -> None:
-        """Copy all weights into a new buffer, or check that changes fit the weights in force."""
+        """Copy all weights into a new buffer, or check that changes fit the weights in force.
+
+        A payload of this receiver that is a whole buffer is taken over, not copied.
+        """
         if update.base is not None:
             self.require(update.base)
             return
-        payloads = update.payloads
-        update.values, kept = self.take(update.values, [one for one in payloads if self._owns(one)])
-        update.payloads = [one for one in payloads if one is kept]
-        update.used_up = [one for one in payloads if one is not kept]
+        payloads, nbytes = update.payloads, self.schema.nbytes
+        whole = next((one for one in payloads if one.numel() == nbytes and self._owns(one)), None)
+        if whole is None or self._device.type != "cpu":
+            flat = self._allocate()
+            views = self.schema.views(flat)
+            _copy(views, update.values)
+        else:
+            flat, views = whole, list(update.values)
+        self._next, update.values = (flat, views), list(views)
+        update.payloads = [one for one in payloads if one is flat]
+        update.used_up = [one for one in payloads if one is not flat]
         super().stage(update, target)
 
     def begin(self, update: StagedUpdate, target: Target, replaced: bool) -> None:
@@ -157,17 +163,18 @@ class OwnCopy(Storage):
         if update.base is None or target.binding is None:  # a model's tensors are changed by apply()
             target.write(self.schema.names, update.values, update.version)
         if update.base is None:
-            self.switched(update.version)
+            assert self._next is not None
+            (self._flat, self.values), self._next = self._next, None
+            self._version, self._overwritten = update.version, False
+            self._find_copies()
 
     # -- the weights -------------------------------------------------------------------------------
 
     def adopt(self, version: int, tensors: Mapping[str, torch.Tensor], digests: Sequence[str | None]) -> None:
         """Begin with the weights that the model has.
 
-        Args:
-            version: the sender's number of them.
-            tensors: the model's tensors by name.
-            digests: the sender's digest for each schema entry that must be equal; None for the others.
+        ``version`` is the sender's number of them. ``digests`` has the sender's digest for each schema entry
+        that must be equal, and None for the others.
 
         Raises:
             SchemaMismatchError: weights are missing or differ; the error lists them.
@@ -194,35 +201,6 @@ class OwnCopy(Storage):
                 different,
             )
         self._flat, self.values, self._version = flat, views, version
-        self._find_copies()
-
-    def take(
-        self, values: Sequence[torch.Tensor], payloads: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Copy all weights into a new buffer. The buffer in force stays until :meth:`switched`.
-
-        Args:
-            values: one tensor for each schema entry.
-            payloads: memory that the buffer may take over; a payload that is a whole buffer is not copied.
-
-        Returns:
-            views into the new buffer, and the payload that was taken over.
-        """
-        for memory in payloads:
-            if memory.numel() == self.schema.nbytes and self._device.type == "cpu":
-                self._next = memory, list(values)
-                return list(values), memory
-        flat = self._allocate()
-        views = self.schema.views(flat)
-        _copy(views, values)
-        self._next = flat, views
-        return list(views), None
-
-    def switched(self, version: int) -> None:
-        """Note that the model now has the weights that :meth:`take` returned, as ``version``."""
-        assert self._next is not None
-        (self._flat, self.values), self._next = self._next, None
-        self._version, self._overwritten = version, False
         self._find_copies()
 
     def bind(self, binding: Binding | None) -> None:

@@ -31,10 +31,8 @@ _LOOK_SECONDS = 0.05
 class _Section:
     """A critical section of a gate: a forward pass, a ``hold()``, or an update.
 
-    Args:
-        gate: the gate.
-        ends_with: frame of the caller or :class:`Hold` that the section does not outlast, even if an
-            interrupt kept the caller from leaving; None if only :meth:`Gate.leave` ends the section.
+    It does not outlast ``ends_with``, even if an interrupt kept the caller from leaving. With None, only
+    :meth:`Gate.leave` ends it.
 
     Attributes:
         frame: ``ends_with``, if it is a frame.
@@ -105,13 +103,9 @@ class Gate:
     # -- forward passes ----------------------------------------------------------------------------
 
     def enter(self, frame: types.FrameType | None = None) -> _Section:
-        """Begin a section in which no update lands.
+        """Begin a section in which no update lands, and return it for :meth:`leave`.
 
-        Args:
-            frame: frame of the caller that the section does not outlast, if there is one.
-
-        Returns:
-            the section, for :meth:`leave`.
+        The section does not outlast ``frame``, the frame of the caller, if there is one.
         """
         section = _Section(self, frame)
         self._begin(section)
@@ -169,11 +163,8 @@ class Gate:
     def _admit(self, section: _Section, wake: Callable[[], Any] | None = None, *, blocks: bool) -> bool:
         """Let a section begin unless it has to wait for an update; return whether it began.
 
-        Args:
-            section: section of the caller.
-            wake: called later, when the section begins after the update; None if the caller will ask again.
-            blocks: whether the caller blocks its thread while it waits. Such a caller does not wait for an
-                update that itself waits for that thread.
+        ``wake`` is called later, when the section begins after the update; None if the caller will ask
+        again. A caller that ``blocks`` its thread does not wait for an update that itself waits for it.
         """
         _current.set(section)
         with self._lock:

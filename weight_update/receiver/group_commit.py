@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from weight_update.errors import SyncTimeoutError, WorkerError, kept_error
@@ -11,15 +12,15 @@ from weight_update.errors import SyncTimeoutError, WorkerError, kept_error
 __all__ = ["commit_group"]
 
 
+@dataclass
 class _GroupCommit:
     """One commit of a group, from its first member's arrival to its outcome."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.members: list[Any] = []
-        self.done = threading.Event()
-        self.error: Exception | None = None
-        self.seconds = 0.0
+    size: int
+    members: list[Any] = field(default_factory=list)
+    done: threading.Event = field(default_factory=threading.Event)
+    error: Exception | None = None
+    seconds: float = 0.0
 
 
 _pending: dict[str, _GroupCommit] = {}
@@ -35,11 +36,8 @@ def commit_group(
         key: name of this commit, the same for all members.
         size: number of members.
         member: the member that calls.
-        action: function of the list of all members; called once.
+        action: function of the list of all members; called once. Its result, or exception, is everyone's.
         timeout: seconds to wait for the last member.
-
-    Returns:
-        the result of ``action``. An exception of ``action`` is raised for each member.
 
     Raises:
         SyncTimeoutError: other members did not arrive, so ``action`` is not called.

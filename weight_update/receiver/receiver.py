@@ -23,7 +23,6 @@ from weight_update.errors import (
     without_frames,
 )
 from weight_update.receiver.updates import ReceiverOptions, UpdateHandler, as_memory_error, summary_of
-from weight_update.strategy.named_weights import NamedWeights
 from weight_update.transports.shared_memory.unix_stream import SHORTAGES, seconds_left
 from weight_update.wire.frames import Kind, WeightChunk
 from weight_update.wire.schema import WeightSchema
@@ -53,7 +52,7 @@ class Receiver:
             keeps the weights for :meth:`receive`.
 
     Attributes:
-        options: the same.
+        staging: the weights of this receiver.
         error: reason why no more updates come; None while they do.
     """
 
@@ -63,7 +62,7 @@ class Receiver:
         self.options = options
         self._closing = threading.Event()
         self._updates = UpdateHandler(options, self._closing)
-        self._staging = self._updates.staging
+        self.staging = self._updates.staging
         self._greeted = False  # whether the last attempt to join reached the sender
         self._welcomed = False  # whether the last attempt to join was successful
         self._pid = os.getpid()
@@ -80,18 +79,12 @@ class Receiver:
             LifecycleError, UnsupportedSourceError, SchemaMismatchError: as :meth:`Staging.bind`.
         """
         self._model = None
-        self._staging.bind(model, self.options.timeout)
-
-    def guard_outside(self) -> None:
-        """Take the hooks off the model: the caller holds the gate around every forward pass itself."""
-        self._staging.guard_outside()
+        self.staging.bind(model, self.options.timeout)
 
     def connect(self, timeout: float, *, again: bool = False) -> None:
         """Join the sender and apply the weights it has now.
 
-        Args:
-            timeout: seconds.
-            again: whether this receiver has weights, which it keeps if the sender has none to give now.
+        With ``again``, this receiver has weights, which it keeps if the sender has none to give now.
 
         Raises:
             UnsupportedSourceError: the model has weights that cannot be synchronized.
@@ -104,7 +97,7 @@ class Receiver:
             with torch.inference_mode(False):  # the thread writes into the memory that is allocated here
                 self._join(timeout, again)
         except BaseException:
-            self._staging.forget()
+            self.staging.forget()
             raise
 
     def _join(self, timeout: float, again: bool) -> None:
@@ -113,7 +106,7 @@ class Receiver:
         try:
             if self._model is not None:
                 self.bind(self._model)
-            expected = self._staging.expected_schema()
+            expected = self.staging.target.schema()
         except Exception as reason:
             with contextlib.suppress(TransportError, TimeoutError):
                 self._greet(deadline, None, reason, again)
@@ -169,17 +162,14 @@ class Receiver:
         return chunk
 
     def start(self) -> None:
-        """Apply updates in a background thread from now on."""
+        """Apply updates in a background thread; :meth:`receive` waits for versions after the one in force."""
+        self._returned = self.version
         self._thread = threading.Thread(
             target=self._run, name=f"weight_update-receiver-{self.worker}", daemon=True
         )
         self._thread.start()
 
     # -- leaving -----------------------------------------------------------------------------------
-
-    def abandon(self) -> None:
-        """Give up after a failed :meth:`connect`, leaving the link open."""
-        self._staging.unguard()
 
     def close(self) -> None:
         """Leave the sender; the model keeps the version it has."""
@@ -190,13 +180,13 @@ class Receiver:
         in_thread = threading.current_thread() is self._thread  # it may collect the scheme
         with contextlib.ExitStack() as rest:  # all steps are taken whatever one raises, in reverse order
             rest.callback(self._wake_callers)
-            rest.callback(self._staging.close)
+            rest.callback(self.staging.close)
             rest.callback(self._end_thread)
             rest.callback(self.link.close)
             # The sender is told what was applied, then goodbye.
             if self._updates.busy.acquire(timeout=_GOODBYE_SECONDS):
                 rest.callback(self._updates.busy.release)
-                rest.callback(self._staging.forget)
+                rest.callback(self.staging.forget)
                 rest.callback(self._say_goodbye)
                 self._updates.leave_payloads(given_up=lambda: in_thread)
 
@@ -207,7 +197,7 @@ class Receiver:
     def _end_thread(self) -> None:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(5.0)
-        self._updates.forget_leftovers()
+        self._updates.leftovers = []  # the link is closed: there is nothing to release it to
 
     def _wake_callers(self) -> None:
         with self._updates.news:
@@ -221,7 +211,7 @@ class Receiver:
         Raises:
             LinkClosedError: the sender is gone and no new version is left.
         """
-        return self.options.strategy.export(self.weights()) if self.await_next(timeout) else None
+        return self.options.strategy.export(self.staging.weights()) if self.await_next(timeout) else None
 
     def await_next(self, timeout: float | None) -> bool:
         """Wait for the next version as :meth:`receive` does; return whether there is one."""
@@ -238,25 +228,17 @@ class Receiver:
     @property
     def version(self) -> int | None:
         """Version in force; None before the first, and after an engine failed to load one."""
-        return self._staging.version
+        return self.staging.version
 
     @property
     def _has_news(self) -> bool:
         return self.version is not None and self.version != self._returned
 
-    def mark_returned(self) -> None:
-        """Make :meth:`receive` wait for versions after the one in force."""
-        self._returned = self.version
-
-    def weights(self) -> NamedWeights:
-        """Return the weights in force, as :meth:`Staging.weights`."""
-        return self._staging.weights()
-
     def _run(self) -> None:
         updates = self._updates
         while not self._closing.is_set():
             try:
-                chunk = updates.next_frame(_IDLE_SECONDS if updates.has_leftovers else None)
+                chunk = updates.next_frame(_IDLE_SECONDS if updates.leftovers else None)
                 if chunk is None:
                     updates.release_leftovers()
                 elif chunk.kind is Kind.GOODBYE:
@@ -285,7 +267,7 @@ class Receiver:
                     self._end(error)
                 return
         with updates.busy:
-            self._staging.forget()
+            self.staging.forget()
 
     def _end(self, error: Exception) -> None:
         with self._updates.news:
@@ -295,7 +277,7 @@ class Receiver:
             if self.link.capabilities.payloads_die_with_sender:
                 rest.callback(self.link.close)  # the sender waits for that
                 rest.callback(self._updates.leave_payloads, given_up=self._closing.is_set)
-            self._staging.forget()
+            self.staging.forget()
 
     def _rejoin(self, lost: Exception) -> Exception | None:
         """Join again after ``lost``; return the error that ends this receiver, or None."""

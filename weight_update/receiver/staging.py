@@ -32,12 +32,6 @@ class Staging:
 
     One thread at a time calls its methods, except for :meth:`weights`.
 
-    Args:
-        strategy: how weights enter the model.
-        gate: keeps updates and forward passes apart.
-        stable_addresses: copy into the model's tensors instead of pointing them at received memory.
-        release: returns memory of a payload to the link.
-
     Attributes:
         target: what versions are written to.
         version: version in force; None before the first, and after an engine failed to load one.
@@ -73,10 +67,7 @@ class Staging:
     def bind(self, model: Any, timeout: float) -> None:
         """Keep ``model`` current from now on, beginning with the version that is in force.
 
-        Args:
-            model: module, TensorDict, dict or :class:`~weight_update.InferenceEngine`; None only keeps the
-                weights.
-            timeout: seconds to wait for running forward passes to end.
+        If there is one, wait up to ``timeout`` seconds for running forward passes to end.
 
         Raises:
             LifecycleError: the receiver has weights, and the model before or this one is an engine.
@@ -114,14 +105,6 @@ class Staging:
         if self._unguard is not None:
             self._unguard()
             self._unguard = None
-
-    def expected_schema(self) -> WeightSchema | None:
-        """Return the schema of the model as it is now; None if any weights are accepted.
-
-        Raises:
-            UnsupportedSourceError: the model has weights that cannot be synchronized.
-        """
-        return self.target.schema()
 
     def weights(self) -> NamedWeights:
         """Return the weights in force: live tensors of the model, or copies where there is no model.

@@ -92,13 +92,7 @@ class Target:
 
 
 class ModelTarget(Target):
-    """A module, TensorDict or dict.
-
-    Args:
-        strategy: how weights enter the model.
-        model: the model.
-        stable: whether to copy into the model's tensors instead of pointing them at other memory.
-    """
+    """A module, TensorDict or dict; ``stable`` copies into its tensors, which else point at other memory."""
 
     binding: Binding
 
@@ -142,11 +136,7 @@ class ModelTarget(Target):
 
 
 class EngineTarget(Target):
-    """An inference engine, which takes weights and hands none out.
-
-    Args:
-        engine: the engine.
-    """
+    """An inference engine, which takes weights and hands none out."""
 
     takes_over = True
 
@@ -252,9 +242,6 @@ class Storage:
 
     An update goes through :meth:`stage` while forward passes run, then through :meth:`begin` and
     :meth:`switch` while they wait.
-
-    Args:
-        schema: layout of the weights.
     """
 
     def __init__(self, schema: WeightSchema) -> None:
@@ -267,10 +254,7 @@ class Storage:
     def begin(self, update: StagedUpdate, target: Target, replaced: bool) -> None:
         """Make sure that the update can be switched to; raise if it cannot.
 
-        Args:
-            update: the update.
-            target: what the update is written to.
-            replaced: whether parts of the target were replaced since :meth:`stage`.
+        ``replaced`` says that parts of the target were replaced since :meth:`stage`.
         """
         if replaced:
             update.values = target.prepare(self.schema.names, update.values)

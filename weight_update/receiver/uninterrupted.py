@@ -19,9 +19,7 @@ _FINISH_SECONDS = 5.0
 def run_uninterrupted(action: Callable[[], float], leave: Callable[[], None]) -> float:
     """Run ``action`` in a thread of its own, where no signal handler can interrupt it.
 
-    Args:
-        action: what to run.
-        leave: called when the wait for it is interrupted.
+    If the wait for it is interrupted, ``leave`` is called.
     """
     results: list[float] = []
     errors: list[BaseException] = []

@@ -52,8 +52,7 @@ class UpdateObserver(Protocol):
     def applied(self, weights: Callable[[], NamedWeights]) -> None:
         """Note that a version was applied. Called outside the gate, before the sender gets the answer.
 
-        Args:
-            weights: returns the weights of the version.
+        ``weights`` returns the weights of the version.
         """
 
 
@@ -62,11 +61,6 @@ class ReceiverOptions:
     """Options with which one receiver joins its sender and applies updates.
 
     Attributes:
-        link: receiver's end of the link.
-        strategy: how weights enter the model.
-        gate: keeps updates and forward passes apart.
-        worker: index of the receiver.
-        token: secret that the sender admits workers by.
         instance: random name that tells the receiver from others that join as ``worker``.
         stable_addresses: whether to copy into the model's tensors instead of pointing them at payloads.
         timeout: seconds that an update waits for the running forward pass to end.
@@ -87,15 +81,12 @@ class ReceiverOptions:
 class UpdateHandler:
     """Stages the updates of one sender, applies them inside the gate, and answers the sender.
 
-    Args:
-        options: how to apply updates.
-        closing: set when the receiver is being closed; updates then wait no longer.
-
     Attributes:
         staging: weights of this receiver.
         applied: number of updates that were applied.
         busy: lock that is held while a frame is handled and answered.
         news: condition that is notified when an update was applied.
+        leftovers: memory of the last update that is still to be released.
     """
 
     def __init__(self, options: ReceiverOptions, closing: threading.Event) -> None:
@@ -111,7 +102,7 @@ class UpdateHandler:
         self._link, self._gate, self._worker = options.link, options.gate, options.worker
         self._timeout, self._closing, self._options = options.timeout, closing, options
         self._unwanted: int | None = None  # a version that failed: its other chunks are not read
-        self._leftovers: list[torch.Tensor] = []  # payloads switched away from, not yet released
+        self.leftovers: list[torch.Tensor] = []
 
     # -- frames ------------------------------------------------------------------------------------
 
@@ -150,12 +141,12 @@ class UpdateHandler:
                 except MissingBaseError as reason:
                     _log.warning("worker %d asks for all weights: %s", self._worker, reason)
                     self.staging.forget()
-                    self._ask_for_all(version)
+                    self._answer(Kind.BEHIND, {"version": version})
             elif chunk.kind is Kind.COMMIT:
                 self._commit(version)
             elif chunk.kind is Kind.ABORT:
                 if self.staging.forget(version):  # an engine had loaded a part of it
-                    self._ask_for_all(version)
+                    self._answer(Kind.BEHIND, {"version": version})
             elif chunk.kind is Kind.WELCOME:  # a late answer to an earlier attempt to join
                 self.staging.begin_with(chunk.header)
             else:
@@ -179,9 +170,6 @@ class UpdateHandler:
         }
         self._answer(Kind.FAILED, failed)
         return error
-
-    def _ask_for_all(self, version: int) -> None:
-        self._answer(Kind.BEHIND, {"version": version})
 
     def _answer(self, kind: Kind, header: Mapping[str, Any]) -> None:
         self._link.send_chunk(WeightChunk(kind, header), self._timeout)
@@ -243,37 +231,25 @@ class UpdateHandler:
         }
         self._answer(Kind.APPLIED, applied)
         leftovers = [*update.used_up, *(before.payloads if before is not None else ())]
-        self._leftovers = [
-            memory for memory in leftovers if all(memory is not one for one in update.payloads)
-        ]
+        self.leftovers = [memory for memory in leftovers if all(memory is not one for one in update.payloads)]
 
     # -- memory ------------------------------------------------------------------------------------
 
-    @property
-    def has_leftovers(self) -> bool:
-        """Whether memory of the last update is still to be released."""
-        return bool(self._leftovers)
-
     def release_leftovers(self) -> None:
         """Release the memory of the last update; not at once, while other workers still need a core."""
-        for payload in self._leftovers:
+        for payload in self.leftovers:
             self._link.release(payload)
-        self._leftovers = []
-
-    def forget_leftovers(self) -> None:
-        """Drop the memory of the last update without releasing it, as the link is closed."""
-        self._leftovers = []
+        self.leftovers = []
 
     def leave_payloads(self, given_up: Callable[[], bool]) -> None:
         """Take the weights out of memory that ends with the sender, and refer to none of it any more.
 
-        Args:
-            given_up: ends the wait for running forward passes when it returns True.
+        The wait for running forward passes ends when ``given_up()`` is true.
         """
         if not self._link.capabilities.payloads_die_with_sender:
             return
         self.staging.forget()
-        self.forget_leftovers()
+        self.leftovers = []
         if not self.staging.lies_in_payloads:
             return
         try:

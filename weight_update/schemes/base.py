@@ -181,6 +181,10 @@ class WeightSyncScheme(SchemeUpdates):
 
         return admit
 
+    def _index_of(self, worker: int) -> int:
+        """Receiver: return the index for the ``worker_idx`` that a caller gave."""
+        return worker
+
     def _find_sender(self, timeout: float) -> None:
         """Receiver: find out where the sender is, if that takes communication."""
         del timeout
@@ -240,10 +244,10 @@ class WeightSyncScheme(SchemeUpdates):
             device_map_fn=device_map_fn,
             num_workers=num_workers,
         )
-        self.model_id = model_id
+        self.model_id, self.context = model_id, context
         side = SenderSide(sources, self.strategy, self.timeout, self.connect_timeout)
         side.open(self._token, functools.partial(self.open_sender, ctx=ctx), lambda: self._listener)
-        self.context, self._sender_side = context, side
+        self._sender_side = side
         if isinstance(side.sender, Sender):
             side.sender.table.observers = self._observers
         self._close_at_end(close_all, self._observers, *side.parts)
@@ -278,10 +282,9 @@ class WeightSyncScheme(SchemeUpdates):
             if model_id is None:
                 raise ValueError("init_on_receiver(context=...) needs model_id as well")
             model = resolve_model(context, model_id)
-        if worker_idx is None:
-            worker_idx = getattr(context, "worker_idx", None)
+        idx = getattr(context, "worker_idx", None) if worker_idx is None else self._index_of(worker_idx)
         self.model_id, self.context, self._model = model_id, context, model
-        self._receiver_side = ReceiverSide(worker_idx)
+        self._receiver_side = ReceiverSide(idx)
 
     # -- connecting --------------------------------------------------------------------------------
 
@@ -316,7 +319,7 @@ class WeightSyncScheme(SchemeUpdates):
         self._require_open()
         side = self._sender_side
         if side is not None and isinstance(side.sender, Sender):
-            self._connect_sender(side.sender, worker_idx, weights, limit)
+            self._connect_sender(side, worker_idx, weights, limit)
         elif side is not None:
             self.last_report = side.connect(weights, limit, self.worker_alive)
         elif self._receiver_side is not None:
@@ -349,12 +352,10 @@ class WeightSyncScheme(SchemeUpdates):
     def _connect_limit(self, timeout: float | None) -> float:
         return self.connect_timeout if timeout is None else _require_seconds("timeout", timeout)
 
-    def _connect_sender(self, sender: Sender, worker_idx: int | None, weights: Any, limit: float) -> None:
-        del sender
+    def _connect_sender(self, side: SenderSide, worker_idx: int | None, weights: Any, limit: float) -> None:
         if worker_idx is not None:
             raise LifecycleError("connect(worker_idx=...) is for receivers")
-        assert self._sender_side is not None
-        self.last_report = self._sender_side.connect(weights, limit, self.worker_alive)
+        self.last_report = side.connect(weights, limit, self.worker_alive)
         self._observers.tell(self.last_report)
 
     def _connect_receiver(
@@ -362,10 +363,10 @@ class WeightSyncScheme(SchemeUpdates):
     ) -> None:
         if weights is not None:
             raise LifecycleError("connect(weights=...) is for the sender")
-        idx = side.worker_idx if worker_idx is None else whole_number(worker_idx, "worker_idx", least=0)
-        if idx is None:
+        if worker_idx is not None:
+            side.worker_idx = whole_number(self._index_of(worker_idx), "worker_idx", least=0)
+        if (idx := side.worker_idx) is None:
             raise ValueError("a receiver needs worker_idx, in init_on_receiver() or connect()")
-        side.worker_idx = idx
         deadline = time.monotonic() + limit
         self._find_sender(limit)
         side.connect(

@@ -40,11 +40,7 @@ _STEP = re.compile(r"\.?([^.\[\]]+)|\[([^\]]+)\]")
 
 
 def resolve_model(context: Any, model_id: str) -> Any:
-    """Return the model called ``model_id`` in ``context``.
-
-    Raises:
-        AttributeError: there is none; the message names the path.
-    """
+    """Return the model called ``model_id`` in ``context``; raise AttributeError if there is none."""
     if hasattr(context, "get_model"):
         return context.get_model(model_id)
     return resolve_path(context, model_id)
@@ -53,8 +49,7 @@ def resolve_model(context: Any, model_id: str) -> Any:
 def resolve_path(root: Any, path: str) -> Any:
     """Return the object at a path such as ``"env.transform[0]"`` or ``"models['actor']"``.
 
-    Raises:
-        AttributeError: a step does not exist.
+    Raise AttributeError, with the path, if a step does not exist.
     """
     found = root
     for name, subscript in _STEP.findall(path):
@@ -99,13 +94,7 @@ def first_worker_of(context: Any) -> int:
 
 
 class ContextObserver:
-    """Tells the context of a receiver of each update, as long as the context exists.
-
-    Args:
-        context: the context; only a weak reference is kept.
-        model_id: name of the model in the context.
-        export: returns weights in the format of the strategy.
-    """
+    """Tells the context of a receiver of each update, as long as the context exists."""
 
     def __init__(self, context: Any, model_id: str, export: Callable[[NamedWeights], Any]) -> None:
         self._context, self._model_id, self._export = weakref.ref(context), model_id, export

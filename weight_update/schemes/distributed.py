@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple
 from datetime import timedelta
 from typing import Any, get_args
 
-import torch
 import torch.distributed as dist
 
 from weight_update.errors import LifecycleError, SyncTimeoutError
 from weight_update.schemes.collector import first_worker_of
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
-from weight_update.schemes.sources import DeviceMap
 from weight_update.strategy.named_weights import ExtractAs
 from weight_update.strategy.strategy import WeightStrategy
+from weight_update.transports.base import TransportBackend
 from weight_update.transports.distributed.store import leave_in_order
 
 __all__ = ["DistributedWeightSyncScheme"]
@@ -33,18 +32,7 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed")
     processes each make their own scheme (as under torchrun) gives all of them the same ``address``, ``port``
     and ``token``; or it initializes torch.distributed first, and workers ask the store of the default group.
 
-    Args:
-        backend: see :class:`RemoteWeightSyncScheme`.
-        sync: see :class:`WeightSyncScheme`.
-        strategy: see :class:`WeightSyncScheme`.
-        address: see :class:`RemoteWeightSyncScheme`.
-        port: see :class:`RemoteWeightSyncScheme`.
-        token: see :class:`RemoteWeightSyncScheme`.
-        host: see :class:`RemoteWeightSyncScheme`.
-        directory: see :class:`SharedMemWeightSyncScheme`.
-        timeout: see :class:`WeightSyncScheme`.
-        connect_timeout: see :class:`WeightSyncScheme`.
-        stable_addresses: see :class:`WeightSyncScheme`.
+    The arguments are those of :class:`RemoteWeightSyncScheme`.
     """
 
     def __init__(
@@ -82,54 +70,12 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed")
         )
         self._first_worker = 0
 
-    def init_on_sender(
-        self,
-        *,
-        model_id: str | None = None,
-        context: Any = None,
-        model: Any = None,
-        weights: Any = None,
-        params_map: Mapping[int, Any] | None = None,
-        devices: Sequence[torch.device | str | None] | None = None,
-        device_map_fn: DeviceMap | None = None,
-        num_workers: int | None = None,
-        ctx: Any = None,
-    ) -> None:
-        """Prepare the sender. Workers have indices from 0, whatever their ranks."""
-        self._first_worker = first_worker_of(context)
-        super().init_on_sender(
-            model_id=model_id,
-            context=context,
-            model=model,
-            weights=weights,
-            params_map=params_map,
-            devices=devices,
-            device_map_fn=device_map_fn,
-            num_workers=num_workers,
-            ctx=ctx,
-        )
+    def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
+        self._first_worker = first_worker_of(self.context)
+        return super().open_sender(workers, ctx)
 
-    def init_on_receiver(
-        self,
-        *,
-        model_id: str | None = None,
-        context: Any = None,
-        model: Any = None,
-        worker_idx: int | None = None,
-    ) -> None:
-        """Prepare the receiver; a worker of TorchRL passes its rank as ``worker_idx``."""
-        super().init_on_receiver(
-            model_id=model_id, context=context, model=model, worker_idx=self._index_of(worker_idx)
-        )
-
-    def connect(
-        self, *, worker_idx: int | None = None, weights: Any = None, timeout: float | None = None
-    ) -> None:
-        """Connect to the other side; a worker of TorchRL passes its rank as ``worker_idx``."""
-        super().connect(worker_idx=self._index_of(worker_idx), weights=weights, timeout=timeout)
-
-    def _index_of(self, worker: int | None) -> int | None:
-        return None if worker is None else worker - self._first_worker
+    def _index_of(self, worker: int) -> int:
+        return worker - self._first_worker  # a worker of TorchRL passes its rank
 
     def announce(self, where: Whereabouts) -> None:
         """Announce the sender in the store of the default group."""

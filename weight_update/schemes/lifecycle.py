@@ -55,8 +55,7 @@ class SchemeLifecycle(ABC):
     def _begin(self, cure: str) -> None:
         """Get ready for initialization; in a forked child, drop the state of the parent first.
 
-        Raises:
-            LifecycleError: this object is initialized already; the message ends with ``cure``.
+        Raise LifecycleError, with ``cure``, if this object is initialized already.
         """
         if self._owner != os.getpid():
             if self._finalizer is not None:

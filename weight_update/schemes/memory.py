@@ -19,11 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Listener:
-    """Holds the receivers' ends of one sender's links, until the sender is shut down.
-
-    Args:
-        admit: returns the link for a late joiner.
-    """
+    """Holds the receivers' ends of one sender's links, until the sender is shut down."""
 
     def __init__(self, admit: Admit) -> None:
         self.links: dict[int, MemoryTransport] = {}
@@ -34,8 +30,7 @@ class _Listener:
     def link(self, worker_idx: int) -> MemoryTransport:
         """Return the receiver's end of a worker's link, a closed one after the sender was shut down.
 
-        Raises:
-            JoinRefusedError: the worker cannot be admitted.
+        Raise JoinRefusedError if the worker cannot be admitted.
         """
         if self._closed:
             mine, theirs = MemoryTransport.pair()

@@ -25,13 +25,10 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme, backend="process"):
     An update is one item of the queue, however many tensors it carries: the item names a flat buffer that
     the worker maps. The queues travel with the scheme when it is passed to a process that is being started.
 
+    All other arguments are those of :class:`WeightSyncScheme`.
+
     Args:
-        strategy: as for :class:`WeightSyncScheme`.
-        sync: as for :class:`WeightSyncScheme`.
         directory: directory of the buffers, as for :class:`SharedMemWeightSyncScheme`.
-        timeout: as for :class:`WeightSyncScheme`.
-        connect_timeout: as for :class:`WeightSyncScheme`.
-        stable_addresses: as for :class:`WeightSyncScheme`.
     """
 
     def __init__(

@@ -13,9 +13,8 @@ import torch
 from weight_update.errors import LifecycleError, SyncFailedError, SyncTimeoutError
 from weight_update.schemes.base import End
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
-from weight_update.schemes.sender_side import SenderListener
+from weight_update.schemes.sender_side import SenderListener, SenderSide
 from weight_update.schemes.sources import DeviceMap
-from weight_update.sender.sender import Sender
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.distributed.transport import DistributedTransport
@@ -44,10 +43,9 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
     scheme to actors before or after ``init_on_sender``, for example as an argument of their constructor. An
     update calls no method of an actor: a busy actor takes it between its forward passes.
 
+    All other arguments are those of :class:`RemoteWeightSyncScheme`.
+
     Args:
-        strategy: see :class:`WeightSyncScheme`.
-        backend: see :class:`RemoteWeightSyncScheme`.
-        sync: see :class:`WeightSyncScheme`.
         data: ``"torch"``: weights travel as in :class:`DistributedWeightSyncScheme`, so workers on other
             nodes must reach ``address``; they can reach ``ray.util.get_node_ip_address()``.
             ``"object_store"``: everything travels through Ray, for clusters whose actors cannot open ports to
@@ -56,14 +54,6 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         name: name of the actor where both sides meet. Schemes made in different jobs need the same name, the
             same ``namespace`` and the same ``token``.
         namespace: Ray namespace of that actor; None is the namespace of the job.
-        address: see :class:`RemoteWeightSyncScheme`.
-        port: see :class:`RemoteWeightSyncScheme`.
-        token: see :class:`RemoteWeightSyncScheme`.
-        host: see :class:`RemoteWeightSyncScheme`.
-        directory: see :class:`SharedMemWeightSyncScheme`.
-        timeout: see :class:`WeightSyncScheme`.
-        connect_timeout: see :class:`WeightSyncScheme`.
-        stable_addresses: see :class:`WeightSyncScheme`.
 
     Attributes:
         actors: handles of the actors by worker index, as far as they are known. Errors then say which actor
@@ -133,18 +123,9 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
     ) -> None:
         """Prepare the sender, as :meth:`WeightSyncScheme.init_on_sender` does, with one more argument.
 
-        Args:
-            remote_collectors: handles of the actors that are the workers, in the order of their indices;
-                replaces ``num_workers``.
-            model_id: see :class:`WeightSyncScheme`.
-            context: may be given in addition to ``model`` or ``weights``, as collectors do.
-            model: see :class:`WeightSyncScheme`.
-            weights: see :class:`WeightSyncScheme`.
-            params_map: see :class:`WeightSyncScheme`.
-            devices: see :class:`WeightSyncScheme`.
-            device_map_fn: see :class:`WeightSyncScheme`.
-            num_workers: see :class:`WeightSyncScheme`.
-            ctx: see :class:`WeightSyncScheme`.
+        ``remote_collectors`` are the handles of the actors that are the workers, in the order of their
+        indices; they replace ``num_workers``. A ``context`` may be given in addition to ``model`` or
+        ``weights``, as collectors do.
 
         Raises:
             ImportError: Ray is not installed.
@@ -237,9 +218,9 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         link.worker, link.watch = worker_idx, self._watch
         return link
 
-    def _connect_sender(self, sender: Sender, worker_idx: int | None, weights: Any, limit: float) -> None:
+    def _connect_sender(self, side: SenderSide, worker_idx: int | None, weights: Any, limit: float) -> None:
         try:
-            super()._connect_sender(sender, worker_idx, weights, limit)
+            super()._connect_sender(side, worker_idx, weights, limit)
         except SyncFailedError as error:
             raise self._watch.all_named(error) from None
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from weight_update.errors import LifecycleError, SyncFailedError, WorkerError
 from weight_update.schemes.ray import RayWeightSyncScheme
-from weight_update.sender.sender import Sender
+from weight_update.schemes.sender_side import SenderSide
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.ray.rendezvous import require_ray
 
@@ -25,23 +25,11 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
 
     The transform calls :meth:`init_on_sender` and ``connect()`` itself.
 
+    All other arguments are those of :class:`RayWeightSyncScheme`.
+
     Args:
-        strategy: as for :class:`RayWeightSyncScheme`.
-        backend: as for :class:`RayWeightSyncScheme`.
-        sync: as for :class:`RayWeightSyncScheme`.
         model: module that ``send()`` reads. Without one, the module in the actor keeps its own weights as
             version 0 (they are fetched once, to learn their schema), and ``send(weights)`` needs weights.
-        data: as for :class:`RayWeightSyncScheme`.
-        name: as for :class:`RayWeightSyncScheme`.
-        namespace: as for :class:`RayWeightSyncScheme`.
-        address: as for :class:`RemoteWeightSyncScheme`.
-        port: as for :class:`RemoteWeightSyncScheme`.
-        token: as for :class:`RemoteWeightSyncScheme`.
-        host: as for :class:`RemoteWeightSyncScheme`.
-        directory: as for :class:`SharedMemWeightSyncScheme`.
-        timeout: as for :class:`WeightSyncScheme`.
-        connect_timeout: as for :class:`WeightSyncScheme`.
-        stable_addresses: as for :class:`WeightSyncScheme`.
     """
 
     def __init__(
@@ -101,11 +89,8 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
     ) -> None:
         """Initialize the sender, which serves one worker: the actor of the transform.
 
-        Args:
-            ray_transform: transform; needed only if the scheme was not given to it.
-            model_id: as for :class:`WeightSyncScheme`.
-            context: as for :class:`WeightSyncScheme`.
-            model: module that ``send()`` reads, instead of the scheme's.
+        ``ray_transform`` is needed only if the scheme was not given to the transform. ``send()`` reads
+        ``model`` instead of the scheme's, if it is given.
 
         Raises:
             LifecycleError: the scheme has no transform, or is initialized already.
@@ -142,20 +127,19 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
             worker_idx=worker_idx or 0,
         )
 
-    def _connect_sender(self, sender: Sender, worker_idx: int | None, weights: Any, limit: float) -> None:
+    def _connect_sender(self, side: SenderSide, worker_idx: int | None, weights: Any, limit: float) -> None:
         call = self._actor._init_weight_sync_scheme.remote(scheme=self, model_id=self.model_id)
         self.worker_alive = lambda _: _error_of(call) is None
         try:
-            super()._connect_sender(sender, worker_idx, weights, limit)
+            super()._connect_sender(side, worker_idx, weights, limit)
         except SyncFailedError:
             theirs = _error_of(call)
             if theirs is None:
                 raise
             raise WorkerError(f"the transform's actor could not connect: {theirs}") from theirs
         require_ray().get(call, timeout=limit)
-        if self._borrowed and self._sender_side is not None:
-            # The actor has these weights; they must not be sent to it again.
-            self._sender_side.sources.by_worker[0] = None
+        if self._borrowed:
+            side.sources.by_worker[0] = None  # the actor has these weights; they must not be sent to it again
 
 
 def _error_of(call: Any) -> Exception | None:

@@ -19,11 +19,8 @@ __all__ = ["ReceiverSide"]
 class ReceiverSide:
     """The receiver of one scheme, from its initialization on.
 
-    Args:
-        worker_idx: index of the worker; None if :meth:`WeightSyncScheme.connect` will say it.
-
     Attributes:
-        worker_idx: the same.
+        worker_idx: index of the worker; None until :meth:`WeightSyncScheme.connect` says it.
         receiver: the connected receiver; None before :meth:`connect` succeeded.
     """
 
@@ -43,12 +40,8 @@ class ReceiverSide:
     ) -> None:
         """Join the sender, apply the first weights, and apply updates in the background from then on.
 
-        Args:
-            model: as for :class:`~weight_update.receiver.receiver.Receiver`.
-            make_link: makes this end of the link.
-            deadline: time by which the first weights must be here, by ``time.monotonic``.
-            close_at_end: registers the function that ends the connection.
-            options: the other attributes of :class:`~weight_update.receiver.updates.ReceiverOptions`.
+        ``close_at_end`` registers the function that ends the connection; ``options`` are the other attributes
+        of :class:`~weight_update.receiver.updates.ReceiverOptions`.
 
         Raises:
             SchemaMismatchError, SyncTimeoutError, TransportError: as :meth:`Receiver.connect`.
@@ -61,11 +54,10 @@ class ReceiverSide:
             receiver.close()
             raise
         except BaseException:
-            receiver.abandon()
+            receiver.staging.unguard()
             self._link = link  # it is usable
             close_at_end(link.close)
             raise
-        receiver.mark_returned()
         receiver.start()
         self.receiver = receiver
         close_at_end(receiver.close)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -14,7 +15,6 @@ from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.distributed.relay.nccl import require_backend
 from weight_update.transports.distributed.signed_queue import find_store, open_store
-from weight_update.transports.distributed.store import Store
 from weight_update.transports.distributed.transport import DistributedListener, DistributedTransport
 
 __all__ = ["RemoteWeightSyncScheme", "Whereabouts"]
@@ -48,12 +48,12 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
     ``address``, ``port`` and ``token`` on both sides. Otherwise they ask: a subclass implements
     :meth:`announce` and :meth:`look_up`.
 
+    All other arguments are those of :class:`WeightSyncScheme`.
+
     Args:
         backend: backend that carries weights to other hosts, ``"gloo"`` or ``"nccl"``. NCCL uses the CUDA
             device that is current in each process, which no other process may use, and adds a copy to the
             device and a copy from it. A worker that uses CUDA cannot be started by ``fork``.
-        sync: see :class:`WeightSyncScheme`.
-        strategy: see :class:`WeightSyncScheme`.
         address: address of the interface that the sender listens on, and where workers find it. The default,
             loopback, reaches workers on this machine only.
         port: port that the sender listens on; 0 takes a free one.
@@ -62,9 +62,6 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         host: name of the host of this process, if processes of one machine are not to share memory; None
             takes the environment's ``WEIGHT_UPDATE_HOST``, or determines it.
         directory: directory of buffers, as in :class:`SharedMemWeightSyncScheme`.
-        timeout: see :class:`WeightSyncScheme`.
-        connect_timeout: see :class:`WeightSyncScheme`.
-        stable_addresses: see :class:`WeightSyncScheme`.
 
     Raises:
         ValueError: the backend is unknown, or is NCCL without CUDA; or the port is not valid.
@@ -134,9 +131,8 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
         if end == "sender":
             return self.sender_end(worker_idx)
-        return DistributedTransport(
-            self._find_store, token=self._token, host=self.host_name(), directory=self.directory
-        )
+        find = functools.partial(find_store, self.address, self.port)
+        return DistributedTransport(find, token=self._token, host=self.host_name(), directory=self.directory)
 
     def _find_sender(self, timeout: float) -> None:
         if self.port == 0:
@@ -166,6 +162,3 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
     def host_name(self) -> str | None:
         """Return the name of this host; processes with one name share memory. None determines it."""
         return self.host or os.environ.get(_HOST)
-
-    def _find_store(self, timeout: float | None) -> Store:
-        return find_store(self.address, self.port, timeout)

@@ -47,20 +47,11 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
     A process that cannot be in the RPC world, such as one that replaces a killed worker, joins with the
     ``address``, ``port`` and ``token`` that were given to the sender.
 
+    All other arguments are those of :class:`RemoteWeightSyncScheme`.
+
     Args:
-        strategy: see :class:`WeightSyncScheme`.
-        backend: see :class:`RemoteWeightSyncScheme`.
-        sync: see :class:`WeightSyncScheme`.
         sender: name of the sender in the RPC world; None is the process that pickled the scheme to the
             worker, and rank 0 for a scheme that was not pickled.
-        address: see :class:`RemoteWeightSyncScheme`.
-        port: see :class:`RemoteWeightSyncScheme`.
-        token: see :class:`RemoteWeightSyncScheme`.
-        host: see :class:`RemoteWeightSyncScheme`.
-        directory: see :class:`SharedMemWeightSyncScheme`.
-        timeout: see :class:`WeightSyncScheme`.
-        connect_timeout: see :class:`WeightSyncScheme`.
-        stable_addresses: see :class:`WeightSyncScheme`.
     """
 
     def __init__(
@@ -121,19 +112,9 @@ class RPCWeightSyncScheme(RemoteWeightSyncScheme, backend="rpc"):
     ) -> None:
         """Prepare the sender, as :meth:`WeightSyncScheme.init_on_sender` does, with one more argument.
 
-        Args:
-            worker_rrefs: ``torch.distributed.rpc.RRef`` of an object in each worker, by index, that has a
-                method ``_receive_weights_scheme()``; workers without an RRef are not called. None takes the
-                ``collector_rrefs`` of the context, if it has any.
-            model_id: see :class:`WeightSyncScheme`.
-            context: see :class:`WeightSyncScheme`.
-            model: see :class:`WeightSyncScheme`.
-            weights: see :class:`WeightSyncScheme`.
-            params_map: see :class:`WeightSyncScheme`.
-            devices: see :class:`WeightSyncScheme`.
-            device_map_fn: see :class:`WeightSyncScheme`.
-            num_workers: see :class:`WeightSyncScheme`.
-            ctx: see :class:`WeightSyncScheme`.
+        ``worker_rrefs`` is the ``torch.distributed.rpc.RRef`` of an object in each worker, by index, that has
+        a method ``_receive_weights_scheme()``; workers without an RRef are not called. None takes the
+        ``collector_rrefs`` of the context, if it has any.
 
         Raises:
             ValueError: an RRef belongs to a worker that does not exist, or see :class:`WeightSyncScheme`.

@@ -50,22 +50,14 @@ def withdraw(key: str, where: Whereabouts) -> None:
 
 
 class Question:
-    """A question to a worker of the RPC world for its announcement. No thread of RPC waits, on either side.
-
-    Args:
-        key: key of the announcement.
-    """
+    """A request for the announcement of an RPC worker. No thread of RPC waits, on either side."""
 
     def __init__(self, key: str) -> None:
         self._key, self._name = key, uuid.uuid4().hex
         self._answers: queue.SimpleQueue[Whereabouts | None] = queue.SimpleQueue()
 
     def ask(self, sender: str | int, timeout: float) -> Whereabouts:
-        """Wait for the answer.
-
-        Args:
-            sender: name or rank of the worker to ask.
-            timeout: seconds.
+        """Wait for the answer of the worker with the name or rank ``sender``.
 
         Raises:
             LinkClosedError: that worker cannot be asked, or :meth:`cancel` was called.

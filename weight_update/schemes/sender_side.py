@@ -62,10 +62,6 @@ class SourceReader:
     Late joiners have the source of the first worker, because they are admitted only where all workers share
     one; see :attr:`Sources.common`.
 
-    Args:
-        sources: sources of the initial workers.
-        strategy: strategy that reads them.
-
     Attributes:
         gathering: gathers the weights of a sharded trainer; None if the trainer is not sharded.
     """
@@ -102,10 +98,7 @@ class SourceReader:
     def read(self, weights: Any, workers: Sequence[int], *, first: bool = False) -> dict[int, NamedWeights]:
         """Return the weights for each of ``workers``; workers that get the same weights share one object.
 
-        Args:
-            weights: weights as given to ``send``; None for the sources.
-            workers: indices.
-            first: whether to read all weights that workers are to have, not only those that updates carry.
+        ``first`` reads all weights that workers are to have, not only those that updates carry.
 
         Raises:
             NothingToSendError: no weights were given and there is no source.
@@ -153,11 +146,6 @@ class SourceReader:
     def select(self, worker_ids: Any, weights: Any, present: Iterable[int]) -> list[int]:
         """Return the worker indices that the arguments of ``send`` mean.
 
-        Args:
-            worker_ids: as for ``send``.
-            weights: as for ``send``.
-            present: indices of the initial workers and of the late joiners that are connected.
-
         Raises:
             UnknownWorkerError: no worker has one of the indices or devices.
         """
@@ -200,14 +188,7 @@ class SenderSide:
     :class:`~weight_update.sender.sender.Sender` and the others have a
     :class:`~weight_update.sharded.Follower`.
 
-    Args:
-        sources: where weights are read from.
-        strategy: how weights are read and encoded.
-        timeout: seconds an update may take until all workers have applied it.
-        connect_timeout: seconds to wait for the other ranks of a sharded trainer.
-
     Attributes:
-        sources: the same.
         sender: sends versions to the workers, or follows the rank that does; set by :meth:`open`.
         listener: admits workers; None if links need no listener.
     """
@@ -260,13 +241,7 @@ class SenderSide:
         open_links: Callable[[Sequence[int]], Mapping[int, TransportBackend]],
         listener: Callable[[], SenderListener | None],
     ) -> None:
-        """Make the sender.
-
-        Args:
-            token: secret that workers are admitted by.
-            open_links: makes the sender's end of the link to each of the workers of these indices.
-            listener: returns the listener that ``open_links`` made, if any.
-        """
+        """Make the sender."""
         patience = self._connect_timeout + self._patience
         try:
             with (
@@ -303,8 +278,7 @@ class SenderSide:
     def admit(self, worker_idx: int, make_link: Callable[[], TransportBackend]) -> TransportBackend:
         """Return the link for a worker that joins late.
 
-        Raises:
-            JoinRefusedError: workers have weights of their own, or the sender was shut down.
+        Raise JoinRefusedError if workers have weights of their own, or the sender was shut down.
         """
         if not isinstance(self.sender, Sender):
             raise JoinRefusedError("the scheme was shut down")
@@ -318,11 +292,6 @@ class SenderSide:
 
     def connect(self, weights: Any, limit: float, worker_alive: WorkerAlive | None) -> SyncReport:
         """Give every worker its first weights, and wait until all have them.
-
-        Args:
-            weights: first weights; None reads the sources.
-            limit: seconds to wait.
-            worker_alive: as :attr:`WeightSyncScheme.worker_alive`.
 
         Raises:
             SchemaMismatchError, SyncTimeoutError, SyncFailedError: as :meth:`Sender.connect`.
@@ -350,11 +319,8 @@ class SenderSide:
     ) -> SendHandle:
         """Send weights to workers without waiting for them.
 
-        Args:
-            weights: as for :meth:`WeightSyncScheme.send`.
-            worker_ids: as for :meth:`WeightSyncScheme.send`.
-            context: reference to the object that ``weights`` is looked up in, if it is a name.
-            how: further arguments of :meth:`Sender.publish`.
+        ``context`` refers to the object that ``weights`` is looked up in, if it is a name; ``how`` holds
+        further arguments of :meth:`Sender.publish`.
         """
         with self._sending, _outside_inference_mode():
             start = time.perf_counter()
@@ -367,11 +333,7 @@ class SenderSide:
         return handle
 
     def raise_earlier_error(self, handle: SendHandle) -> None:
-        """Raise the first error of an update that nobody waits for; remember ``handle`` as one more.
-
-        Raises:
-            SyncFailedError: workers did not take an earlier update.
-        """
+        """Raise the first error of an update that nobody waits for; remember ``handle`` as one more."""
         earlier, self._unchecked = self._unchecked[-_REMEMBERED:], [handle]
         if not earlier:
             return

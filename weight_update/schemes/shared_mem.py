@@ -24,9 +24,9 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, backend="shared"):
     the workers over a Unix socket. Each worker switches to it between two forward passes. The trainer's own
     parameters are never shared, and a worker that writes into its weights changes them for itself only.
 
+    All other arguments are those of :class:`WeightSyncScheme`.
+
     Args:
-        strategy: as for :class:`WeightSyncScheme`.
-        sync: as for :class:`WeightSyncScheme`.
         per_worker_weights: accepted for programs written for TorchRL. Workers may always have weights
             of their own here.
         directory: None keeps the slots in anonymous memory, which no mount limits; a path such as
@@ -36,9 +36,6 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, backend="shared"):
             needs an encoding that is :attr:`~Encoding.on_gpu`: dense or bucket.
         address: value of ``address`` on the sender, for a worker that makes a scheme of its own.
         token: secret that both sides share, with ``address``; None makes one.
-        timeout: as for :class:`WeightSyncScheme`.
-        connect_timeout: as for :class:`WeightSyncScheme`.
-        stable_addresses: as for :class:`WeightSyncScheme`.
 
     Raises:
         ValueError: ``slot_device`` is not a CUDA device, or does not go with the other options. If the

@@ -27,11 +27,7 @@ class ModelOf:
         self._context, self._model_id = weakref.ref(context), model_id
 
     def __call__(self) -> Any:
-        """Return the model.
-
-        Raises:
-            NothingToSendError: the context no longer exists.
-        """
+        """Return the model; raise NothingToSendError if the context no longer exists."""
         context = self._context()
         if context is None:
             raise NothingToSendError(f"the context of {self._model_id!r} no longer exists")
@@ -71,12 +67,7 @@ class Sources:
             ValueError: the arguments contradict each other or are too few; the message says which.
             TypeError: the model of the context is not a module.
         """
-        given = {
-            "context": context,
-            "model": model,
-            "weights": weights,
-            "params_map": params_map,
-        }
+        given = {"context": context, "model": model, "weights": weights, "params_map": params_map}
         names = [name for name, value in given.items() if value is not None]
         if len(names) != 1:
             raise ValueError(
@@ -171,11 +162,7 @@ def _only(name: str, **others: Any) -> None:
 
 
 def whole_number(value: Any, name: str, least: int, most: int | None = None) -> int:
-    """Return the value of the argument ``name`` as an integer.
-
-    Raises:
-        ValueError: it is not an integer, or not between ``least`` and ``most``.
-    """
+    """Return the value of the argument ``name``; raise ValueError if it is no integer in that range."""
     number = int(value) if isinstance(value, Integral) else None
     if number is None or number < least or (most is not None and number > most):
         limits = f"of at least {least}" if most is None else f"from {least} to {most}"

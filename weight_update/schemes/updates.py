@@ -217,7 +217,7 @@ class SchemeUpdates(SchemeLifecycle):
                 coroutine function or generator function, so that its end cannot be known.
         """
         receiver = self._require_receiver()
-        receiver.guard_outside()
+        receiver.staging.guard_outside()
         return receiver.gate.guarded(function)
 
     # -- the model ---------------------------------------------------------------------------------
@@ -243,5 +243,5 @@ class SchemeUpdates(SchemeLifecycle):
     def weights(self) -> Any | None:
         """On a receiver, the weights in force. On a sender, the weights of its source as they are now."""
         if self._receiver is not None:
-            return self.strategy.export(self._receiver.weights())
+            return self.strategy.export(self._receiver.staging.weights())
         return None if self._sender_side is None else self.prepare_weights()

@@ -20,6 +20,7 @@ _IDLE_UPDATES = 8
 _CHECK_SECONDS = 0.2
 
 
+@dataclass(eq=False)
 class Slot:
     """A buffer of the pool, with the number of its users.
 
@@ -30,11 +31,10 @@ class Slot:
         taken: number of the update, counted by the pool, that it was last taken for.
     """
 
-    def __init__(self, buffer: Buffer, taken: int = 0) -> None:
-        self.buffer = buffer
-        self.users = 0
-        self.abandoned = False
-        self.taken = taken
+    buffer: Buffer
+    taken: int = 0
+    users: int = 0
+    abandoned: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,11 +51,13 @@ MIXED = VersionId(-1)
 """Identity of weights that are part of one version and part of another."""
 
 
+@dataclass(eq=False)
 class EncodedUpdate:
     """Frames that bring a worker to ``version_id``, and the slots that hold their payloads."""
 
-    def __init__(self, version_id: VersionId, chunks: list[WeightChunk], slots: list[Slot]) -> None:
-        self.version_id, self.chunks, self.slots = version_id, chunks, slots
+    version_id: VersionId
+    chunks: list[WeightChunk]
+    slots: list[Slot]
 
     @property
     def version(self) -> int:
@@ -80,13 +82,7 @@ def give_back(slots: list[Slot]) -> None:
 
 
 class BufferPool:
-    """Buffers for payloads, reused as soon as no worker reads them.
-
-    Args:
-        link: allocates the buffers.
-        changed: the sender's lock; notified when slots may have become free.
-        timeout: seconds to wait for a slot while memory is short.
-    """
+    """Buffers for payloads, reused as soon as no worker reads them."""
 
     def __init__(self, link: TransportBackend, changed: threading.Condition, timeout: float) -> None:
         self._link, self._changed, self._timeout = link, changed, timeout
@@ -188,17 +184,10 @@ class _SentChunk:
 
 
 class ChunkWindow:
-    """Chunks that were sent and not yet read by all workers; at most a few at one time.
+    """Chunks that were sent and not yet read by all workers.
 
-    Callers of all methods hold the sender's lock.
-
-    Args:
-        version: number of the version.
-        workers: indices of the workers that are sent it.
-        limit: the largest number of chunks at one time: one that is being filled, and others that were sent
-            and not yet read by all workers.
-        timeout: seconds that a worker has to read a chunk.
-        changed: the sender's lock.
+    At most ``limit`` chunks exist at one time, including the one that is being filled. A worker has
+    ``timeout`` seconds to read a chunk. Callers of all methods hold the sender's lock.
 
     Attributes:
         version: number of the version.
@@ -236,9 +225,7 @@ class ChunkWindow:
     def leave(self, worker: int, *, reading: bool) -> None:
         """Remove a worker that has all chunks, or will not have them.
 
-        Args:
-            worker: index of the worker.
-            reading: whether it may still read the chunks it was sent; their memory is then not written again.
+        If it may still be ``reading`` the chunks it was sent, their memory is not written again.
         """
         self.workers.discard(worker)
         for chunk in self._sent:

@@ -39,10 +39,6 @@ class Delivery:
 
     The caller's thread writes to links whose ``send_chunk`` never blocks. Each other worker has an
     :class:`Outbox`, which writes to it.
-
-    Args:
-        table: the workers.
-        timeout: seconds that a link may take for one frame.
     """
 
     def __init__(self, table: WorkerTable, timeout: float) -> None:
@@ -53,29 +49,24 @@ class Delivery:
     def update(self, worker: WorkerState) -> EncodedUpdate | None:
         """Send a worker the update it lacks, unless it is busy; call this whenever that may have changed.
 
-        Returns:
-            the update; None if there was none to send, or the worker was lost.
+        Return the update; None if there was none to send, or the worker was lost.
         """
         with self._changed:
             if not worker.joined or worker.inflight is not None or worker.lacks is None:
                 return None
         with worker.sending:
-            update = self._load_or_lose(worker)
+            update = self._load(worker)
             sent = update is None or self.send(worker, update.chunks)
             return update if sent else None
 
     def update_all(self, states: list[WorkerState]) -> list[EncodedUpdate]:
-        """Send each worker the update it lacks, without waiting for slow links.
-
-        Returns:
-            the updates that were sent, or are being sent.
-        """
+        """Send each worker the update it lacks, without waiting for slow links; return these updates."""
         others: list[WorkerState] = []
         loads: list[tuple[WorkerState, EncodedUpdate]] = []
         for worker in states:
             if worker.link.capabilities.send_never_blocks:
                 others.append(worker)
-            elif (update := self._load_or_lose(worker)) is not None:
+            elif (update := self._load(worker)) is not None:
                 loads.append((worker, update))
         _announce(loads)
         sent: list[EncodedUpdate] = []
@@ -145,11 +136,8 @@ class Delivery:
     def lose(self, worker: WorkerState, error: Exception, connection: int | None = None) -> None:
         """Mark a worker as lost, and cut its link unless that failed by itself.
 
-        Args:
-            worker: the worker.
-            error: the reason.
-            connection: ``worker.connections`` before the call that failed; None for the present one. A worker
-                that has joined again since is not lost: the connection that failed is not its present one.
+        ``connection`` is ``worker.connections`` before the call that failed; None is the present one. A
+        worker that has joined again since is not lost: the connection that failed is not its present one.
         """
         with self._changed:
             if connection not in (None, worker.connections):
@@ -187,16 +175,8 @@ class Delivery:
         """Note that workers which leave from now on do so because the sender was shut down."""
         self._closed = True
 
-    def _load_or_lose(self, worker: WorkerState) -> EncodedUpdate | None:
-        """Load the next update; a worker that there is no memory for is lost."""
-        try:
-            return self._load(worker)
-        except NotEnoughMemoryError as error:
-            self.lose(worker, error)
-            return None
-
     def _load(self, worker: WorkerState) -> EncodedUpdate | None:
-        """Make the update that ``worker`` lacks the one in flight to it."""
+        """Make the update that ``worker`` lacks the one in flight to it; without memory for it, lose it."""
         while True:
             with self._changed:
                 group = worker.group
@@ -209,7 +189,11 @@ class Delivery:
                     worker.set_update("inflight", update)
                     worker.sent_at = time.monotonic()
                     return update
-            group.prepare()
+            try:
+                group.prepare()
+            except NotEnoughMemoryError as error:
+                self.lose(worker, error)
+                return None
 
     def _transmit(self, worker: WorkerState, update: EncodedUpdate) -> None:
         """Write the update in flight, unless the worker was lost or the sender shut down meanwhile."""
@@ -231,16 +215,7 @@ def _announce(loads: list[tuple[WorkerState, EncodedUpdate]]) -> None:
 
 
 class AnswerThreads:
-    """One thread for each worker, which reads everything that comes from it.
-
-    Args:
-        table: the workers.
-        delivery: writes frames to workers.
-        welcome: answers the HELLO of a worker.
-        leave: takes a worker out of its send group.
-        publishing: lock that is held while ``leave`` runs.
-        copies: whether receivers copy updates into memory of their own.
-    """
+    """One thread for each worker, which reads everything that comes from it."""
 
     def __init__(
         self,

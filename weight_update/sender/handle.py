@@ -109,12 +109,7 @@ Outcome = tuple[bool, dict[int, Exception]]
 
 
 class Outcomes:
-    """Waits for workers to stage or apply updates, and tells their errors.
-
-    Args:
-        table: the workers.
-        timeout: seconds that workers may take.
-    """
+    """Waits for workers to stage or apply updates, and tells their errors."""
 
     def __init__(self, table: WorkerTable, timeout: float) -> None:
         self.table, self.timeout = table, timeout
@@ -141,10 +136,8 @@ class Outcomes:
     def wait(self, report: SyncReport, workers: Sequence[int], timeout: float | None) -> dict[int, Exception]:
         """Wait until workers have applied an update or a newer one; return the errors of all others.
 
-        Args:
-            report: report of the update; the times that workers report are entered.
-            workers: indices.
-            timeout: seconds; None takes the sender's, counted from when all was sent.
+        The times that workers report are entered into ``report``. A ``timeout`` of None takes the sender's,
+        counted from when all was sent.
         """
 
         def applied(worker: WorkerState) -> bool:

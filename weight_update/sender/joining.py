@@ -44,15 +44,7 @@ _MAX_REPLACED = 1024
 
 
 class Admission:
-    """Checks join requests, and welcomes or refuses the receivers that made them.
-
-    Args:
-        table: the workers.
-        delivery: writes frames to workers.
-        strategy: strategy of the sender.
-        token: secret that receivers must show.
-        assign: returns the send group for a worker whose weights travel best as a schema.
-    """
+    """Checks join requests, and welcomes or refuses the receivers that made them."""
 
     def __init__(
         self,
@@ -207,11 +199,7 @@ def wait_for_none(
 ) -> None:
     """Wait until ``missing(table)`` is empty or the deadline has passed.
 
-    Args:
-        table: the workers.
-        missing: returns the workers to wait for.
-        deadline: time on the monotonic clock.
-        alive: tells whether the process of a worker index lives, if the caller knows.
+    ``alive`` tells whether the process of a worker index lives, if the caller knows.
     """
     with table.changed:
         while missing(table) and time.monotonic() < deadline:
@@ -223,11 +211,6 @@ def wait_for_none(
 
 def require_weights(table: WorkerTable, timeout: float, refusals: Iterable[str] = ()) -> None:
     """Raise an error if initial workers have no weights.
-
-    Args:
-        table: the workers.
-        timeout: seconds that were waited.
-        refusals: reasons for which join requests were refused meanwhile.
 
     Raises:
         SchemaMismatchError: a worker's model has other weights.

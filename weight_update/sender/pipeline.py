@@ -29,13 +29,6 @@ class PipelineSender:
     """Sends versions through pipelines, one version after the other.
 
     No version is kept: a worker that joins later, or missed one, is sent the next one.
-
-    Args:
-        table: the workers.
-        groups: assignment of workers to send groups.
-        strategy: a strategy with ``max_in_flight``.
-        borrow: returns a slot of so many bytes, with one user; may wait.
-        delivery: writes frames to a worker, or loses it.
     """
 
     def __init__(
@@ -50,13 +43,8 @@ class PipelineSender:
         self._borrow, self._delivery = borrow, delivery
         self._encoders: dict[str, Encoder] = {}
 
-    def send(self, weights: Mapping[int, NamedWeights], step: Step, timeout: float) -> SyncReport:
+    def send(self, weights: Mapping[int, NamedWeights], step: Step) -> SyncReport:
         """Convert, encode and send a version.
-
-        Args:
-            weights: weights for each worker index; workers that share an object share its conversion.
-            step: number and options of the version; its extra state comes from ``weights``.
-            timeout: seconds that a worker may take to become ready, and to take a chunk.
 
         Raises:
             SchemaMismatchError: the weights are not those of the schema; no worker applies them.
@@ -65,16 +53,11 @@ class PipelineSender:
         for states in self._groups.partition(weights, apart=not step.commit):
             named = weights[states[0].idx]
             extra = Step.of(step.version, named.extra).extra
-            self._send_to(states, named, replace(step, extra=extra), timeout, report)
+            self._send_to(states, named, replace(step, extra=extra), report)
         return report
 
     def _send_to(
-        self,
-        states: list[WorkerState],
-        named: NamedWeights,
-        step: Step,
-        timeout: float,
-        report: SyncReport,
+        self, states: list[WorkerState], named: NamedWeights, step: Step, report: SyncReport
     ) -> None:
         """Send a version to workers that take the same bytes."""
         group, encoding, limit = states[0].group, self._strategy.encoding.whole, self._strategy.max_in_flight
@@ -84,17 +67,10 @@ class PipelineSender:
         digest = group.schema.digest
         if digest not in self._encoders:
             self._encoders[digest] = encoding.encoder(group.schema)
-        with self._table.changed:
-            pipeline = Pipeline(
-                step,
-                self._ready(states, step, timeout),
-                limit=limit,
-                timeout=timeout,
-                borrow=lambda: self._borrow(max(sizes)),
-                write=self._write,
-                post=self._post,
-                changed=self._table.changed,
-            )
+        changed = self._table.changed
+        with changed:
+            ready = self._ready(states, step)
+            pipeline = Pipeline(step, ready, limit, lambda: self._borrow(max(sizes)), self._delivery, changed)
         items = named.items()
         try:
             tensors = pipeline.checked(states[0].schema, items)
@@ -107,12 +83,13 @@ class PipelineSender:
         copies = 1 if states[0].link.capabilities.shares_memory else len(states)
         report.wire_bytes += pipeline.payload_bytes * copies
 
-    def _ready(self, states: list[WorkerState], step: Step, timeout: float) -> list[WorkerState]:
+    def _ready(self, states: list[WorkerState], step: Step) -> list[WorkerState]:
         """Wait for workers that are busy with the version before; return those that can be sent one now."""
 
         def busy(worker: WorkerState) -> bool:
             return worker.joined and (worker.inflight is not None or worker.writing)
 
+        timeout = self._delivery.timeout
         self._table.changed.wait_for(lambda: not any(map(busy, states)), timeout)
         for worker in filter(busy, states):
             worker.failures[step.version] = SyncTimeoutError(
@@ -121,36 +98,12 @@ class PipelineSender:
             )
         return [worker for worker in states if worker.joined and not busy(worker)]
 
-    def _post(self, worker: WorkerState, chunk: WeightChunk) -> None:
-        """Have the thread of a worker write a frame."""
-        self._delivery.post(worker, partial(self._write, worker, chunk))
-
-    def _write(self, worker: WorkerState, chunk: WeightChunk) -> None:
-        """Write a frame, if the worker is still to have the version that it belongs to."""
-        with worker.sending:
-            with self._table.changed:
-                current = None if worker.window is None else worker.window.version
-                stale = chunk.kind is Kind.UPDATE and current != chunk.header["version"]
-                if stale or not worker.joined:
-                    return
-            self._delivery.send(worker, [chunk])
-
 
 class Pipeline:
     """One version on its way to workers that take the same bytes.
 
     The caller's thread converts and encodes. It also writes frames to links whose ``send_chunk`` never
-    blocks. Each other worker has a thread that does.
-
-    Args:
-        step: number and options of the version.
-        states: the workers, each ready for another version. The caller holds the sender's lock.
-        limit: the largest number of chunks at one time; see :class:`ChunkWindow`.
-        timeout: seconds that a worker has to read a chunk.
-        borrow: returns a slot for a payload of any size, with one user; may wait.
-        write: writes a frame to a worker, or loses the worker if that fails.
-        post: has the thread of a worker write a frame.
-        changed: the sender's lock.
+    blocks. Each other worker has a thread that does. The constructor is called with the sender's lock held.
 
     Attributes:
         seconds: time that the caller spent in ``convert``, ``encode`` and ``send``.
@@ -161,22 +114,18 @@ class Pipeline:
         self,
         step: Step,
         states: Sequence[WorkerState],
-        *,
         limit: int,
-        timeout: float,
         borrow: Callable[[], Slot],
-        write: Callable[[WorkerState, WeightChunk], None],
-        post: Callable[[WorkerState, WeightChunk], None],
+        delivery: Delivery,
         changed: threading.Condition,
     ) -> None:
         self.step = step
         self.seconds = dict.fromkeys(("convert", "encode", "send"), 0.0)
         self.payload_bytes = 0
         self._states = {worker.idx: worker for worker in states}
-        self._timeout = timeout
-        self._borrow, self._write, self._post, self._changed = borrow, write, post, changed
+        self._borrow, self._delivery, self._changed = borrow, delivery, changed
         self._lent: Slot | None = None
-        self._window = ChunkWindow(step.version, self._states, limit, timeout, changed)
+        self._window = ChunkWindow(step.version, self._states, limit, delivery.timeout, changed)
         self._slow = {worker.idx for worker in states if not worker.link.capabilities.send_never_blocks}
         version_id = VersionId(step.version)
         for worker in states:
@@ -191,17 +140,10 @@ class Pipeline:
         count: int,
         tensors: Iterator[torch.Tensor],
     ) -> None:
-        """Send the whole version; return when its last chunk was handed over.
+        """Send the whole version, as ``count`` chunks; return when the last one was handed over.
 
-        Ends early if no worker is left. An error of ``tensors`` reaches the caller after the workers were
-        told to forget this version.
-
-        Args:
-            encoder: makes the chunks.
-            schema: schema of the tensors as they travel.
-            encoding: name on the wire.
-            count: number of chunks.
-            tensors: tensors in schema order; see :meth:`checked`.
+        Ends early if no worker is left. An error of ``tensors`` (see :meth:`checked`) reaches the caller
+        after the workers were told to forget this version.
         """
         start = time.perf_counter()
         try:
@@ -214,7 +156,10 @@ class Pipeline:
             raise
         finally:
             with self._changed:
-                self._give_back_lent()
+                if self._lent is not None:
+                    self._lent.users -= 1
+                    self._lent = None
+                    self._changed.notify_all()
             spent = time.perf_counter() - start
             self.seconds["encode"] = spent - self.seconds["convert"] - self.seconds["send"]
 
@@ -282,16 +227,29 @@ class Pipeline:
 
     def _put(self, worker: WorkerState, chunk: WeightChunk) -> None:
         """Write a frame to a worker, or have its thread write it."""
-        put = self._post if worker.idx in self._slow else self._write
-        put(worker, chunk)
+        write = partial(self._write, worker, chunk)
+        if worker.idx in self._slow:
+            self._delivery.post(worker, write)
+        else:
+            write()
+
+    def _write(self, worker: WorkerState, chunk: WeightChunk) -> None:
+        """Write a frame, if the worker is still to have the version that it belongs to."""
+        with worker.sending:
+            with self._changed:
+                current = None if worker.window is None else worker.window.version
+                stale = chunk.kind is Kind.UPDATE and current != chunk.header["version"]
+                if stale or not worker.joined:
+                    return
+            self._delivery.send(worker, [chunk])
 
     def _give_up(self, states: list[WorkerState]) -> None:
         """Go on without workers that did not read a chunk in time; they keep the version they have."""
         for worker in states:
             with self._changed:
                 worker.failures[self.step.version] = SyncTimeoutError(
-                    f"did not read a chunk of it within {self._timeout:g} s: it is stopped or too slow; it "
-                    "gets all weights with the next send() (or raise timeout=)"
+                    f"did not read a chunk of it within {self._delivery.timeout:g} s: it is stopped or too "
+                    "slow; it gets all weights with the next send() (or raise timeout=)"
                 )
             self._forget(worker)
 
@@ -307,12 +265,6 @@ class Pipeline:
             worker.set_update("inflight", None)
             worker.leave_window(reading=worker.may_read)
         self._put(worker, WeightChunk(Kind.ABORT, {"version": self.step.version}))
-
-    def _give_back_lent(self) -> None:
-        if self._lent is not None:
-            self._lent.users -= 1
-            self._lent = None
-            self._changed.notify_all()
 
 
 def _mismatch(problem: str) -> SchemaMismatchError:

@@ -39,12 +39,8 @@ class Sender(Outcomes):
         links: the sender's end of the link for each worker index.
         schemas: the weights that each worker is to have; workers with equal schemas share the encoding.
         tracked: names of the weights that updates carry, for each worker; None for all of its schema.
-        strategy: reads and encodes weights.
-        token: secret that workers must show.
-        timeout: seconds an update may take until all workers have applied it.
 
     Attributes:
-        table: the workers.
         refusals: reasons for which the listener refused join requests, for the errors of :meth:`connect`.
     """
 
@@ -110,8 +106,7 @@ class Sender(Outcomes):
     def admit(self, idx: int, make_link: Callable[[], TransportBackend]) -> TransportBackend:
         """Return the link of a late joiner, which gets the weights that all other workers have.
 
-        Raises:
-            JoinRefusedError: :meth:`close` was called.
+        Raise JoinRefusedError after :meth:`close`.
         """
         with self.table.changed:
             if self.table.closed:
@@ -138,10 +133,8 @@ class Sender(Outcomes):
     ) -> SyncReport:
         """Give the first weights to every worker and wait until all have them.
 
-        Args:
-            weights: weights for each worker index; workers that share an object share its encoding.
-            timeout: seconds.
-            alive: tells whether the process of a worker index lives, if the caller knows.
+        Workers whose ``weights`` are one object share its encoding. ``alive`` tells whether the process of
+        a worker index lives, if the caller knows.
 
         Raises:
             SchemaMismatchError: a worker's model has other weights.
@@ -158,7 +151,7 @@ class Sender(Outcomes):
             wait_for_none(self.table, absent, deadline, alive)
             with self._publishing:
                 self._number += 1
-                report = self._pipelines.send(self._of_known(weights), Step(self._number), self.timeout)
+                report = self._pipelines.send(self._of_known(weights), Step(self._number))
         else:
             with self._publishing:
                 weights = self._of_known(weights)
@@ -217,10 +210,9 @@ class Sender(Outcomes):
     ) -> SyncReport:
         """Encode and send a version, without waiting for workers.
 
-        Args:
-            weights: weights for each worker index; workers that share an object share its encoding.
-            commit: False leaves it staged in the workers until :meth:`commit` or :meth:`abort`.
-            group_commit: name of the group commit; see :func:`~weight_update.send_together`.
+        Workers whose ``weights`` are one object share its encoding. ``commit=False`` leaves the version
+        staged in the workers until :meth:`commit` or :meth:`abort`. ``group_commit`` names the group
+        commit; see :func:`~weight_update.send_together`.
 
         Raises:
             SchemaMismatchError: the weights are not those of the schema; nothing was sent.
@@ -234,7 +226,7 @@ class Sender(Outcomes):
             if self._strategy.max_in_flight is not None:
                 self._number += 1
                 step = Step(self._number, commit=commit, group_commit=group_commit)
-                return self._pipelines.send(weights, step, self.timeout)
+                return self._pipelines.send(weights, step)
             report = self._stage(weights, commit=commit, group_commit=group_commit)
             start = time.perf_counter()
             sent = self._delivery.update_all([self.table[idx] for idx in weights])
@@ -401,14 +393,8 @@ class Sender(Outcomes):
 
 def _enter(report: SyncReport, groups: list[SendGroup], staged: list[UpdateStats]) -> None:
     """Enter the facts about the staged updates into ``report``."""
-    changed = total = 0
-    labels, compressions = set(), set()
-    for group, one in zip(groups, staged, strict=True):
-        report.dense_bytes += group.schema.dense_bytes
-        labels.add(one.label)
-        compressions.add(one.compression)
-        changed += one.changed
-        total += one.total
-    report.encoding = "+".join(sorted(labels))
-    report.compression = "+".join(sorted(compressions - {""}))
-    report.changed_fraction = changed / total if total else 0.0
+    report.dense_bytes = sum(group.schema.dense_bytes for group in groups)
+    report.encoding = "+".join(sorted({one.label for one in staged}))
+    report.compression = "+".join(sorted({one.compression for one in staged} - {""}))
+    total = sum(one.total for one in staged)
+    report.changed_fraction = sum(one.changed for one in staged) / total if total else 0.0

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from weight_update.encodings import DeltaEncoding, Encoding
@@ -22,19 +23,13 @@ from weight_update.wire.schema import WeightSchema
 
 __all__ = ["GroupAssignment", "Outbox", "ReceiverId", "WorkerState", "WorkerTable"]
 
-
 _CHECK_SECONDS = 0.2
 _MAX_FAILURES = 8
 _MAX_UPDATES = 4
 
 
 class Outbox:
-    """A thread that writes to one worker, so that other workers do not wait for its link.
-
-    Args:
-        idx: index of the worker.
-        changed: the sender's lock; notified when the thread has nothing left to write.
-    """
+    """A thread that writes to one worker, so that other workers do not wait for its link."""
 
     def __init__(self, idx: int, changed: threading.Condition) -> None:
         self._changed = changed
@@ -70,17 +65,13 @@ class Outbox:
 
 
 class ReceiverId(NamedTuple):
-    """Identity of a receiver.
-
-    Attributes:
-        instance: its random name; None if it gave none.
-        pid: its process.
-    """
+    """Identity of a receiver: its random name (None if it gave none) and its process."""
 
     instance: str | None
     pid: int
 
 
+@dataclass(eq=False)
 class WorkerState:
     """The sender's account of one worker: its link, its weights, and how it was lost.
 
@@ -106,38 +97,33 @@ class WorkerState:
         sending: lock of whoever writes to the link.
     """
 
-    def __init__(
-        self,
-        idx: int,
-        link: TransportBackend,
-        schema: WeightSchema,
-        tracked: frozenset[str] | None = None,
-        *,
-        late: bool = False,
-    ) -> None:
-        self.idx, self.link, self.schema, self.tracked = idx, link, schema, tracked
-        self.late, self.left = late, False
-        self.group: SendGroup | None = None
-        self.joined = False
-        self.replaced = False
-        self.receiver: ReceiverId | None = None
-        self.admitted_until = 0.0
-        self.connections = 0
-        self.pid = 0
-        self.has: VersionId | None = None
-        self.reached = -1
-        self.staged: int | None = None
-        self.applied: EncodedUpdate | None = None
-        self.inflight: EncodedUpdate | None = None
-        self.window: ChunkWindow | None = None
-        self.outbox: Outbox | None = None
-        self.sent_at = 0.0
-        self.lost: Exception | None = None
-        self.failures: dict[int, Exception] = {}
-        self.apply_seconds = 0.0
-        self.stall_seconds = 0.0
-        self.sending = threading.Lock()
-        self.thread: threading.Thread | None = None
+    idx: int
+    link: TransportBackend
+    schema: WeightSchema
+    tracked: frozenset[str] | None = None
+    late: bool = False
+    left: bool = False
+    joined: bool = False
+    replaced: bool = False
+    receiver: ReceiverId | None = None
+    admitted_until: float = 0.0
+    connections: int = 0
+    pid: int = 0
+    group: SendGroup | None = None
+    has: VersionId | None = None
+    reached: int = -1
+    staged: int | None = None
+    applied: EncodedUpdate | None = None
+    inflight: EncodedUpdate | None = None
+    window: ChunkWindow | None = None
+    outbox: Outbox | None = None
+    sent_at: float = 0.0
+    lost: Exception | None = None
+    failures: dict[int, Exception] = field(default_factory=dict)
+    apply_seconds: float = 0.0
+    stall_seconds: float = 0.0
+    sending: threading.Lock = field(default_factory=threading.Lock)
+    thread: threading.Thread | None = None
 
     @property
     def missed(self) -> bool:
@@ -233,9 +219,6 @@ class WorkerTable:
     A late joiner that has left is removed. It is remembered for as long as some object refers to it, such as
     the handle of an update that it missed.
 
-    Args:
-        states: the workers.
-
     Attributes:
         changed: the sender's lock; notified whenever the state of a worker changed.
         closed: whether the sender was shut down; no worker is admitted from then on.
@@ -291,21 +274,11 @@ class WorkerTable:
         states = self._states
         return [states[idx] for idx in sorted(states) if states[idx].joined or not states[idx].late]
 
-    def count_overdue(self, timeout: float) -> int:
-        """Return the number of workers that have had an update for longer than ``timeout`` seconds."""
-        now = time.monotonic()
-        return sum(worker.inflight is not None and now - worker.sent_at > timeout for worker in self)
-
 
 class GroupAssignment:
     """Assigns workers to send groups. One thread at a time calls its methods.
 
     A group is closed when its last worker leaves it.
-
-    Args:
-        table: the workers.
-        encoding: encoding of updates.
-        borrow: lends memory for payloads.
     """
 
     def __init__(self, table: WorkerTable, encoding: Encoding, borrow: Borrow) -> None:
@@ -386,9 +359,7 @@ class GroupAssignment:
     def partition(self, weights: Mapping[int, NamedWeights], *, apart: bool) -> list[list[WorkerState]]:
         """Return lists of workers that can be sent the same bytes; workers without a group are left out.
 
-        Args:
-            weights: weights for each worker index.
-            apart: keep workers of different groups apart even if they could be sent the same.
+        ``apart`` keeps workers of different groups apart even if they could be sent the same.
         """
         parts: dict[tuple[Any, ...], list[WorkerState]] = {}
         for idx, named in weights.items():
@@ -406,11 +377,12 @@ class GroupAssignment:
         """
         deadline = time.monotonic() + timeout
         with self._table.changed:
-            while time.monotonic() < deadline:
+            while (now := time.monotonic()) < deadline:
                 groups = self.all()
                 used = [one for group in groups for one in group.kept]
                 used += [one for worker in self._table for one in (worker.applied, worker.inflight) if one]
-                limit = _MAX_UPDATES + 2 * self._table.count_overdue(timeout) + 2 * (len(groups) - 1)
+                overdue = sum(one.inflight is not None and now - one.sent_at > timeout for one in self._table)
+                limit = _MAX_UPDATES + 2 * overdue + 2 * (len(groups) - 1)
                 if len({id(one.version_id) for one in used}) < limit:
                     return
                 self._table.changed.wait(_CHECK_SECONDS)

@@ -113,11 +113,8 @@ class ClientBase:
     def ask(self, name: str, deadline: float | None = None, wait: bool = False, **args: Any) -> Reply:
         """Call the synchronizer, and call again while it is away.
 
-        Args:
-            name: name of the call.
-            deadline: moment on the monotonic clock; None for ``timeout`` seconds from now.
-            wait: whether the call itself is to wait, up to the deadline.
-            args: arguments of the call.
+        ``deadline`` is a moment on the monotonic clock; None is ``timeout`` seconds from now. With ``wait``,
+        the call itself waits, up to the deadline.
 
         Raises:
             LinkClosedError: the synchronizer is not there, or was closed.

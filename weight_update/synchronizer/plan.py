@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 __all__ = ["RunningStatus", "SyncMethod", "SyncPlan", "SyncStyle"]
 
@@ -14,6 +14,11 @@ class _Name(str, enum.Enum):
 
     def __str__(self) -> str:
         return str(self.value)
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        known = ", ".join(repr(member.value) for member in cls)
+        raise ValueError(f"unknown {cls.__name__} {value!r} (known: {known})")
 
 
 class SyncMethod(_Name):
@@ -84,8 +89,8 @@ class SyncPlan:
     max_staleness: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "method", _member(SyncMethod, self.method))
-        object.__setattr__(self, "style", _member(SyncStyle, self.style))
+        object.__setattr__(self, "method", SyncMethod(self.method))
+        object.__setattr__(self, "style", SyncStyle(self.style))
         for name, least in (("sync_interval", 1), ("sync_offset", 0), ("max_staleness", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -123,11 +128,3 @@ class SyncPlan:
     def next_wanted(self, step: int) -> int:
         """Return the same for the explorer's first synchronization after ``step``."""
         return self.wanted(step) + self.sync_interval if step >= self.sync_offset else 0
-
-
-def _member(kind: Any, value: Any) -> Any:
-    try:
-        return kind(value)
-    except ValueError:
-        known = ", ".join(repr(member.value) for member in kind)
-        raise ValueError(f"unknown {kind.__name__} {value!r} (known: {known})") from None

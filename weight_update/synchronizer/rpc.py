@@ -61,12 +61,10 @@ _BACKLOG = 128
 
 
 class RpcConnection:
-    """One end of a connection. One thread uses it at a time, but any thread may call :meth:`close`.
+    """One end of a connection whose two ends have proved that they have the same token.
 
-    Args:
-        stream: connected stream whose two ends have proved that they have the same token.
-        key: key of this connection, for signatures.
-        server: whether this is the end that answers.
+    One thread uses it at a time, but any thread may call :meth:`close`. Messages are signed with ``key``;
+    ``server`` tells the end that answers.
     """
 
     def __init__(self, stream: SocketStream, key: bytes, *, server: bool) -> None:
@@ -231,13 +229,10 @@ class Channel(ABC):
 
     @abstractmethod
     def call(self, name: str, args: dict[str, Any], timeout: float, longer: float = 0.0) -> Reply:
-        """Call the synchronizer and return its answer.
+        """Call the synchronizer and return its answer; see :meth:`Service.call`.
 
-        Args:
-            name: name of the call; see :meth:`Service.call`.
-            args: its arguments.
-            timeout: seconds that the synchronizer may give no sign of life.
-            longer: seconds beyond that for which it may work on the call while it is seen to live.
+        The synchronizer may give no sign of life for ``timeout`` seconds. It may work on the call for
+        ``longer`` seconds beyond that while it is seen to live.
 
         Raises:
             LinkClosedError: the synchronizer is not there, or did not answer in time; it may have done what

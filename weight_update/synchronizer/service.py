@@ -59,7 +59,6 @@ class Service(SessionManager, ABC):
         self._timeout = timeout
         self._reserved = -1
         self._versions: dict[tuple[str, int], tuple[int, int]] = {}
-        self._calls: dict[str, Callable[..., Reply]] = {name: getattr(self, name) for name in self.calls}
 
     def call(self, name: str, args: dict[str, Any]) -> Reply:
         """Run a call of a client.
@@ -69,9 +68,9 @@ class Service(SessionManager, ABC):
             ``{"closed": text}`` if the synchronizer was closed.
         """
         try:
-            if name not in self._calls:
+            if name not in self.calls:
                 raise Refused(f"unknown call {name!r:.40}")
-            reply = self._calls[name](**args)
+            reply: Reply = getattr(self, name)(**args)
             self.save_version()
             return reply
         except Closed as error:

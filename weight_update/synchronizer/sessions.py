@@ -57,12 +57,8 @@ class Session:
 class SessionTable:
     """The sessions by name, and the leases of clients that must be heard of.
 
-    All methods are called with the lock held.
-
-    Args:
-        changed: the lock; notified when a client came or left.
-        lease: seconds after which a leased client that is not heard of counts as gone; None for never.
-        on_lapsed: called for such a client with the name of its session and the reason.
+    A leased client that is not heard of for ``lease`` seconds counts as gone: ``on_lapsed`` is called with
+    the name of its session and the reason. All methods are called with the lock ``changed`` held.
     """
 
     def __init__(
@@ -332,8 +328,7 @@ class SessionManager:
     def reach_by(self, address: str) -> None:
         """Note the address by which clients on other machines reach this one.
 
-        Raises:
-            LifecycleError: the trainer has already told explorers an address that only this machine reaches.
+        Raise LifecycleError if the trainer has told explorers an address that only this machine reaches.
         """
         with self.changed:
             endpoint = self.trainer_endpoint

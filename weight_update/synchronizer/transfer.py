@@ -80,9 +80,6 @@ class Publisher:
         source: module, TensorDict, dict or callable that is read at each :meth:`send`.
         address: address of the interface to listen on; None lets in processes of this machine only, through
             shared memory.
-        strategy: see :class:`~weight_update.WeightSyncScheme`.
-        timeout: seconds that an explorer may take to apply an update.
-        backend: see :class:`~weight_update.DistributedWeightSyncScheme`.
 
     Attributes:
         endpoint: where subscribers find it.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,9 +48,7 @@ class SendGroup(ABC):
 
     Args:
         schema: the tensors as they travel, in the receivers' dtypes.
-        borrow: lends memory for payloads.
         lock: the sender's lock; it guards versions and the number of users of each slot.
-        whole: encoding of updates that carry all weights.
 
     Attributes:
         whole_bytes: size of all payloads of an update that carries all weights.
@@ -65,7 +65,7 @@ class SendGroup(ABC):
         self.version_id: VersionId | None = None
         self.pending: int | None = None
         self.source: Hashable = None
-        self._borrow, self._lock = borrow, lock
+        self._borrow, self._lock, self._whole_encoding = borrow, lock, whole
 
     @property
     def version(self) -> int | None:
@@ -93,10 +93,7 @@ class SendGroup(ABC):
     ) -> UpdateStats:
         """Encode an update. One thread at a time calls this, :meth:`commit` or :meth:`discard`.
 
-        Args:
-            step: number and options of the update.
-            tensors: live weights by name.
-            bases: the weights that the workers of this group have now, as far as they are known.
+        ``bases`` are the weights that the workers of this group have now, as far as they are known.
         """
 
     @abstractmethod
@@ -128,22 +125,34 @@ class SendGroup(ABC):
     def close(self) -> None:
         """Release all memory."""
 
+    @contextlib.contextmanager
+    def _borrowing(self) -> Iterator[list[Slot]]:
+        """Yield a list for slots that are lent in this context, which gives them back after an error."""
+        slots: list[Slot] = []
+        try:
+            yield slots
+        except BaseException:
+            with self._lock:
+                give_back(slots)
+            raise
+
+    def _encode_whole(self, step: Step, encoder: Encoder, values: Sequence[torch.Tensor]) -> EncodedUpdate:
+        """Return the update that carries all weights, given in schema order."""
+        with self._borrowing() as slots:
+            payloads = encoder.encode(values, self._borrow(slots))
+            chunks = frames_of(step, self.schema, self._whole_encoding.name, payloads)
+        return EncodedUpdate(VersionId(step.version), chunks, slots)
+
 
 class FullGroup(SendGroup):
     """A send group whose updates carry all weights."""
 
     def __init__(
-        self,
-        schema: WeightSchema,
-        borrow: Borrow,
-        lock: threading.Condition,
-        encoding: WholeEncoding,
-        encoder: Encoder | None = None,
+        self, schema: WeightSchema, borrow: Borrow, lock: threading.Condition, whole: WholeEncoding
     ) -> None:
-        super().__init__(schema, borrow, lock, encoding)
-        self._encoding = encoding
-        self._stats = UpdateStats(encoding.label, schema.elements, schema.elements)
-        self._encoder = encoder or encoding.encoder(schema)
+        super().__init__(schema, borrow, lock, whole)
+        self._stats = UpdateStats(whole.label, schema.elements, schema.elements)
+        self._encoder = whole.encoder(schema)
         self._step = Step(-1)
         self._latest: EncodedUpdate | None = None
         self._staged: EncodedUpdate | None = None
@@ -155,21 +164,10 @@ class FullGroup(SendGroup):
     def stage(
         self, step: Step, tensors: Mapping[str, torch.Tensor], bases: Sequence[VersionId] = ()
     ) -> UpdateStats:
-        del bases
-        slots: list[Slot] = []
-        try:
-            payloads = self._encoder.encode(
-                [tensors[name] for name in self.schema.names], self._borrow(slots)
-            )
-        except BaseException:
-            with self._lock:
-                give_back(slots)
-            raise
-        chunks = frames_of(step, self.schema, self._encoding.name, payloads)
+        update = self._encode_whole(step, self._encoder, [tensors[name] for name in self.schema.names])
         with self._lock:
             self.discard()
-            self._staged = EncodedUpdate(VersionId(step.version), chunks, slots)
-            self._step, self.pending = step, step.version
+            self._staged, self._step, self.pending = update, step, step.version
         return self._stats
 
     def commit(self) -> None:
@@ -180,7 +178,7 @@ class FullGroup(SendGroup):
             if not self._step.commit:
                 payloads = [chunk.payload for chunk in update.chunks if chunk.payload is not None]
                 step = self._step.committed()
-                chunks = frames_of(step, self.schema, self._encoding.name, payloads)
+                chunks = frames_of(step, self.schema, self._whole_encoding.name, payloads)
                 update = EncodedUpdate(update.version_id, chunks, update.slots)
             if self._latest is not None:
                 self._latest.release()
@@ -198,10 +196,11 @@ class FullGroup(SendGroup):
 
     def fork(self) -> SendGroup:
         """Return another group that starts with the same update, in the same memory."""
-        other = FullGroup(self.schema, self._borrow, self._lock, self._encoding, self._encoder)
         with self._lock:
-            other.version_id, other.source = self.version_id, self.source
-            other._latest = None if self._latest is None else self._latest.retain()
+            other = copy.copy(self)
+            other._staged = other.pending = None
+            if other._latest is not None:
+                other._latest.retain()
         return other
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -30,15 +31,8 @@ class DeltaGroup(SendGroup):
     """A send group whose updates carry changes; workers that joined or missed too much get all weights.
 
     The group remembers the weights of ``version``, and the payloads of the last few changes that led there. A
-    worker that was busy meanwhile gets several of them at once.
-
-    Args:
-        schema: as for :class:`SendGroup`.
-        borrow: as for :class:`SendGroup`.
-        lock: as for :class:`SendGroup`.
-        encoding: finds changes and encodes them.
-        tracked: positions of the entries that updates may change; None for all.
-        tracker: memory of the weights to start with, for a fork.
+    worker that was busy meanwhile gets several of them at once. Updates may change the entries at the
+    positions ``tracked``; None is all.
     """
 
     def __init__(
@@ -48,11 +42,10 @@ class DeltaGroup(SendGroup):
         lock: threading.Condition,
         encoding: DeltaEncoding,
         tracked: Sequence[int] | None = None,
-        tracker: Tracker[Any] | None = None,
     ) -> None:
         super().__init__(schema, borrow, lock, encoding.whole)
-        self._encoding, self._tracked = encoding, tracked
-        self._tracker = tracker or encoding.tracker(schema, tracked)
+        self._encoding = encoding
+        self._tracker: Tracker[Any] = encoding.tracker(schema, tracked)
         self._remembering = threading.Lock()  # held while the tracker is read or changed
         self._step = Step(-1)
         self._staged: _Staged | None = None
@@ -85,36 +78,22 @@ class DeltaGroup(SendGroup):
             return UpdateStats(self._encoding.whole.label, elements, elements)
         difference = self._tracker.compare([tensors.get(name) for name in self.schema.names])
         if not step.commit and any(self._changes_since(one) is None for one in bases):
-            whole = self._whole_of(step, tensors)  # for a worker that no known change can bring there
+            # for a worker that no known change can bring there; names that updates do not carry are known
+            known = zip(self.schema.names, self._tracker.weights(), strict=True)
+            values = [tensors.get(name, kept) for name, kept in known]
+            whole = self._encode_whole(step, self._encoding.whole.encoder(self.schema), values)
             self._put(_Staged(whole.version_id, step, difference, None, whole.slots, whole))
             return UpdateStats(self._encoding.whole.label, elements, elements)
-        slots: list[Slot] = []
         payload = None
-        try:
+        with self._borrowing() as slots:
             if difference.changed <= _NOT_WORTH * elements or not step.commit:
                 payload = self._tracker.encode(difference, self.version, step.version, self._lend(slots))
-        except BaseException:
-            self._give_back(slots)
-            raise
         if payload is not None and step.commit and payload.numel() > _NOT_WORTH * self.schema.dense_bytes:
             self._give_back(slots)
             payload, slots = None, []
         self._put(_Staged(VersionId(step.version), step, difference, payload, slots))
         used = self._encoding.whole if payload is None else self._encoding
         return UpdateStats(used.label, difference.changed, difference.total, used.compressed_with)
-
-    def _whole_of(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> EncodedUpdate:
-        """Encode all weights; those missing in ``tensors`` as they are remembered."""
-        kept = dict(zip(self.schema.names, self._tracker.weights(), strict=True))
-        slots: list[Slot] = []
-        try:
-            values = [tensors.get(name, kept[name]) for name in self.schema.names]
-            payloads = self._encoding.whole.encoder(self.schema).encode(values, self._borrow(slots))
-        except BaseException:
-            self._give_back(slots)
-            raise
-        chunks = frames_of(step, self.schema, self._encoding.whole.name, payloads)
-        return EncodedUpdate(VersionId(step.version), chunks, slots)
 
     def commit(self) -> None:
         done = self._staged
@@ -163,39 +142,35 @@ class DeltaGroup(SendGroup):
 
     def prepare(self) -> None:
         with self._remembering:
-            slots: list[Slot] = []
             version_id, step = self._goal()
             if self._whole is not None or version_id is None:  # another worker's thread was first
                 return
-            try:
-                if self._digests_to_tell() is None:
-                    encoder = self._encoding.whole.encoder(self.schema)
-                    payloads = encoder.encode(self._tracker.weights(), self._borrow(slots))
-                    chunks = frames_of(step, self.schema, self._encoding.whole.name, payloads)
-                else:
+            if self._digests_to_tell() is None:
+                encoder = self._encoding.whole.encoder(self.schema)
+                whole = self._encode_whole(step, encoder, self._tracker.weights())
+            else:
+                with self._borrowing() as slots:
                     payload = self._tracker.bootstrap(step.version, self._lend(slots))
-                    chunks = frames_of(step, self.schema, self._encoding.name, [payload], step.version)
-            except BaseException:
-                self._give_back(slots)
-                raise
+                chunks = frames_of(step, self.schema, self._encoding.name, [payload], step.version)
+                whole = EncodedUpdate(version_id, chunks, slots)
+            whole.version_id = version_id
             with self._lock:
                 if self._goal()[0] is version_id:
-                    self._whole = EncodedUpdate(version_id, chunks, slots)
+                    self._whole = whole
                 else:  # it was closed or dropped meanwhile
-                    give_back(slots)
+                    whole.release()
 
     def fork(self) -> SendGroup:
         """Return another group that starts with a copy of the remembered weights and changes."""
         with self._remembering:
-            other = DeltaGroup(
-                self.schema, self._borrow, self._lock, self._encoding, self._tracked, self._tracker.copy()
-            )
+            tracker = self._tracker.copy()
         with self._lock:
-            other.version_id, other.source, other._step = self.version_id, self.source, self._step
-            other._first, other._digests = self._first, self._digests
+            other = copy.copy(self)
+            other._tracker, other._remembering = tracker, threading.Lock()
+            other._staged = other.pending = other._whole = None
+            other._past = deque(self._past)
             for one in self._past:
                 EncodedUpdate(one.base, [], one.slots).retain()
-                other._past.append(one)
         return other
 
     def close(self) -> None:
