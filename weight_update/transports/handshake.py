@@ -101,9 +101,7 @@ def prove_token(stream: SocketStream, token: str, context: str, deadline: float 
 
 
 def _next_reply(stream: SocketStream, deadline: float | None) -> bytes:
-    raw = bytearray(_REPLY.size)
-    stream.recv_into(memoryview(raw), deadline)
-    magic, status, value = _REPLY.unpack(raw)
+    magic, status, value = _REPLY.unpack(stream.recv(_REPLY.size, deadline))
     if magic != _MAGIC or status not in (_WELCOME, *_REASONS):
         raise JoinRefusedError("the process that listens there is not a listener of this library and version")
     if status != _WELCOME:

@@ -136,10 +136,10 @@ class Listener:
                     raise
                 self._refuse_oldest(str(error.strerror))
                 continue
-            close_in_children(sock)
+            newest = _Pending(SocketStream(sock), Challenge(self._token, self._context))
             if len(self._pending) == _MAX_PENDING:
                 self._refuse_oldest("too many connections at once")
-            self._greet(_Pending(SocketStream(sock), Challenge(self._token, self._context)))
+            self._greet(newest)
 
     def _greet(self, pending: _Pending) -> None:
         try:

@@ -90,9 +90,7 @@ class LocalCall:
         """
         if not self.stream.wait_readable(seconds_left(deadline)):
             raise SyncTimeoutError("the worker did not answer in time")
-        shown = bytearray(PROOF_BYTES)
-        self.stream.recv_into(memoryview(shown), deadline)
-        if not hmac.compare_digest(bytes(shown), self._answer):
+        if not hmac.compare_digest(self.stream.recv(PROOF_BYTES, deadline), self._answer):
             self.stream.close()
             raise LinkClosedError("the process that listens for the worker does not know the token")
 

@@ -40,7 +40,6 @@ from weight_update.transports.shared_memory.slots import (
 )
 from weight_update.transports.shared_memory.unix_stream import (
     SocketStream,
-    close_in_children,
     deadline_of,
     seconds_left,
 )
@@ -206,14 +205,10 @@ class SlotRecord:
 
 
 def _receive_handle(stream: SocketStream) -> bytes:
-    size = bytearray(_SIZE.size)
-    stream.recv_into(memoryview(size))
-    (length,) = _SIZE.unpack(size)
+    (length,) = _SIZE.unpack(stream.recv(_SIZE.size))
     if length > _MAX_HANDLE:
         raise FormatError(f"the handle of a slot has {length} bytes")
-    handle = bytearray(length)
-    stream.recv_into(memoryview(handle))
-    return bytes(handle)
+    return stream.recv(length)
 
 
 class SharedMemTransport(ReconnectingLink[SlotStream]):
@@ -311,7 +306,6 @@ class SharedMemTransport(ReconnectingLink[SlotStream]):
 
     def _open_stream(self, address: str) -> SocketStream:
         stream = SocketStream(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        close_in_children(stream.sock)
         with self._changed:
             if self._closed:
                 stream.close()
