@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import select
 import socket
-import threading
 import time
 import uuid
 from dataclasses import replace
@@ -22,7 +20,13 @@ from weight_update.errors import (
     TransportError,
 )
 from weight_update.transports.base import Allocate, Buffer, Capabilities, TransportBackend
-from weight_update.transports.shared_memory.slots import SharedBuffer, SlotTable, open_slot, slot_of
+from weight_update.transports.shared_memory.slots import (
+    SharedBuffer,
+    SlotTable,
+    WatchedProcess,
+    open_slot,
+    slot_of,
+)
 from weight_update.transports.shared_memory.unix_stream import (
     close_in_children,
     deadline_of,
@@ -133,8 +137,7 @@ class MPTransport(TransportBackend):
         self._timeout = timeout
         self._directory = directory
         self._slots = SlotTable()
-        self._other: int | None = None  # pidfd of the process at the other end
-        self._watching = threading.RLock()  # closing a pidfd twice may close an unrelated file
+        self._other: WatchedProcess | None = None  # at the other end
         self._closed = False
         for side in (weight_queue, ack_queue):
             if side is not None:
@@ -142,10 +145,9 @@ class MPTransport(TransportBackend):
 
     def watch(self, pid: int) -> None:
         """Watch the process at the other end, to notice its death."""
-        with self._watching:
-            self._forget_other()
-            with contextlib.suppress(OSError, AttributeError):
-                self._other = os.pidfd_open(pid)
+        self._other = None
+        with contextlib.suppress(OSError, AttributeError):
+            self._other = WatchedProcess(pid)
 
     def allocate(self, nbytes: int) -> Buffer:
         """Return a shared slot."""
@@ -181,7 +183,7 @@ class MPTransport(TransportBackend):
                 if item is not None:
                     return self._read(item)
                 if self._end == "sender":
-                    self._forget_other()  # another worker may take its place; a sender has no successor
+                    self._other = None  # another worker may take its place; a sender has no successor
                 raise LinkClosedError("the other process is gone")
             if left is not None and left <= _CHECK_SECONDS:
                 return None
@@ -191,7 +193,7 @@ class MPTransport(TransportBackend):
 
     def disconnect(self) -> None:
         """Cut the worker off; it notices after it has read the earlier chunks."""
-        self._forget_other()
+        self._other = None
         with contextlib.suppress(LinkClosedError):
             self._put(None)
 
@@ -220,7 +222,7 @@ class MPTransport(TransportBackend):
         for side in (self._outbox, self._inbox):
             if side is not None:
                 side.close()
-        self._forget_other()
+        self._other = None
         self._slots.clear()
         if self._reader_lock is not None:
             self._reader_lock.close()
@@ -263,18 +265,8 @@ class MPTransport(TransportBackend):
         return chunk
 
     def _other_is_dead(self) -> bool:
-        with self._watching:
-            if self._other is None:
-                return False
-            poller = select.poll()
-            poller.register(self._other, select.POLLIN)
-            return bool(poller.poll(0))
-
-    def _forget_other(self) -> None:
-        with self._watching:
-            if self._other is not None:
-                os.close(self._other)
-                self._other = None
+        other = self._other
+        return other is not None and other.ended
 
 
 def _pid_namespace() -> str:

@@ -38,6 +38,7 @@ __all__ = [
     "SharedSlot",
     "SlotMapping",
     "SlotTable",
+    "WatchedProcess",
     "may_run",
     "open_slot",
     "slot_of",
@@ -312,8 +313,7 @@ class SlotTable:
         self,
         key: str,
         nbytes: int,
-        open_fd: Callable[[], int],
-        mapping: Callable[[int], SlotMapping] = HostSlotMapping,
+        open_mapping: Callable[[], SlotMapping],
         owner: int | None = None,
     ) -> torch.Tensor:
         """Return the memory of a slot; the same tensor object each time.
@@ -321,38 +321,21 @@ class SlotTable:
         Args:
             key: name of the slot.
             nbytes: size of the payload, which begins where the slot does.
-            open_fd: returns a file descriptor of a slot that is not open yet; this method closes it.
-            mapping: maps the slot of a file descriptor.
+            open_mapping: maps a slot that is not open yet; this method raises as it does.
             owner: id of the process that owns the slot; None if the link ends when that process does.
 
         Raises:
-            LinkClosedError: the slot is gone.
             FormatError: the payload is larger than the slot.
-            NotEnoughMemoryError: this process has no memory to map it.
-            UnreachableMemoryError: this process may not open it.
         """
         with self._lock:
             found = self._slots.get(key)
             if found is None:
                 self._drop_orphans()
-                found = self._slots[key] = self._open(key, open_fd, mapping)
+                found = self._slots[key] = open_mapping()
                 if owner is not None:
                     self._owners[key] = owner
             self._drop_released()
             return found.first(nbytes)
-
-    @staticmethod
-    def _open(key: str, open_fd: Callable[[], int], mapping: Callable[[int], SlotMapping]) -> SlotMapping:
-        try:
-            fd = open_fd()
-        except UnreachableMemoryError:
-            raise
-        except OSError as error:
-            raise LinkClosedError(f"the sender's slot {key} cannot be opened: {error}") from None
-        try:
-            return mapping(fd)
-        finally:
-            os.close(fd)
 
     def _drop_released(self) -> None:
         """Close released slots; check a few of the others, in turn from call to call."""
@@ -390,40 +373,60 @@ class SlotTable:
             self._owners.clear()
 
 
+class WatchedProcess:
+    """A process of this pid namespace, recognized even after the kernel has used its id again.
+
+    Args:
+        pid: process id.
+
+    Raises:
+        ProcessLookupError: there is no such process.
+        AttributeError, OSError: this kernel, or a sandbox, does not tell.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._fd = os.pidfd_open(pid)
+        weakref.finalize(self, os.close, self._fd)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all its threads have ended, even before it is reaped."""
+        poller = select.poll()
+        poller.register(self._fd, select.POLLIN)
+        return bool(poller.poll(0))
+
+
 def may_run(pid: int) -> bool:
     """Return whether a process of this pid namespace may still execute; True when that is unknown."""
     try:
-        fd = os.pidfd_open(pid)
+        return not WatchedProcess(pid).ended
     except ProcessLookupError:
         return False
-    except (OSError, AttributeError):  # a kernel, or a sandbox, that has no such descriptors
+    except (OSError, AttributeError):
         return True
-    try:
-        poller = select.poll()
-        poller.register(fd, select.POLLIN)
-        return not poller.poll(0)  # readable once all threads have ended, even before the process is reaped
-    finally:
-        os.close(fd)
 
 
-def open_slot(pid: int, fd: int, key: str, directory: str | None = None) -> int:
-    """Open a slot that another process of this host and user owns; return a file descriptor.
+def open_slot(pid: int, fd: int, key: str, directory: str | None = None) -> SlotMapping:
+    """Map a slot that another process of this host and user owns.
 
     Raises:
-        LinkClosedError: the owner has released the slot.
+        LinkClosedError: the owner is gone, or has released the slot.
+        NotEnoughMemoryError: this process has no memory to map it.
         UnreachableMemoryError: this process may not open it.
-        OSError: the owner is gone.
     """
-    path = f"/proc/{pid}/fd/{fd}"
     try:
-        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     except PermissionError as error:
         raise UnreachableMemoryError(
             f"process {pid} holds the weights in a slot of shared memory that process {os.getpid()} may not "
             f"open ({error}): run both as one user, without setuid() or file capabilities; or use "
             "DistributedWeightSyncScheme, with another host= for each user"
         ) from None
-    if directory is None and anonymous_name(key) not in os.readlink(path):
+    except OSError as error:
+        raise LinkClosedError(f"the sender's slot {key} cannot be opened: {error}") from None
+    try:
+        if directory is None and anonymous_name(key) not in os.readlink(f"/proc/self/fd/{opened}"):
+            raise LinkClosedError(f"the sender has released the slot {key}")
+        return HostSlotMapping(opened)
+    finally:
         os.close(opened)
-        raise LinkClosedError(f"the sender has released the slot {key}")
-    return opened

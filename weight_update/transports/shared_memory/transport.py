@@ -11,7 +11,7 @@ import socket
 import struct
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
@@ -43,9 +43,9 @@ from weight_update.transports.shared_memory.unix_stream import (
     deadline_of,
     seconds_left,
 )
-from weight_update.wire.frames import Kind, WeightChunk
+from weight_update.wire.frames import Kind, Prelude, WeightChunk
 
-__all__ = ["SharedMemListener", "SharedMemTransport", "SlotRecord", "SlotStream", "slot_record"]
+__all__ = ["SharedMemListener", "SharedMemTransport", "SlotStream"]
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 128
@@ -98,16 +98,13 @@ class SlotStream:
         if chunk.payload is None or chunk.payload_bytes == 0:
             self._stream.send(head, deadline)
             return
-        slot = slot_of(chunk.payload)
-        handed_over = self._handed_over
-        fresh = slot not in handed_over
-        record = slot_record(slot, fresh=fresh)
-        if fresh:
-            self._stream.send(head, deadline)
-            self._stream.send_with_fd(record, slot.fd, deadline)
-            handed_over.add(slot)
+        slot, handed_over = slot_of(chunk.payload), self._handed_over
+        if slot in handed_over:  # in one call: waking the reader twice would cost most
+            self._stream.send(head + _RECORD.pack(slot.key.encode(), _KNOWN), deadline)
         else:
-            self._stream.send(head + record, deadline)  # in one call: waking the reader twice would cost most
+            self._stream.send(head, deadline)
+            self._stream.send_with_fd(_first_record(slot), slot.fd, deadline)
+            handed_over.add(slot)
 
     def recv(self, timeout: float | None, allocate: Allocate | None = None) -> WeightChunk | None:
         """Return the next frame, or None when none arrived within ``timeout`` seconds.
@@ -131,14 +128,7 @@ class SlotStream:
         if prelude.kind is Kind.FAILED:
             self._handed_over = WeakSet()
         if prelude.payload_bytes:
-            slot = SlotRecord.receive(self._stream)
-            self.received_handle |= slot.handle is not None
-            try:
-                with prelude.naming_version(header):
-                    payload = self._slots.payload(slot.key, prelude.payload_bytes, slot.copy_fd, slot.open)
-            finally:
-                if slot.fd is not None:
-                    os.close(slot.fd)
+            payload = self._receive_payload(prelude, header)
         chunk = prelude.assemble(header, payload)
         return chunk.with_token(self._token) if chunk.kind is Kind.HELLO else chunk
 
@@ -146,69 +136,38 @@ class SlotStream:
         """End the connection and wake threads that wait on it."""
         self._stream.close()
 
+    def _receive_payload(self, prelude: Prelude, header: bytes) -> torch.Tensor:
+        raw, fd = self._stream.recv_with_fd(_RECORD.size)
+        try:
+            name, kind = _RECORD.unpack(raw)
+            key = name.decode("ascii", "replace")
+            handle = self._receive_handle() if kind == _HANDLE else None
+            self.received_handle |= handle is not None
+            with prelude.naming_version(header):
+                return self._slots.payload(key, prelude.payload_bytes, lambda: _map_slot(key, fd, handle))
+        finally:
+            if fd is not None:
+                os.close(fd)
 
-def slot_record(slot: SharedSlot, *, fresh: bool) -> bytes:
-    """Return the record of ``slot``; a ``fresh`` one is sent together with the slot's file descriptor."""
+    def _receive_handle(self) -> bytes:
+        (length,) = _SIZE.unpack(self._stream.recv(_SIZE.size))
+        if length > _MAX_HANDLE:
+            raise FormatError(f"the handle of a slot has {length} bytes")
+        return self._stream.recv(length)
+
+
+def _first_record(slot: SharedSlot) -> bytes:
+    """Return the record that is sent together with the slot's file descriptor."""
     key = slot.key.encode()
-    if not fresh:
-        return _RECORD.pack(key, _KNOWN)
     if not slot.handle:
         return _RECORD.pack(key, _FILE)
     return _RECORD.pack(key, _HANDLE) + _SIZE.pack(len(slot.handle)) + slot.handle
 
 
-@dataclass(frozen=True)
-class SlotRecord:
-    """A received record.
-
-    Attributes:
-        key: key of the slot.
-        fd: file descriptor of the slot, to be closed by the caller; None for a known slot.
-        handle: handle of a slot on a GPU; None otherwise.
-    """
-
-    key: str
-    fd: int | None
-    handle: bytes | None
-
-    @classmethod
-    def receive(cls, stream: SocketStream) -> SlotRecord:
-        """Receive a record.
-
-        Raises:
-            LinkClosedError: the connection ended.
-            FormatError: the received bytes are no record.
-        """
-        raw, fd = stream.recv_with_fd(_RECORD.size)
-        try:
-            key, along = _RECORD.unpack(raw)
-            handle = _receive_handle(stream) if along == _HANDLE else None
-        except BaseException:
-            if fd is not None:
-                os.close(fd)
-            raise
-        return cls(key.decode("ascii", "replace"), fd, handle)
-
-    def copy_fd(self) -> int:
-        """Return a file descriptor of the slot, to be closed by the caller.
-
-        Raises:
-            FormatError: the record came without a file descriptor.
-        """
-        if self.fd is None:
-            raise FormatError("a slot was named before its file descriptor was sent")
-        return os.dup(self.fd)
-
-    def open(self, fd: int) -> SlotMapping:
-        """Map the slot of ``fd``; raise as :class:`CudaSlotMapping`."""
-        return HostSlotMapping(fd) if self.handle is None else CudaSlotMapping(self.key, self.handle, fd)
-
-
-def _receive_handle(stream: SocketStream) -> bytes:
-    (length,) = _SIZE.unpack(stream.recv(_SIZE.size))
-    if length > _MAX_HANDLE:
-        raise FormatError(f"the handle of a slot has {length} bytes")
-    return stream.recv(length)
+def _map_slot(key: str, fd: int | None, handle: bytes | None) -> SlotMapping:
+    if fd is None:
+        raise FormatError("a slot was named before its file descriptor was sent")
+    return HostSlotMapping(fd) if handle is None else CudaSlotMapping(key, handle, fd)
 
 
 class SharedMemTransport(ReconnectingLink[SlotStream]):
