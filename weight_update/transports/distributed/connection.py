@@ -222,15 +222,14 @@ class RemoteConnection(Connection):
         self, store: Store, name: str, token: str, pid: int, host: str, address: str, backend: str
     ) -> None:
         super().__init__(store, name, token)
-        self.host, self.lost = host, None
+        self.host = host
+        self.lost: Exception | None = None
         self.relay_client = RelayClient(store, name, token, address, pid, backend, self._gone)
         self._backend = backend
         self._router = Router.of(store)
         self._opened = False
         self._count_when_heard = self.outbox.count  # messages sent before the last one arrived
         self._pause = _ASK_SECONDS
-
-    lost: Exception | None
 
     def _take(self, deadline: float | None) -> bytes | None:
         """Return the next signed message, or None if none came in time.
@@ -261,14 +260,9 @@ class RemoteConnection(Connection):
         super().send(chunk, timeout)
 
     def place(self, chunk: WeightChunk, timeout: float | None) -> bytes:
-        if chunk.payload is None or not self.needs_relay(chunk.payload):
+        if chunk.payload is None or chunk.payload_bytes <= INLINE_BYTES:
             return b""
         return self._router.deliver(chunk.payload, self, timeout)
-
-    @staticmethod
-    def needs_relay(payload: torch.Tensor) -> bool:
-        """Return whether ``payload`` is too large to travel with its frame."""
-        return payload.numel() > INLINE_BYTES
 
     def lose(self, error: Exception) -> None:
         """Close this end for good; its users get ``error``, unless an earlier error was set."""

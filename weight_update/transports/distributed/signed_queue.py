@@ -139,8 +139,6 @@ class SignedQueue:
         self._room = threading.Semaphore(_AHEAD)
         self._reader: threading.Thread | None = None
         self._client: StoreClient | None = None
-        self._reading = False
-        self._read_all = threading.Event()
         self._putting, self._beginning = threading.Lock(), threading.Lock()
         self.ended = False
         self.count = self._taken = 0
@@ -213,11 +211,9 @@ class SignedQueue:
             if self._reader is not None or self._closed.is_set():
                 return
             reader = threading.Thread(target=self._read, name=f"weight_update-{self.name}", daemon=True)
-            self._reading = True
             try:
                 reader.start()
             except RuntimeError as error:
-                self._reading = False
                 raise LinkClosedError(f"no thread could be started to read the store ({error})") from None
             self._reader = reader
 
@@ -254,8 +250,6 @@ class SignedQueue:
         except Exception as error:  # noqa: BLE001 - take() raises it
             self._arrived.put(without_frames(error))
         finally:
-            self._reading = False
-            self._read_all.set()
             if self._client is not None:
                 self._client.release()
 
@@ -291,8 +285,8 @@ class SignedQueue:
         """Wait up to ``seconds`` for the last message of an end that is gone; it may still be under way."""
         with contextlib.suppress(LinkClosedError):
             self._begin()
-        if self._reading:
-            self._read_all.wait(seconds)
+        if self._reader is not None:
+            self._reader.join(seconds)
 
     def close(self) -> None:
         """Wake the thread in :meth:`take`, and take no more messages."""

@@ -162,28 +162,23 @@ class Store:
         try:
             if self._client is not None:
                 try:
-                    return action(self._client, deadline - time.monotonic())
-                except DroppedError:
-                    self._drop()
+                    return self._try(action, self._client, deadline)
+                except DroppedError:  # another connection may work
+                    pass
                 except LinkClosedError as error:
-                    self._drop()
                     self.give_up(error)
                     raise
-                except SyncTimeoutError:
-                    self._drop()  # half of a request may have been sent
-                    raise
-            if self._lost is not None:
-                raise LinkClosedError(self._lost)
-            return self._once(action, deadline)
+            if self._lost is not None or self._closed:
+                raise LinkClosedError(self._lost or "this store was closed")
+            self._client = StoreClient(self.host, self.port, deadline - time.monotonic())
+            return self._try(action, self._client, deadline)
         finally:
             self._using.release()
 
-    def _once(self, action: Callable[[StoreClient, float], _T], deadline: float) -> _T:
-        if self._closed:
-            raise LinkClosedError("this store was closed")
-        self._client = StoreClient(self.host, self.port, deadline - time.monotonic())
+    def _try(self, action: Callable[[StoreClient, float], _T], client: StoreClient, deadline: float) -> _T:
+        """Call ``action``; drop the connection where half of a request may have been sent."""
         try:
-            return action(self._client, deadline - time.monotonic())
+            return action(client, deadline - time.monotonic())
         except (LinkClosedError, SyncTimeoutError):
             self._drop()
             raise

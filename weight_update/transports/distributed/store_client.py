@@ -56,7 +56,6 @@ class StoreClient:
         self._closing = threading.Lock()
         self._closed = False
         self._ahead = bytearray()  # received beyond the last request
-        self._part = memoryview(bytearray(_PART))
         try:
             self._sock = socket.create_connection((host, port), max(timeout, _LEAST_SECONDS))
         except OSError as error:
@@ -138,34 +137,20 @@ class StoreClient:
 
     def _recv(self, size: int) -> bytearray:
         """Receive ``size`` bytes; keep surplus bytes for the next call."""
+        while len(self._ahead) < size:
+            try:
+                data = self._sock.recv(_PART)
+            except OSError as error:
+                raise self._failed(error, "did not answer in time: it is stopped, or busy") from None
+            if not data:
+                raise self._gone(ConnectionResetError("it ended the connection"))
+            self._ahead += data
         received = self._ahead[:size]
         del self._ahead[:size]
-        begun = len(received)
-        if size - begun > _PART:
-            received.extend(bytes(size - begun))
-            with memoryview(received) as view:
-                while begun < size:
-                    begun += self._recv_into(view[begun:])
-        while len(received) < size:
-            count = self._recv_into(self._part)
-            missing = size - len(received)
-            received += self._part[: min(count, missing)]
-            self._ahead += self._part[missing:count]
         return received
 
-    def _recv_into(self, view: memoryview) -> int:
-        try:
-            count = self._sock.recv_into(view)
-        except OSError as error:
-            raise self._failed(error, "did not answer in time: it is stopped, or busy") from None
-        if count == 0:
-            raise self._gone(ConnectionResetError("it ended the connection"))
-        return count
-
     def _failed(self, error: OSError, late: str) -> Exception:
-        if (
-            isinstance(error, TimeoutError) and error.errno is None
-        ):  # otherwise the other machine has vanished
+        if isinstance(error, TimeoutError) and error.errno is None:  # else the other machine has vanished
             return SyncTimeoutError(f"{self._where} {late}")
         return self._gone(error)
 

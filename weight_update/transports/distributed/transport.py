@@ -19,6 +19,7 @@ from weight_update.errors import (
 )
 from weight_update.transports.base import Buffer, Capabilities, TransportBackend
 from weight_update.transports.distributed.connection import (
+    INLINE_BYTES,
     Connection,
     RemoteConnection,
     WorkerConnection,
@@ -125,7 +126,7 @@ class DistributedTransport(ReconnectingLink[Connection | LocalConnection]):
     def expect(self, payload: torch.Tensor, links: Sequence[TransportBackend]) -> None:
         connections = [link._connection for link in links if isinstance(link, DistributedTransport)]
         remotes = [connection for connection in connections if isinstance(connection, RemoteConnection)]
-        if remotes and remotes[0].needs_relay(payload):
+        if remotes and payload.numel() > INLINE_BYTES:
             Router.of(remotes[0].store).expect(payload, remotes)
 
     def reach(self, link: str, host: str) -> LocalCall | None:
@@ -141,18 +142,15 @@ class DistributedTransport(ReconnectingLink[Connection | LocalConnection]):
         self, store: Store, link: str, host: str, hello: WeightChunk, called: LocalCall | None
     ) -> None:
         """Sender's end: take over a worker's connection; ``called`` is the result of :meth:`reach` for it."""
-        self.take_over(self._connection_to(store, link, host, hello.header["pid"], called), hello)
-
-    def _connection_to(
-        self, store: Store, link: str, host: str, pid: int, called: LocalCall | None
-    ) -> LocalConnection | RemoteConnection:
+        pid = hello.header["pid"]
         if called is not None:
             self._pid_is_visible = self._pid_is_visible and called.stream.peer_pid == pid
-            return LocalConnection(called, store, link, self._token)
-        self._pid_is_visible = False
-        return RemoteConnection(
-            store, link, self._token, pid, host, self._address or store.host, self._backend
-        )
+            self.take_over(LocalConnection(called, store, link, self._token), hello)
+        else:
+            self._pid_is_visible = False
+            address = self._address or store.host
+            remote = RemoteConnection(store, link, self._token, pid, host, address, self._backend)
+            self.take_over(remote, hello)
 
     def release(self, payload: torch.Tensor) -> None:
         self._slots.release(payload)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from weight_update.errors import LinkClosedError
 from weight_update.transports.distributed.relay.gloo import Pending, PointToPointGroup, brief
-from weight_update.transports.distributed.store import PrefixStore, Store, disown, own, process_group_nccl
+from weight_update.transports.distributed.store import PrefixStore, disown, own, process_group_nccl
 
 __all__ = ["NcclGroup", "group_class", "require_backend", "require_nccl"]
 
@@ -39,11 +39,7 @@ class NcclGroup(PointToPointGroup):
     gloo.
     """
 
-    def __init__(
-        self, store: Store, name: str, token: str, rank: int, address: str, timeout: float | None = None
-    ) -> None:
-        super().__init__(store, name, token, rank, address, timeout)
-        self._nccl: Any = None
+    _nccl: Any = None
 
     def connect(self) -> None:
         try:
