@@ -10,11 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from weight_update.errors import (
-    JoinRefusedError,
-    LinkClosedError,
-    SyncTimeoutError,
-)
+from weight_update.errors import JoinRefusedError, LinkClosedError, SyncTimeoutError
 from weight_update.transports.handshake import Challenge, require_same_user
 from weight_update.transports.rate_limit import RateLimitedLog, Refusals
 from weight_update.transports.shared_memory.unix_stream import (

@@ -13,12 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from weight_update.errors import (
-    FormatError,
-    JoinRefusedError,
-    LinkClosedError,
-    TransportError,
-)
+from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, TransportError
 from weight_update.transports.base import Allocate, Buffer, Capabilities, TransportBackend
 from weight_update.transports.shared_memory.slots import (
     SharedBuffer,

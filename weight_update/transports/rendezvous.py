@@ -68,22 +68,19 @@ class SignedRendezvous(StoreBase):  # type: ignore[misc] # it has no type stubs
         del timeout
         while not all(key in self._values for key in keys):
             left = self._deadline - time.monotonic()
-            message = self._take(left) if left > 0 else None
-            if message is not None:
-                self._keep(message)
-            elif time.monotonic() >= self._deadline:
+            if left <= 0:
                 raise SyncTimeoutError("the other end did not come in time")
+            try:
+                message = self._inbox.take(left)
+            except UnsignedError as error:
+                _log.warning("ignored a message in the rendezvous of two ends: %s", error)
+            else:
+                if message is not None:
+                    self._keep(message)
 
     def close(self) -> None:
         """Stop waiting for values."""
         self._inbox.close()
-
-    def _take(self, seconds: float) -> bytes | None:
-        try:
-            return self._inbox.take(seconds)
-        except UnsignedError as error:
-            _log.warning("ignored a message in the rendezvous of two ends: %s", error)
-            return None
 
     def _keep(self, message: bytes) -> None:
         if len(message) < _SIZE.size:

@@ -36,13 +36,7 @@ from weight_update.transports.shared_memory.unix_stream import deadline_of, seco
 from weight_update.wire.frames import PRELUDE_BYTES, Kind, Prelude, WeightChunk
 from weight_update.wire.memory import byte_view
 
-__all__ = [
-    "INLINE_BYTES",
-    "USE_SOCKET",
-    "Connection",
-    "RemoteConnection",
-    "WorkerConnection",
-]
+__all__ = ["INLINE_BYTES", "USE_SOCKET", "Connection", "RemoteConnection", "WorkerConnection"]
 
 _log = RateLimitedLog(logging.getLogger(__name__))
 _CUT, _FRAME = 0, 1  # the end of the connection; a frame

@@ -7,16 +7,12 @@ import os
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from weight_update.errors import (
-    FormatError,
-    JoinRefusedError,
-    LinkClosedError,
-    TransportError,
-)
+from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, TransportError
 from weight_update.transports.base import Buffer, Capabilities, TransportBackend
 from weight_update.transports.distributed.connection import (
     INLINE_BYTES,
@@ -60,7 +56,8 @@ def this_host() -> str:
     spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")]
     hidden = os.stat("/proc/self/fd").st_uid != os.geteuid()
     alone = f"{_ALONE}{os.getpid()}" if hidden else ""
-    return "/".join([_text("/proc/sys/kernel/random/boot_id"), *spaces, str(os.geteuid())]) + alone
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return "/".join([boot, *spaces, str(os.geteuid())]) + alone
 
 
 class DistributedTransport(ReconnectingLink[Connection | LocalConnection]):
@@ -261,8 +258,3 @@ class DistributedListener(JoinListener[DistributedTransport]):
             refused = Connection(self._store, link, self._token)
             refused.send(refusal_of(error), None)
             raise
-
-
-def _text(path: str) -> str:
-    with open(path, encoding="ascii") as file:
-        return file.read().strip()

@@ -13,7 +13,7 @@ import numpy as np
 from weight_update.errors import FormatError, LinkClosedError
 from weight_update.transports.base import Allocate
 from weight_update.transports.ray.object_store import ObjectStore
-from weight_update.transports.ray.rendezvous import POLL_SECONDS, ask, running_ray, with_ray
+from weight_update.transports.ray.rendezvous import POLL_SECONDS, ask, brief, running_ray, with_ray
 from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
 from weight_update.wire.frames import PRELUDE_BYTES, Prelude, WeightChunk, fresh_bytes
 from weight_update.wire.memory import byte_view
@@ -135,8 +135,7 @@ class RayConnection:
             return ray.get(ref, timeout=_FETCH_SECONDS)
         except (ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError) as error:
             self._send_message(_PREFIX.pack(_LOST, 0), [])
-            reason = " ".join(str(error).split())[:300]
-            raise LinkClosedError(f"Ray's object store lost an update ({reason})") from None
+            raise LinkClosedError(f"Ray's object store lost an update ({brief(error)})") from None
 
     def _next(self, deadline: float | None) -> tuple[bytes, list[Any]] | None:
         ray = running_ray()

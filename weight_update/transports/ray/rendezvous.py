@@ -18,6 +18,7 @@ __all__ = [
     "POLL_SECONDS",
     "RendezvousActor",
     "ask",
+    "brief",
     "find_rendezvous",
     "ray_runs",
     "require_ray",
@@ -187,11 +188,7 @@ def start_rendezvous(name: str, namespace: str | None) -> Any:
     cloudpickle.register_pickle_by_value(me)  # its process then starts without importing torch
     try:
         remote = ray.remote(RendezvousActor).options(
-            name=name,
-            namespace=namespace,
-            num_cpus=0,
-            max_concurrency=10_000,
-            scheduling_strategy=here,
+            name=name, namespace=namespace, num_cpus=0, max_concurrency=10_000, scheduling_strategy=here
         )
         return remote.remote()
     finally:
@@ -242,7 +239,7 @@ def ask(call: Any, timeout: float | None) -> Any:
     try:
         return ray.get(call, timeout=timeout)
     except ray.exceptions.RayError as error:
-        raise LinkClosedError(f"the sender is gone ({_brief(error)})") from None
+        raise LinkClosedError(f"the sender is gone ({brief(error)})") from None
 
 
 def ray_runs() -> bool:
@@ -268,5 +265,6 @@ def stop_rendezvous(actor: Any) -> None:
         ray.kill(actor)
 
 
-def _brief(error: Exception) -> str:
+def brief(error: Exception) -> str:
+    """Return the beginning of an error's message in one line."""
     return " ".join(str(error).split())[:300]

@@ -310,11 +310,7 @@ class SlotTable:
         self._lock = threading.Lock()
 
     def payload(
-        self,
-        key: str,
-        nbytes: int,
-        open_mapping: Callable[[], SlotMapping],
-        owner: int | None = None,
+        self, key: str, nbytes: int, open_mapping: Callable[[], SlotMapping], owner: int | None = None
     ) -> torch.Tensor:
         """Return the memory of a slot; the same tensor object each time.
 

@@ -38,11 +38,7 @@ from weight_update.transports.shared_memory.slots import (
     SlotTable,
     slot_of,
 )
-from weight_update.transports.shared_memory.unix_stream import (
-    SocketStream,
-    deadline_of,
-    seconds_left,
-)
+from weight_update.transports.shared_memory.unix_stream import SocketStream, deadline_of, seconds_left
 from weight_update.wire.frames import Kind, Prelude, WeightChunk
 
 __all__ = ["SharedMemListener", "SharedMemTransport", "SlotStream"]

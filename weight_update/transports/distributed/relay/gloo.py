@@ -150,10 +150,6 @@ class PointToPointGroup:
         """Begin to receive a piece of a payload, sent by :meth:`begin_push`."""
         return self.begin_recv(into)
 
-    def send(self, payload: torch.Tensor, timeout: float | None) -> None:
-        """Send a tensor; raise as :meth:`finish`."""
-        self.finish(self.begin_send(payload), timeout)
-
     def recv(self, into: torch.Tensor, timeout: float | None) -> None:
         """Receive a tensor; raise as :meth:`finish`."""
         self.finish(self.begin_recv(into), timeout)

@@ -9,12 +9,7 @@ from typing import Any
 
 import torch
 
-from weight_update.errors import (
-    FormatError,
-    LinkClosedError,
-    NotEnoughMemoryError,
-    TransportError,
-)
+from weight_update.errors import FormatError, LinkClosedError, NotEnoughMemoryError, TransportError
 from weight_update.transports.distributed.checksum import CHECKSUM
 from weight_update.transports.distributed.relay.gloo import FOREVER, PointToPointGroup
 from weight_update.transports.distributed.relay.nccl import group_class
