@@ -47,11 +47,8 @@ def nonce() -> bytes:
 def proof(token: str, role: bytes, nonces: bytes, context: str) -> bytes:
     """Return a proof, which only a process that knows ``token`` can compute.
 
-    Args:
-        token: secret of both ends.
-        role: role of the proving end, so that a proof cannot be sent back to its author.
-        nonces: nonces of both ends.
-        context: purpose of the connection.
+    The ``role`` of the proving end keeps a proof from being sent back to its author. The ``context`` names
+    the purpose of the connection.
     """
     message = b"weight_update handshake" + role + nonces + context.encode()
     return hmac.new(token.encode(), message, hashlib.sha256).digest()
@@ -74,12 +71,6 @@ def require_same_user(sock: socket.socket) -> None:
 
 def prove_token(stream: SocketStream, token: str, context: str, deadline: float | None) -> bytes:
     """Prove to a listener that this end knows the token, and verify the listener's proof.
-
-    Args:
-        stream: new connection.
-        token: secret of both ends.
-        context: see :func:`proof`.
-        deadline: on the monotonic clock, for the whole handshake.
 
     Returns:
         a key for this connection, known only to its two ends.
@@ -111,10 +102,6 @@ def _next_reply(stream: SocketStream, deadline: float | None) -> bytes:
 
 class Challenge:
     """The listener's part of one handshake, without any input or output.
-
-    Args:
-        token: secret of both ends.
-        context: see :func:`proof`.
 
     Attributes:
         greeting: first message of the listener.

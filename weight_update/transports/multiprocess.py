@@ -42,10 +42,7 @@ _TRIES, _RETRY_SECONDS = 10, 0.02
 class ReaderLock:
     """The right to read a queue, which one process holds until it closes the lock or ends.
 
-    A process of another user that holds the name does not read the queue, and is ignored.
-
-    Args:
-        name: random name of the queue.
+    A process of another user that holds the random name does not read the queue, and is ignored.
 
     Raises:
         JoinRefusedError: another process holds the lock.
@@ -145,7 +142,6 @@ class MPTransport(TransportBackend):
             self._other = WatchedProcess(pid)
 
     def allocate(self, nbytes: int) -> Buffer:
-        """Return a shared slot."""
         return SharedBuffer(nbytes, self._directory)
 
     def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:

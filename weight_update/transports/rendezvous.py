@@ -22,14 +22,9 @@ _SIZE = struct.Struct("<I")  # of a key
 class SignedRendezvous(StoreBase):  # type: ignore[misc] # it has no type stubs
     """A torch.distributed store for a group of two, whose ends send each other every value that they set.
 
-    Args:
-        store: store that carries the values, signed; unsigned messages in it are ignored.
-        name: name of the group; used once.
-        token: secret of both ends.
-        rank: 0 or 1.
-        sockets: receives the addresses that the two ends of the group listen on.
-        seconds: time, from now on, to wait for the values of the other end. The timeout that gloo gives to
-            :meth:`wait` is meant for one step of a connection.
+    The values are signed; unsigned messages in ``store`` are ignored. ``sockets`` receives the addresses that
+    the two ends of the group listen on. The values of the other end may take ``seconds`` from now on: the
+    timeout that gloo gives to :meth:`wait` is meant for one step of a connection.
     """
 
     def __init__(

@@ -66,13 +66,8 @@ _LAST_WORDS = 0.5
 class Connection:
     """One connection of a link: from a worker's join request until either end closes it.
 
-    Frames go through queues of the store.
-
-    Args:
-        store: client of the store.
-        name: name of this connection; used once.
-        token: secret of both ends.
-        rank: 0 for the sender's end, 1 for the worker's.
+    Frames go through queues of the store. The ``name`` is used once. The ``rank`` is 0 for the sender's end,
+    and 1 for the worker's.
     """
 
     local = True
@@ -128,7 +123,7 @@ class Connection:
         return chunk.with_token(self.token) if chunk.kind is Kind.HELLO else chunk
 
     def _next_frame(self, deadline: float | None) -> bytes | None:
-        """Handle messages up to the next one that holds a frame; return that one, or None if none came."""
+        """Handle messages up to the next one that holds a frame; return that one, or None on timeout."""
         while True:
             message = self._take(deadline)
             if message is None:
@@ -197,9 +192,6 @@ class RemoteConnection(Connection):
     """The sender's end to a worker on another host, which maps the replica that one worker there keeps.
 
     Args:
-        store: see :class:`Connection`.
-        name: see :class:`Connection`.
-        token: see :class:`Connection`.
         pid: process id of the worker.
         host: name of its host.
         address: address of this machine's interface for payloads.
@@ -278,9 +270,6 @@ class WorkerConnection(Connection):
     """The worker's end of a connection.
 
     Args:
-        store: see :class:`Connection`.
-        name: see :class:`Connection`.
-        token: see :class:`Connection`.
         host: name of this host.
         address: address of this machine's interface for payloads.
         directory: directory of replicas of the sender's slots, if the sender is on another host.
@@ -307,12 +296,7 @@ class WorkerConnection(Connection):
         self._asked: Mapping[str, Any] | None = None  # the HELLO of a join request without an answer
 
     def _request_join(self, hello: WeightChunk, timeout: float | None) -> None:
-        """Send a join request with ``hello``.
-
-        Raises:
-            LinkClosedError: the store is gone.
-            SyncTimeoutError: the store does not answer in time, or cannot be reached now.
-        """
+        """Send a join request; raise SyncTimeoutError also where the store cannot be reached now."""
         deadline = deadline_of(timeout)
         self._asked = hello.header
         message = join_request(self.name, self._host, hello)

@@ -25,9 +25,7 @@ _BACKLOG = 16
 class LocalListener:
     """Worker's end: a listener on an abstract Unix address, which vanishes with the process.
 
-    Args:
-        name: name that the sender connects to; used once.
-        token: secret of both ends.
+    The ``name`` that the sender connects to is used once.
     """
 
     def __init__(self, name: str, token: str) -> None:
@@ -71,12 +69,7 @@ class LocalListener:
 
 
 class LocalCall:
-    """Sender's end: a connection to a :class:`LocalListener` that may not have answered yet.
-
-    Args:
-        stream: connected socket.
-        answer: proof that the worker has to send.
-    """
+    """Sender's end: a connection to a :class:`LocalListener` that still owes the proof ``answer``."""
 
     def __init__(self, stream: SocketStream, answer: bytes) -> None:
         self.stream, self._answer = stream, answer

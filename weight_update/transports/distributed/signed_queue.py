@@ -43,11 +43,7 @@ _ATTEMPTS = 5
 
 
 def open_store(address: str, port: int = 0) -> Store:
-    """Start a TCPStore in this process that listens on ``address`` only.
-
-    Args:
-        address: address of the interface to listen on.
-        port: 0 takes a free port; ``store.port`` is its number.
+    """Start a TCPStore in this process that listens on ``address`` only; port 0 takes a free one.
 
     Raises:
         OSError: the address does not belong to this machine, or the port is taken.
@@ -86,10 +82,7 @@ def _local_address(host: str, port: int) -> bytes:
 def find_store(address: str, port: int, timeout: float | None) -> Store:
     """Connect to the store at ``address``; wait until a process listens there.
 
-    Args:
-        address: address of the server.
-        port: port of the server.
-        timeout: seconds; None takes :data:`REPLY_SECONDS`.
+    Without a timeout, it may take :data:`REPLY_SECONDS`.
 
     Raises:
         LinkClosedError: the store could not be reached in time.
@@ -124,8 +117,6 @@ class SignedQueue:
 
     Args:
         store: connection for :meth:`put`; :meth:`take` opens another one.
-        name: name of the queue.
-        token: secret of both ends.
         ordered: whether a single end puts messages, so that their numbers must be consecutive.
 
     Attributes:
@@ -145,16 +136,9 @@ class SignedQueue:
         self._closed = threading.Event()
 
     def put(self, message: bytes, *, last: bool = False, timeout: float | None = None) -> None:
-        """Add a message; do not wait until the store has it. The reader stops after the ``last`` message.
-
-        Args:
-            message: content of the message.
-            last: whether no message follows.
-            timeout: seconds, as in :meth:`Store.queue_push`.
+        """Add a message, as :meth:`Store.queue_push`. The reader stops after the ``last`` message.
 
         Raises:
-            LinkClosedError: the store is gone.
-            SyncTimeoutError: the store does not read.
             TransportError: the message is larger than a store accepts.
         """
         if len(message) > _LARGEST:
@@ -180,9 +164,6 @@ class SignedQueue:
 
     def take(self, timeout: float | None) -> bytes | None:
         """Return the next message, or None when none arrived within ``timeout`` seconds.
-
-        Args:
-            timeout: seconds; None waits for ever.
 
         Raises:
             LinkClosedError: the store is gone, or :meth:`close` was called.

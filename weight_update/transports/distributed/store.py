@@ -59,8 +59,6 @@ class Store:
     A failed connection is opened once more, because the server may have dropped it and still run.
 
     Args:
-        host: host of the server.
-        port: port of the server.
         timeout: seconds to reach the server.
         server: listening ``torch.distributed.TCPStore``, if it is in this process.
         sockets: sockets of that server.
@@ -115,10 +113,7 @@ class Store:
     def queue_push(self, name: str, item: bytes, timeout: float | None = None) -> None:
         """Add ``item`` to a queue; do not wait until the server has it.
 
-        Args:
-            name: name of the queue.
-            item: at most :data:`LARGEST_VALUE` bytes.
-            timeout: seconds; None takes :data:`REPLY_SECONDS`.
+        Without a timeout, it may take :data:`REPLY_SECONDS`.
 
         Raises:
             LinkClosedError: the store is gone.

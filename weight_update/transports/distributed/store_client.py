@@ -39,11 +39,6 @@ class StoreClient:
 
     One thread at a time uses it; any thread may :meth:`close` it.
 
-    Args:
-        host: host of the server.
-        port: port of the server.
-        timeout: seconds to connect and to get an answer.
-
     Raises:
         LinkClosedError: no process listens there, or it is not a TCPStore.
         DroppedError: no way leads there now, or this process is short of descriptors or memory.

@@ -103,7 +103,6 @@ class DistributedTransport(ReconnectingLink[Connection | LocalConnection]):
         return _CAPABILITIES[local, self._pid_is_visible]
 
     def allocate(self, nbytes: int) -> Buffer:
-        """Return a shared slot."""
         return SharedBuffer(nbytes, self._directory)
 
     def connect(self, timeout: float | None) -> WorkerConnection:

@@ -32,15 +32,11 @@ class RayConnection:
     """One connection of a link: from a worker's join request until either end leaves.
 
     Args:
-        actor: handle of the rendezvous actor.
-        name: name of this connection; used once.
+        actor: handle of the rendezvous actor, for which ``name`` is used once.
         end: 0 on the sender's side, 1 on the worker's.
-        object_store: store that payloads are put into.
+        object_store: store that payloads are put into; the link of the sender's end sets its own.
         local: whether both ends are on one node, so that no payload crosses a network.
         liveness: sender's end: reference that Ray declares lost when the worker's process is gone.
-
-    Attributes:
-        object_store: the same; the link of the sender's end sets its own.
     """
 
     def __init__(

@@ -85,7 +85,6 @@ class SharedBuffer(SharedSlot):
     released.
 
     Args:
-        nbytes: size in bytes.
         directory: None for anonymous memory, which no mount limits; a path such as ``"/dev/shm"`` for a
             nameless file on that file system.
 
@@ -208,11 +207,7 @@ def _free_bytes(directory: str) -> int:
 
 
 class SlotMapping:
-    """A slot that is open in a receiver.
-
-    Args:
-        whole: memory of the slot.
-    """
+    """A slot that is open in a receiver, whose memory is ``whole``."""
 
     def __init__(self, whole: torch.Tensor) -> None:
         self._whole = self._shown = whole
@@ -245,11 +240,7 @@ class SlotMapping:
 
 
 class HostSlotMapping(SlotMapping):
-    """A slot in host memory, mapped copy-on-write.
-
-    Args:
-        fd: file descriptor of the slot.
-    """
+    """A slot in host memory, mapped copy-on-write."""
 
     def __init__(self, fd: int) -> None:
         size = os.fstat(fd).st_size
@@ -312,13 +303,10 @@ class SlotTable:
     def payload(
         self, key: str, nbytes: int, open_mapping: Callable[[], SlotMapping], owner: int | None = None
     ) -> torch.Tensor:
-        """Return the memory of a slot; the same tensor object each time.
+        """Return the first ``nbytes`` bytes of a slot; the same tensor object each time.
 
-        Args:
-            key: name of the slot.
-            nbytes: size of the payload, which begins where the slot does.
-            open_mapping: maps a slot that is not open yet; this method raises as it does.
-            owner: id of the process that owns the slot; None if the link ends when that process does.
+        ``open_mapping`` maps a slot that is not open yet; its errors are raised. ``owner`` is the id of the
+        process that owns the slot; None if the link ends when that process does.
 
         Raises:
             FormatError: the payload is larger than the slot.

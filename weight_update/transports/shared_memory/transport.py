@@ -83,7 +83,7 @@ class SlotStream:
         self._handed_over: WeakSet[SharedSlot] = WeakSet()
 
     def send(self, chunk: WeightChunk, timeout: float | None) -> None:
-        """Send a frame; raise as :meth:`SocketStream.send`, after which the connection is not usable."""
+        """Send a frame; raise as :meth:`SocketStream.send`."""
         deadline = deadline_of(timeout)
         if chunk.kind is Kind.HELLO:
             if chunk.header == self._asked:
@@ -105,9 +105,7 @@ class SlotStream:
     def recv(self, timeout: float | None, allocate: Allocate | None = None) -> WeightChunk | None:
         """Return the next frame, or None when none arrived within ``timeout`` seconds.
 
-        Args:
-            timeout: seconds; None waits for ever.
-            allocate: not used; payloads stay where they are.
+        Payloads stay where they are, so ``allocate`` is not used.
 
         Raises:
             LinkClosedError: the connection ended.
@@ -196,7 +194,6 @@ class SharedMemTransport(ReconnectingLink[SlotStream]):
         self._slots = SlotTable()
 
     def allocate(self, nbytes: int) -> Buffer:
-        """Return a shared slot."""
         if self._device is not None:
             return CudaBuffer(nbytes, self._device)
         return SharedBuffer(nbytes, self._directory)
@@ -245,7 +242,7 @@ class SharedMemTransport(ReconnectingLink[SlotStream]):
         raise LinkClosedError("this end was closed")
 
     def _join(self, address: str, deadline: float | None) -> SlotStream:
-        """Connect and prove knowledge of the token; raise BlockingIOError if the caller should retry."""
+        """Connect and prove the token; raise BlockingIOError if the caller should retry."""
         stream = self._open_stream(address)
         try:
             prove_token(stream, self._token, _context(address), deadline)
@@ -283,12 +280,7 @@ def _context(address: str) -> str:
 
 
 class SharedMemListener(Listener):
-    """The listener for links over Unix sockets.
-
-    Args:
-        token: secret that workers must know.
-        links: the sender's end for each worker index.
-        late_joiners: see :class:`~weight_update.JoinListener`.
+    """The listener for links over Unix sockets, with the arguments of :class:`~weight_update.JoinListener`.
 
     Attributes:
         address: abstract Unix address, which vanishes with the process.

@@ -108,11 +108,7 @@ class SocketStream:
             view = view[self._retry(self._await_room, deadline, self.sock.send, view) :]
 
     def recv(self, size: int, deadline: float | None = None) -> bytes:
-        """Receive exactly ``size`` bytes.
-
-        Args:
-            size: number of bytes.
-            deadline: on the monotonic clock; None waits as long as bytes keep coming.
+        """Receive exactly ``size`` bytes; without a deadline, wait as long as bytes keep coming.
 
         Raises:
             SyncTimeoutError: the deadline passed before all of them arrived.

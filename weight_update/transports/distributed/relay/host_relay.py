@@ -39,9 +39,6 @@ class SlotReplicas:
 
     The sender writes into a slot again only when no worker reads it, so an arriving payload may be written
     into the slot's replica at once.
-
-    Args:
-        directory: see :class:`SharedBuffer`.
     """
 
     def __init__(self, directory: str | None) -> None:
@@ -83,12 +80,6 @@ class HostRelay:
       sender tells the checksum later, in a message without an answer (``sum``).
 
     Args:
-        store: rendezvous of the two ends of a group.
-        name: name of the connection to the sender.
-        token: secret of all ends.
-        address: address of this machine's interface for payloads.
-        directory: where replicas lie, see :class:`SharedBuffer`.
-        backend: backend that carries payloads.
         on_loss: called from a thread with the reason when the sender is gone, or no group can be made.
     """
 
