@@ -25,7 +25,7 @@ import struct
 from weight_update.errors import FormatError, JoinRefusedError
 from weight_update.transports.shared_memory.unix_stream import SocketStream, peer_credentials
 
-__all__ = ["PROOF_BYTES", "Challenge", "nonce", "proof", "prove_token", "require_same_user"]
+__all__ = ["PROOF_BYTES", "Challenge", "proof", "prove_token", "require_same_user"]
 
 _MAGIC = b"WUH1"
 PROOF_BYTES = 32
@@ -37,11 +37,6 @@ _REASONS = {
     _WRONG_TOKEN: "wrong token: both ends need the same one",
     _OTHER_USER: "the two processes belong to different users; run both as one user",
 }
-
-
-def nonce() -> bytes:
-    """Return random bytes for one handshake."""
-    return os.urandom(PROOF_BYTES)
 
 
 def proof(token: str, role: bytes, nonces: bytes, context: str) -> bytes:
@@ -81,7 +76,7 @@ def prove_token(stream: SocketStream, token: str, context: str, deadline: float 
         SyncTimeoutError: the listener did not answer in time.
     """
     require_same_user(stream.sock)
-    theirs, mine = _next_reply(stream, deadline), nonce()
+    theirs, mine = _next_reply(stream, deadline), os.urandom(PROOF_BYTES)
     nonces = theirs + mine
     stream.send(_REQUEST.pack(_MAGIC, mine, proof(token, b"C", nonces, context)), deadline)
     if not hmac.compare_digest(_next_reply(stream, deadline), proof(token, b"L", nonces, context)):
@@ -114,7 +109,7 @@ class Challenge:
 
     def __init__(self, token: str, context: str) -> None:
         self._token, self._context = token, context
-        self._nonce = nonce()
+        self._nonce = os.urandom(PROOF_BYTES)
         self._request = b""
         self.greeting = _REPLY.pack(_MAGIC, _WELCOME, self._nonce)
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import os
 import socket
 
 from weight_update.errors import JoinRefusedError, LinkClosedError, SyncTimeoutError
-from weight_update.transports.handshake import PROOF_BYTES, nonce, proof, require_same_user
+from weight_update.transports.handshake import PROOF_BYTES, proof, require_same_user
 from weight_update.transports.shared_memory.unix_stream import SocketStream, close_in_children, seconds_left
 
 __all__ = ["LocalCall", "LocalListener", "call_local"]
@@ -103,7 +104,7 @@ def call_local(name: str, token: str) -> LocalCall | None:
     try:
         sock.connect(_address(name))
         require_same_user(sock)
-        mine = nonce()
+        mine = os.urandom(PROOF_BYTES)
         sock.send(mine + _proof(token, b"C", mine, name))
     except BlockingIOError:
         sock.close()

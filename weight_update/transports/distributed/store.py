@@ -19,7 +19,6 @@ from weight_update.transports.inherited_sockets import InheritedSockets
 
 __all__ = [
     "REPLY_SECONDS",
-    "DistError",
     "PrefixStore",
     "ProcessGroupGloo",
     "Store",
@@ -41,7 +40,6 @@ REPLY_SECONDS = 10.0
 _T = TypeVar("_T")
 
 _dist: Any = dist
-DistError: type[RuntimeError] = _dist.DistError
 PrefixStore: Any = _dist.PrefixStore
 StoreBase: Any = _dist.Store
 ProcessGroupGloo: Any = _dist.ProcessGroupGloo

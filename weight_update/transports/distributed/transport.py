@@ -183,7 +183,6 @@ class DistributedListener(JoinListener[DistributedTransport]):
         return self._router.sent
 
     def close(self) -> None:
-        """Admit no more workers."""
         super().close()
         self._router.wait_until_gone(_CLOSE_SECONDS)
         self._store.close()

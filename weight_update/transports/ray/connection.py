@@ -13,7 +13,7 @@ import numpy as np
 from weight_update.errors import FormatError, LinkClosedError
 from weight_update.transports.base import Allocate
 from weight_update.transports.ray.object_store import ObjectStore
-from weight_update.transports.ray.rendezvous import POLL_SECONDS, ask, brief, running_ray, with_ray
+from weight_update.transports.ray.rendezvous import POLL_SECONDS, ask, brief, ray_runs, running_ray
 from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
 from weight_update.wire.frames import PRELUDE_BYTES, Prelude, WeightChunk, fresh_bytes
 from weight_update.wire.memory import byte_view
@@ -60,15 +60,11 @@ class RayConnection:
         if liveness is not None:
             liveness.future().add_done_callback(self._end_if_lost)
 
-    def _request_join(self, hello: WeightChunk) -> None:
-        node = running_ray().get_runtime_context().get_node_id()
-        refs = [self._liveness]
-        ask(self._actor.request_join.remote(self._name, (node, hello.encode()), refs), _FETCH_SECONDS)
-
     def _end_if_lost(self, liveness: Future[None]) -> None:
         if not self._closed and liveness.exception() is not None:
             self._lost = True
-            with_ray(lambda: self._actor.finish.remote(self._name, 1, 0))
+            if ray_runs():
+                self._actor.finish.remote(self._name, 1, 0)
 
     def send(self, chunk: WeightChunk, timeout: float | None = None) -> None:
         """Send a chunk to the other end; the first one of a worker is its join request. Does not wait.
@@ -80,7 +76,8 @@ class RayConnection:
         del timeout
         if not self._joined:
             self._joined = True
-            self._request_join(chunk)
+            hello = (running_ray().get_runtime_context().get_node_id(), chunk.encode())
+            ask(self._actor.request_join.remote(self._name, hello, [self._liveness]), _FETCH_SECONDS)
             return
         head = self.object_store.head(chunk, checksum=not self._local)
         message, refs = _PREFIX.pack(_FRAME, len(head)) + head, []
@@ -158,4 +155,5 @@ class RayConnection:
             if self._closed:
                 return
             self._closed = True
-        with_ray(lambda: self._actor.finish.remote(self._name, self._end, self._put))
+        if ray_runs():
+            self._actor.finish.remote(self._name, self._end, self._put)

@@ -9,7 +9,7 @@ from weight_update.errors import FormatError, LinkClosedError
 from weight_update.transports.join_listener import BACK_OFF_SECONDS, JoinListener
 from weight_update.transports.ray.connection import RayConnection
 from weight_update.transports.ray.object_store import ObjectStore
-from weight_update.transports.ray.rendezvous import POLL_SECONDS, ask, ray_runs, running_ray, with_ray
+from weight_update.transports.ray.rendezvous import POLL_SECONDS, ask, ray_runs, running_ray
 from weight_update.transports.ray.transport import RayTransport
 from weight_update.wire.frames import WeightChunk
 
@@ -33,7 +33,8 @@ class RayListener(JoinListener[RayTransport]):
         self._actor = actor
 
     def wake(self) -> None:
-        with_ray(lambda: self._actor.request_join.remote("", (b"", b""), []))
+        if ray_runs():
+            self._actor.request_join.remote("", (b"", b""), [])
 
     def accept(self) -> tuple[RayConnection, WeightChunk] | None:
         if not ray_runs():

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from weight_update.errors import LifecycleError, LinkClosedError, SyncTimeoutError
@@ -25,7 +24,6 @@ __all__ = [
     "running_ray",
     "start_rendezvous",
     "stop_rendezvous",
-    "with_ray",
 ]
 
 POLL_SECONDS = 20.0
@@ -249,12 +247,6 @@ def ray_runs() -> bool:
     except LifecycleError:
         return False
     return True
-
-
-def with_ray(call: Callable[[], object]) -> None:
-    """Call ``call`` unless Ray has ended."""
-    if ray_runs():
-        call()
 
 
 def stop_rendezvous(actor: Any) -> None:

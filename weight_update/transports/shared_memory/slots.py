@@ -14,6 +14,7 @@ import mmap
 import os
 import resource
 import select
+import shutil
 import threading
 import uuid
 import weakref
@@ -166,7 +167,7 @@ def _anonymous_file(key: str, size: int, directory: str | None) -> int:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM):
             raise
         where = directory or "memory"
-        free = "" if directory is None else f", {_free_bytes(directory) / 1e6:.1f} MB are free"
+        free = "" if directory is None else f", {shutil.disk_usage(directory).free / 1e6:.1f} MB are free"
         cure = (
             f"enlarge it (docker run --shm-size=..., or mount -o remount,size=... {directory})"
             if directory
@@ -201,13 +202,14 @@ def _naming_memory(needed: str) -> Iterator[None]:
         ) from None
 
 
-def _free_bytes(directory: str) -> int:
-    stats = os.statvfs(directory)
-    return stats.f_bavail * stats.f_frsize
-
-
 class SlotMapping:
-    """A slot that is open in a receiver, whose memory is ``whole``."""
+    """A slot that is open in a receiver, whose memory is ``whole``.
+
+    Attributes:
+        owner: id of the process that owns the slot; None if the link ends when that process does.
+    """
+
+    owner: int | None = None
 
     def __init__(self, whole: torch.Tensor) -> None:
         self._whole = self._shown = whole
@@ -297,7 +299,6 @@ class SlotTable:
 
     def __init__(self) -> None:
         self._slots: OrderedDict[str, SlotMapping] = OrderedDict()
-        self._owners: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def payload(
@@ -305,8 +306,7 @@ class SlotTable:
     ) -> torch.Tensor:
         """Return the first ``nbytes`` bytes of a slot; the same tensor object each time.
 
-        ``open_mapping`` maps a slot that is not open yet; its errors are raised. ``owner`` is the id of the
-        process that owns the slot; None if the link ends when that process does.
+        ``open_mapping`` maps a slot that is not open yet; its errors are raised.
 
         Raises:
             FormatError: the payload is larger than the slot.
@@ -316,8 +316,7 @@ class SlotTable:
             if found is None:
                 self._drop_orphans()
                 found = self._slots[key] = open_mapping()
-                if owner is not None:
-                    self._owners[key] = owner
+                found.owner = owner
             self._drop_released()
             return found.first(nbytes)
 
@@ -326,7 +325,7 @@ class SlotTable:
         looked_at = 0
         for key in list(self._slots):
             if self._slots[key].released:
-                self._drop(key)
+                del self._slots[key]
                 continue
             self._slots.move_to_end(key)
             looked_at += 1
@@ -335,13 +334,10 @@ class SlotTable:
 
     def _drop_orphans(self) -> None:
         """Close the slots of processes that died without releasing them."""
-        gone = {pid for pid in set(self._owners.values()) if not may_run(pid)}
-        for key in [key for key, owner in self._owners.items() if owner in gone]:
-            self._drop(key)
-
-    def _drop(self, key: str) -> None:
-        del self._slots[key]
-        self._owners.pop(key, None)
+        owners = {slot.owner for slot in self._slots.values()}
+        gone = {pid for pid in owners if pid is not None and not may_run(pid)}
+        for key in [key for key, slot in self._slots.items() if slot.owner in gone]:
+            del self._slots[key]
 
     def release(self, payload: torch.Tensor) -> None:
         """Note that the weights in ``payload`` are no longer in use here."""
@@ -354,7 +350,6 @@ class SlotTable:
         """Close all slots that no tensor uses any more."""
         with self._lock:
             self._slots.clear()
-            self._owners.clear()
 
 
 class WatchedProcess:

@@ -243,35 +243,30 @@ class SharedMemTransport(ReconnectingLink[SlotStream]):
 
     def _join(self, address: str, deadline: float | None) -> SlotStream:
         """Connect and prove the token; raise BlockingIOError if the caller should retry."""
-        stream = self._open_stream(address)
+        self._joining = stream = SocketStream(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
-            prove_token(stream, self._token, _context(address), deadline)
+            if self._closed:  # close() may not have seen the stream
+                raise LinkClosedError("this end was closed")
+            _dial(stream.sock, address)
+            try:
+                prove_token(stream, self._token, _context(address), deadline)
+            except LinkClosedError:
+                raise BlockingIOError("the listener is too busy, or this end was closed") from None
             return SlotStream(stream, self._slots, self._token)
-        except LinkClosedError:
-            stream.close()
-            raise BlockingIOError("the listener is too busy, or this end was closed") from None
         except BaseException:
             stream.close()
             raise
         finally:
             self._joining = None
 
-    def _open_stream(self, address: str) -> SocketStream:
-        stream = SocketStream(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        with self._changed:
-            if self._closed:
-                stream.close()
-                raise LinkClosedError("this end was closed")
-            self._joining = stream
-        try:
-            stream.sock.connect(address)
-        except BlockingIOError:  # its backlog is full
-            stream.close()
-            raise
-        except OSError as error:
-            stream.close()
-            raise LinkClosedError(f"the sender cannot be reached ({error})") from None
-        return stream
+
+def _dial(sock: socket.socket, address: str) -> None:
+    try:
+        sock.connect(address)
+    except BlockingIOError:  # its backlog is full
+        raise
+    except OSError as error:
+        raise LinkClosedError(f"the sender cannot be reached ({error})") from None
 
 
 def _context(address: str) -> str:
