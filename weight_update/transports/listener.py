@@ -45,11 +45,8 @@ class Listener:
 
     Args:
         sock: bound and listening socket; the listener closes it.
-        token: secret that the other ends must know.
         context: see :func:`~weight_update.transports.handshake.proof`.
         serve: called in a thread for each connection; the connection is closed if it raises.
-        name: name of the thread.
-        log: logger of refused connections.
 
     Attributes:
         refusals: reasons of the last refused connections.

@@ -28,10 +28,8 @@ _V2 = _Controller(("", "unified"), "memory.max", "memory.current", _V2_CACHES)
 def available_memory(root: Path = Path("/")) -> int | None:
     """Return the bytes that this process may still use, or None if unknown.
 
-    Page cache does not count as used, because the kernel drops it when memory is needed.
-
-    Args:
-        root: root of the file system that holds ``/proc`` and ``/sys``.
+    Page cache does not count as used, because the kernel drops it when memory is needed. The file system of
+    ``root`` holds ``/proc`` and ``/sys``.
     """
     limits = list(_left_in_cgroups(root))
     with contextlib.suppress(OSError, ValueError, KeyError):

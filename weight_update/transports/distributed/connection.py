@@ -70,8 +70,6 @@ class Connection:
     and 1 for the worker's.
     """
 
-    local = True
-
     def __init__(self, store: Store, name: str, token: str, rank: int = 0) -> None:
         self.name, self.store, self.token = name, store, token
         out, back = ("down", "up") if rank == 0 else ("up", "down")
@@ -201,8 +199,6 @@ class RemoteConnection(Connection):
         relay_client: connection to the host relay of the worker.
         lost: error that ended the connection; None while it works.
     """
-
-    local = False
 
     def __init__(
         self, store: Store, name: str, token: str, pid: int, host: str, address: str, backend: str

@@ -24,8 +24,6 @@ class LocalConnection:
     The ``store`` tells the worker of the connection; nothing is sent before the worker has answered.
     """
 
-    local = True
-
     def __init__(self, call: LocalCall, store: Store, name: str, token: str) -> None:
         self._stream = SlotStream(call.stream, SlotTable(), token)
         self._call: LocalCall | None = call  # until it is answered

@@ -62,7 +62,8 @@ def open_store(address: str, port: int = 0) -> Store:
             ) from None
         sock.listen(_BACKLOG)
         host, port = sock.getsockname()[:2]
-        sockets = InheritedSockets(_local_address(host, port))
+        packed = packed_address((host, port))  # of all sockets accepted there
+        sockets = InheritedSockets(packed[:_PORT_END] if host in ("0.0.0.0", "::") else packed)
         return Store(
             address,
             port,
@@ -71,12 +72,6 @@ def open_store(address: str, port: int = 0) -> Store:
             ),
             sockets=sockets,
         )
-
-
-def _local_address(host: str, port: int) -> bytes:
-    """Return the packed address that all sockets accepted there share."""
-    packed = packed_address((host, port))
-    return packed[:_PORT_END] if host in ("0.0.0.0", "::") else packed
 
 
 def find_store(address: str, port: int, timeout: float | None) -> Store:

@@ -7,6 +7,7 @@ import os
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,6 @@ __all__ = ["DistributedListener", "DistributedTransport", "this_host"]
 
 _CLOSE_SECONDS = 0.5
 _ALONE = "/process "
-_CAPABILITIES = {
-    (local, visible): Capabilities(
-        shares_memory=True, send_never_blocks=local, pid_is_visible=visible, allows_rejoin=True
-    )
-    for local in (False, True)
-    for visible in (False, True)
-}
 _REMEMBERED = 10_000
 """Number of remembered joins; a recorded join request that a stranger repeats is refused."""
 
@@ -78,6 +72,8 @@ class DistributedTransport(ReconnectingLink[Connection | LocalConnection]):
         backend: backend that carries payloads to other hosts; the sender's end decides.
     """
 
+    capabilities = Capabilities(shares_memory=True, allows_rejoin=True)
+
     def __init__(
         self,
         find_store: Callable[[float | None], Store] | None = None,
@@ -94,13 +90,6 @@ class DistributedTransport(ReconnectingLink[Connection | LocalConnection]):
         self._host, self._directory = host or this_host(), directory
         self._store: Store | None = None
         self._slots = SlotTable()
-        self._pid_is_visible = True  # until a worker came from another host, or from another pid namespace
-
-    @property
-    def capabilities(self) -> Capabilities:
-        connection = self._connection
-        local = connection is not None and connection.local
-        return _CAPABILITIES[local, self._pid_is_visible]
 
     def allocate(self, nbytes: int) -> Buffer:
         return SharedBuffer(nbytes, self._directory)
@@ -138,12 +127,12 @@ class DistributedTransport(ReconnectingLink[Connection | LocalConnection]):
         self, store: Store, link: str, host: str, hello: WeightChunk, called: LocalCall | None
     ) -> None:
         """Sender's end: take over a worker's connection; ``called`` is the result of :meth:`reach` for it."""
-        pid = hello.header["pid"]
+        pid, before = hello.header["pid"], self.capabilities
+        visible = before.pid_is_visible and called is not None and called.stream.peer_pid == pid
+        self.capabilities = replace(before, send_never_blocks=called is not None, pid_is_visible=visible)
         if called is not None:
-            self._pid_is_visible = self._pid_is_visible and called.stream.peer_pid == pid
             self.take_over(LocalConnection(called, store, link, self._token), hello)
         else:
-            self._pid_is_visible = False
             address = self._address or store.host
             remote = RemoteConnection(store, link, self._token, pid, host, address, self._backend)
             self.take_over(remote, hello)

@@ -24,10 +24,7 @@ class RayTransport(ReconnectingLink[RayConnection]):
     Args:
         find_actor: returns the handle of the rendezvous actor within the given seconds; called when the link
             is first used. None makes a sender's end, whose connection comes from ``RayListener``.
-        object_store: store shared by the sender's ends.
-
-    Attributes:
-        object_store: store that payloads are put into.
+        object_store: store that payloads are put into, shared by the sender's ends.
     """
 
     capabilities = Capabilities(send_never_blocks=True, allows_rejoin=True)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from weight_update.errors import FormatError, LinkClosedError, NotEnoughMemoryError, TransportError
 from weight_update.transports.distributed.checksum import CHECKSUM
@@ -166,8 +164,14 @@ class HostRelay:
             into = pieces_of(replica.tensor[: command["nbytes"]])
         except NotEnoughMemoryError as error:
             problem, into, forwarder = str(error), discarded_pieces(command["nbytes"]), Forwarder(None)
+        source: PointToPointGroup | None = sender.group
+        patience = None
+        if command["chained"]:
+            source, patience = self._links.get("in"), command["patience"]
         try:
-            total = self._payload(command, sender.group, into, forwarder)
+            if source is None:
+                raise LinkClosedError("it is not connected")
+            total = recv_pieces(source, into, patience, forwarder)
         except (TransportError, TimeoutError) as error:
             if not command["chained"]:
                 raise
@@ -179,19 +183,6 @@ class HostRelay:
         if command["checksum"] == CHECKSUM and total != expected:
             return {"error": "the payload's checksum is wrong"}
         return {"fd": replica.fd, "key": replica.key}
-
-    def _payload(
-        self,
-        command: dict[str, Any],
-        sender: PointToPointGroup,
-        into: Sequence[torch.Tensor],
-        forwarder: Forwarder,
-    ) -> str:
-        if not command["chained"]:
-            return recv_pieces(sender, into, None, forwarder)
-        if "in" not in self._links:
-            raise LinkClosedError("it is not connected")
-        return recv_pieces(self._links["in"], into, command["patience"], forwarder)
 
     @staticmethod
     def _sum(command: dict[str, Any], sender: ControlChannel) -> Any:

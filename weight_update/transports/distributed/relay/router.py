@@ -83,8 +83,8 @@ class Router:
                 self._remotes.remove(remote)
                 self._sent_by_removed += remote.relay_client.sent
                 self._removed = [*filter(RelayClient.is_open, self._removed), remote.relay_client]
-            for key in [key for key, delivered in self._delivered.items() if delivered[1] is remote]:
-                del self._delivered[key]
+            kept = {key: value for key, value in self._delivered.items() if value[1] is not remote}
+            self._delivered = kept
             self._changed.notify_all()
 
     def wait_until_gone(self, seconds: float) -> None:
@@ -98,11 +98,10 @@ class Router:
     def expect(self, payload: torch.Tensor, remotes: Iterable[RelayedConnection]) -> None:
         """Announce that ``payload`` is about to be sent to workers on several hosts."""
         hosts = list(dict.fromkeys(remote.host for remote in remotes))
+        slot, use = _slot_use_of(payload)
         with self._changed:
-            older = [slot_use for slot_use in self._expected if slot_use[0] == _slot_use_of(payload)[0]]
-            for slot_use in older:
-                del self._expected[slot_use]
-            self._expected[_slot_use_of(payload)] = hosts
+            self._expected = {other: value for other, value in self._expected.items() if other[0] != slot}
+            self._expected[slot, use] = hosts
 
     def deliver(self, payload: torch.Tensor, remote: RelayedConnection, timeout: float | None) -> bytes:
         """Return where ``remote`` finds ``payload`` on its host; send it there if no other thread does.
