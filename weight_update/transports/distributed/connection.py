@@ -194,21 +194,25 @@ class RemoteConnection(Connection):
         host: name of its host.
         address: address of this machine's interface for payloads.
         backend: backend that carries payloads.
-
-    Attributes:
-        relay_client: connection to the host relay of the worker.
-        lost: error that ended the connection; None while it works.
+        router: router of the sender's payloads to all hosts.
     """
 
     def __init__(
-        self, store: Store, name: str, token: str, pid: int, host: str, address: str, backend: str
+        self,
+        store: Store,
+        name: str,
+        token: str,
+        pid: int,
+        host: str,
+        address: str,
+        backend: str,
+        router: Router,
     ) -> None:
         super().__init__(store, name, token)
         self.host = host
         self.lost: Exception | None = None
         self.relay_client = RelayClient(store, name, token, address, pid, backend, self._gone)
-        self._backend = backend
-        self._router = Router.of(store)
+        self._backend, self.router = backend, router
         self._opened = False
         self._count_when_heard = self.outbox.count  # messages sent before the last one arrived
         self._pause = _ASK_SECONDS
@@ -238,13 +242,13 @@ class RemoteConnection(Connection):
             self._opened = True
             self.outbox.put(_FRONT.pack(_OPEN_GROUP, 0, 0) + self._backend.encode())
             self.relay_client.open()
-            self._router.add(self)
+            self.router.add(self)
         super().send(chunk, timeout)
 
     def place(self, chunk: WeightChunk, timeout: float | None) -> bytes:
         if chunk.payload is None or chunk.payload_bytes <= INLINE_BYTES:
             return b""
-        return self._router.deliver(chunk.payload, self, timeout)
+        return self.router.deliver(chunk.payload, self, timeout)
 
     def lose(self, error: Exception) -> None:
         """Close this end for good; its users get ``error``, unless an earlier error was set."""
@@ -254,7 +258,7 @@ class RemoteConnection(Connection):
 
     def release(self) -> None:
         self.lost = self.lost or LinkClosedError("this end was closed")
-        self._router.remove(self)
+        self.router.remove(self)
         self.relay_client.close()
 
     def _gone(self, reason: str) -> None:

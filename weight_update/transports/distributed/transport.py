@@ -112,7 +112,7 @@ class DistributedTransport(ReconnectingLink[Connection | LocalConnection]):
         connections = [link._connection for link in links if isinstance(link, DistributedTransport)]
         remotes = [connection for connection in connections if isinstance(connection, RemoteConnection)]
         if remotes and payload.numel() > INLINE_BYTES:
-            Router.of(remotes[0].store).expect(payload, remotes)
+            remotes[0].router.expect(payload, remotes)
 
     def reach(self, link: str, host: str) -> LocalCall | None:
         """Sender's end: connect to a worker that claims to be on this host; return None if it is on another.
@@ -124,7 +124,7 @@ class DistributedTransport(ReconnectingLink[Connection | LocalConnection]):
         return call_local(link, self._token) if same else None
 
     def attach(
-        self, store: Store, link: str, host: str, hello: WeightChunk, called: LocalCall | None
+        self, store: Store, router: Router, link: str, host: str, hello: WeightChunk, called: LocalCall | None
     ) -> None:
         """Sender's end: take over a worker's connection; ``called`` is the result of :meth:`reach` for it."""
         pid, before = hello.header["pid"], self.capabilities
@@ -134,7 +134,7 @@ class DistributedTransport(ReconnectingLink[Connection | LocalConnection]):
             self.take_over(LocalConnection(called, store, link, self._token), hello)
         else:
             address = self._address or store.host
-            remote = RemoteConnection(store, link, self._token, pid, host, address, self._backend)
+            remote = RemoteConnection(store, link, self._token, pid, host, address, self._backend, router)
             self.take_over(remote, hello)
 
     def release(self, payload: torch.Tensor) -> None:
@@ -163,7 +163,7 @@ class DistributedListener(JoinListener[DistributedTransport]):
         super().__init__(token, links, late_joiners)
         self._store = store
         self._join_requests = SignedQueue(store, JOIN_QUEUE, token, ordered=False)
-        self._router = Router.of(store)
+        self._router = Router()
         self._seen: OrderedDict[str, None] = OrderedDict()
 
     @property
@@ -240,7 +240,7 @@ class DistributedListener(JoinListener[DistributedTransport]):
                 if called is not None:
                     called.stream.close()
                 raise
-            end.attach(self._store, link, host, hello, called)
+            end.attach(self._store, self._router, link, host, hello, called)
         except JoinRefusedError as error:
             refused = Connection(self._store, link, self._token)
             refused.send(refusal_of(error), None)

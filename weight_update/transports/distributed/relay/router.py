@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -13,7 +12,6 @@ import torch
 from weight_update.errors import LinkClosedError, SyncTimeoutError, kept_error
 from weight_update.transports.distributed.relay.client import NotDeliveredError, RelayClient, send_along_chain
 from weight_update.transports.distributed.relay.gloo import STALLED
-from weight_update.transports.distributed.store import Store
 from weight_update.transports.shared_memory.slots import slot_of
 
 __all__ = ["RelayedConnection", "Router"]
@@ -56,14 +54,6 @@ class Router:
         self._expected: dict[_SlotUse, list[str]] = {}  # hosts that need it
         self._removed: list[RelayClient] = []
         self._sent_by_removed = 0
-
-    @classmethod
-    def of(cls, store: Store) -> Router:
-        """Return the router of all links that use ``store``."""
-        with _registry_lock:
-            if store not in _routers:
-                _routers[store] = cls()
-            return _routers[store]
 
     @property
     def sent(self) -> int:
@@ -221,10 +211,6 @@ class Router:
             if isinstance(result, bytes) and one in self._remotes:
                 self._delivered[one.host, slot_use[0]] = (slot_use[1], one, result)
             self._changed.notify_all()
-
-
-_routers: weakref.WeakKeyDictionary[Store, Router] = weakref.WeakKeyDictionary()
-_registry_lock = threading.Lock()
 
 
 def _slot_use_of(payload: torch.Tensor) -> _SlotUse:
