@@ -204,8 +204,6 @@ class TransportBackend(ABC):
     def release(self, payload: torch.Tensor) -> None:  # noqa: B027 - optional
         """Receiver's end: note that the weights in ``payload`` are no longer in use here."""
 
-    # -- weights without a scheme ------------------------------------------------------------------
-
     def send_weights(
         self, weights: Any, *, strategy: WeightStrategy | None = None, timeout: float | None = None
     ) -> None:

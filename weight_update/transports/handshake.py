@@ -57,7 +57,7 @@ def require_same_user(sock: socket.socket) -> None:
     """
     if sock.family is not socket.AF_UNIX:
         return
-    _, user, _ = peer_credentials(sock)
+    _, user = peer_credentials(sock)
     if user not in (os.geteuid(), 0):
         raise JoinRefusedError(
             f"the other end belongs to user {user}, this process to user {os.geteuid()}; run both as one user"

@@ -87,8 +87,7 @@ def _owner_of(address: str) -> tuple[int, int] | None:
             sock.connect(address)
         except OSError:
             return None
-        pid, user, _ = peer_credentials(sock)
-    return pid, user
+        return peer_credentials(sock)
 
 
 class MPTransport(TransportBackend):

@@ -27,7 +27,6 @@ __all__ = [
     "disown",
     "leave_in_order",
     "own",
-    "process_group_nccl",
 ]
 
 _DRAIN_SECONDS, _LOOK_SECONDS = 0.5, 0.005
@@ -44,11 +43,6 @@ PrefixStore: Any = _dist.PrefixStore
 StoreBase: Any = _dist.Store
 ProcessGroupGloo: Any = _dist.ProcessGroupGloo
 TCPStore: Any = _dist.TCPStore
-
-
-def process_group_nccl() -> Any:
-    """Return the class of NCCL process groups, which exists only in a PyTorch with NCCL."""
-    return _dist.ProcessGroupNCCL
 
 
 class Store:

@@ -49,15 +49,15 @@ def close_in_children(sock: socket.socket) -> None:
     _ours.add(sock)
 
 
-def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
-    """Return process, user and group of the other end of a connected Unix socket.
+def peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    """Return process and user of the other end of a connected Unix socket.
 
     The kernel records them when the connection is made, and translates them to this process's namespaces: the
     process is 0 if it is not visible here.
     """
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, gid = _CREDENTIALS.unpack(raw)
-    return pid, uid, gid
+    pid, user, _ = _CREDENTIALS.unpack(raw)
+    return pid, user
 
 
 _ours: weakref.WeakSet[socket.socket] = weakref.WeakSet()

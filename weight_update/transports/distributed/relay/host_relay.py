@@ -130,10 +130,9 @@ class HostRelay:
                 forwarder = Forwarder(self._links.get("out") if command["onward"] else None)
                 answer = self._take(command, sender, forwarder)
                 sender.send(answer, None)
-                whole = answer.get("fd", -1) >= 0
-                if command["onward"] and not (
-                    whole and forwarder.finish(command["patience"] / _FORWARD_SHARE)
-                ):
+                limit = command["patience"] / _FORWARD_SHARE
+                forwarded = answer.get("fd", -1) >= 0 and forwarder.finish(limit)
+                if command["onward"] and not forwarded:
                     self._unlink("out")  # the next host notices
 
     def _link(self, command: dict[str, Any]) -> dict[str, Any]:
