@@ -34,21 +34,15 @@ class RayConnection:
     Args:
         actor: handle of the rendezvous actor, for which ``name`` is used once.
         end: 0 on the sender's side, 1 on the worker's.
-        object_store: store that payloads are put into; the link of the sender's end sets its own.
         local: whether both ends are on one node, so that no payload crosses a network.
         liveness: sender's end: reference that Ray declares lost when the worker's process is gone.
+
+    Attributes:
+        object_store: store that payloads are put into; the link sets its own.
     """
 
-    def __init__(
-        self,
-        actor: Any,
-        name: str,
-        end: int,
-        object_store: ObjectStore,
-        local: bool = True,
-        liveness: Any = None,
-    ) -> None:
-        self.object_store = object_store
+    def __init__(self, actor: Any, name: str, end: int, local: bool = True, liveness: Any = None) -> None:
+        self.object_store = ObjectStore()
         self._actor, self._name, self._end, self._local = actor, name, end, local
         self._messages: deque[tuple[bytes, list[Any]]] = deque()
         self._call: Any = None  # a call that waits in the actor for the next messages

@@ -39,7 +39,7 @@ class RayTransport(ReconnectingLink[RayConnection]):
     def connect(self, timeout: float | None) -> RayConnection:
         assert self._find_actor is not None, "a receiver's end"
         self._actor = self._actor or self._find_actor(timeout)
-        return RayConnection(self._actor, uuid.uuid4().hex, 1, self.object_store)
+        return RayConnection(self._actor, uuid.uuid4().hex, 1)
 
     def take_over(self, connection: RayConnection, hello: WeightChunk | None = None) -> None:
         connection.object_store = self.object_store
