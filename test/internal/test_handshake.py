@@ -31,9 +31,7 @@ def ends() -> Iterator[tuple[SocketStream, SocketStream]]:
 
 
 def read(stream: SocketStream, size: int) -> bytes:
-    data = bytearray(size)
-    stream.recv_into(memoryview(data), soon())
-    return bytes(data)
+    return stream.recv(size, soon())
 
 
 def soon() -> float:

@@ -70,8 +70,7 @@ class Service:
 
 def echo(stream: SocketStream, key: bytes, deadline: float) -> None:
     assert len(key) == 32
-    data = bytearray(4)
-    stream.recv_into(memoryview(data), deadline)
+    data = stream.recv(4, deadline)
     if data == b"fail":
         raise RuntimeError("the server has a bug")
     stream.send(data, deadline)
@@ -79,9 +78,7 @@ def echo(stream: SocketStream, key: bytes, deadline: float) -> None:
 
 
 def read(stream: SocketStream) -> bytes:
-    data = bytearray(4)
-    stream.recv_into(memoryview(data), time.monotonic() + LONG)
-    return bytes(data)
+    return stream.recv(4, time.monotonic() + LONG)
 
 
 def ends(sock: socket.socket) -> bool:

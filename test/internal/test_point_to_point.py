@@ -167,7 +167,7 @@ def test_a_group_whose_nccl_fails_keeps_no_connection(
         raise RuntimeError("NCCL error")
 
     monkeypatch.setattr(nccl, "require_nccl", lambda: None)
-    monkeypatch.setattr(nccl, "process_group_nccl", lambda: unavailable)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", unavailable, raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     _, there = ends
     here = nccl.NcclGroup(there._store, "group", "token", 0, HERE)

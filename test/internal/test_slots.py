@@ -19,7 +19,13 @@ import torch
 from weight_update import NotEnoughMemoryError
 from weight_update.testing.processes import eventually
 from weight_update.transports.shared_memory import slots
-from weight_update.transports.shared_memory.slots import SharedBuffer, SlotTable, may_run, open_slot
+from weight_update.transports.shared_memory.slots import (
+    HostSlotMapping,
+    SharedBuffer,
+    SlotTable,
+    may_run,
+    open_slot,
+)
 
 
 def test_clearing_while_another_thread_releases():
@@ -41,7 +47,7 @@ def test_clearing_while_another_thread_releases():
     try:
         for _ in range(300):
             for slot in slots:
-                table.payload(slot.key, 64, lambda slot=slot: os.dup(slot.fd))
+                table.payload(slot.key, 64, lambda slot=slot: HostSlotMapping(slot.fd))
             table.clear()
     finally:
         stop.set()
@@ -83,7 +89,7 @@ def test_the_descriptor_that_is_handed_out_does_not_write(slot: SharedBuffer, wa
 
 def mapped_elsewhere(slot: SharedBuffer) -> set[int]:
     table = SlotTable()
-    return set(table.payload(slot.key, 64, lambda: os.dup(slot.fd)).tolist())
+    return set(table.payload(slot.key, 64, lambda: HostSlotMapping(slot.fd)).tolist())
 
 
 @pytest.mark.parametrize("way", WRITING)
@@ -112,7 +118,7 @@ def test_a_slot_stays_open_until_it_is_given_up() -> None:
 
 
 def name(table: SlotTable, slot: SharedBuffer) -> torch.Tensor:
-    return table.payload(slot.key, 64, lambda: os.dup(slot.fd))
+    return table.payload(slot.key, 64, lambda: HostSlotMapping(slot.fd))
 
 
 def slots_mapped_for_reading() -> int:

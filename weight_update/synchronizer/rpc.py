@@ -97,14 +97,11 @@ class RpcConnection:
         deadline = deadline_of(timeout)
         if not self._stream.wait_readable(timeout):
             raise SyncTimeoutError(f"the other end said nothing for {timeout:g} s")
-        front = bytearray(_FRONT.size)
-        self._stream.recv_into(memoryview(front), deadline)
-        length, tag = _FRONT.unpack(front)
+        length, tag = _FRONT.unpack(self._stream.recv(_FRONT.size, deadline))
         if length > _MAX_BODY:
             raise FormatError(f"a message of {length} bytes; the other end speaks another protocol")
-        body = bytearray(length)
-        self._stream.recv_into(memoryview(body), deadline)
-        if not hmac.compare_digest(tag, self._sign(self._theirs, self._received, bytes(body))):
+        body = self._stream.recv(length, deadline)
+        if not hmac.compare_digest(tag, self._sign(self._theirs, self._received, body)):
             raise FormatError("wrong token: a message was not signed with ours")
         self._received += 1
         try:

@@ -25,7 +25,7 @@ import struct
 from weight_update.errors import FormatError, JoinRefusedError
 from weight_update.transports.shared_memory.unix_stream import SocketStream, peer_credentials
 
-__all__ = ["PROOF_BYTES", "Challenge", "nonce", "proof", "prove_token", "require_same_user"]
+__all__ = ["PROOF_BYTES", "Challenge", "proof", "prove_token", "require_same_user"]
 
 _MAGIC = b"WUH1"
 PROOF_BYTES = 32
@@ -39,19 +39,11 @@ _REASONS = {
 }
 
 
-def nonce() -> bytes:
-    """Return random bytes for one handshake."""
-    return os.urandom(PROOF_BYTES)
-
-
 def proof(token: str, role: bytes, nonces: bytes, context: str) -> bytes:
     """Return a proof, which only a process that knows ``token`` can compute.
 
-    Args:
-        token: secret of both ends.
-        role: role of the proving end, so that a proof cannot be sent back to its author.
-        nonces: nonces of both ends.
-        context: purpose of the connection.
+    The ``role`` of the proving end keeps a proof from being sent back to its author. The ``context`` names
+    the purpose of the connection.
     """
     message = b"weight_update handshake" + role + nonces + context.encode()
     return hmac.new(token.encode(), message, hashlib.sha256).digest()
@@ -65,7 +57,7 @@ def require_same_user(sock: socket.socket) -> None:
     """
     if sock.family is not socket.AF_UNIX:
         return
-    _, user, _ = peer_credentials(sock)
+    _, user = peer_credentials(sock)
     if user not in (os.geteuid(), 0):
         raise JoinRefusedError(
             f"the other end belongs to user {user}, this process to user {os.geteuid()}; run both as one user"
@@ -74,12 +66,6 @@ def require_same_user(sock: socket.socket) -> None:
 
 def prove_token(stream: SocketStream, token: str, context: str, deadline: float | None) -> bytes:
     """Prove to a listener that this end knows the token, and verify the listener's proof.
-
-    Args:
-        stream: new connection.
-        token: secret of both ends.
-        context: see :func:`proof`.
-        deadline: on the monotonic clock, for the whole handshake.
 
     Returns:
         a key for this connection, known only to its two ends.
@@ -90,7 +76,7 @@ def prove_token(stream: SocketStream, token: str, context: str, deadline: float 
         SyncTimeoutError: the listener did not answer in time.
     """
     require_same_user(stream.sock)
-    theirs, mine = _next_reply(stream, deadline), nonce()
+    theirs, mine = _next_reply(stream, deadline), os.urandom(PROOF_BYTES)
     nonces = theirs + mine
     stream.send(_REQUEST.pack(_MAGIC, mine, proof(token, b"C", nonces, context)), deadline)
     if not hmac.compare_digest(_next_reply(stream, deadline), proof(token, b"L", nonces, context)):
@@ -101,9 +87,7 @@ def prove_token(stream: SocketStream, token: str, context: str, deadline: float 
 
 
 def _next_reply(stream: SocketStream, deadline: float | None) -> bytes:
-    raw = bytearray(_REPLY.size)
-    stream.recv_into(memoryview(raw), deadline)
-    magic, status, value = _REPLY.unpack(raw)
+    magic, status, value = _REPLY.unpack(stream.recv(_REPLY.size, deadline))
     if magic != _MAGIC or status not in (_WELCOME, *_REASONS):
         raise JoinRefusedError("the process that listens there is not a listener of this library and version")
     if status != _WELCOME:
@@ -113,10 +97,6 @@ def _next_reply(stream: SocketStream, deadline: float | None) -> bytes:
 
 class Challenge:
     """The listener's part of one handshake, without any input or output.
-
-    Args:
-        token: secret of both ends.
-        context: see :func:`proof`.
 
     Attributes:
         greeting: first message of the listener.
@@ -129,7 +109,7 @@ class Challenge:
 
     def __init__(self, token: str, context: str) -> None:
         self._token, self._context = token, context
-        self._nonce = nonce()
+        self._nonce = os.urandom(PROOF_BYTES)
         self._request = b""
         self.greeting = _REPLY.pack(_MAGIC, _WELCOME, self._nonce)
 

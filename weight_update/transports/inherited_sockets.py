@@ -24,12 +24,9 @@ _RETURN_0 = struct.pack("HBBI", 6, 0, 0, 0)
 class InheritedSockets:
     """Sockets of this process, identified by address, that its forked children close.
 
-    Args:
+    Attributes:
         local: local addresses, as returned by :func:`packed_address`; a shorter one matches every address
             that begins with it.
-
-    Attributes:
-        local: local addresses.
         remote: remote addresses.
     """
 

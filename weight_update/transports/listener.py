@@ -10,11 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from weight_update.errors import (
-    JoinRefusedError,
-    LinkClosedError,
-    SyncTimeoutError,
-)
+from weight_update.errors import JoinRefusedError, LinkClosedError, SyncTimeoutError
 from weight_update.transports.handshake import Challenge, require_same_user
 from weight_update.transports.rate_limit import RateLimitedLog, Refusals
 from weight_update.transports.shared_memory.unix_stream import (
@@ -49,11 +45,8 @@ class Listener:
 
     Args:
         sock: bound and listening socket; the listener closes it.
-        token: secret that the other ends must know.
         context: see :func:`~weight_update.transports.handshake.proof`.
         serve: called in a thread for each connection; the connection is closed if it raises.
-        name: name of the thread.
-        log: logger of refused connections.
 
     Attributes:
         refusals: reasons of the last refused connections.
@@ -136,10 +129,10 @@ class Listener:
                     raise
                 self._refuse_oldest(str(error.strerror))
                 continue
-            close_in_children(sock)
+            newest = _Pending(SocketStream(sock), Challenge(self._token, self._context))
             if len(self._pending) == _MAX_PENDING:
                 self._refuse_oldest("too many connections at once")
-            self._greet(_Pending(SocketStream(sock), Challenge(self._token, self._context)))
+            self._greet(newest)
 
     def _greet(self, pending: _Pending) -> None:
         try:

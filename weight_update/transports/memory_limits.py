@@ -4,47 +4,32 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 __all__ = ["available_memory"]
 
 
-@dataclass(frozen=True)
-class _Controller:
-    """Files in which a version of the cgroup interface accounts for memory.
+class _Controller(NamedTuple):
+    """Files in which a version of the cgroup interface accounts for memory."""
 
-    Attributes:
-        mounts: possible mount points, below ``/sys/fs/cgroup``.
-        limit: name of the file with the limit.
-        usage: name of the file with the bytes in use, caches included.
-        reclaimable: entries of ``memory.stat`` that count caches which the kernel drops when it needs memory.
-    """
-
-    mounts: tuple[str, ...]
+    mounts: tuple[str, ...]  # possible mount points, below /sys/fs/cgroup
     limit: str
-    usage: str
-    reclaimable: tuple[str, ...]
+    usage: str  # bytes in use, caches included
+    reclaimable: tuple[str, ...]  # entries of memory.stat that count caches, dropped when memory is needed
 
 
-_V1 = _Controller(
-    ("memory",),
-    "memory.limit_in_bytes",
-    "memory.usage_in_bytes",
-    ("total_inactive_file", "total_active_file"),
-)
-_V2 = _Controller(
-    ("", "unified"), "memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable")
-)
+_V1_CACHES = ("total_inactive_file", "total_active_file")
+_V1 = _Controller(("memory",), "memory.limit_in_bytes", "memory.usage_in_bytes", _V1_CACHES)
+_V2_CACHES = ("inactive_file", "active_file", "slab_reclaimable")
+_V2 = _Controller(("", "unified"), "memory.max", "memory.current", _V2_CACHES)
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
     """Return the bytes that this process may still use, or None if unknown.
 
-    Page cache does not count as used, because the kernel drops it when memory is needed.
-
-    Args:
-        root: root of the file system that holds ``/proc`` and ``/sys``.
+    Page cache does not count as used, because the kernel drops it when memory is needed. The file system of
+    ``root`` holds ``/proc`` and ``/sys``.
     """
     limits = list(_left_in_cgroups(root))
     with contextlib.suppress(OSError, ValueError, KeyError):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import select
 import socket
-import threading
 import time
 import uuid
 from dataclasses import replace
@@ -15,14 +13,15 @@ from typing import Any, Literal
 
 import torch
 
-from weight_update.errors import (
-    FormatError,
-    JoinRefusedError,
-    LinkClosedError,
-    TransportError,
-)
+from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, TransportError
 from weight_update.transports.base import Allocate, Buffer, Capabilities, TransportBackend
-from weight_update.transports.shared_memory.slots import SharedBuffer, SlotTable, open_slot, slot_of
+from weight_update.transports.shared_memory.slots import (
+    SharedBuffer,
+    SlotTable,
+    WatchedProcess,
+    open_slot,
+    slot_of,
+)
 from weight_update.transports.shared_memory.unix_stream import (
     close_in_children,
     deadline_of,
@@ -43,10 +42,7 @@ _TRIES, _RETRY_SECONDS = 10, 0.02
 class ReaderLock:
     """The right to read a queue, which one process holds until it closes the lock or ends.
 
-    A process of another user that holds the name does not read the queue, and is ignored.
-
-    Args:
-        name: random name of the queue.
+    A process of another user that holds the random name does not read the queue, and is ignored.
 
     Raises:
         JoinRefusedError: another process holds the lock.
@@ -91,8 +87,7 @@ def _owner_of(address: str) -> tuple[int, int] | None:
             sock.connect(address)
         except OSError:
             return None
-        pid, user, _ = peer_credentials(sock)
-    return pid, user
+        return peer_credentials(sock)
 
 
 class MPTransport(TransportBackend):
@@ -133,8 +128,7 @@ class MPTransport(TransportBackend):
         self._timeout = timeout
         self._directory = directory
         self._slots = SlotTable()
-        self._other: int | None = None  # pidfd of the process at the other end
-        self._watching = threading.RLock()  # closing a pidfd twice may close an unrelated file
+        self._other: WatchedProcess | None = None  # at the other end
         self._closed = False
         for side in (weight_queue, ack_queue):
             if side is not None:
@@ -142,13 +136,11 @@ class MPTransport(TransportBackend):
 
     def watch(self, pid: int) -> None:
         """Watch the process at the other end, to notice its death."""
-        with self._watching:
-            self._forget_other()
-            with contextlib.suppress(OSError, AttributeError):
-                self._other = os.pidfd_open(pid)
+        self._other = None
+        with contextlib.suppress(OSError, AttributeError):
+            self._other = WatchedProcess(pid)
 
     def allocate(self, nbytes: int) -> Buffer:
-        """Return a shared slot."""
         return SharedBuffer(nbytes, self._directory)
 
     def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
@@ -181,7 +173,7 @@ class MPTransport(TransportBackend):
                 if item is not None:
                     return self._read(item)
                 if self._end == "sender":
-                    self._forget_other()  # another worker may take its place; a sender has no successor
+                    self._other = None  # another worker may take its place; a sender has no successor
                 raise LinkClosedError("the other process is gone")
             if left is not None and left <= _CHECK_SECONDS:
                 return None
@@ -191,7 +183,7 @@ class MPTransport(TransportBackend):
 
     def disconnect(self) -> None:
         """Cut the worker off; it notices after it has read the earlier chunks."""
-        self._forget_other()
+        self._other = None
         with contextlib.suppress(LinkClosedError):
             self._put(None)
 
@@ -220,7 +212,7 @@ class MPTransport(TransportBackend):
         for side in (self._outbox, self._inbox):
             if side is not None:
                 side.close()
-        self._forget_other()
+        self._other = None
         self._slots.clear()
         if self._reader_lock is not None:
             self._reader_lock.close()
@@ -263,18 +255,8 @@ class MPTransport(TransportBackend):
         return chunk
 
     def _other_is_dead(self) -> bool:
-        with self._watching:
-            if self._other is None:
-                return False
-            poller = select.poll()
-            poller.register(self._other, select.POLLIN)
-            return bool(poller.poll(0))
-
-    def _forget_other(self) -> None:
-        with self._watching:
-            if self._other is not None:
-                os.close(self._other)
-                self._other = None
+        other = self._other
+        return other is not None and other.ended
 
 
 def _pid_namespace() -> str:

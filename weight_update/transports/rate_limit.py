@@ -20,7 +20,6 @@ class RateLimitedLog:
     """A logger for events that any process may cause as often as it likes.
 
     Args:
-        log: logger of the records.
         burst: records of one message that are written in each period; further ones are counted, and the next
             written record tells how many were omitted.
         seconds: length of a period.
@@ -54,11 +53,7 @@ class RateLimitedLog:
 
 
 class Refusals:
-    """The last refusals of a listener, which the error of ``connect()`` names.
-
-    Args:
-        log: logger of each refusal, at a limited rate.
-    """
+    """The last refusals of a listener, which the error of ``connect()`` names."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = RateLimitedLog(log)

@@ -22,14 +22,9 @@ _SIZE = struct.Struct("<I")  # of a key
 class SignedRendezvous(StoreBase):  # type: ignore[misc] # it has no type stubs
     """A torch.distributed store for a group of two, whose ends send each other every value that they set.
 
-    Args:
-        store: store that carries the values, signed; unsigned messages in it are ignored.
-        name: name of the group; used once.
-        token: secret of both ends.
-        rank: 0 or 1.
-        sockets: receives the addresses that the two ends of the group listen on.
-        seconds: time, from now on, to wait for the values of the other end. The timeout that gloo gives to
-            :meth:`wait` is meant for one step of a connection.
+    The values are signed; unsigned messages in ``store`` are ignored. ``sockets`` receives the addresses that
+    the two ends of the group listen on. The values of the other end may take ``seconds`` from now on: the
+    timeout that gloo gives to :meth:`wait` is meant for one step of a connection.
     """
 
     def __init__(
@@ -68,22 +63,19 @@ class SignedRendezvous(StoreBase):  # type: ignore[misc] # it has no type stubs
         del timeout
         while not all(key in self._values for key in keys):
             left = self._deadline - time.monotonic()
-            message = self._take(left) if left > 0 else None
-            if message is not None:
-                self._keep(message)
-            elif time.monotonic() >= self._deadline:
+            if left <= 0:
                 raise SyncTimeoutError("the other end did not come in time")
+            try:
+                message = self._inbox.take(left)
+            except UnsignedError as error:
+                _log.warning("ignored a message in the rendezvous of two ends: %s", error)
+            else:
+                if message is not None:
+                    self._keep(message)
 
     def close(self) -> None:
         """Stop waiting for values."""
         self._inbox.close()
-
-    def _take(self, seconds: float) -> bytes | None:
-        try:
-            return self._inbox.take(seconds)
-        except UnsignedError as error:
-            _log.warning("ignored a message in the rendezvous of two ends: %s", error)
-            return None
 
     def _keep(self, message: bytes) -> None:
         if len(message) < _SIZE.size:

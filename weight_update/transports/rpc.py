@@ -83,14 +83,7 @@ class RPCTransport(DistributedTransport):
 
 
 class _Call:
-    """One call of a worker.
-
-    Args:
-        rref: reference to the worker's object.
-        model_id: id of the model that was updated.
-        applied: chunk to return if the call succeeds.
-        timeout: seconds that the call may take.
-    """
+    """One call of a worker, which has sent ``applied``."""
 
     def __init__(self, rref: Any, model_id: str, applied: WeightChunk, timeout: float) -> None:
         self._applied, self._timeout = applied, timeout

@@ -36,13 +36,7 @@ from weight_update.transports.shared_memory.unix_stream import deadline_of, seco
 from weight_update.wire.frames import PRELUDE_BYTES, Kind, Prelude, WeightChunk
 from weight_update.wire.memory import byte_view
 
-__all__ = [
-    "INLINE_BYTES",
-    "USE_SOCKET",
-    "Connection",
-    "RemoteConnection",
-    "WorkerConnection",
-]
+__all__ = ["INLINE_BYTES", "USE_SOCKET", "Connection", "RemoteConnection", "WorkerConnection"]
 
 _log = RateLimitedLog(logging.getLogger(__name__))
 _CUT, _FRAME = 0, 1  # the end of the connection; a frame
@@ -72,16 +66,9 @@ _LAST_WORDS = 0.5
 class Connection:
     """One connection of a link: from a worker's join request until either end closes it.
 
-    Frames go through queues of the store.
-
-    Args:
-        store: client of the store.
-        name: name of this connection; used once.
-        token: secret of both ends.
-        rank: 0 for the sender's end, 1 for the worker's.
+    Frames go through queues of the store. The ``name`` is used once. The ``rank`` is 0 for the sender's end,
+    and 1 for the worker's.
     """
-
-    local = True
 
     def __init__(self, store: Store, name: str, token: str, rank: int = 0) -> None:
         self.name, self.store, self.token = name, store, token
@@ -134,7 +121,7 @@ class Connection:
         return chunk.with_token(self.token) if chunk.kind is Kind.HELLO else chunk
 
     def _next_frame(self, deadline: float | None) -> bytes | None:
-        """Handle messages up to the next one that holds a frame; return that one, or None if none came."""
+        """Handle messages up to the next one that holds a frame; return that one, or None on timeout."""
         while True:
             message = self._take(deadline)
             if message is None:
@@ -203,34 +190,32 @@ class RemoteConnection(Connection):
     """The sender's end to a worker on another host, which maps the replica that one worker there keeps.
 
     Args:
-        store: see :class:`Connection`.
-        name: see :class:`Connection`.
-        token: see :class:`Connection`.
         pid: process id of the worker.
         host: name of its host.
         address: address of this machine's interface for payloads.
         backend: backend that carries payloads.
-
-    Attributes:
-        relay_client: connection to the host relay of the worker.
-        lost: error that ended the connection; None while it works.
+        router: router of the sender's payloads to all hosts.
     """
 
-    local = False
-
     def __init__(
-        self, store: Store, name: str, token: str, pid: int, host: str, address: str, backend: str
+        self,
+        store: Store,
+        name: str,
+        token: str,
+        pid: int,
+        host: str,
+        address: str,
+        backend: str,
+        router: Router,
     ) -> None:
         super().__init__(store, name, token)
-        self.host, self.lost = host, None
+        self.host = host
+        self.lost: Exception | None = None
         self.relay_client = RelayClient(store, name, token, address, pid, backend, self._gone)
-        self._backend = backend
-        self._router = Router.of(store)
+        self._backend, self.router = backend, router
         self._opened = False
         self._count_when_heard = self.outbox.count  # messages sent before the last one arrived
         self._pause = _ASK_SECONDS
-
-    lost: Exception | None
 
     def _take(self, deadline: float | None) -> bytes | None:
         """Return the next signed message, or None if none came in time.
@@ -257,18 +242,13 @@ class RemoteConnection(Connection):
             self._opened = True
             self.outbox.put(_FRONT.pack(_OPEN_GROUP, 0, 0) + self._backend.encode())
             self.relay_client.open()
-            self._router.add(self)
+            self.router.add(self)
         super().send(chunk, timeout)
 
     def place(self, chunk: WeightChunk, timeout: float | None) -> bytes:
-        if chunk.payload is None or not self.needs_relay(chunk.payload):
+        if chunk.payload is None or chunk.payload_bytes <= INLINE_BYTES:
             return b""
-        return self._router.deliver(chunk.payload, self, timeout)
-
-    @staticmethod
-    def needs_relay(payload: torch.Tensor) -> bool:
-        """Return whether ``payload`` is too large to travel with its frame."""
-        return payload.numel() > INLINE_BYTES
+        return self.router.deliver(chunk.payload, self, timeout)
 
     def lose(self, error: Exception) -> None:
         """Close this end for good; its users get ``error``, unless an earlier error was set."""
@@ -278,7 +258,7 @@ class RemoteConnection(Connection):
 
     def release(self) -> None:
         self.lost = self.lost or LinkClosedError("this end was closed")
-        self._router.remove(self)
+        self.router.remove(self)
         self.relay_client.close()
 
     def _gone(self, reason: str) -> None:
@@ -290,9 +270,6 @@ class WorkerConnection(Connection):
     """The worker's end of a connection.
 
     Args:
-        store: see :class:`Connection`.
-        name: see :class:`Connection`.
-        token: see :class:`Connection`.
         host: name of this host.
         address: address of this machine's interface for payloads.
         directory: directory of replicas of the sender's slots, if the sender is on another host.
@@ -319,12 +296,7 @@ class WorkerConnection(Connection):
         self._asked: Mapping[str, Any] | None = None  # the HELLO of a join request without an answer
 
     def _request_join(self, hello: WeightChunk, timeout: float | None) -> None:
-        """Send a join request with ``hello``.
-
-        Raises:
-            LinkClosedError: the store is gone.
-            SyncTimeoutError: the store does not answer in time, or cannot be reached now.
-        """
+        """Send a join request; raise SyncTimeoutError also where the store cannot be reached now."""
         deadline = deadline_of(timeout)
         self._asked = hello.header
         message = join_request(self.name, self._host, hello)

@@ -21,14 +21,8 @@ __all__ = ["LocalConnection"]
 class LocalConnection:
     """The sender's end to a worker on its own host: a Unix socket that carries slots.
 
-    Args:
-        call: connection to the worker; nothing is sent before the worker has answered.
-        store: store that tells the worker of the connection.
-        name: see :class:`Connection`.
-        token: see :class:`Connection`.
+    The ``store`` tells the worker of the connection; nothing is sent before the worker has answered.
     """
-
-    local = True
 
     def __init__(self, call: LocalCall, store: Store, name: str, token: str) -> None:
         self._stream = SlotStream(call.stream, SlotTable(), token)

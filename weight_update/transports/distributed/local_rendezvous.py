@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import os
 import socket
 
 from weight_update.errors import JoinRefusedError, LinkClosedError, SyncTimeoutError
-from weight_update.transports.handshake import PROOF_BYTES, nonce, proof, require_same_user
+from weight_update.transports.handshake import PROOF_BYTES, proof, require_same_user
 from weight_update.transports.shared_memory.unix_stream import SocketStream, close_in_children, seconds_left
 
 __all__ = ["LocalCall", "LocalListener", "call_local"]
@@ -25,9 +26,7 @@ _BACKLOG = 16
 class LocalListener:
     """Worker's end: a listener on an abstract Unix address, which vanishes with the process.
 
-    Args:
-        name: name that the sender connects to; used once.
-        token: secret of both ends.
+    The ``name`` that the sender connects to is used once.
     """
 
     def __init__(self, name: str, token: str) -> None:
@@ -71,12 +70,7 @@ class LocalListener:
 
 
 class LocalCall:
-    """Sender's end: a connection to a :class:`LocalListener` that may not have answered yet.
-
-    Args:
-        stream: connected socket.
-        answer: proof that the worker has to send.
-    """
+    """Sender's end: a connection to a :class:`LocalListener` that still owes the proof ``answer``."""
 
     def __init__(self, stream: SocketStream, answer: bytes) -> None:
         self.stream, self._answer = stream, answer
@@ -90,9 +84,7 @@ class LocalCall:
         """
         if not self.stream.wait_readable(seconds_left(deadline)):
             raise SyncTimeoutError("the worker did not answer in time")
-        shown = bytearray(PROOF_BYTES)
-        self.stream.recv_into(memoryview(shown), deadline)
-        if not hmac.compare_digest(bytes(shown), self._answer):
+        if not hmac.compare_digest(self.stream.recv(PROOF_BYTES, deadline), self._answer):
             self.stream.close()
             raise LinkClosedError("the process that listens for the worker does not know the token")
 
@@ -112,7 +104,7 @@ def call_local(name: str, token: str) -> LocalCall | None:
     try:
         sock.connect(_address(name))
         require_same_user(sock)
-        mine = nonce()
+        mine = os.urandom(PROOF_BYTES)
         sock.send(mine + _proof(token, b"C", mine, name))
     except BlockingIOError:
         sock.close()

@@ -43,11 +43,7 @@ _ATTEMPTS = 5
 
 
 def open_store(address: str, port: int = 0) -> Store:
-    """Start a TCPStore in this process that listens on ``address`` only.
-
-    Args:
-        address: address of the interface to listen on.
-        port: 0 takes a free port; ``store.port`` is its number.
+    """Start a TCPStore in this process that listens on ``address`` only; port 0 takes a free one.
 
     Raises:
         OSError: the address does not belong to this machine, or the port is taken.
@@ -66,7 +62,8 @@ def open_store(address: str, port: int = 0) -> Store:
             ) from None
         sock.listen(_BACKLOG)
         host, port = sock.getsockname()[:2]
-        sockets = InheritedSockets(_local_address(host, port))
+        packed = packed_address((host, port))  # of all sockets accepted there
+        sockets = InheritedSockets(packed[:_PORT_END] if host in ("0.0.0.0", "::") else packed)
         return Store(
             address,
             port,
@@ -77,19 +74,10 @@ def open_store(address: str, port: int = 0) -> Store:
         )
 
 
-def _local_address(host: str, port: int) -> bytes:
-    """Return the packed address that all sockets accepted there share."""
-    packed = packed_address((host, port))
-    return packed[:_PORT_END] if host in ("0.0.0.0", "::") else packed
-
-
 def find_store(address: str, port: int, timeout: float | None) -> Store:
     """Connect to the store at ``address``; wait until a process listens there.
 
-    Args:
-        address: address of the server.
-        port: port of the server.
-        timeout: seconds; None takes :data:`REPLY_SECONDS`.
+    Without a timeout, it may take :data:`REPLY_SECONDS`.
 
     Raises:
         LinkClosedError: the store could not be reached in time.
@@ -124,8 +112,6 @@ class SignedQueue:
 
     Args:
         store: connection for :meth:`put`; :meth:`take` opens another one.
-        name: name of the queue.
-        token: secret of both ends.
         ordered: whether a single end puts messages, so that their numbers must be consecutive.
 
     Attributes:
@@ -139,24 +125,15 @@ class SignedQueue:
         self._room = threading.Semaphore(_AHEAD)
         self._reader: threading.Thread | None = None
         self._client: StoreClient | None = None
-        self._reading = False
-        self._read_all = threading.Event()
         self._putting, self._beginning = threading.Lock(), threading.Lock()
         self.ended = False
         self.count = self._taken = 0
         self._closed = threading.Event()
 
     def put(self, message: bytes, *, last: bool = False, timeout: float | None = None) -> None:
-        """Add a message; do not wait until the store has it. The reader stops after the ``last`` message.
-
-        Args:
-            message: content of the message.
-            last: whether no message follows.
-            timeout: seconds, as in :meth:`Store.queue_push`.
+        """Add a message, as :meth:`Store.queue_push`. The reader stops after the ``last`` message.
 
         Raises:
-            LinkClosedError: the store is gone.
-            SyncTimeoutError: the store does not read.
             TransportError: the message is larger than a store accepts.
         """
         if len(message) > _LARGEST:
@@ -182,9 +159,6 @@ class SignedQueue:
 
     def take(self, timeout: float | None) -> bytes | None:
         """Return the next message, or None when none arrived within ``timeout`` seconds.
-
-        Args:
-            timeout: seconds; None waits for ever.
 
         Raises:
             LinkClosedError: the store is gone, or :meth:`close` was called.
@@ -213,11 +187,9 @@ class SignedQueue:
             if self._reader is not None or self._closed.is_set():
                 return
             reader = threading.Thread(target=self._read, name=f"weight_update-{self.name}", daemon=True)
-            self._reading = True
             try:
                 reader.start()
             except RuntimeError as error:
-                self._reading = False
                 raise LinkClosedError(f"no thread could be started to read the store ({error})") from None
             self._reader = reader
 
@@ -254,8 +226,6 @@ class SignedQueue:
         except Exception as error:  # noqa: BLE001 - take() raises it
             self._arrived.put(without_frames(error))
         finally:
-            self._reading = False
-            self._read_all.set()
             if self._client is not None:
                 self._client.release()
 
@@ -291,8 +261,8 @@ class SignedQueue:
         """Wait up to ``seconds`` for the last message of an end that is gone; it may still be under way."""
         with contextlib.suppress(LinkClosedError):
             self._begin()
-        if self._reading:
-            self._read_all.wait(seconds)
+        if self._reader is not None:
+            self._reader.join(seconds)
 
     def close(self) -> None:
         """Wake the thread in :meth:`take`, and take no more messages."""

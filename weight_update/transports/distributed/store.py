@@ -19,7 +19,6 @@ from weight_update.transports.inherited_sockets import InheritedSockets
 
 __all__ = [
     "REPLY_SECONDS",
-    "DistError",
     "PrefixStore",
     "ProcessGroupGloo",
     "Store",
@@ -28,7 +27,6 @@ __all__ = [
     "disown",
     "leave_in_order",
     "own",
-    "process_group_nccl",
 ]
 
 _DRAIN_SECONDS, _LOOK_SECONDS = 0.5, 0.005
@@ -41,16 +39,10 @@ REPLY_SECONDS = 10.0
 _T = TypeVar("_T")
 
 _dist: Any = dist
-DistError: type[RuntimeError] = _dist.DistError
 PrefixStore: Any = _dist.PrefixStore
 StoreBase: Any = _dist.Store
 ProcessGroupGloo: Any = _dist.ProcessGroupGloo
 TCPStore: Any = _dist.TCPStore
-
-
-def process_group_nccl() -> Any:
-    """Return the class of NCCL process groups, which exists only in a PyTorch with NCCL."""
-    return _dist.ProcessGroupNCCL
 
 
 class Store:
@@ -59,8 +51,6 @@ class Store:
     A failed connection is opened once more, because the server may have dropped it and still run.
 
     Args:
-        host: host of the server.
-        port: port of the server.
         timeout: seconds to reach the server.
         server: listening ``torch.distributed.TCPStore``, if it is in this process.
         sockets: sockets of that server.
@@ -115,10 +105,7 @@ class Store:
     def queue_push(self, name: str, item: bytes, timeout: float | None = None) -> None:
         """Add ``item`` to a queue; do not wait until the server has it.
 
-        Args:
-            name: name of the queue.
-            item: at most :data:`LARGEST_VALUE` bytes.
-            timeout: seconds; None takes :data:`REPLY_SECONDS`.
+        Without a timeout, it may take :data:`REPLY_SECONDS`.
 
         Raises:
             LinkClosedError: the store is gone.
@@ -162,28 +149,23 @@ class Store:
         try:
             if self._client is not None:
                 try:
-                    return action(self._client, deadline - time.monotonic())
-                except DroppedError:
-                    self._drop()
+                    return self._try(action, self._client, deadline)
+                except DroppedError:  # another connection may work
+                    pass
                 except LinkClosedError as error:
-                    self._drop()
                     self.give_up(error)
                     raise
-                except SyncTimeoutError:
-                    self._drop()  # half of a request may have been sent
-                    raise
-            if self._lost is not None:
-                raise LinkClosedError(self._lost)
-            return self._once(action, deadline)
+            if self._lost is not None or self._closed:
+                raise LinkClosedError(self._lost or "this store was closed")
+            self._client = StoreClient(self.host, self.port, deadline - time.monotonic())
+            return self._try(action, self._client, deadline)
         finally:
             self._using.release()
 
-    def _once(self, action: Callable[[StoreClient, float], _T], deadline: float) -> _T:
-        if self._closed:
-            raise LinkClosedError("this store was closed")
-        self._client = StoreClient(self.host, self.port, deadline - time.monotonic())
+    def _try(self, action: Callable[[StoreClient, float], _T], client: StoreClient, deadline: float) -> _T:
+        """Call ``action``; drop the connection where half of a request may have been sent."""
         try:
-            return action(self._client, deadline - time.monotonic())
+            return action(client, deadline - time.monotonic())
         except (LinkClosedError, SyncTimeoutError):
             self._drop()
             raise

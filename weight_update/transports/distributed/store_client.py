@@ -17,7 +17,6 @@ __all__ = ["LARGEST_VALUE", "DroppedError", "StoreClient", "keep_alive"]
 LARGEST_VALUE = 8 << 20
 """Largest size of a value in bytes; a TCPStore drops the connection of a client that sends more."""
 
-_LARGEST_KEY = (8 << 10) - 1  # including the leading slash
 _VALIDATE, _WAIT, _DELETE_KEY, _PING, _QUEUE_PUSH, _QUEUE_POP, _QUEUE_LEN = 0, 6, 8, 13, 14, 15, 16
 _MAGIC = struct.pack("<BI", _VALIDATE, 0x3C85F7CE)
 _NUMBER = struct.Struct("<Q")
@@ -39,11 +38,6 @@ class StoreClient:
 
     One thread at a time uses it; any thread may :meth:`close` it.
 
-    Args:
-        host: host of the server.
-        port: port of the server.
-        timeout: seconds to connect and to get an answer.
-
     Raises:
         LinkClosedError: no process listens there, or it is not a TCPStore.
         DroppedError: no way leads there now, or this process is short of descriptors or memory.
@@ -56,7 +50,6 @@ class StoreClient:
         self._closing = threading.Lock()
         self._closed = False
         self._ahead = bytearray()  # received beyond the last request
-        self._part = memoryview(bytearray(_PART))
         try:
             self._sock = socket.create_connection((host, port), max(timeout, _LEAST_SECONDS))
         except OSError as error:
@@ -79,8 +72,6 @@ class StoreClient:
             LinkClosedError: the server is gone.
             SyncTimeoutError: the server does not read; the connection is not usable afterwards.
         """
-        if len(item) > LARGEST_VALUE:
-            raise ValueError(f"{len(item)} bytes do not fit into a TCPStore")
         self._send(_request(_QUEUE_PUSH, queue) + _NUMBER.pack(len(item)) + item, timeout)
 
     def length(self, queue: str, timeout: float) -> int:
@@ -138,34 +129,20 @@ class StoreClient:
 
     def _recv(self, size: int) -> bytearray:
         """Receive ``size`` bytes; keep surplus bytes for the next call."""
+        while len(self._ahead) < size:
+            try:
+                data = self._sock.recv(_PART)
+            except OSError as error:
+                raise self._failed(error, "did not answer in time: it is stopped, or busy") from None
+            if not data:
+                raise self._gone(ConnectionResetError("it ended the connection"))
+            self._ahead += data
         received = self._ahead[:size]
         del self._ahead[:size]
-        begun = len(received)
-        if size - begun > _PART:
-            received.extend(bytes(size - begun))
-            with memoryview(received) as view:
-                while begun < size:
-                    begun += self._recv_into(view[begun:])
-        while len(received) < size:
-            count = self._recv_into(self._part)
-            missing = size - len(received)
-            received += self._part[: min(count, missing)]
-            self._ahead += self._part[missing:count]
         return received
 
-    def _recv_into(self, view: memoryview) -> int:
-        try:
-            count = self._sock.recv_into(view)
-        except OSError as error:
-            raise self._failed(error, "did not answer in time: it is stopped, or busy") from None
-        if count == 0:
-            raise self._gone(ConnectionResetError("it ended the connection"))
-        return count
-
     def _failed(self, error: OSError, late: str) -> Exception:
-        if (
-            isinstance(error, TimeoutError) and error.errno is None
-        ):  # otherwise the other machine has vanished
+        if isinstance(error, TimeoutError) and error.errno is None:  # else the other machine has vanished
             return SyncTimeoutError(f"{self._where} {late}")
         return self._gone(error)
 
@@ -190,7 +167,5 @@ def keep_alive(sock: socket.socket) -> None:
 
 def _request(command: int, key: str, keys: int | None = None) -> bytes:
     name = b"/" + key.encode()
-    if len(name) > _LARGEST_KEY:
-        raise ValueError(f"a key of {len(name)} bytes does not fit into a TCPStore")
     count = b"" if keys is None else _NUMBER.pack(keys)
     return bytes([command]) + count + _NUMBER.pack(len(name)) + name

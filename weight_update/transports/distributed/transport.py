@@ -7,18 +7,16 @@ import os
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from weight_update.errors import (
-    FormatError,
-    JoinRefusedError,
-    LinkClosedError,
-    TransportError,
-)
+from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, TransportError
 from weight_update.transports.base import Buffer, Capabilities, TransportBackend
 from weight_update.transports.distributed.connection import (
+    INLINE_BYTES,
     Connection,
     RemoteConnection,
     WorkerConnection,
@@ -39,13 +37,6 @@ __all__ = ["DistributedListener", "DistributedTransport", "this_host"]
 
 _CLOSE_SECONDS = 0.5
 _ALONE = "/process "
-_CAPABILITIES = {
-    (local, visible): Capabilities(
-        shares_memory=True, send_never_blocks=local, pid_is_visible=visible, allows_rejoin=True
-    )
-    for local in (False, True)
-    for visible in (False, True)
-}
 _REMEMBERED = 10_000
 """Number of remembered joins; a recorded join request that a stranger repeats is refused."""
 
@@ -59,7 +50,8 @@ def this_host() -> str:
     spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")]
     hidden = os.stat("/proc/self/fd").st_uid != os.geteuid()
     alone = f"{_ALONE}{os.getpid()}" if hidden else ""
-    return "/".join([_text("/proc/sys/kernel/random/boot_id"), *spaces, str(os.geteuid())]) + alone
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return "/".join([boot, *spaces, str(os.geteuid())]) + alone
 
 
 class DistributedTransport(ReconnectingLink[Connection | LocalConnection]):
@@ -80,6 +72,8 @@ class DistributedTransport(ReconnectingLink[Connection | LocalConnection]):
         backend: backend that carries payloads to other hosts; the sender's end decides.
     """
 
+    capabilities = Capabilities(shares_memory=True, allows_rejoin=True)
+
     def __init__(
         self,
         find_store: Callable[[float | None], Store] | None = None,
@@ -96,16 +90,8 @@ class DistributedTransport(ReconnectingLink[Connection | LocalConnection]):
         self._host, self._directory = host or this_host(), directory
         self._store: Store | None = None
         self._slots = SlotTable()
-        self._pid_is_visible = True  # until a worker came from another host, or from another pid namespace
-
-    @property
-    def capabilities(self) -> Capabilities:
-        connection = self._connection
-        local = connection is not None and connection.local
-        return _CAPABILITIES[local, self._pid_is_visible]
 
     def allocate(self, nbytes: int) -> Buffer:
-        """Return a shared slot."""
         return SharedBuffer(nbytes, self._directory)
 
     def connect(self, timeout: float | None) -> WorkerConnection:
@@ -125,8 +111,8 @@ class DistributedTransport(ReconnectingLink[Connection | LocalConnection]):
     def expect(self, payload: torch.Tensor, links: Sequence[TransportBackend]) -> None:
         connections = [link._connection for link in links if isinstance(link, DistributedTransport)]
         remotes = [connection for connection in connections if isinstance(connection, RemoteConnection)]
-        if remotes and remotes[0].needs_relay(payload):
-            Router.of(remotes[0].store).expect(payload, remotes)
+        if remotes and payload.numel() > INLINE_BYTES:
+            remotes[0].router.expect(payload, remotes)
 
     def reach(self, link: str, host: str) -> LocalCall | None:
         """Sender's end: connect to a worker that claims to be on this host; return None if it is on another.
@@ -138,21 +124,18 @@ class DistributedTransport(ReconnectingLink[Connection | LocalConnection]):
         return call_local(link, self._token) if same else None
 
     def attach(
-        self, store: Store, link: str, host: str, hello: WeightChunk, called: LocalCall | None
+        self, store: Store, router: Router, link: str, host: str, hello: WeightChunk, called: LocalCall | None
     ) -> None:
         """Sender's end: take over a worker's connection; ``called`` is the result of :meth:`reach` for it."""
-        self.take_over(self._connection_to(store, link, host, hello.header["pid"], called), hello)
-
-    def _connection_to(
-        self, store: Store, link: str, host: str, pid: int, called: LocalCall | None
-    ) -> LocalConnection | RemoteConnection:
+        pid, before = hello.header["pid"], self.capabilities
+        visible = before.pid_is_visible and called is not None and called.stream.peer_pid == pid
+        self.capabilities = replace(before, send_never_blocks=called is not None, pid_is_visible=visible)
         if called is not None:
-            self._pid_is_visible = self._pid_is_visible and called.stream.peer_pid == pid
-            return LocalConnection(called, store, link, self._token)
-        self._pid_is_visible = False
-        return RemoteConnection(
-            store, link, self._token, pid, host, self._address or store.host, self._backend
-        )
+            self.take_over(LocalConnection(called, store, link, self._token), hello)
+        else:
+            address = self._address or store.host
+            remote = RemoteConnection(store, link, self._token, pid, host, address, self._backend, router)
+            self.take_over(remote, hello)
 
     def release(self, payload: torch.Tensor) -> None:
         self._slots.release(payload)
@@ -180,7 +163,7 @@ class DistributedListener(JoinListener[DistributedTransport]):
         super().__init__(token, links, late_joiners)
         self._store = store
         self._join_requests = SignedQueue(store, JOIN_QUEUE, token, ordered=False)
-        self._router = Router.of(store)
+        self._router = Router()
         self._seen: OrderedDict[str, None] = OrderedDict()
 
     @property
@@ -189,7 +172,6 @@ class DistributedListener(JoinListener[DistributedTransport]):
         return self._router.sent
 
     def close(self) -> None:
-        """Admit no more workers."""
         super().close()
         self._router.wait_until_gone(_CLOSE_SECONDS)
         self._store.close()
@@ -258,13 +240,8 @@ class DistributedListener(JoinListener[DistributedTransport]):
                 if called is not None:
                     called.stream.close()
                 raise
-            end.attach(self._store, link, host, hello, called)
+            end.attach(self._store, self._router, link, host, hello, called)
         except JoinRefusedError as error:
             refused = Connection(self._store, link, self._token)
             refused.send(refusal_of(error), None)
             raise
-
-
-def _text(path: str) -> str:
-    with open(path, encoding="ascii") as file:
-        return file.read().strip()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from weight_update.errors import LifecycleError, LinkClosedError, SyncFailedError
+from weight_update.errors import LinkClosedError, SyncFailedError
 from weight_update.transports.base import Allocate, TransportBackend
-from weight_update.transports.ray.rendezvous import require_ray
+from weight_update.transports.ray.rendezvous import ray_runs, require_ray
 from weight_update.wire.frames import WeightChunk
 
 __all__ = ["ActorLink", "ActorWatch"]
@@ -15,11 +15,7 @@ _PROBE_SECONDS = 2.0
 
 
 class ActorWatch:
-    """State of the actors that are workers.
-
-    Args:
-        actors: handles by worker index; may change.
-    """
+    """State of the actors that are workers, whose handles by worker index may change."""
 
     def __init__(self, actors: dict[int, Any]) -> None:
         self.actors = actors
@@ -45,12 +41,9 @@ class ActorWatch:
     def _trouble(self, idx: int, seconds: float) -> tuple[bool, str | None]:
         """Return whether the actor may be alive, and Ray's reason if it is not well."""
         actor = self.actors.get(idx)
-        try:
-            ray = require_ray()
-        except LifecycleError:
+        if actor is None or not ray_runs():
             return True, None
-        if actor is None:
-            return True, None
+        ray = require_ray()
         known, probe = self._probes.pop(idx, (None, None))
         if known is not actor or seconds:  # an old call may have been answered before the actor died
             probe = actor.__ray_ready__.remote()  # waits behind the methods of a busy actor, fails if it died

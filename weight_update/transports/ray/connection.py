@@ -13,7 +13,7 @@ import numpy as np
 from weight_update.errors import FormatError, LinkClosedError
 from weight_update.transports.base import Allocate
 from weight_update.transports.ray.object_store import ObjectStore
-from weight_update.transports.ray.rendezvous import POLL_SECONDS, ask, running_ray, with_ray
+from weight_update.transports.ray.rendezvous import POLL_SECONDS, ask, brief, ray_runs, running_ray
 from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
 from weight_update.wire.frames import PRELUDE_BYTES, Prelude, WeightChunk, fresh_bytes
 from weight_update.wire.memory import byte_view
@@ -32,27 +32,17 @@ class RayConnection:
     """One connection of a link: from a worker's join request until either end leaves.
 
     Args:
-        actor: handle of the rendezvous actor.
-        name: name of this connection; used once.
+        actor: handle of the rendezvous actor, for which ``name`` is used once.
         end: 0 on the sender's side, 1 on the worker's.
-        object_store: store that payloads are put into.
         local: whether both ends are on one node, so that no payload crosses a network.
         liveness: sender's end: reference that Ray declares lost when the worker's process is gone.
 
     Attributes:
-        object_store: the same; the link of the sender's end sets its own.
+        object_store: store that payloads are put into; the link sets its own.
     """
 
-    def __init__(
-        self,
-        actor: Any,
-        name: str,
-        end: int,
-        object_store: ObjectStore,
-        local: bool = True,
-        liveness: Any = None,
-    ) -> None:
-        self.object_store = object_store
+    def __init__(self, actor: Any, name: str, end: int, local: bool = True, liveness: Any = None) -> None:
+        self.object_store = ObjectStore()
         self._actor, self._name, self._end, self._local = actor, name, end, local
         self._messages: deque[tuple[bytes, list[Any]]] = deque()
         self._call: Any = None  # a call that waits in the actor for the next messages
@@ -64,15 +54,11 @@ class RayConnection:
         if liveness is not None:
             liveness.future().add_done_callback(self._end_if_lost)
 
-    def _request_join(self, hello: WeightChunk) -> None:
-        node = running_ray().get_runtime_context().get_node_id()
-        refs = [self._liveness]
-        ask(self._actor.request_join.remote(self._name, (node, hello.encode()), refs), _FETCH_SECONDS)
-
     def _end_if_lost(self, liveness: Future[None]) -> None:
         if not self._closed and liveness.exception() is not None:
             self._lost = True
-            with_ray(lambda: self._actor.finish.remote(self._name, 1, 0))
+            if ray_runs():
+                self._actor.finish.remote(self._name, 1, 0)
 
     def send(self, chunk: WeightChunk, timeout: float | None = None) -> None:
         """Send a chunk to the other end; the first one of a worker is its join request. Does not wait.
@@ -84,7 +70,8 @@ class RayConnection:
         del timeout
         if not self._joined:
             self._joined = True
-            self._request_join(chunk)
+            hello = (running_ray().get_runtime_context().get_node_id(), chunk.encode())
+            ask(self._actor.request_join.remote(self._name, hello, [self._liveness]), _FETCH_SECONDS)
             return
         head = self.object_store.head(chunk, checksum=not self._local)
         message, refs = _PREFIX.pack(_FRAME, len(head)) + head, []
@@ -135,8 +122,7 @@ class RayConnection:
             return ray.get(ref, timeout=_FETCH_SECONDS)
         except (ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError) as error:
             self._send_message(_PREFIX.pack(_LOST, 0), [])
-            reason = " ".join(str(error).split())[:300]
-            raise LinkClosedError(f"Ray's object store lost an update ({reason})") from None
+            raise LinkClosedError(f"Ray's object store lost an update ({brief(error)})") from None
 
     def _next(self, deadline: float | None) -> tuple[bytes, list[Any]] | None:
         ray = running_ray()
@@ -163,4 +149,5 @@ class RayConnection:
             if self._closed:
                 return
             self._closed = True
-        with_ray(lambda: self._actor.finish.remote(self._name, self._end, self._put))
+        if ray_runs():
+            self._actor.finish.remote(self._name, self._end, self._put)

@@ -8,8 +8,7 @@ from typing import Any
 from weight_update.errors import FormatError, LinkClosedError
 from weight_update.transports.join_listener import BACK_OFF_SECONDS, JoinListener
 from weight_update.transports.ray.connection import RayConnection
-from weight_update.transports.ray.object_store import ObjectStore
-from weight_update.transports.ray.rendezvous import POLL_SECONDS, ask, ray_runs, running_ray, with_ray
+from weight_update.transports.ray.rendezvous import POLL_SECONDS, ask, ray_runs, running_ray
 from weight_update.transports.ray.transport import RayTransport
 from weight_update.wire.frames import WeightChunk
 
@@ -33,7 +32,8 @@ class RayListener(JoinListener[RayTransport]):
         self._actor = actor
 
     def wake(self) -> None:
-        with_ray(lambda: self._actor.request_join.remote("", (b"", b""), []))
+        if ray_runs():
+            self._actor.request_join.remote("", (b"", b""), [])
 
     def accept(self) -> tuple[RayConnection, WeightChunk] | None:
         if not ray_runs():
@@ -53,4 +53,4 @@ class RayListener(JoinListener[RayTransport]):
         except (ValueError, TypeError) as error:
             raise FormatError(f"not a join request ({error})") from None
         local = node == running_ray().get_runtime_context().get_node_id()
-        return RayConnection(self._actor, name, 0, ObjectStore(), local, liveness), hello
+        return RayConnection(self._actor, name, 0, local, liveness), hello

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from weight_update.errors import LifecycleError, LinkClosedError, SyncTimeoutError
@@ -18,13 +17,13 @@ __all__ = [
     "POLL_SECONDS",
     "RendezvousActor",
     "ask",
+    "brief",
     "find_rendezvous",
     "ray_runs",
     "require_ray",
     "running_ray",
     "start_rendezvous",
     "stop_rendezvous",
-    "with_ray",
 ]
 
 POLL_SECONDS = 20.0
@@ -187,11 +186,7 @@ def start_rendezvous(name: str, namespace: str | None) -> Any:
     cloudpickle.register_pickle_by_value(me)  # its process then starts without importing torch
     try:
         remote = ray.remote(RendezvousActor).options(
-            name=name,
-            namespace=namespace,
-            num_cpus=0,
-            max_concurrency=10_000,
-            scheduling_strategy=here,
+            name=name, namespace=namespace, num_cpus=0, max_concurrency=10_000, scheduling_strategy=here
         )
         return remote.remote()
     finally:
@@ -242,7 +237,7 @@ def ask(call: Any, timeout: float | None) -> Any:
     try:
         return ray.get(call, timeout=timeout)
     except ray.exceptions.RayError as error:
-        raise LinkClosedError(f"the sender is gone ({_brief(error)})") from None
+        raise LinkClosedError(f"the sender is gone ({brief(error)})") from None
 
 
 def ray_runs() -> bool:
@@ -254,12 +249,6 @@ def ray_runs() -> bool:
     return True
 
 
-def with_ray(call: Callable[[], object]) -> None:
-    """Call ``call`` unless Ray has ended."""
-    if ray_runs():
-        call()
-
-
 def stop_rendezvous(actor: Any) -> None:
     """End the actor after workers have taken their messages; do nothing if Ray has ended."""
     with contextlib.suppress(LifecycleError):
@@ -268,5 +257,6 @@ def stop_rendezvous(actor: Any) -> None:
         ray.kill(actor)
 
 
-def _brief(error: Exception) -> str:
+def brief(error: Exception) -> str:
+    """Return the beginning of an error's message in one line."""
     return " ".join(str(error).split())[:300]

@@ -24,10 +24,7 @@ class RayTransport(ReconnectingLink[RayConnection]):
     Args:
         find_actor: returns the handle of the rendezvous actor within the given seconds; called when the link
             is first used. None makes a sender's end, whose connection comes from ``RayListener``.
-        object_store: store shared by the sender's ends.
-
-    Attributes:
-        object_store: store that payloads are put into.
+        object_store: store that payloads are put into, shared by the sender's ends.
     """
 
     capabilities = Capabilities(send_never_blocks=True, allows_rejoin=True)
@@ -42,7 +39,7 @@ class RayTransport(ReconnectingLink[RayConnection]):
     def connect(self, timeout: float | None) -> RayConnection:
         assert self._find_actor is not None, "a receiver's end"
         self._actor = self._actor or self._find_actor(timeout)
-        return RayConnection(self._actor, uuid.uuid4().hex, 1, self.object_store)
+        return RayConnection(self._actor, uuid.uuid4().hex, 1)
 
     def take_over(self, connection: RayConnection, hello: WeightChunk | None = None) -> None:
         connection.object_store = self.object_store

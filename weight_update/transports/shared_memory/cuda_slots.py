@@ -104,11 +104,7 @@ class CudaHandle:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> CudaHandle:
-        """Return the handle in ``data``, which was received.
-
-        Raises:
-            FormatError: ``data`` is no handle.
-        """
+        """Return the handle in ``data``; raise FormatError if it is none."""
         try:
             fields: dict[str, Any] = json.loads(data)
             handle = cls(**fields)
@@ -124,11 +120,8 @@ class CudaHandle:
 class CudaBuffer(SharedSlot):
     """A slot on a GPU, on the sender's side.
 
-    After :meth:`close` its memory is freed as soon as no other process has it open.
-
-    Args:
-        nbytes: size in bytes.
-        device: CUDA device with an index.
+    After :meth:`close` its memory is freed as soon as no other process has it open. Its ``device`` needs an
+    index.
 
     Raises:
         NotEnoughMemoryError: the device has no room for it.
@@ -162,10 +155,7 @@ os.register_at_fork(after_in_child=_made_here.clear)
 class CudaSlotMapping(SlotMapping):
     """A slot on a GPU, opened in a receiver. Writes into it are visible to all processes.
 
-    Args:
-        key: name of the slot.
-        handle: the sender's :attr:`CudaBuffer.handle`.
-        fd: the sender's :attr:`CudaBuffer.fd`; a copy stays open as long as a tensor uses the memory.
+    A copy of ``fd`` stays open as long as a tensor uses the memory.
 
     Raises:
         FormatError: ``handle`` is not a handle.

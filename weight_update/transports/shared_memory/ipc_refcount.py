@@ -57,12 +57,6 @@ class IpcReferences:
         os.close(self._reading)
         return True
 
-    def forget(self) -> None:
-        """Close the inherited writing end, in a forked child."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-
 
 def owner_released(fd: int) -> bool:
     """Return whether the owner of the writing end ``fd`` has called :meth:`IpcReferences.close`."""
@@ -74,9 +68,11 @@ def owner_released(fd: int) -> bool:
 _made_here: weakref.WeakSet[IpcReferences] = weakref.WeakSet()
 
 
-def _forget_all() -> None:
+def _close_inherited() -> None:
     for references in list(_made_here):
-        references.forget()
+        if references.fd >= 0:
+            os.close(references.fd)
+            references.fd = -1
 
 
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_close_inherited)

@@ -14,6 +14,7 @@ import mmap
 import os
 import resource
 import select
+import shutil
 import threading
 import uuid
 import weakref
@@ -38,6 +39,7 @@ __all__ = [
     "SharedSlot",
     "SlotMapping",
     "SlotTable",
+    "WatchedProcess",
     "may_run",
     "open_slot",
     "slot_of",
@@ -84,7 +86,6 @@ class SharedBuffer(SharedSlot):
     released.
 
     Args:
-        nbytes: size in bytes.
         directory: None for anonymous memory, which no mount limits; a path such as ``"/dev/shm"`` for a
             nameless file on that file system.
 
@@ -166,7 +167,7 @@ def _anonymous_file(key: str, size: int, directory: str | None) -> int:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM):
             raise
         where = directory or "memory"
-        free = "" if directory is None else f", {_free_bytes(directory) / 1e6:.1f} MB are free"
+        free = "" if directory is None else f", {shutil.disk_usage(directory).free / 1e6:.1f} MB are free"
         cure = (
             f"enlarge it (docker run --shm-size=..., or mount -o remount,size=... {directory})"
             if directory
@@ -201,17 +202,14 @@ def _naming_memory(needed: str) -> Iterator[None]:
         ) from None
 
 
-def _free_bytes(directory: str) -> int:
-    stats = os.statvfs(directory)
-    return stats.f_bavail * stats.f_frsize
-
-
 class SlotMapping:
-    """A slot that is open in a receiver.
+    """A slot that is open in a receiver, whose memory is ``whole``.
 
-    Args:
-        whole: memory of the slot.
+    Attributes:
+        owner: id of the process that owns the slot; None if the link ends when that process does.
     """
+
+    owner: int | None = None
 
     def __init__(self, whole: torch.Tensor) -> None:
         self._whole = self._shown = whole
@@ -244,11 +242,7 @@ class SlotMapping:
 
 
 class HostSlotMapping(SlotMapping):
-    """A slot in host memory, mapped copy-on-write.
-
-    Args:
-        fd: file descriptor of the slot.
-    """
+    """A slot in host memory, mapped copy-on-write."""
 
     def __init__(self, fd: int) -> None:
         size = os.fstat(fd).st_size
@@ -305,61 +299,33 @@ class SlotTable:
 
     def __init__(self) -> None:
         self._slots: OrderedDict[str, SlotMapping] = OrderedDict()
-        self._owners: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def payload(
-        self,
-        key: str,
-        nbytes: int,
-        open_fd: Callable[[], int],
-        mapping: Callable[[int], SlotMapping] = HostSlotMapping,
-        owner: int | None = None,
+        self, key: str, nbytes: int, open_mapping: Callable[[], SlotMapping], owner: int | None = None
     ) -> torch.Tensor:
-        """Return the memory of a slot; the same tensor object each time.
+        """Return the first ``nbytes`` bytes of a slot; the same tensor object each time.
 
-        Args:
-            key: name of the slot.
-            nbytes: size of the payload, which begins where the slot does.
-            open_fd: returns a file descriptor of a slot that is not open yet; this method closes it.
-            mapping: maps the slot of a file descriptor.
-            owner: id of the process that owns the slot; None if the link ends when that process does.
+        ``open_mapping`` maps a slot that is not open yet; its errors are raised.
 
         Raises:
-            LinkClosedError: the slot is gone.
             FormatError: the payload is larger than the slot.
-            NotEnoughMemoryError: this process has no memory to map it.
-            UnreachableMemoryError: this process may not open it.
         """
         with self._lock:
             found = self._slots.get(key)
             if found is None:
                 self._drop_orphans()
-                found = self._slots[key] = self._open(key, open_fd, mapping)
-                if owner is not None:
-                    self._owners[key] = owner
+                found = self._slots[key] = open_mapping()
+                found.owner = owner
             self._drop_released()
             return found.first(nbytes)
-
-    @staticmethod
-    def _open(key: str, open_fd: Callable[[], int], mapping: Callable[[int], SlotMapping]) -> SlotMapping:
-        try:
-            fd = open_fd()
-        except UnreachableMemoryError:
-            raise
-        except OSError as error:
-            raise LinkClosedError(f"the sender's slot {key} cannot be opened: {error}") from None
-        try:
-            return mapping(fd)
-        finally:
-            os.close(fd)
 
     def _drop_released(self) -> None:
         """Close released slots; check a few of the others, in turn from call to call."""
         looked_at = 0
         for key in list(self._slots):
             if self._slots[key].released:
-                self._drop(key)
+                del self._slots[key]
                 continue
             self._slots.move_to_end(key)
             looked_at += 1
@@ -368,13 +334,10 @@ class SlotTable:
 
     def _drop_orphans(self) -> None:
         """Close the slots of processes that died without releasing them."""
-        gone = {pid for pid in set(self._owners.values()) if not may_run(pid)}
-        for key in [key for key, owner in self._owners.items() if owner in gone]:
-            self._drop(key)
-
-    def _drop(self, key: str) -> None:
-        del self._slots[key]
-        self._owners.pop(key, None)
+        owners = {slot.owner for slot in self._slots.values()}
+        gone = {pid for pid in owners if pid is not None and not may_run(pid)}
+        for key in [key for key, slot in self._slots.items() if slot.owner in gone]:
+            del self._slots[key]
 
     def release(self, payload: torch.Tensor) -> None:
         """Note that the weights in ``payload`` are no longer in use here."""
@@ -387,43 +350,62 @@ class SlotTable:
         """Close all slots that no tensor uses any more."""
         with self._lock:
             self._slots.clear()
-            self._owners.clear()
+
+
+class WatchedProcess:
+    """A process of this pid namespace, recognized even after the kernel has used its id again.
+
+    Args:
+        pid: process id.
+
+    Raises:
+        ProcessLookupError: there is no such process.
+        AttributeError, OSError: this kernel, or a sandbox, does not tell.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._fd = os.pidfd_open(pid)
+        weakref.finalize(self, os.close, self._fd)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all its threads have ended, even before it is reaped."""
+        poller = select.poll()
+        poller.register(self._fd, select.POLLIN)
+        return bool(poller.poll(0))
 
 
 def may_run(pid: int) -> bool:
     """Return whether a process of this pid namespace may still execute; True when that is unknown."""
     try:
-        fd = os.pidfd_open(pid)
+        return not WatchedProcess(pid).ended
     except ProcessLookupError:
         return False
-    except (OSError, AttributeError):  # a kernel, or a sandbox, that has no such descriptors
+    except (OSError, AttributeError):
         return True
-    try:
-        poller = select.poll()
-        poller.register(fd, select.POLLIN)
-        return not poller.poll(0)  # readable once all threads have ended, even before the process is reaped
-    finally:
-        os.close(fd)
 
 
-def open_slot(pid: int, fd: int, key: str, directory: str | None = None) -> int:
-    """Open a slot that another process of this host and user owns; return a file descriptor.
+def open_slot(pid: int, fd: int, key: str, directory: str | None = None) -> SlotMapping:
+    """Map a slot that another process of this host and user owns.
 
     Raises:
-        LinkClosedError: the owner has released the slot.
+        LinkClosedError: the owner is gone, or has released the slot.
+        NotEnoughMemoryError: this process has no memory to map it.
         UnreachableMemoryError: this process may not open it.
-        OSError: the owner is gone.
     """
-    path = f"/proc/{pid}/fd/{fd}"
     try:
-        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     except PermissionError as error:
         raise UnreachableMemoryError(
             f"process {pid} holds the weights in a slot of shared memory that process {os.getpid()} may not "
             f"open ({error}): run both as one user, without setuid() or file capabilities; or use "
             "DistributedWeightSyncScheme, with another host= for each user"
         ) from None
-    if directory is None and anonymous_name(key) not in os.readlink(path):
+    except OSError as error:
+        raise LinkClosedError(f"the sender's slot {key} cannot be opened: {error}") from None
+    try:
+        if directory is None and anonymous_name(key) not in os.readlink(f"/proc/self/fd/{opened}"):
+            raise LinkClosedError(f"the sender has released the slot {key}")
+        return HostSlotMapping(opened)
+    finally:
         os.close(opened)
-        raise LinkClosedError(f"the sender has released the slot {key}")
-    return opened

@@ -11,7 +11,7 @@ import socket
 import struct
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
@@ -38,15 +38,10 @@ from weight_update.transports.shared_memory.slots import (
     SlotTable,
     slot_of,
 )
-from weight_update.transports.shared_memory.unix_stream import (
-    SocketStream,
-    close_in_children,
-    deadline_of,
-    seconds_left,
-)
-from weight_update.wire.frames import Kind, WeightChunk
+from weight_update.transports.shared_memory.unix_stream import SocketStream, deadline_of, seconds_left
+from weight_update.wire.frames import Kind, Prelude, WeightChunk
 
-__all__ = ["SharedMemListener", "SharedMemTransport", "SlotRecord", "SlotStream", "slot_record"]
+__all__ = ["SharedMemListener", "SharedMemTransport", "SlotStream"]
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 128
@@ -88,7 +83,7 @@ class SlotStream:
         self._handed_over: WeakSet[SharedSlot] = WeakSet()
 
     def send(self, chunk: WeightChunk, timeout: float | None) -> None:
-        """Send a frame; raise as :meth:`SocketStream.send`, after which the connection is not usable."""
+        """Send a frame; raise as :meth:`SocketStream.send`."""
         deadline = deadline_of(timeout)
         if chunk.kind is Kind.HELLO:
             if chunk.header == self._asked:
@@ -99,23 +94,18 @@ class SlotStream:
         if chunk.payload is None or chunk.payload_bytes == 0:
             self._stream.send(head, deadline)
             return
-        slot = slot_of(chunk.payload)
-        handed_over = self._handed_over
-        fresh = slot not in handed_over
-        record = slot_record(slot, fresh=fresh)
-        if fresh:
-            self._stream.send(head, deadline)
-            self._stream.send_with_fd(record, slot.fd, deadline)
-            handed_over.add(slot)
+        slot, handed_over = slot_of(chunk.payload), self._handed_over
+        if slot in handed_over:  # in one call: waking the reader twice would cost most
+            self._stream.send(head + _RECORD.pack(slot.key.encode(), _KNOWN), deadline)
         else:
-            self._stream.send(head + record, deadline)  # in one call: waking the reader twice would cost most
+            self._stream.send(head, deadline)
+            self._stream.send_with_fd(_first_record(slot), slot.fd, deadline)
+            handed_over.add(slot)
 
     def recv(self, timeout: float | None, allocate: Allocate | None = None) -> WeightChunk | None:
         """Return the next frame, or None when none arrived within ``timeout`` seconds.
 
-        Args:
-            timeout: seconds; None waits for ever.
-            allocate: not used; payloads stay where they are.
+        Payloads stay where they are, so ``allocate`` is not used.
 
         Raises:
             LinkClosedError: the connection ended.
@@ -132,14 +122,7 @@ class SlotStream:
         if prelude.kind is Kind.FAILED:
             self._handed_over = WeakSet()
         if prelude.payload_bytes:
-            slot = SlotRecord.receive(self._stream)
-            self.received_handle |= slot.handle is not None
-            try:
-                with prelude.naming_version(header):
-                    payload = self._slots.payload(slot.key, prelude.payload_bytes, slot.copy_fd, slot.open)
-            finally:
-                if slot.fd is not None:
-                    os.close(slot.fd)
+            payload = self._receive_payload(prelude, header)
         chunk = prelude.assemble(header, payload)
         return chunk.with_token(self._token) if chunk.kind is Kind.HELLO else chunk
 
@@ -147,73 +130,38 @@ class SlotStream:
         """End the connection and wake threads that wait on it."""
         self._stream.close()
 
+    def _receive_payload(self, prelude: Prelude, header: bytes) -> torch.Tensor:
+        raw, fd = self._stream.recv_with_fd(_RECORD.size)
+        try:
+            name, kind = _RECORD.unpack(raw)
+            key = name.decode("ascii", "replace")
+            handle = self._receive_handle() if kind == _HANDLE else None
+            self.received_handle |= handle is not None
+            with prelude.naming_version(header):
+                return self._slots.payload(key, prelude.payload_bytes, lambda: _map_slot(key, fd, handle))
+        finally:
+            if fd is not None:
+                os.close(fd)
 
-def slot_record(slot: SharedSlot, *, fresh: bool) -> bytes:
-    """Return the record of ``slot``; a ``fresh`` one is sent together with the slot's file descriptor."""
+    def _receive_handle(self) -> bytes:
+        (length,) = _SIZE.unpack(self._stream.recv(_SIZE.size))
+        if length > _MAX_HANDLE:
+            raise FormatError(f"the handle of a slot has {length} bytes")
+        return self._stream.recv(length)
+
+
+def _first_record(slot: SharedSlot) -> bytes:
+    """Return the record that is sent together with the slot's file descriptor."""
     key = slot.key.encode()
-    if not fresh:
-        return _RECORD.pack(key, _KNOWN)
     if not slot.handle:
         return _RECORD.pack(key, _FILE)
     return _RECORD.pack(key, _HANDLE) + _SIZE.pack(len(slot.handle)) + slot.handle
 
 
-@dataclass(frozen=True)
-class SlotRecord:
-    """A received record.
-
-    Attributes:
-        key: key of the slot.
-        fd: file descriptor of the slot, to be closed by the caller; None for a known slot.
-        handle: handle of a slot on a GPU; None otherwise.
-    """
-
-    key: str
-    fd: int | None
-    handle: bytes | None
-
-    @classmethod
-    def receive(cls, stream: SocketStream) -> SlotRecord:
-        """Receive a record.
-
-        Raises:
-            LinkClosedError: the connection ended.
-            FormatError: the received bytes are no record.
-        """
-        raw, fd = stream.recv_with_fd(_RECORD.size)
-        try:
-            key, along = _RECORD.unpack(raw)
-            handle = _receive_handle(stream) if along == _HANDLE else None
-        except BaseException:
-            if fd is not None:
-                os.close(fd)
-            raise
-        return cls(key.decode("ascii", "replace"), fd, handle)
-
-    def copy_fd(self) -> int:
-        """Return a file descriptor of the slot, to be closed by the caller.
-
-        Raises:
-            FormatError: the record came without a file descriptor.
-        """
-        if self.fd is None:
-            raise FormatError("a slot was named before its file descriptor was sent")
-        return os.dup(self.fd)
-
-    def open(self, fd: int) -> SlotMapping:
-        """Map the slot of ``fd``; raise as :class:`CudaSlotMapping`."""
-        return HostSlotMapping(fd) if self.handle is None else CudaSlotMapping(self.key, self.handle, fd)
-
-
-def _receive_handle(stream: SocketStream) -> bytes:
-    size = bytearray(_SIZE.size)
-    stream.recv_into(memoryview(size))
-    (length,) = _SIZE.unpack(size)
-    if length > _MAX_HANDLE:
-        raise FormatError(f"the handle of a slot has {length} bytes")
-    handle = bytearray(length)
-    stream.recv_into(memoryview(handle))
-    return bytes(handle)
+def _map_slot(key: str, fd: int | None, handle: bytes | None) -> SlotMapping:
+    if fd is None:
+        raise FormatError("a slot was named before its file descriptor was sent")
+    return HostSlotMapping(fd) if handle is None else CudaSlotMapping(key, handle, fd)
 
 
 class SharedMemTransport(ReconnectingLink[SlotStream]):
@@ -246,7 +194,6 @@ class SharedMemTransport(ReconnectingLink[SlotStream]):
         self._slots = SlotTable()
 
     def allocate(self, nbytes: int) -> Buffer:
-        """Return a shared slot."""
         if self._device is not None:
             return CudaBuffer(nbytes, self._device)
         return SharedBuffer(nbytes, self._directory)
@@ -295,37 +242,31 @@ class SharedMemTransport(ReconnectingLink[SlotStream]):
         raise LinkClosedError("this end was closed")
 
     def _join(self, address: str, deadline: float | None) -> SlotStream:
-        """Connect and prove knowledge of the token; raise BlockingIOError if the caller should retry."""
-        stream = self._open_stream(address)
+        """Connect and prove the token; raise BlockingIOError if the caller should retry."""
+        self._joining = stream = SocketStream(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
-            prove_token(stream, self._token, _context(address), deadline)
+            if self._closed:  # close() may not have seen the stream
+                raise LinkClosedError("this end was closed")
+            _dial(stream.sock, address)
+            try:
+                prove_token(stream, self._token, _context(address), deadline)
+            except LinkClosedError:
+                raise BlockingIOError("the listener is too busy, or this end was closed") from None
             return SlotStream(stream, self._slots, self._token)
-        except LinkClosedError:
-            stream.close()
-            raise BlockingIOError("the listener is too busy, or this end was closed") from None
         except BaseException:
             stream.close()
             raise
         finally:
             self._joining = None
 
-    def _open_stream(self, address: str) -> SocketStream:
-        stream = SocketStream(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        close_in_children(stream.sock)
-        with self._changed:
-            if self._closed:
-                stream.close()
-                raise LinkClosedError("this end was closed")
-            self._joining = stream
-        try:
-            stream.sock.connect(address)
-        except BlockingIOError:  # its backlog is full
-            stream.close()
-            raise
-        except OSError as error:
-            stream.close()
-            raise LinkClosedError(f"the sender cannot be reached ({error})") from None
-        return stream
+
+def _dial(sock: socket.socket, address: str) -> None:
+    try:
+        sock.connect(address)
+    except BlockingIOError:  # its backlog is full
+        raise
+    except OSError as error:
+        raise LinkClosedError(f"the sender cannot be reached ({error})") from None
 
 
 def _context(address: str) -> str:
@@ -334,12 +275,7 @@ def _context(address: str) -> str:
 
 
 class SharedMemListener(Listener):
-    """The listener for links over Unix sockets.
-
-    Args:
-        token: secret that workers must know.
-        links: the sender's end for each worker index.
-        late_joiners: see :class:`~weight_update.JoinListener`.
+    """The listener for links over Unix sockets, with the arguments of :class:`~weight_update.JoinListener`.
 
     Attributes:
         address: abstract Unix address, which vanishes with the process.

@@ -10,6 +10,8 @@ import socket
 import struct
 import time
 import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from weight_update.errors import LinkClosedError, SyncTimeoutError
 from weight_update.wire.frames import PRELUDE_BYTES, Prelude
@@ -29,6 +31,8 @@ _CREDENTIALS = struct.Struct("iII")  # process, user and group, as Linux writes 
 _STALLED = 60.0
 """Seconds without progress in the middle of a frame after which the other end counts as gone."""
 
+_T = TypeVar("_T")
+
 
 def deadline_of(timeout: float | None) -> float | None:
     """Return the moment, on the monotonic clock, that is ``timeout`` seconds away; None for no timeout."""
@@ -45,15 +49,15 @@ def close_in_children(sock: socket.socket) -> None:
     _ours.add(sock)
 
 
-def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
-    """Return process, user and group of the other end of a connected Unix socket.
+def peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    """Return process and user of the other end of a connected Unix socket.
 
     The kernel records them when the connection is made, and translates them to this process's namespaces: the
     process is 0 if it is not visible here.
     """
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, gid = _CREDENTIALS.unpack(raw)
-    return pid, uid, gid
+    pid, user, _ = _CREDENTIALS.unpack(raw)
+    return pid, user
 
 
 _ours: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -69,12 +73,13 @@ os.register_at_fork(after_in_child=_close_inherited)
 
 
 class SocketStream:
-    """A connected, non-blocking stream socket.
+    """A connected, non-blocking stream socket, which forked children close.
 
     Every method raises LinkClosedError when the connection ends.
     """
 
     def __init__(self, sock: socket.socket) -> None:
+        close_in_children(sock)
         sock.setblocking(False)
         self.sock = sock
         self._in_use = _InUse(sock)
@@ -99,92 +104,71 @@ class SocketStream:
             SyncTimeoutError: the deadline passed before all was sent.
         """
         view = memoryview(data).cast("B")
-        with self._in_use:
-            while view:
-                try:
-                    view = view[self.sock.send(view) :]
-                except BlockingIOError:
-                    if not self._poll(select.POLLOUT, seconds_left(deadline)):
-                        raise SyncTimeoutError("the other end does not read") from None
-                except OSError as error:
-                    raise LinkClosedError(f"the other end is gone ({error})") from None
+        while view:
+            view = view[self._retry(self._await_room, deadline, self.sock.send, view) :]
 
-    def recv_into(self, view: memoryview, deadline: float | None = None) -> None:
-        """Fill ``view``.
-
-        Args:
-            view: memory to fill.
-            deadline: on the monotonic clock; None waits as long as bytes keep coming.
+    def recv(self, size: int, deadline: float | None = None) -> bytes:
+        """Receive exactly ``size`` bytes; without a deadline, wait as long as bytes keep coming.
 
         Raises:
-            SyncTimeoutError: the deadline passed before ``view`` was full.
+            SyncTimeoutError: the deadline passed before all of them arrived.
         """
-        with self._in_use:
-            while view:
-                try:
-                    count = self.sock.recv_into(view)
-                except BlockingIOError:
-                    self._await_more(deadline)
-                    continue
-                except OSError as error:
-                    raise LinkClosedError(f"the other end is gone ({error})") from None
-                if count == 0:
-                    raise LinkClosedError("the other end is gone")
-                view = view[count:]
+        received = bytearray(size)
+        view = memoryview(received)
+        while view:
+            count = self._retry(self._await_more, deadline, self.sock.recv_into, view)
+            if count == 0:
+                raise LinkClosedError("the other end is gone")
+            view = view[count:]
+        return bytes(received)
 
     def recv_head(self, deadline: float | None = None) -> tuple[Prelude, bytes]:
-        """Receive the prelude and the raw header of the next frame.
-
-        Args:
-            deadline: see :meth:`recv_into`.
+        """Receive the prelude and the raw header of the next frame; raise as :meth:`recv`.
 
         Raises:
             FormatError: the received bytes are not a frame.
-            SyncTimeoutError: the deadline passed before all of it arrived.
         """
-        raw = bytearray(PRELUDE_BYTES)
-        self.recv_into(memoryview(raw), deadline)
-        prelude = Prelude.decode(bytes(raw))
-        header = bytearray(prelude.header_bytes)
-        self.recv_into(memoryview(header), deadline)
-        return prelude, bytes(header)
+        prelude = Prelude.decode(self.recv(PRELUDE_BYTES, deadline))
+        return prelude, self.recv(prelude.header_bytes, deadline)
 
     def send_with_fd(self, data: bytes, fd: int, deadline: float | None) -> None:
         """Send a short record together with a file descriptor (Unix sockets only)."""
-        with self._in_use:
-            while True:
-                try:
-                    sent = socket.send_fds(self.sock, [data], [fd])
-                    break
-                except BlockingIOError:
-                    if not self._poll(select.POLLOUT, seconds_left(deadline)):
-                        raise SyncTimeoutError("the other end does not read") from None
-                except OSError as error:
-                    raise LinkClosedError(f"the other end is gone ({error})") from None
+        sent = self._retry(self._await_room, deadline, socket.send_fds, self.sock, [data], [fd])
         self.send(data[sent:], deadline)
 
     def recv_with_fd(self, size: int) -> tuple[bytes, int | None]:
         """Receive a record of ``size`` bytes and the file descriptor sent with it, if any."""
-        with self._in_use:
-            while True:
-                try:
-                    data, fds, _, _ = socket.recv_fds(self.sock, size, 1)
-                    break
-                except BlockingIOError:
-                    self._await_more(None)
-                except OSError as error:
-                    raise LinkClosedError(f"the other end is gone ({error})") from None
+        data, fds, _, _ = self._retry(self._await_more, None, socket.recv_fds, self.sock, size, 1)
         if not data:
             raise LinkClosedError("the other end is gone")
-        rest = bytearray(size - len(data))
-        self.recv_into(memoryview(rest))
-        return data + bytes(rest), (fds[0] if fds else None)
+        return data + self.recv(size - len(data)), (fds[0] if fds else None)
 
     def close(self) -> None:
         """End the connection and wake threads that wait on it."""
         with contextlib.suppress(OSError):  # it may not be connected any more
             self.sock.shutdown(socket.SHUT_RDWR)
         self._in_use.close()
+
+    def _retry(
+        self,
+        wait: Callable[[float | None], None],
+        deadline: float | None,
+        action: Callable[..., _T],
+        *args: Any,
+    ) -> _T:
+        """Return the result of ``action``; call ``wait`` before another try where the socket is not ready."""
+        with self._in_use:
+            while True:
+                try:
+                    return action(*args)
+                except BlockingIOError:
+                    wait(deadline)
+                except OSError as error:
+                    raise LinkClosedError(f"the other end is gone ({error})") from None
+
+    def _await_room(self, deadline: float | None) -> None:
+        if not self._poll(select.POLLOUT, seconds_left(deadline)):
+            raise SyncTimeoutError("the other end does not read")
 
     def _await_more(self, deadline: float | None) -> None:
         if self._poll(select.POLLIN, _STALLED if deadline is None else seconds_left(deadline)):

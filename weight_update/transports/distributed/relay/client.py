@@ -53,12 +53,7 @@ class RelayClient:
     One thread uses it at a time; the router chooses which.
 
     Args:
-        store: rendezvous of the two ends of a group.
-        name: name of the connection.
-        token: secret of both ends.
-        address: address of this machine's interface for payloads.
         pid: process id of the worker on its host.
-        backend: backend that carries payloads.
         on_loss: called from a thread with the reason when the worker is gone, or no group can be made.
 
     Attributes:

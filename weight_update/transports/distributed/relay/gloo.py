@@ -53,9 +53,7 @@ class PointToPointGroup:
     Operations of one end reach the other in the order they were begun.
 
     Args:
-        store: rendezvous of the two ends.
-        name: name of the group; used once.
-        token: secret of both ends.
+        store: rendezvous of the two ends, under a ``name`` that is used once.
         rank: 0 on one end, 1 on the other.
         address: address of the interface that this end listens on.
         timeout: seconds to wait for the other end; connecting to it then takes at most half as long.
@@ -149,10 +147,6 @@ class PointToPointGroup:
     def begin_pull(self, into: torch.Tensor) -> Pending:
         """Begin to receive a piece of a payload, sent by :meth:`begin_push`."""
         return self.begin_recv(into)
-
-    def send(self, payload: torch.Tensor, timeout: float | None) -> None:
-        """Send a tensor; raise as :meth:`finish`."""
-        self.finish(self.begin_send(payload), timeout)
 
     def recv(self, into: torch.Tensor, timeout: float | None) -> None:
         """Receive a tensor; raise as :meth:`finish`."""

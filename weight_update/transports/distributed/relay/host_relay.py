@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from weight_update.errors import (
-    FormatError,
-    LinkClosedError,
-    NotEnoughMemoryError,
-    TransportError,
-)
+from weight_update.errors import FormatError, LinkClosedError, NotEnoughMemoryError, TransportError
 from weight_update.transports.distributed.checksum import CHECKSUM
 from weight_update.transports.distributed.relay.gloo import FOREVER, PointToPointGroup
 from weight_update.transports.distributed.relay.nccl import group_class
@@ -44,9 +37,6 @@ class SlotReplicas:
 
     The sender writes into a slot again only when no worker reads it, so an arriving payload may be written
     into the slot's replica at once.
-
-    Args:
-        directory: see :class:`SharedBuffer`.
     """
 
     def __init__(self, directory: str | None) -> None:
@@ -88,12 +78,6 @@ class HostRelay:
       sender tells the checksum later, in a message without an answer (``sum``).
 
     Args:
-        store: rendezvous of the two ends of a group.
-        name: name of the connection to the sender.
-        token: secret of all ends.
-        address: address of this machine's interface for payloads.
-        directory: where replicas lie, see :class:`SharedBuffer`.
-        backend: backend that carries payloads.
         on_loss: called from a thread with the reason when the sender is gone, or no group can be made.
     """
 
@@ -146,10 +130,9 @@ class HostRelay:
                 forwarder = Forwarder(self._links.get("out") if command["onward"] else None)
                 answer = self._take(command, sender, forwarder)
                 sender.send(answer, None)
-                whole = answer.get("fd", -1) >= 0
-                if command["onward"] and not (
-                    whole and forwarder.finish(command["patience"] / _FORWARD_SHARE)
-                ):
+                limit = command["patience"] / _FORWARD_SHARE
+                forwarded = answer.get("fd", -1) >= 0 and forwarder.finish(limit)
+                if command["onward"] and not forwarded:
                     self._unlink("out")  # the next host notices
 
     def _link(self, command: dict[str, Any]) -> dict[str, Any]:
@@ -180,8 +163,14 @@ class HostRelay:
             into = pieces_of(replica.tensor[: command["nbytes"]])
         except NotEnoughMemoryError as error:
             problem, into, forwarder = str(error), discarded_pieces(command["nbytes"]), Forwarder(None)
+        source: PointToPointGroup | None = sender.group
+        patience = None
+        if command["chained"]:
+            source, patience = self._links.get("in"), command["patience"]
         try:
-            total = self._payload(command, sender.group, into, forwarder)
+            if source is None:
+                raise LinkClosedError("it is not connected")
+            total = recv_pieces(source, into, patience, forwarder)
         except (TransportError, TimeoutError) as error:
             if not command["chained"]:
                 raise
@@ -193,19 +182,6 @@ class HostRelay:
         if command["checksum"] == CHECKSUM and total != expected:
             return {"error": "the payload's checksum is wrong"}
         return {"fd": replica.fd, "key": replica.key}
-
-    def _payload(
-        self,
-        command: dict[str, Any],
-        sender: PointToPointGroup,
-        into: Sequence[torch.Tensor],
-        forwarder: Forwarder,
-    ) -> str:
-        if not command["chained"]:
-            return recv_pieces(sender, into, None, forwarder)
-        if "in" not in self._links:
-            raise LinkClosedError("it is not connected")
-        return recv_pieces(self._links["in"], into, command["patience"], forwarder)
 
     @staticmethod
     def _sum(command: dict[str, Any], sender: ControlChannel) -> Any:

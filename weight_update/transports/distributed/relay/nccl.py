@@ -13,12 +13,13 @@ import torch.distributed as dist
 
 from weight_update.errors import LinkClosedError
 from weight_update.transports.distributed.relay.gloo import Pending, PointToPointGroup, brief
-from weight_update.transports.distributed.store import PrefixStore, Store, disown, own, process_group_nccl
+from weight_update.transports.distributed.store import PrefixStore, disown, own
 
 __all__ = ["NcclGroup", "group_class", "require_backend", "require_nccl"]
 
 _ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _environment = threading.Lock()
+_dist: Any = dist  # its ProcessGroupNCCL exists only in a PyTorch with NCCL
 
 
 def require_nccl() -> None:
@@ -39,11 +40,7 @@ class NcclGroup(PointToPointGroup):
     gloo.
     """
 
-    def __init__(
-        self, store: Store, name: str, token: str, rank: int, address: str, timeout: float | None = None
-    ) -> None:
-        super().__init__(store, name, token, rank, address, timeout)
-        self._nccl: Any = None
+    _nccl: Any = None
 
     def connect(self) -> None:
         try:
@@ -55,7 +52,7 @@ class NcclGroup(PointToPointGroup):
             self._device = torch.device("cuda", torch.cuda.current_device())
             with _errors_reach_the_caller():
                 store = PrefixStore(f"{self._name}/nccl", self._store.c10d())
-                self._nccl = own(process_group_nccl()(store, self._rank, 2))
+                self._nccl = own(_dist.ProcessGroupNCCL(store, self._rank, 2))
         except RuntimeError as error:
             self.release()
             raise LinkClosedError(f"no NCCL connection ({brief(error)})") from None

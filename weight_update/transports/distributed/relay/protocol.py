@@ -38,11 +38,7 @@ _WINDOW = 4  # pieces under way: some travel while one is summed up
 class ControlChannel:
     """Small signed JSON messages of fixed size, in both directions of a group.
 
-    Args:
-        group: point-to-point group that carries them.
-        name: name of the group.
-        token: secret of both ends.
-        rank: 0 on one end, 1 on the other.
+    The ``rank`` is 0 on one end, and 1 on the other.
     """
 
     def __init__(self, group: PointToPointGroup, name: str, token: str, rank: int) -> None:
@@ -90,11 +86,7 @@ class ControlChannel:
 
 
 class Forwarder:
-    """Forwards received pieces to another group; a failure there does not affect the receiver.
-
-    Args:
-        group: group that pieces are forwarded to; None forwards nothing.
-    """
+    """Forwarder of received pieces to another group, if any; a failure there does not affect the receiver."""
 
     def __init__(self, group: PointToPointGroup | None) -> None:
         self._group = group
@@ -119,12 +111,9 @@ class Forwarder:
 
 
 def send_pieces(group: PointToPointGroup, payload: torch.Tensor, patience: float | None) -> str:
-    """Send a payload in pieces; return its checksum. Raise as :meth:`PointToPointGroup.finish`.
+    """Send a payload in pieces; return its checksum.
 
-    Args:
-        group: where to send it.
-        payload: 1-D uint8 tensor.
-        patience: seconds that each piece may take; None waits for the default of the group.
+    Each piece may take ``patience`` seconds; raise as :meth:`PointToPointGroup.finish`.
     """
     total = Checksum()
     under_way: deque[Pending] = deque()
@@ -141,11 +130,7 @@ def send_pieces(group: PointToPointGroup, payload: torch.Tensor, patience: float
 def recv_pieces(
     group: PointToPointGroup, pieces: Sequence[torch.Tensor], patience: float | None, forwarder: Forwarder
 ) -> str:
-    """Receive a payload sent by :func:`send_pieces`, and forward each piece as soon as it has arrived.
-
-    Returns:
-        the checksum of the payload.
-    """
+    """Receive a payload sent by :func:`send_pieces`, and forward each piece at once; return its checksum."""
     total = Checksum()
     receiver = _PieceReceiver(group, patience)
     with group.listening(receiver.end):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -13,7 +12,6 @@ import torch
 from weight_update.errors import LinkClosedError, SyncTimeoutError, kept_error
 from weight_update.transports.distributed.relay.client import NotDeliveredError, RelayClient, send_along_chain
 from weight_update.transports.distributed.relay.gloo import STALLED
-from weight_update.transports.distributed.store import Store
 from weight_update.transports.shared_memory.slots import slot_of
 
 __all__ = ["RelayedConnection", "Router"]
@@ -57,14 +55,6 @@ class Router:
         self._removed: list[RelayClient] = []
         self._sent_by_removed = 0
 
-    @classmethod
-    def of(cls, store: Store) -> Router:
-        """Return the router of all links that use ``store``."""
-        with _registry_lock:
-            if store not in _routers:
-                _routers[store] = cls()
-            return _routers[store]
-
     @property
     def sent(self) -> int:
         """Bytes of payloads that this process sent to other hosts."""
@@ -83,8 +73,8 @@ class Router:
                 self._remotes.remove(remote)
                 self._sent_by_removed += remote.relay_client.sent
                 self._removed = [*filter(RelayClient.is_open, self._removed), remote.relay_client]
-            for key in [key for key, delivered in self._delivered.items() if delivered[1] is remote]:
-                del self._delivered[key]
+            kept = {key: value for key, value in self._delivered.items() if value[1] is not remote}
+            self._delivered = kept
             self._changed.notify_all()
 
     def wait_until_gone(self, seconds: float) -> None:
@@ -98,11 +88,10 @@ class Router:
     def expect(self, payload: torch.Tensor, remotes: Iterable[RelayedConnection]) -> None:
         """Announce that ``payload`` is about to be sent to workers on several hosts."""
         hosts = list(dict.fromkeys(remote.host for remote in remotes))
+        slot, use = _slot_use_of(payload)
         with self._changed:
-            older = [slot_use for slot_use in self._expected if slot_use[0] == _slot_use_of(payload)[0]]
-            for slot_use in older:
-                del self._expected[slot_use]
-            self._expected[_slot_use_of(payload)] = hosts
+            self._expected = {other: value for other, value in self._expected.items() if other[0] != slot}
+            self._expected[slot, use] = hosts
 
     def deliver(self, payload: torch.Tensor, remote: RelayedConnection, timeout: float | None) -> bytes:
         """Return where ``remote`` finds ``payload`` on its host; send it there if no other thread does.
@@ -222,10 +211,6 @@ class Router:
             if isinstance(result, bytes) and one in self._remotes:
                 self._delivered[one.host, slot_use[0]] = (slot_use[1], one, result)
             self._changed.notify_all()
-
-
-_routers: weakref.WeakKeyDictionary[Store, Router] = weakref.WeakKeyDictionary()
-_registry_lock = threading.Lock()
 
 
 def _slot_use_of(payload: torch.Tensor) -> _SlotUse:
