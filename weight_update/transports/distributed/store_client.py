@@ -17,6 +17,7 @@ __all__ = ["LARGEST_VALUE", "DroppedError", "StoreClient", "keep_alive"]
 LARGEST_VALUE = 8 << 20
 """Largest size of a value in bytes; a TCPStore drops the connection of a client that sends more."""
 
+_LARGEST_KEY = (8 << 10) - 1  # including the leading slash
 _VALIDATE, _WAIT, _DELETE_KEY, _PING, _QUEUE_PUSH, _QUEUE_POP, _QUEUE_LEN = 0, 6, 8, 13, 14, 15, 16
 _MAGIC = struct.pack("<BI", _VALIDATE, 0x3C85F7CE)
 _NUMBER = struct.Struct("<Q")
@@ -72,6 +73,8 @@ class StoreClient:
             LinkClosedError: the server is gone.
             SyncTimeoutError: the server does not read; the connection is not usable afterwards.
         """
+        if len(item) > LARGEST_VALUE:
+            raise ValueError(f"{len(item)} bytes do not fit into a TCPStore")
         self._send(_request(_QUEUE_PUSH, queue) + _NUMBER.pack(len(item)) + item, timeout)
 
     def length(self, queue: str, timeout: float) -> int:
@@ -167,5 +170,7 @@ def keep_alive(sock: socket.socket) -> None:
 
 def _request(command: int, key: str, keys: int | None = None) -> bytes:
     name = b"/" + key.encode()
+    if len(name) > _LARGEST_KEY:
+        raise ValueError(f"a key of {len(name)} bytes does not fit into a TCPStore")
     count = b"" if keys is None else _NUMBER.pack(keys)
     return bytes([command]) + count + _NUMBER.pack(len(name)) + name
