@@ -30,6 +30,7 @@ def union(*groups: list[str]) -> list[str]:
 
 COLLECTORS = ["torchrl>=0.14.1,<0.15", "gymnasium>=1.0"]
 RAY = ["ray>=2.40"]
+CLI = ["click>=8.1", "packaging>=22.0", "rich>=13.0"]
 LZ4 = ["lz4>=4.0"]
 ZSTD = ["zstandard>=0.19"]
 PROMETHEUS = ["prometheus_client>=0.20"]
@@ -40,6 +41,7 @@ BENCH = union(EXAMPLES, RAY, ["psutil>=5.9"])
 DOCS = ["sphinx>=8.0", "furo>=2024.8.6"]
 TEST = union(
     EXAMPLES,
+    CLI,
     PROMETHEUS,
     TENSORBOARD,
     [
@@ -69,6 +71,7 @@ setup(
     extras_require={
         "collectors": COLLECTORS,
         "ray": RAY,
+        "cli": CLI,
         "nvcomp": NVCOMP,
         "lz4": LZ4,
         "zstd": ZSTD,
@@ -79,8 +82,9 @@ setup(
         "docs": DOCS,
         "test": TEST,
         # Everything that runs anywhere. nvcomp is left out: it needs CUDA.
-        "all": union(COLLECTORS, RAY, LZ4, ZSTD, PROMETHEUS, TENSORBOARD, BENCH, DOCS, TEST),
+        "all": union(COLLECTORS, RAY, CLI, LZ4, ZSTD, PROMETHEUS, TENSORBOARD, BENCH, DOCS, TEST),
     },
+    entry_points={"console_scripts": ["weight-update = weight_update.cli:main"]},
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Developers",

@@ -18,7 +18,12 @@ OPTIONAL = {"torchrl", "ray", "gymnasium", "vllm", "sglang"}
 
 # [floors] From the top down. A package imports from itself and from floors below its own.
 FLOORS: list[set[str]] = [
-    {"collectors", "benchmarks", "testing"},  # TorchRL's collectors; measurements; contract tests for users
+    {
+        "collectors",
+        "benchmarks",
+        "testing",
+        "cli",
+    },  # TorchRL's collectors; measurements; contract tests; commands
     {"__init__"},  # the public names, nothing else
     {"synchronizer"},  # who synchronizes when: state machine, service, clients
     {"schemes"},  # the lifecycle, then one small file a scheme
@@ -40,6 +45,8 @@ def floor_of(room: str) -> int:
 
 def room_of(module: str) -> str:
     package, *rest = module.split(".")
+    if rest == ["__main__"]:
+        return "cli"
     return package if package != LIBRARY else rest[0] if rest else "__init__"
 
 

@@ -146,7 +146,7 @@ def test_many_idle_connections_cost_little(service: Service) -> None:
         strangers = [stack.enter_context(service.stranger()) for _ in range(400)]
         assert service.admits()
         assert threading.active_count() <= threads + 1  # that of who was admitted may just be ending
-        assert open_descriptors() <= descriptors + 400 + module._MAX_PENDING + 1
+        assert open_descriptors() <= descriptors + 400 + module.MAX_PENDING + 1
         assert ends(strangers[0])  # the oldest had to go
     assert service.admits()
 

@@ -134,6 +134,14 @@ class ManifestIndex:
             raise CorruptCheckpointError(f"{manifest.file} has {size} bytes, not {manifest.nbytes}")
         return manifest
 
+    def version_of(self, path: Path) -> int | None:
+        """Return the version whose manifest or data file has the name of ``path``; None for other files."""
+        match = _MANIFEST.fullmatch(path.name)
+        if match:
+            return int(match[1])
+        match = _DATA.fullmatch(path.name)
+        return int(match[2]) if match else None
+
     def good(self, version: int) -> Manifest | None:
         """Return the manifest of a version; None if it is missing or broken, which is warned about once."""
         if version in self._broken and self._broken[version] == self._marks(version):

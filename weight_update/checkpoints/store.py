@@ -24,7 +24,7 @@ from weight_update.checkpoints.safetensors import pack, unpack
 from weight_update.errors import CorruptCheckpointError
 from weight_update.wire.schema import dtype_name
 
-__all__ = ["CheckpointStore", "CorruptCheckpointError", "GarbageCollector", "Manifest"]
+__all__ = ["CheckpointStore", "CorruptCheckpointError", "GarbageCollector", "Manifest", "map_file"]
 
 _log = logging.getLogger(__name__)
 
@@ -209,16 +209,33 @@ class CheckpointStore:
         return self._read(version)
 
     def _map(self, manifest: Manifest, lease: Lease) -> dict[str, Any]:
-        fd = open_regular(self.directory / manifest.file)
-        try:
-            if digest(fd, manifest.nbytes) != manifest.digest:
-                raise CorruptCheckpointError(f"the digest of {manifest.file} is wrong")
-            mapping = mmap.mmap(fd, manifest.nbytes, access=mmap.ACCESS_COPY)
-        finally:
-            os.close(fd)
-        weights = unpack(torch.frombuffer(mapping, dtype=torch.uint8))
+        mapping, weights = map_file(self.directory / manifest.file, manifest.digest)
         weakref.finalize(mapping, lease.end)  # tensors keep the mapping
         return weights
+
+
+def map_file(path: Path, expected: str | None = None) -> tuple[mmap.mmap, dict[str, Any]]:
+    """Map a data file; return the mapping, which tensors keep, and tensors and extra state by name.
+
+    Args:
+        path: path of the file.
+        expected: digest that the file must have; None does not compare it.
+
+    Raises:
+        CorruptCheckpointError: the file has another digest, or is not a safetensors file.
+        OSError: the file cannot be read.
+    """
+    fd = open_regular(path)
+    try:
+        nbytes = os.fstat(fd).st_size
+        if expected is not None and digest(fd, nbytes) != expected:
+            raise CorruptCheckpointError(f"the digest of {path.name} is wrong")
+        if nbytes == 0:
+            raise CorruptCheckpointError(f"{path.name} is empty")
+        mapping = mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(fd)
+    return mapping, unpack(torch.frombuffer(mapping, dtype=torch.uint8))
 
 
 class GarbageCollector:

@@ -21,11 +21,11 @@ from weight_update.transports.shared_memory.unix_stream import (
     seconds_left,
 )
 
-__all__ = ["Listener", "Serve"]
+__all__ = ["MAX_PENDING", "Listener", "Serve"]
 
 _JOIN_SECONDS = 30.0
 """Seconds from the connection to the end of the first request."""
-_MAX_PENDING = 128
+MAX_PENDING = 128
 """Connections that may be in the middle of the handshake at once."""
 _MAX_ACCEPTED = 16
 """Connections accepted between two checks of the pending ones."""
@@ -130,7 +130,7 @@ class Listener:
                 self._refuse_oldest(str(error.strerror))
                 continue
             newest = _Pending(SocketStream(sock), Challenge(self._token, self._context))
-            if len(self._pending) == _MAX_PENDING:
+            if len(self._pending) == MAX_PENDING:
                 self._refuse_oldest("too many connections at once")
             self._greet(newest)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["available_memory"]
+__all__ = ["available_memory", "entries", "left_in_cgroups"]
 
 
 class _Controller(NamedTuple):
@@ -31,13 +31,13 @@ def available_memory(root: Path = Path("/")) -> int | None:
     Page cache does not count as used, because the kernel drops it when memory is needed. The file system of
     ``root`` holds ``/proc`` and ``/sys``.
     """
-    limits = list(_left_in_cgroups(root))
+    limits = list(left_in_cgroups(root))
     with contextlib.suppress(OSError, ValueError, KeyError):
-        limits.append(_entries(root / "proc/meminfo")["MemAvailable:"] * 1024)
+        limits.append(entries(root / "proc/meminfo")["MemAvailable:"] * 1024)
     return max(min(limits), 0) if limits else None
 
 
-def _left_in_cgroups(root: Path) -> Iterator[int]:
+def left_in_cgroups(root: Path) -> Iterator[int]:
     """Yield the bytes left in each cgroup of this process, and in the cgroups around them."""
     for controller, path in _memberships(root / "proc/self/cgroup"):
         for mount in controller.mounts:
@@ -68,12 +68,12 @@ def _left_in(directory: Path, controller: _Controller) -> int:
     usage = int((directory / controller.usage).read_text())
     cached = 0
     with contextlib.suppress(OSError, ValueError):
-        stat = _entries(directory / "memory.stat")
+        stat = entries(directory / "memory.stat")
         cached = sum(stat.get(name, 0) for name in controller.reclaimable)
     return limit - max(usage - cached, 0)
 
 
-def _entries(table: Path) -> dict[str, int]:
+def entries(table: Path) -> dict[str, int]:
     """Return the names and numbers in a file of lines ``name number``."""
     rows = (line.split() for line in table.read_text().splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) > 1}

@@ -27,7 +27,7 @@ from weight_update.encodings.patch.values import decode_steps, encode_steps
 from weight_update.errors import FormatError
 from weight_update.wire.schema import WeightSchema
 
-__all__ = ["Patch", "PatchOptions", "decode_patch", "encode_patch", "write_patch"]
+__all__ = ["Patch", "PatchHead", "PatchOptions", "decode_patch", "encode_patch", "write_patch"]
 
 _HEAD = struct.Struct("<4sBBBBIIqq")
 _SECTION = struct.Struct("<QQ")
@@ -46,6 +46,59 @@ class PatchOptions:
     delta: bool
     values: Literal["raw", "relative"]
     compression: Compression
+
+
+@dataclass(frozen=True)
+class PatchHead:
+    """The head of a patch and its sections, which can be read without the schema.
+
+    Attributes:
+        layout: as in :class:`PatchOptions`.
+        delta: as in :class:`PatchOptions`.
+        relative: whether values are relative.
+        ranges: number of byte ranges.
+        arrays: number of arrays.
+        base: version that the patch applies to.
+        version: version that it makes.
+        sections: width in bytes and number of changed elements of each section.
+    """
+
+    layout: str
+    delta: bool
+    relative: bool
+    ranges: int
+    arrays: int
+    base: int
+    version: int
+    sections: tuple[tuple[int, int], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of head and sections."""
+        return _HEAD.size + len(self.sections) * _SECTION.size
+
+    @classmethod
+    def decode(cls, raw: Array) -> PatchHead:
+        """Read the head of a payload (1-D uint8).
+
+        Raises:
+            FormatError: the payload is not a patch of this format, or its sections are not valid.
+        """
+        if raw.size < _HEAD.size:
+            raise FormatError(f"a patch has at least {_HEAD.size} bytes, not {raw.size}")
+        magic, form, layout, flags, count, ranges, arrays, base, version = _HEAD.unpack(
+            raw[: _HEAD.size].tobytes()
+        )
+        if magic != _MAGIC or form != _FORMAT:
+            raise FormatError(f"not a patch of format {_FORMAT}: it starts with {magic!r}, {form}")
+        if layout >= len(_LAYOUTS) or flags & ~(_DELTA | _RELATIVE) or base < 0 or version < 0:
+            raise FormatError(
+                f"unknown layout {layout} or flags {flags:#x}, or a negative version: "
+                f"from {base} to {version}"
+            )
+        sections = _read_sections(raw[_HEAD.size : _HEAD.size + count * _SECTION.size], count)
+        delta, relative = bool(flags & _DELTA), bool(flags & _RELATIVE)
+        return cls(_LAYOUTS[layout], delta, relative, ranges, arrays, base, version, sections)
 
 
 @dataclass(eq=False)
@@ -128,55 +181,43 @@ def decode_patch(payload: torch.Tensor, schema: WeightSchema) -> Patch:
         FormatError: the payload is not valid: its head, a length or a count is wrong; a position is out of
             order or outside the buffer or the tensor; a codec is unknown or fails; or bytes are left.
     """
-    if payload.numel() < _HEAD.size:
-        raise FormatError(f"a patch has at least {_HEAD.size} bytes, not {payload.numel()}")
     if payload.data_ptr() % ALIGNMENT:
         payload = torch.from_numpy(payload.numpy().copy())
-    raw = payload.numpy()
-    magic, form, layout, flags, count, ranges, arrays, base, version = _HEAD.unpack(
-        raw[: _HEAD.size].tobytes()
-    )
-    if magic != _MAGIC or form != _FORMAT:
-        raise FormatError(f"not a patch of format {_FORMAT}: it starts with {magic!r}, {form}")
-    if layout >= len(_LAYOUTS) or flags & ~(_DELTA | _RELATIVE) or base < 0 or version < 0:
-        raise FormatError(
-            f"unknown layout {layout} or flags {flags:#x}, or a negative version: from {base} to {version}"
-        )
-    table = _HEAD.size + count * _SECTION.size
-    sections = _read_sections(raw[_HEAD.size : table], count, schema.nbytes)
-    reader = ArrayReader(payload, table, arrays)
+    head = PatchHead.decode(payload.numpy())
+    for width, items in head.sections:
+        if items > schema.nbytes // width:
+            raise FormatError(
+                f"a patch changes {items} of {schema.nbytes // width} elements of {width} bytes"
+            )
+    reader = ArrayReader(payload, head.nbytes, head.arrays)
     changes = Changes(
-        tuple(_decode_sparse(reader, *section, schema, layout, flags) for section in sections),
-        _decode_ranges(reader, ranges, schema.nbytes),
+        tuple(_decode_sparse(reader, *section, schema, head) for section in head.sections),
+        _decode_ranges(reader, head.ranges, schema.nbytes),
     )
     reader.finish()
-    return Patch(base, version, changes)
+    return Patch(head.base, head.version, changes)
 
 
-def _read_sections(raw: Array, count: int, nbytes: int) -> list[tuple[int, int]]:
+def _read_sections(raw: Array, count: int) -> tuple[tuple[int, int], ...]:
     if raw.size != count * _SECTION.size:
         raise FormatError(f"a patch is too short for {count} sections")
-    sections = list(_SECTION.iter_unpack(raw.tobytes()))
+    sections = tuple(_SECTION.iter_unpack(raw.tobytes()))
     widths = [width for width, _ in sections]
-    if not set(widths) <= set(BITS) or widths != sorted(set(widths)):
-        raise FormatError(f"a patch has sections of widths {widths}")
-    for width, items in sections:
-        if not 0 < items <= nbytes // width:
-            raise FormatError(f"a patch changes {items} of {nbytes // width} elements of {width} bytes")
+    if not set(widths) <= set(BITS) or widths != sorted(set(widths)) or not all(n for _, n in sections):
+        raise FormatError(f"a patch has sections of (width, elements) {list(sections)}")
     return sections
 
 
 def _decode_sparse(
-    arrays: ArrayReader, width: int, count: int, schema: WeightSchema, layout: int, flags: int
+    arrays: ArrayReader, width: int, count: int, schema: WeightSchema, head: PatchHead
 ) -> Sparse:
-    delta, relative = bool(flags & _DELTA), bool(flags & _RELATIVE)
-    if _LAYOUTS[layout] == "flat":
-        positions = decode_flat(arrays, count, schema.nbytes // width, delta)
+    if head.layout == "flat":
+        positions = decode_flat(arrays, count, schema.nbytes // width, head.delta)
     else:
-        positions = decode_coo(arrays, count, schema, width, delta)
-    values = decode_steps(arrays, count, width) if relative else arrays.exactly(count, (width,))
+        positions = decode_coo(arrays, count, schema, width, head.delta)
+    values = decode_steps(arrays, count, width) if head.relative else arrays.exactly(count, (width,))
     bits = torch.from_numpy(values).view(BITS[width])
-    return Sparse.of(width, torch.from_numpy(positions), bits, relative)
+    return Sparse.of(width, torch.from_numpy(positions), bits, head.relative)
 
 
 def _decode_ranges(arrays: ArrayReader, count: int, nbytes: int) -> tuple[ByteRange, ...]:

@@ -19,6 +19,7 @@ from weight_update.transports.inherited_sockets import InheritedSockets
 
 __all__ = [
     "REPLY_SECONDS",
+    "HashStore",
     "PrefixStore",
     "ProcessGroupGloo",
     "Store",
@@ -39,6 +40,7 @@ REPLY_SECONDS = 10.0
 _T = TypeVar("_T")
 
 _dist: Any = dist
+HashStore: Any = _dist.HashStore
 PrefixStore: Any = _dist.PrefixStore
 StoreBase: Any = _dist.Store
 ProcessGroupGloo: Any = _dist.ProcessGroupGloo

@@ -1,0 +1,152 @@
+"""``weight-update bench``: measure this machine, and recommend a scheme and an encoding."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from weight_update.cli.measuring.advice import case_row, network_advice, recommendation
+from weight_update.cli.measuring.chart import draw, require_matplotlib
+from weight_update.cli.measuring.models import ModelSource
+from weight_update.cli.measuring.rounds import ENCODINGS, RAY, SCHEMES, Plan, Results, measure
+from weight_update.cli.output import json_option, progress, show
+
+__all__ = ["command"]
+
+_LOCAL = tuple(name for name in SCHEMES if name != RAY)
+
+
+@click.command("bench", epilog="Example: weight-update bench --size 200 --workers 4 --changed 0.02")
+@click.option(
+    "--size",
+    type=click.FloatRange(min=0, min_open=True),
+    default=50.0,
+    show_default=True,
+    help="Size of the model in MB, in bfloat16.",
+)
+@click.option(
+    "--model", "path", help="Import path of your own module, or of a function that returns it: pkg.mod:name."
+)
+@click.option(
+    "--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Number of worker processes."
+)
+@click.option(
+    "--changed",
+    type=click.FloatRange(0, 1),
+    default=0.01,
+    show_default=True,
+    help="Share of the elements that change in each update.",
+)
+@click.option(
+    "--scheme",
+    "schemes",
+    type=click.Choice(tuple(SCHEMES)),
+    multiple=True,
+    default=_LOCAL,
+    help="Scheme to measure; may be given several times.  [default: all but ray]",
+)
+@click.option(
+    "--encoding",
+    "encodings",
+    type=click.Choice(ENCODINGS),
+    multiple=True,
+    default=ENCODINGS,
+    help="Encoding to measure; may be given several times.  [default: all]",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=1),
+    default=60.0,
+    show_default=True,
+    help="Time limit. The measurement ends earlier when it has enough rounds.",
+)
+@click.option(
+    "--png",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="Write a picture to this file.",
+)
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context,
+    size: float,
+    path: str | None,
+    workers: int,
+    changed: float,
+    schemes: tuple[str, ...],
+    encodings: tuple[str, ...],
+    seconds: float,
+    png: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure updates on this machine, and recommend a scheme and an encoding.
+
+    All schemes and encodings send the same changes in turns, to real worker processes on this machine.
+    Workers of the distributed scheme get their weights over loopback, as over a network. The table shows the
+    time from send() until all workers have applied the update. The exit status is 1 if anything could not be
+    measured.
+    """
+    if png is not None:
+        require_matplotlib()
+    sys.path.insert(0, os.getcwd())  # for the module of the user, also in workers
+    plan = Plan(
+        ModelSource(size, path),
+        workers,
+        _in_order(SCHEMES, schemes),
+        _in_order(ENCODINGS, encodings),
+        changed,
+        seconds,
+    )
+    with _ray(needed=RAY in plan.schemes), progress() as display:
+        task = display.add_task("starting", total=1.0)
+        results = measure(plan, lambda what, share: display.update(task, description=what, completed=share))
+    document = _document(plan, results)
+    show(document, as_json=as_json)
+    if png is not None:
+        title = f"{document['model_bytes'] / 1e6:.3g} MB to {workers} workers, {changed:.2%} changed"
+        draw(png, title, document["updates"], document["plain_copy_ms"])
+    ctx.exit(0 if document["good"] else 1)
+
+
+def _in_order(known: Any, chosen: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in known if name in chosen)
+
+
+def _document(plan: Plan, results: Results) -> dict[str, Any]:
+    rows = [case_row(case, results.copies) for case in results.cases]
+    return {
+        "good": all(row["problem"] is None and row["updates"] for row in rows),
+        "model_bytes": results.nbytes,
+        "tensors": results.tensors,
+        "workers": plan.workers,
+        "changed_share": plan.share,
+        "plain_copy_ms": 1e3 * statistics.median(results.copies) if results.copies else None,
+        "updates": rows,
+        **recommendation(results),
+        "network": network_advice(results),
+    }
+
+
+@contextlib.contextmanager
+def _ray(*, needed: bool) -> Iterator[None]:
+    """Run Ray while the block runs, if it is needed."""
+    if not needed:
+        yield
+        return
+    try:
+        import ray
+    except ImportError:
+        raise click.ClickException('--scheme ray needs Ray: pip install "weight-update[ray]"') from None
+    ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        yield
+    finally:
+        ray.shutdown()

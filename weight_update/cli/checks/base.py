@@ -1,0 +1,105 @@
+"""Findings, and checks that are run beside each other, each with a time limit of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["THREADS", "Check", "Finding", "fail", "ok", "run", "skipped", "still_running", "warn"]
+
+THREADS = "doctor"
+"""Beginning of the names of threads of checks."""
+
+Status = Literal["ok", "warn", "fail", "skipped"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check.
+
+    Attributes:
+        status: ``"fail"`` if a scheme cannot work, ``"warn"`` if something is missing that some programs
+            need, ``"skipped"`` if there was nothing to check.
+        found: what the check found.
+        cure: what to do about it; empty if all is well.
+    """
+
+    status: Status
+    found: str
+    cure: str = ""
+
+
+def ok(found: str) -> Finding:
+    """Return the finding that all is well."""
+    return Finding("ok", found)
+
+
+def warn(found: str, cure: str) -> Finding:
+    """Return a finding about something that some programs need."""
+    return Finding("warn", found, cure)
+
+
+def fail(found: str, cure: str) -> Finding:
+    """Return a finding about something that a scheme needs."""
+    return Finding("fail", found, cure)
+
+
+def skipped(found: str, cure: str = "") -> Finding:
+    """Return the finding that there is nothing to check."""
+    return Finding("skipped", found, cure)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing to look at.
+
+    Attributes:
+        name: name of the check in the output.
+        look: function that looks and returns its finding.
+        cure: what to do if ``look`` fails with an error, or does not end.
+        seconds: time limit.
+    """
+
+    name: str
+    look: Callable[[], Finding]
+    cure: str
+    seconds: float = 5.0
+
+
+class _Running:
+    """A check in a thread of its own, which is abandoned if it does not end in time."""
+
+    def __init__(self, check: Check) -> None:
+        self._check, self._finding = check, _late(check)
+        self._deadline = time.monotonic() + check.seconds
+        self._thread = threading.Thread(target=self._look, name=f"{THREADS}-{check.name}", daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        try:
+            self._finding = self._check.look()
+        except Exception as error:  # noqa: BLE001 - any error of a check is a finding
+            self._finding = fail(f"{type(error).__name__}: {error}", self._check.cure)
+
+    def finding(self) -> Finding:
+        """Return the finding, at the time limit at the latest."""
+        self._thread.join(max(0.0, self._deadline - time.monotonic()))
+        return self._finding
+
+
+def _late(check: Check) -> Finding:
+    return fail(f"the check did not end within {check.seconds:g} s", check.cure)
+
+
+def run(checks: Sequence[Check]) -> list[tuple[str, Finding]]:
+    """Run all checks at once, and return their names and findings in order."""
+    running = [_Running(check) for check in checks]
+    return [(check.name, one.finding()) for check, one in zip(checks, running, strict=True)]
+
+
+def still_running() -> bool:
+    """Return whether threads of checks that were abandoned still run."""
+    return any(thread.name.startswith(THREADS) for thread in threading.enumerate())

@@ -1,0 +1,62 @@
+"""The versions of Python and of packages, beside those that the metadata of this package allows."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, metadata, version
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from weight_update.cli.checks.base import Finding, fail, ok, skipped, warn
+
+__all__ = ["look_at_package", "look_at_python", "requirement_of"]
+
+_OURS = "weight-update"
+_REINSTALL = f"install this library with pip (pip install {_OURS}), so that its requirements are known"
+
+
+def look_at_python() -> Finding:
+    """Compare the version of Python with the supported ones."""
+    try:
+        allowed = SpecifierSet(str(metadata(_OURS)["Requires-Python"]))
+    except PackageNotFoundError:
+        return warn(f"{platform.python_version()}; supported versions unknown", _REINSTALL)
+    found = f"{platform.python_version()} (supported: {allowed})"
+    if allowed.contains(platform.python_version(), prereleases=True):
+        return ok(found)
+    return fail(found, f"use Python {allowed}")
+
+
+def look_at_package(name: str) -> Finding:
+    """Compare the installed version of a package with the supported ones."""
+    try:
+        requirement, extra = requirement_of(name)
+    except PackageNotFoundError:
+        return warn("supported versions unknown", _REINSTALL)
+    install = f'pip install "{_OURS}[{extra}]"' if extra else f'pip install "{name}{requirement.specifier}"'
+    try:
+        installed = version(name)
+    except PackageNotFoundError:
+        found = f"not installed (supported: {requirement.specifier})"
+        return skipped(found, f"if you need it: {install}") if extra else fail(found, install)
+    found = f"{installed} (supported: {requirement.specifier})"
+    if requirement.specifier.contains(installed, prereleases=True):
+        return ok(found)
+    return fail(found, f'pip install "{name}{requirement.specifier}"')
+
+
+def requirement_of(name: str) -> tuple[Requirement, str]:
+    """Return the requirement of this library for a package, and the extra that has it, or "".
+
+    Raises:
+        PackageNotFoundError: this library is not installed, or does not use the package.
+    """
+    ours = metadata(_OURS)
+    for text in ours.get_all("Requires-Dist") or []:
+        requirement = Requirement(text)
+        if requirement.name == name:
+            extras = ours.get_all("Provides-Extra") or []
+            mark = requirement.marker
+            return requirement, next((e for e in extras if mark and mark.evaluate({"extra": e})), "")
+    raise PackageNotFoundError(f"{name} is no requirement of {_OURS}")

@@ -1,0 +1,1 @@
+"""The contents of files, verified, as the documents that ``weight-update inspect`` shows."""

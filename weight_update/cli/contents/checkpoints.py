@@ -1,0 +1,159 @@
+"""Directories of checkpoints, and single version files. Nothing is written, not even a lease."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weight_update.checkpoints.io import PART
+from weight_update.checkpoints.lease import LEASE
+from weight_update.checkpoints.manifest import Manifest, ManifestIndex
+from weight_update.checkpoints.store import map_file
+from weight_update.cli.contents.tensors import tensor_rows
+from weight_update.errors import CorruptCheckpointError
+from weight_update.wire.schema import WeightSchema, dtype_name
+
+__all__ = ["read_directory", "read_version_file"]
+
+_SUFFIX = ".safetensors"
+_MEANINGS = {
+    PART: "incomplete: a writer was interrupted, or still writes",
+    LEASE: "lease of a process that reads or writes the version, or died while it did",
+    _SUFFIX: "no manifest names it: it is older, or was interrupted",
+}
+
+
+def read_directory(directory: Path) -> dict[str, Any]:
+    """Return the versions in a directory, and the tensors of the newest one that is complete.
+
+    Raises:
+        CorruptCheckpointError: there are no checkpoints.
+    """
+    index = ManifestIndex(directory)
+    rows, named, newest = list[dict[str, Any]](), set[str](), None
+    unclear = set[int | None]()
+    for version in index.versions():
+        try:
+            row, manifest, weights = _read_version(index, version)
+        except FileNotFoundError:  # the trainer removed it just now
+            continue
+        rows.append(row)
+        if manifest is None:
+            unclear.add(version)
+        else:
+            named.add(manifest.file)
+        if newest is None and weights is not None:
+            newest = version, weights
+    others = [row for row in _other_files(index, named) if index.version_of(Path(row["file"])) not in unclear]
+    if not rows and not others:
+        raise CorruptCheckpointError(
+            f"{directory} holds no checkpoints; give the directory of a CheckpointStore"
+        )
+    return {
+        "good": all(row["state"] == "ok" for row in rows),
+        "kind": "checkpoint directory",
+        "path": str(directory),
+        "newest_complete_version": None if newest is None else newest[0],
+        "versions": rows,
+        "other_files": others,
+        **_tensors({} if newest is None else newest[1]),
+    }
+
+
+def read_version_file(path: Path) -> dict[str, Any]:
+    """Return the contents of a manifest with its data file, or of a data file.
+
+    Raises:
+        CorruptCheckpointError: the name is neither that of a manifest nor that of a safetensors file.
+    """
+    index = ManifestIndex(path.parent)
+    version = index.version_of(path)
+    if version is None and path.suffix != _SUFFIX:
+        raise CorruptCheckpointError(
+            f"{path} is no file of weights; known: directories of checkpoints, their .json and {_SUFFIX} "
+            "files, and files with frames of the wire format"
+        )
+    facts = {"kind": "version file", "path": str(path)}
+    if version is not None and path.suffix != PART:
+        try:
+            row, manifest, weights = _read_version(index, version)
+        except FileNotFoundError:  # the trainer removed the manifest
+            pass
+        else:
+            if path.suffix != _SUFFIX or manifest is None or manifest.file == path.name:
+                return {"good": row["state"] == "ok", **facts, **row, **_tensors(weights or {})}
+    return _read_alone(path, facts)
+
+
+def _read_alone(path: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+    problem, weights = None, dict[str, Any]()
+    try:
+        _, weights = map_file(path)
+    except CorruptCheckpointError as error:
+        problem = str(error)
+    return {
+        "good": problem is None,
+        **facts,
+        "state": "ok" if problem is None else "damaged",
+        "bytes": path.stat().st_size,
+        "checksum": "none: no manifest names this file",
+        "problem": problem,
+        **_tensors(weights),
+    }
+
+
+def _read_version(
+    index: ManifestIndex, version: int
+) -> tuple[dict[str, Any], Manifest | None, dict[str, Any] | None]:
+    """Return the row of a version, its manifest and its weights; None for those that are damaged."""
+    manifest, weights, problem = None, None, None
+    try:
+        manifest = index.load(version)
+        found = map_file(index.directory / manifest.file, manifest.digest)[1]
+        _compare(manifest, found)
+        weights = found
+    except CorruptCheckpointError as error:
+        problem = str(error)
+    row = {
+        "version": version,
+        "state": "ok" if problem is None else "damaged",
+        "step": None if manifest is None else manifest.step,
+        "bytes": None if manifest is None else manifest.nbytes,
+        "tensor_count": None if manifest is None else len(manifest.tensors),
+        "file": None if manifest is None else manifest.file,
+        "checksum": None if manifest is None else manifest.digest,
+        "problem": problem,
+    }
+    return row, manifest, weights
+
+
+def _compare(manifest: Manifest, found: Mapping[str, Any]) -> None:
+    """Raise CorruptCheckpointError if the manifest describes other tensors."""
+    there = {
+        name: f"{dtype_name(value.dtype)}{list(value.shape)}"
+        for name, value in found.items()
+        if isinstance(value, torch.Tensor)
+    }
+    if different := sorted(there.items() ^ manifest.tensors.items()):
+        names = ", ".join(dict.fromkeys(name for name, _ in different))
+        raise CorruptCheckpointError(f"manifest and data file describe other tensors: {names:.200}")
+
+
+def _tensors(weights: Mapping[str, Any]) -> dict[str, Any]:
+    tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
+    extra = [name for name in weights if name not in tensors]
+    return {**({"extra_state": extra} if extra else {}), "tensors": tensor_rows(WeightSchema.of(tensors))}
+
+
+def _other_files(index: ManifestIndex, named: set[str]) -> list[dict[str, Any]]:
+    """Return a row for each file of the store that is neither a manifest nor in ``named``."""
+    rows = []
+    for path in sorted(index.directory.iterdir()):
+        meaning = _MEANINGS.get(path.suffix)
+        ours = path.suffix == LEASE or index.version_of(path) is not None
+        if meaning is not None and ours and path.name not in named:
+            rows.append({"file": path.name, "bytes": path.stat().st_size, "meaning": meaning})
+    return rows

@@ -1,0 +1,262 @@
+"""Senders of all schemes and encodings, which send the same changes in turns."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from weight_update.cli.measuring.models import ModelSource, change, checksums, tensors_of
+from weight_update.cli.measuring.workers import ProcessWorker, RayWorker, Worker
+from weight_update.errors import NotEnoughMemoryError, SyncTimeoutError, WeightSyncError
+from weight_update.report import SyncReport
+from weight_update.schemes import (
+    DistributedWeightSyncScheme,
+    MultiProcessWeightSyncScheme,
+    RayWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    WeightSyncScheme,
+)
+from weight_update.strategy.strategy import WeightStrategy
+from weight_update.transports.memory_limits import available_memory
+
+__all__ = ["ENCODINGS", "RAY", "SCHEMES", "Case", "Plan", "Results", "measure"]
+
+RAY = "ray"
+"""Name of the scheme whose workers are actors."""
+SCHEMES: dict[str, type[WeightSyncScheme]] = {
+    "shared": SharedMemWeightSyncScheme,
+    "process": MultiProcessWeightSyncScheme,
+    "distributed": DistributedWeightSyncScheme,
+    RAY: RayWeightSyncScheme,
+}
+"""Schemes by name, the simplest to set up first."""
+ENCODINGS = ("dense", "patch")
+"""Names of encodings, the simplest first."""
+
+_ROUNDS = 30
+_WARM_UP = 1  # rounds that are not counted
+_SHARE_OF_ONE_WAIT = 0.25  # of the time limit, for one scheme to connect or to send
+_CLOSING_SECONDS = 2.0
+_MARGIN = 2.0  # times what a round or check took before
+_BUFFERS = 3  # of model size in the sender, for each scheme and encoding
+_COPIES = 2  # of the model in each worker, likewise
+
+Tell = Callable[[str, float], None]
+"""Is told what is being done, and which share of the time limit has passed."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The options of a measurement.
+
+    Attributes:
+        source: the model.
+        workers: number of worker processes.
+        schemes: names of schemes.
+        encodings: names of encodings.
+        share: share of the elements that change in each update.
+        seconds: time limit of the whole measurement.
+    """
+
+    source: ModelSource
+    workers: int
+    schemes: tuple[str, ...]
+    encodings: tuple[str, ...]
+    share: float
+    seconds: float
+
+
+@dataclass(eq=False)
+class Case:
+    """One scheme with one encoding.
+
+    Attributes:
+        seconds: time of each counted update, from ``send()`` until all workers had applied it.
+        report: report of the last update.
+        failure: why it was not measured to the end; empty if it was.
+    """
+
+    scheme: str
+    encoding: str
+    sender: WeightSyncScheme
+    seconds: list[float] = field(default_factory=list)
+    report: SyncReport | None = None
+    failure: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name for the user."""
+        return f"{self.scheme} with {self.encoding}"
+
+
+@dataclass(frozen=True)
+class Results:
+    """The figures of all cases, and of a plain copy of the weights in the same rounds."""
+
+    cases: Sequence[Case]
+    copies: Sequence[float]
+    nbytes: int
+    tensors: int
+
+
+def measure(plan: Plan, tell: Tell) -> Results:
+    """Measure all schemes and encodings of a plan.
+
+    Raises:
+        NotEnoughMemoryError: the models do not fit into memory.
+        SyncTimeoutError: the time limit passed before anything was measured.
+        WorkerError: a worker could not start.
+    """
+    clock = _Clock(plan.seconds, tell)
+    clock.tell("making the model")
+    model = plan.source.make()
+    tensors = tensors_of(model)
+    nbytes = sum(value.numel() * value.element_size() for value in tensors.values())
+    _check_memory(plan, nbytes)
+    cases, workers = list[Case](), list[Worker]()
+    try:
+        for scheme, encoding in itertools.product(plan.schemes, plan.encodings):
+            cases.append(_case(scheme, encoding, plan, model))
+        clock.tell(f"starting {plan.workers} workers")
+        workers.extend(_start(plan, cases))
+        for worker in workers:
+            worker.answer(clock.left())
+        for case in cases:
+            clock.tell(f"connecting {case.name}")
+            timeout = min(clock.left(), plan.seconds * _SHARE_OF_ONE_WAIT)
+            _connect(case, _workers_of(case, workers), timeout)
+        copies = _run_rounds(cases, tensors, plan, clock)
+        expected = checksums(tensors)
+        for case in cases:
+            clock.tell(f"checking {case.name}")
+            _check(case, _workers_of(case, workers), expected, clock.left())
+    finally:
+        for worker in workers:
+            worker.stop()
+        for case in cases:
+            case.sender.shutdown()
+    return Results(cases, copies, nbytes, len(tensors))
+
+
+def _workers_of(case: Case, workers: Sequence[Worker]) -> list[Worker]:
+    kind = RayWorker if case.scheme == RAY else ProcessWorker
+    return [worker for worker in workers if isinstance(worker, kind)]
+
+
+class _Clock:
+    """The time limit of a measurement."""
+
+    def __init__(self, seconds: float, tell: Tell) -> None:
+        self._start, self._seconds, self._tell = time.monotonic(), seconds, tell
+
+    def left(self) -> float:
+        """Return the seconds that are left."""
+        return max(0.0, self._start + self._seconds - time.monotonic())
+
+    def tell(self, what: str) -> None:
+        """Show progress; raise SyncTimeoutError if no time is left."""
+        left = self.left()
+        if left == 0.0:
+            raise SyncTimeoutError(
+                f"{self._seconds:g} s passed while {what}; give more --seconds, a smaller --size, "
+                "or fewer schemes and workers"
+            )
+        self._tell(what, 1.0 - left / self._seconds)
+
+
+def _check_memory(plan: Plan, nbytes: int) -> None:
+    cases = len(plan.schemes) * len(plan.encodings)
+    needed, free = nbytes * (2 + cases * (_BUFFERS + _COPIES * plan.workers)), available_memory()
+    if free is not None and needed > free:
+        raise NotEnoughMemoryError(
+            f"up to {needed / 1e9:.2f} GB are needed for {cases} senders and {plan.workers} workers, and "
+            f"{free / 1e9:.2f} GB are free; give a smaller --size, fewer --workers, or one --scheme"
+        )
+
+
+def _case(scheme: str, encoding: str, plan: Plan, model: torch.nn.Module) -> Case:
+    strategy, timeout = WeightStrategy("state_dict", encoding=encoding), plan.seconds * _SHARE_OF_ONE_WAIT
+    made: Any = SCHEMES[scheme]
+    sender = made(strategy=strategy, timeout=timeout, connect_timeout=timeout)
+    sender.init_on_sender(model=model, num_workers=plan.workers)
+    return Case(scheme, encoding, sender)
+
+
+def _start(plan: Plan, cases: Sequence[Case]) -> Iterator[Worker]:
+    """Yield workers that are starting; each answers once when it is ready."""
+    for kind, schemes in ((ProcessWorker, set(SCHEMES) - {RAY}), (RayWorker, {RAY})):
+        given = {case.name: case.sender for case in cases if case.scheme in schemes}
+        if given:
+            yield from (kind(index, given, plan.source) for index in range(plan.workers))
+
+
+def _connect(case: Case, workers: Sequence[Worker], timeout: float) -> None:
+    """Connect a sender with its workers, or set the reason why it does not."""
+    try:
+        for worker in workers:
+            worker.post("connect", case.name, timeout)
+        try:
+            case.sender.connect(timeout=timeout)
+        finally:
+            for worker in workers:
+                worker.answer(timeout)
+    except (WeightSyncError, OSError) as error:
+        case.failure = str(error)
+
+
+def _run_rounds(
+    cases: Sequence[Case], tensors: Mapping[str, torch.Tensor], plan: Plan, clock: _Clock
+) -> list[float]:
+    """Send changes in turns until there are enough rounds, or no time is left; return the times of copies."""
+    target = {name: torch.empty_like(value).copy_(value) for name, value in tensors.items()}
+    checking = _seconds_of(lambda: checksums(tensors)) * len(cases)
+    copies, longest = list[float](), 0.0
+    for turn in range(_WARM_UP + _ROUNDS):
+        if len(copies) and clock.left() < _MARGIN * (longest + checking) + _CLOSING_SECONDS:
+            break
+        clock.tell(f"round {turn} of {_ROUNDS}")
+        began = time.monotonic()
+        change(tensors, plan.share)
+        counted = turn >= _WARM_UP
+        seconds = _seconds_of(lambda: torch._foreach_copy_(list(target.values()), list(tensors.values())))
+        copies += [seconds] * counted
+        for case in [*cases[turn % len(cases) :], *cases[: turn % len(cases)]]:
+            _send(case, counted)
+        longest = max(longest, time.monotonic() - began)
+    return copies
+
+
+def _send(case: Case, counted: bool) -> None:
+    if case.failure:
+        return
+    try:
+        began = time.perf_counter()
+        case.report = case.sender.send()
+        case.seconds += [time.perf_counter() - began] * counted
+    except (WeightSyncError, OSError) as error:
+        case.failure = str(error)
+
+
+def _check(case: Case, workers: Sequence[Worker], expected: Mapping[str, int], timeout: float) -> None:
+    """Compare the weights of all workers with those of the sender."""
+    if case.failure:
+        return
+    try:
+        for worker in workers:
+            worker.post("checksums", case.name)
+        for worker in workers:
+            if worker.answer(timeout) != expected:
+                case.failure = f"the weights of worker {worker.index} differ from those of the trainer"
+    except WeightSyncError as error:
+        case.failure = str(error)
+
+
+def _seconds_of(action: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
