@@ -38,9 +38,12 @@ class ModelSource:
         """Return the model, on the CPU.
 
         Raises:
-            click.BadParameter: the import path leads to no module.
+            click.BadParameter: the import path leads to no module with weights.
         """
-        return _sized(self.megabytes) if self.path is None else _imported(self.path)
+        model = _sized(self.megabytes) if self.path is None else _imported(self.path)
+        if not any(value.numel() for value in tensors_of(model).values()):
+            raise click.BadParameter(f"{self.path!r} has no weights to send")
+        return model
 
 
 def _sized(megabytes: float) -> nn.Module:
