@@ -45,7 +45,7 @@ def floor_of(room: str) -> int:
 
 def room_of(module: str) -> str:
     package, *rest = module.split(".")
-    if rest == ["__main__"]:
+    if package == LIBRARY and rest == ["__main__"]:
         return "cli"
     return package if package != LIBRARY else rest[0] if rest else "__init__"
 

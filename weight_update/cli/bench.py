@@ -18,6 +18,7 @@ from weight_update.cli.measuring.chart import draw, require_matplotlib
 from weight_update.cli.measuring.models import ModelSource
 from weight_update.cli.measuring.rounds import ENCODINGS, RAY, SCHEMES, Plan, Results, measure
 from weight_update.cli.output import json_option, progress, show
+from weight_update.transports.ray.rendezvous import import_ray
 
 __all__ = ["command"]
 
@@ -142,9 +143,9 @@ def _ray(*, needed: bool) -> Iterator[None]:
         yield
         return
     try:
-        import ray
-    except ImportError:
-        raise click.ClickException('--scheme ray needs Ray: pip install "weight-update[ray]"') from None
+        ray = import_ray()
+    except ImportError as error:
+        raise click.ClickException(str(error)) from None
     ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
         yield

@@ -14,6 +14,7 @@ from weight_update.cli.measuring.models import ModelSource, checksums, tensors_o
 from weight_update.errors import WeightSyncError, WorkerError
 from weight_update.schemes import WeightSyncScheme
 from weight_update.schemes.remote import RemoteWeightSyncScheme
+from weight_update.transports.ray.rendezvous import require_ray
 
 __all__ = ["ProcessWorker", "RayWorker", "Worker"]
 
@@ -138,7 +139,7 @@ class RayWorker(Worker):
 
     def __init__(self, index: int, schemes: Mapping[str, WeightSyncScheme], source: ModelSource) -> None:
         super().__init__(index)
-        self._ray: Any = __import__("ray")
+        self._ray = require_ray()
         self._actor = self._ray.remote(num_cpus=0)(_Receivers).remote(index, schemes, source)
         self._calls = [self._actor.__ray_ready__.remote()]
 

@@ -82,7 +82,7 @@ class PatchHead:
         """Read the head of a payload (1-D uint8).
 
         Raises:
-            FormatError: the payload is not a patch of this format, or its sections are not valid.
+            FormatError: the payload is not a patch of this format, or widths of its sections are not valid.
         """
         if raw.size < _HEAD.size:
             raise FormatError(f"a patch has at least {_HEAD.size} bytes, not {raw.size}")
@@ -185,7 +185,7 @@ def decode_patch(payload: torch.Tensor, schema: WeightSchema) -> Patch:
         payload = torch.from_numpy(payload.numpy().copy())
     head = PatchHead.decode(payload.numpy())
     for width, items in head.sections:
-        if items > schema.nbytes // width:
+        if not 0 < items <= schema.nbytes // width:
             raise FormatError(
                 f"a patch changes {items} of {schema.nbytes // width} elements of {width} bytes"
             )
@@ -203,8 +203,8 @@ def _read_sections(raw: Array, count: int) -> tuple[tuple[int, int], ...]:
         raise FormatError(f"a patch is too short for {count} sections")
     sections = tuple(_SECTION.iter_unpack(raw.tobytes()))
     widths = [width for width, _ in sections]
-    if not set(widths) <= set(BITS) or widths != sorted(set(widths)) or not all(n for _, n in sections):
-        raise FormatError(f"a patch has sections of (width, elements) {list(sections)}")
+    if not set(widths) <= set(BITS) or widths != sorted(set(widths)):
+        raise FormatError(f"a patch has sections of widths {widths}")
     return sections
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "ask",
     "brief",
     "find_rendezvous",
+    "import_ray",
     "ray_runs",
     "require_ray",
     "running_ray",
@@ -32,6 +33,19 @@ _LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 1.0
 
 
+def import_ray() -> Any:
+    """Return the ``ray`` module.
+
+    Raises:
+        ImportError: Ray is not installed.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise ImportError('Ray is needed: pip install "weight-update[ray]"', name="ray") from None
+    return ray
+
+
 def require_ray() -> Any:
     """Return the ``ray`` module, initialized in this process.
 
@@ -39,10 +53,7 @@ def require_ray() -> Any:
         ImportError: Ray is not installed.
         LifecycleError: Ray was not initialized, or was shut down.
     """
-    try:
-        import ray
-    except ImportError:
-        raise ImportError('Ray is needed: pip install "weight-update[ray]"', name="ray") from None
+    ray = import_ray()
     if not ray.is_initialized():
         raise LifecycleError("Ray does not run in this process; call ray.init() first")
     return ray
