@@ -502,6 +502,20 @@ def test_inspect_reads_one_version_and_a_file_of_another_program(run_7: Path, tm
     assert call("inspect", alone).exit_code == 1
 
 
+def test_inspect_does_not_wait_at_a_file_that_is_not_regular(tmp_path: Path, run_7: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    result = call("inspect", tmp_path / "pipe")
+    assert result.exit_code == 1
+    assert "not a regular file" in result.stderr
+    data = data_file(run_7, 12)
+    size = data.stat().st_size
+    data.unlink()
+    os.mkfifo(data)
+    found = document(call("inspect", run_7, "--json"))
+    assert found["versions"][0]["problem"] == f"{data.name} has 0 bytes, not {size}"
+    assert found["newest_complete_version"] == 11
+
+
 @pytest.mark.parametrize("content", [b"", b"something else"])
 def test_inspect_refuses_other_files(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "file"
@@ -696,6 +710,13 @@ def test_bench_refuses_a_path_that_leads_to_no_module(path: str, words: str) -> 
     result = call("bench", "--model", path)
     assert result.exit_code == 2
     assert words in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_bench_refuses_a_picture_that_it_could_not_write(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    result = call("bench", "--png", tmp_path / "nowhere" / "bench.png")
+    assert result.exit_code == 2
+    assert "does not exist" in result.stderr
 
 
 def test_bench_refuses_a_model_that_does_not_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:

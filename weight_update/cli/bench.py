@@ -97,6 +97,8 @@ def command(
     """
     if png is not None:
         require_matplotlib()
+        if not png.parent.is_dir():
+            raise click.BadParameter(f"the directory {png.parent} does not exist", param_hint="--png")
     sys.path.insert(0, os.getcwd())  # for the module of the user, also in workers
     plan = Plan(
         ModelSource(size, path),

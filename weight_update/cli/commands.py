@@ -20,6 +20,8 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:  # a pager that was left, for example
+            raise
         except (WeightSyncError, OSError) as error:
             raise click.ClickException(str(error)) from error
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from weight_update.checkpoints.io import open_regular
 from weight_update.cli.contents.checkpoints import read_directory, read_version_file
 from weight_update.cli.contents.frames import MAGIC, read_frames
 from weight_update.cli.output import json_option, show
@@ -32,6 +33,6 @@ def command(ctx: click.Context, path: Path, as_json: bool) -> None:
 def _read(path: Path) -> dict[str, Any]:
     if path.is_dir():
         return read_directory(path)
-    with path.open("rb") as file:
+    with open(open_regular(path), "rb") as file:
         is_frame = file.read(len(MAGIC)) == MAGIC
     return read_frames(path) if is_frame else read_version_file(path)

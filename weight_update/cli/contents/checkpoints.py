@@ -108,14 +108,20 @@ def _read_alone(path: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
 def _read_version(
     index: ManifestIndex, version: int
 ) -> tuple[dict[str, Any], Manifest | None, dict[str, Any] | None]:
-    """Return the row of a version, its manifest and its weights; None for those that are damaged."""
+    """Return the row of a version, its manifest and its weights; None for those that cannot be read.
+
+    Raises:
+        FileNotFoundError: there is no such version (any more).
+    """
     manifest, weights, problem = None, None, None
     try:
         manifest = index.load(version)
         found = map_file(index.directory / manifest.file, manifest.digest)[1]
         _compare(manifest, found)
         weights = found
-    except CorruptCheckpointError as error:
+    except FileNotFoundError:
+        raise
+    except (CorruptCheckpointError, OSError) as error:
         problem = str(error)
     row = {
         "version": version,

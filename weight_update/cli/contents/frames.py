@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from weight_update.checkpoints.io import read_regular
 from weight_update.cli.contents.tensors import tensor_rows
 from weight_update.encodings.base import decoder_for, read_delta
 from weight_update.encodings.patch.encoding import PatchEncoding
@@ -29,7 +30,7 @@ def read_frames(path: Path) -> dict[str, Any]:
     A payload is decoded if the file also has the WELCOME with its schema. Otherwise its checksum and, of
     patches, the head are verified.
     """
-    raw = memoryview(path.read_bytes())
+    raw = memoryview(read_regular(path))
     reader = _Reader()
     for start, chunk, problem in _frames(raw):
         reader.take(start, chunk, problem)

@@ -41,7 +41,8 @@ ENCODINGS = ("dense", "patch")
 _ROUNDS = 30
 _WARM_UP = 1  # rounds that are not counted
 _SHARE_OF_ONE_WAIT = 0.25  # of the time limit, for one scheme to connect or to send
-_CLOSING_SECONDS = 2.0
+_CLOSING_SECONDS = 2.0  # that workers may take to end
+_AROUND_SECONDS = 8.0  # for imports before the measurement, and for closing
 _MARGIN = 2.0  # times what a round or check took before
 _BUFFERS = 3  # of model size in the sender, for each scheme and encoding
 _COPIES = 2  # of the model in each worker, likewise
@@ -136,11 +137,18 @@ def measure(plan: Plan, tell: Tell) -> Results:
             clock.tell(f"checking {case.name}")
             _check(case, _workers_of(case, workers), expected, clock.left())
     finally:
-        for worker in workers:
-            worker.stop()
-        for case in cases:
-            case.sender.shutdown()
+        _close(cases, workers)
     return Results(cases, copies, nbytes, len(tensors))
+
+
+def _close(cases: Sequence[Case], workers: Sequence[Worker]) -> None:
+    for worker in workers:
+        worker.stop()
+    for case in cases:
+        case.sender.shutdown()
+    deadline = time.monotonic() + _CLOSING_SECONDS
+    for worker in workers:
+        worker.close(max(0.0, deadline - time.monotonic()))
 
 
 def _workers_of(case: Case, workers: Sequence[Worker]) -> list[Worker]:
@@ -217,7 +225,7 @@ def _run_rounds(
     checking = _seconds_of(lambda: checksums(tensors)) * len(cases)
     copies, longest = list[float](), 0.0
     for turn in range(_WARM_UP + _ROUNDS):
-        if len(copies) and clock.left() < _MARGIN * (longest + checking) + _CLOSING_SECONDS:
+        if len(copies) and clock.left() < _MARGIN * (longest + checking) + _AROUND_SECONDS:
             break
         clock.tell(f"round {turn} of {_ROUNDS}")
         began = time.monotonic()
@@ -226,7 +234,8 @@ def _run_rounds(
         seconds = _seconds_of(lambda: torch._foreach_copy_(list(target.values()), list(tensors.values())))
         copies += [seconds] * counted
         for case in [*cases[turn % len(cases) :], *cases[: turn % len(cases)]]:
-            _send(case, counted)
+            if clock.left():
+                _send(case, counted)
         longest = max(longest, time.monotonic() - began)
     return copies
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -11,14 +11,12 @@ import torch
 import torch.multiprocessing as mp
 
 from weight_update.cli.measuring.models import ModelSource, checksums, tensors_of
-from weight_update.errors import WeightSyncError, WorkerError
+from weight_update.errors import WorkerError
 from weight_update.schemes import WeightSyncScheme
 from weight_update.schemes.remote import RemoteWeightSyncScheme
 from weight_update.transports.ray.rendezvous import require_ray
 
 __all__ = ["ProcessWorker", "RayWorker", "Worker"]
-
-_STOP_SECONDS = 3.0
 
 
 class _Receivers:
@@ -70,7 +68,12 @@ class Worker:
         raise NotImplementedError
 
     def stop(self) -> None:
-        """End the worker."""
+        """Ask the worker to end, without waiting for it."""
+        with contextlib.suppress(WorkerError):
+            self.post("stop")
+
+    def close(self, timeout: float) -> None:
+        """Wait for the end of the worker, and kill it if it takes longer than ``timeout`` seconds."""
         raise NotImplementedError
 
 
@@ -103,10 +106,8 @@ class ProcessWorker(Worker):
             raise WorkerError(f"worker {self.index}: {result}")
         return result
 
-    def stop(self) -> None:
-        with contextlib.suppress(WorkerError):
-            self.post("stop")
-        self._process.join(_STOP_SECONDS)
+    def close(self, timeout: float) -> None:
+        self._process.join(timeout)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
@@ -116,21 +117,25 @@ class ProcessWorker(Worker):
 def _serve(
     pipe: Connection, index: int, schemes: Mapping[str, WeightSyncScheme], source: ModelSource
 ) -> None:
-    try:
+    receivers: Any = None
+
+    def make() -> None:
+        nonlocal receivers
         receivers = _Receivers(index, schemes, source)
-        pipe.send((True, None))
+
+    with contextlib.suppress(EOFError, OSError):  # the program was ended
+        pipe.send(_outcome(make))
         command = ""
         while command != "stop":
             command, args = pipe.recv()
-            pipe.send(_outcome(receivers, command, args))
-    except (EOFError, OSError):
-        pass  # the program was ended
+            pipe.send(_outcome(getattr(receivers, command), *args))
 
 
-def _outcome(receivers: _Receivers, command: str, args: tuple[Any, ...]) -> tuple[bool, Any]:
+def _outcome(action: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
+    """Return whether a call succeeded, and its result or error."""
     try:
-        return True, getattr(receivers, command)(*args)
-    except (WeightSyncError, OSError, RuntimeError) as error:
+        return True, action(*args)
+    except Exception as error:  # noqa: BLE001 - the other process raises it
         return False, f"{type(error).__name__}: {error}"
 
 
@@ -152,8 +157,7 @@ class RayWorker(Worker):
         except self._ray.exceptions.RayError as error:
             raise WorkerError(f"worker {self.index}: {error}") from None
 
-    def stop(self) -> None:
-        self.post("stop")
-        with contextlib.suppress(WorkerError):
-            self.answer(_STOP_SECONDS)
+    def close(self, timeout: float) -> None:
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            self._ray.get(self._calls[-1:], timeout=timeout)
         self._ray.kill(self._actor)
