@@ -1,0 +1,195 @@
+"""``weight-update bench``: measurements with real workers, and the recommendation."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_parts import MODEL, call, in_folder
+from interpreters import run_python
+
+from weight_update.cli.measuring.advice import network_advice, recommendation
+from weight_update.cli.measuring.rounds import Case, Results
+from weight_update.report import SyncReport
+
+
+def bench(*arguments: str | Path, **options: Any) -> tuple[int, dict[str, Any], str]:
+    """Run ``bench`` in a process of its own; return status, document and stderr."""
+    done = run_python("-m", "weight_update", "bench", "--json", *arguments, quick_spawn=True, **options)
+    return done.returncode, json.loads(done.stdout or "{}"), done.stderr
+
+
+def test_bench_measures_all_schemes_in_turns_and_draws_them(tmp_path: Path) -> None:
+    picture = tmp_path / "bench.png"
+    more = ["--png", picture] if importlib.util.find_spec("matplotlib") else []
+    status, found, errors = bench("--size", "0.2", "--workers", "1", "--seconds", "50", *more)
+    assert status == 0, (found, errors)
+    rows = {(row["scheme"], row["encoding"]): row for row in found["updates"]}
+    assert list(rows) == [(s, e) for s in ("shared", "process", "distributed") for e in ("dense", "patch")]
+    assert len({row["updates"] for row in rows.values()}) == 1
+    for row in rows.values():
+        assert row["problem"] is None
+        assert 0 < row["lower_quartile_ms"] <= row["median_ms"] <= row["upper_quartile_ms"]
+    assert 0 < rows["shared", "patch"]["sent_bytes"] < found["model_bytes"] / 10
+    assert rows["shared", "dense"]["sent_bytes"] >= found["model_bytes"]
+    assert (found["recommended_scheme"], found["recommended_encoding"]) in rows
+    assert "\n" not in found["reason"]
+    assert (
+        f"{rows[found['recommended_scheme'], found['recommended_encoding']]['median_ms']:.3g} ms"
+        in found["reason"]
+    )
+    assert found["plain_copy_ms"] > 0
+    assert found["network"].startswith("between machines: ")
+    assert not more or picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Net", "net"])
+def test_bench_measures_a_module_given_by_import_path(tmp_path: Path, name: str) -> None:
+    (tmp_path / "my_model.py").write_text(MODEL)
+    words = ["weight-update", "bench", "--json", "--model", f"my_model:{name}", "--scheme", "process"]
+    done = in_folder(tmp_path, [*words, "--changed", "0.5"])
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    found = json.loads(done.stdout)
+    assert found["model_bytes"] == 4 * (300 * 200 + 200) + 10 + 8
+    assert [row["scheme"] for row in found["updates"]] == ["process", "process"]
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("no_such_module:net", "No module named 'no_such_module'"),
+        ("json", "give package.module:name"),
+        ("json:loads.nothing", "has no attribute 'nothing'"),
+        ("torch.nn:Identity", "has no weights to send"),
+        ("os:sep", "is a str, neither a torch.nn.Module nor"),
+    ],
+)
+def test_bench_refuses_a_path_that_leads_to_no_module(path: str, words: str) -> None:
+    result = call("bench", "--model", path)
+    assert result.exit_code == 2
+    assert words in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_bench_refuses_a_picture_that_it_could_not_write(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    result = call("bench", "--png", tmp_path / "nowhere" / "bench.png")
+    assert result.exit_code == 2
+    assert "does not exist" in result.stderr
+
+
+def test_bench_refuses_a_model_that_does_not_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weight_update.cli.measuring.rounds.available_memory", lambda: 1_000_000)
+    result = call("bench", "--size", "1")
+    assert result.exit_code == 1
+    assert "give a smaller --size, fewer --workers, or one --scheme" in result.stderr
+
+
+def test_bench_ends_at_its_time_limit() -> None:
+    began = time.monotonic()
+    status, _, errors = bench("--seconds", "1", "--workers", "1", "--scheme", "shared", "--size", "300")
+    assert status == 1
+    assert re.search("1 s passed while|did not answer within", errors), errors
+    assert time.monotonic() - began < 30.0
+
+
+@pytest.mark.slow
+def test_bench_names_a_worker_that_dies_and_goes_on() -> None:
+    program = """
+import os, signal, sys
+from weight_update.cli.measuring import rounds
+send, count = rounds._send, [0]
+def kill_then_send(case, counted):
+    count[0] += 1
+    if count[0] == 5:
+        import multiprocessing
+        os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+    send(case, counted)
+rounds._send = kill_then_send
+from weight_update.cli import main
+sys.argv = ["weight-update", "bench", "--size", "1", "--scheme", "shared", "--json"]
+if __name__ == "__main__":
+    main()
+"""
+    done = run_python("-c", program)
+    found = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert not found["good"]
+    assert all(re.search(r"worker [01]: the other end is gone", row["problem"]) for row in found["updates"])
+
+
+@pytest.mark.slow
+def test_bench_fails_if_a_worker_has_other_weights() -> None:
+    program = """
+import sys
+from weight_update.cli.measuring import rounds
+rounds.checksums = lambda tensors: {"layer": 0}  # in this process alone
+from weight_update.cli import main
+sys.argv = ["weight-update", "bench", "--size", "0.2", "--workers", "1", "--scheme", "shared", "--json"]
+if __name__ == "__main__":
+    main()
+"""
+    done = run_python("-c", program, quick_spawn=True)
+    assert done.returncode == 1
+    problems = [row["problem"] for row in json.loads(done.stdout)["updates"]]
+    assert problems == ["the weights of worker 0 differ from those of the trainer"] * 2
+
+
+@pytest.mark.slow
+def test_bench_measures_ray() -> None:
+    pytest.importorskip("ray", reason="Ray is not installed")
+    status, found, errors = bench("--scheme", "ray", "--encoding", "dense", "--size", "1", "--workers", "1")
+    assert status == 0, (found, errors)
+    assert found["updates"][0]["updates"] > 0
+
+
+def test_bench_names_a_missing_package() -> None:
+    program = (
+        "import sys; sys.modules[{!r}] = None; sys.argv[1:] = {!r}; import weight_update.cli as c; c.main()"
+    )
+    for package, options, words in [
+        ("ray", ["bench", "--scheme", "ray"], 'pip install "weight-update[ray]"'),
+        ("matplotlib", ["bench", "--png", "x.png"], 'pip install "matplotlib'),
+    ]:
+        done = run_python("-c", program.format(package, options))
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith("Error: ")
+        assert words in done.stderr
+
+
+def results(**milliseconds: list[float]) -> Results:
+    """Make up figures, by ``scheme_encoding``; a patch has a hundredth of the bytes."""
+    cases = []
+    for name, times in milliseconds.items():
+        scheme, encoding = name.split("_")
+        case = Case(scheme, encoding, None, [time / 1e3 for time in times])  # type: ignore[arg-type]
+        sent = 10_000_000 if encoding == "dense" else 100_000
+        case.report = SyncReport(1, encoding, dense_bytes=10_000_000, wire_bytes=2 * sent)
+        cases.append(case)
+    return Results(cases, [0.001], 10_000_000, 3)
+
+
+def test_the_fastest_is_recommended_unless_a_simpler_one_is_within_the_spread() -> None:
+    clear = recommendation(results(shared_dense=[4, 4, 4], shared_patch=[2, 2, 2], process_dense=[3, 3, 3]))
+    assert clear["recommended_encoding"] == "patch"
+    assert (
+        clear["reason"] == "2 ms per update, 2 times a plain copy; the next is process with dense with 3 ms"
+    )
+    close = recommendation(results(shared_dense=[1, 3, 5], shared_patch=[2.5, 2.5, 2.5]))
+    assert close["recommended_encoding"] == "dense"
+    assert "simpler than shared with patch (2.5 ms), within the spread" in str(close["reason"])
+    assert recommendation(results())["recommended_scheme"] is None
+
+
+def test_the_link_on_which_patches_pay_off() -> None:
+    # 9.9 MB less in 9.9 ms more: equal at 8 Gbit/s
+    found = network_advice(results(distributed_dense=[1, 1, 1], distributed_patch=[10.9, 10.9, 10.9]))
+    assert found == "between machines: distributed with patch below 8 Gbit/s, with dense on faster links"
+    faster = network_advice(results(distributed_dense=[3, 3, 3], distributed_patch=[2, 2, 2]))
+    assert "even over loopback" in str(faster)
+    assert network_advice(results(shared_dense=[3, 3, 3])) is None
