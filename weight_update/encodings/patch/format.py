@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -48,8 +48,7 @@ class PatchOptions:
     compression: Compression
 
 
-@dataclass(frozen=True)
-class PatchHead:
+class PatchHead(NamedTuple):
     """The head of a patch and its sections, which can be read without the schema.
 
     Attributes:
