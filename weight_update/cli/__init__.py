@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
+from pathlib import Path
 
 __all__ = ["main"]
 
@@ -18,4 +21,14 @@ def main() -> None:
         if package not in _PACKAGES:
             raise
         sys.exit(f'weight-update needs the package {package}: pip install "weight-update[cli]"')
-    weight_update(prog_name="weight-update")
+    weight_update(prog_name="weight-update", obj=_seconds_so_far())
+
+
+def _seconds_so_far() -> float:
+    """Return the age of this process: importing torch takes seconds. It is 0 if it cannot be known."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        began = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # field 22, of which two stand before the ")"
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - began
+    except (OSError, ValueError, IndexError, AttributeError):
+        return 0.0

@@ -22,6 +22,7 @@ from weight_update.transports.ray.rendezvous import import_ray
 
 __all__ = ["command"]
 
+_LEAST_SECONDS = 1.0
 _LOCAL = tuple(name for name in SCHEMES if name != RAY)
 
 
@@ -64,7 +65,7 @@ _LOCAL = tuple(name for name in SCHEMES if name != RAY)
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=1),
+    type=click.FloatRange(min=_LEAST_SECONDS),
     default=60.0,
     show_default=True,
     help="Time limit. The measurement ends earlier when it has enough rounds.",
@@ -100,14 +101,9 @@ def command(
         if not png.parent.is_dir():
             raise click.BadParameter(f"the directory {png.parent} does not exist", param_hint="--png")
     sys.path.insert(0, os.getcwd())  # for the module of the user, also in workers
-    plan = Plan(
-        ModelSource(size, path),
-        workers,
-        _in_order(SCHEMES, schemes),
-        _in_order(ENCODINGS, encodings),
-        changed,
-        seconds,
-    )
+    schemes, encodings = _in_order(SCHEMES, schemes), _in_order(ENCODINGS, encodings)
+    left = max(_LEAST_SECONDS, seconds - (ctx.obj or 0.0))
+    plan = Plan(ModelSource(size, path), workers, schemes, encodings, changed, left)
     with _ray(needed=RAY in plan.schemes), progress() as display:
         task = display.add_task("starting", total=1.0)
         results = measure(plan, lambda what, share: display.update(task, description=what, completed=share))

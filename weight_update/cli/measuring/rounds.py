@@ -42,7 +42,7 @@ _ROUNDS = 30
 _WARM_UP = 1  # rounds that are not counted
 _SHARE_OF_ONE_WAIT = 0.25  # of the time limit, for one scheme to connect or to send
 _CLOSING_SECONDS = 2.0  # that workers may take to end
-_AROUND_SECONDS = 8.0  # for imports before the measurement, and for closing
+_AROUND_SECONDS = 4.0  # for closing, and for the end of this process
 _MARGIN = 2.0  # times what a round or check took before
 _BUFFERS = 3  # of model size in the sender, for each scheme and encoding
 _COPIES = 2  # of the model in each worker, likewise
@@ -171,7 +171,7 @@ class _Clock:
         left = self.left()
         if left == 0.0:
             raise SyncTimeoutError(
-                f"{self._seconds:g} s passed while {what}; give more --seconds, a smaller --size, "
+                f"the time limit passed while {what}; give more --seconds, a smaller --size, "
                 "or fewer schemes and workers"
             )
         self._tell(what, 1.0 - left / self._seconds)
