@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from weight_update.cli.checks.base import Finding, fail, ok, skipped
-from weight_update.transports.distributed.store import HashStore, process_group_nccl
+from weight_update.transports.distributed.store import HashStore
 from weight_update.transports.shared_memory.cuda_slots import CudaBuffer
 
 __all__ = ["GPU_SECONDS", "IPC_CURE", "NCCL_CURE", "look_at_cuda", "look_at_ipc", "look_at_nccl"]
@@ -19,7 +20,7 @@ GPU_SECONDS = 30.0
 _BYTE = 42
 _OPEN = """
 import os, sys
-from weight_update.transports.distributed.store import HashStore, process_group_nccl
+from weight_update.transports.distributed.store import HashStore
 from weight_update.transports.shared_memory.cuda_slots import CudaSlotMapping
 fd, handle = int(sys.argv[1]), bytes.fromhex(sys.argv[2])
 print(int(CudaSlotMapping("doctor", handle, fd).first(1)[0]))
@@ -70,7 +71,8 @@ def look_at_nccl() -> Finding:
         return skipped(_NO_GPU)
     if not dist.is_nccl_available():
         return fail("torch was built without NCCL", "install a build of torch for CUDA")
-    group = process_group_nccl()(HashStore(), 0, 1)
+    group_class: Any = dist.ProcessGroupNCCL
+    group = group_class(HashStore(), 0, 1)
     try:
         group.allreduce([torch.ones(1, device="cuda")]).wait()
         torch.cuda.synchronize()
