@@ -324,8 +324,8 @@ class RemoteModuleWeightUpdater(WeightUpdaterBase):
 
     def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
         if policy_or_weights is None:
-            raise NothingToSendError(
-                "give update_policy_weights_() the weights: this collector has no policy"
+            raise LifecycleError(
+                f"give update_policy_weights_() the weights: a {type(self).__name__} has none"
             )
         return super()._maybe_map_weights(policy_or_weights)
 

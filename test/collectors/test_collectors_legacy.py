@@ -400,7 +400,7 @@ def test_the_updater_that_sends_nothing(made):
     collector = made(Collector, Env, make_policy(1.0), weight_updater=updater, **OPTIONS)
     assert collector.update_policy_weights_(weights_of(2.0)) is None
     assert next(iter(collector))["action"].unique().tolist() == [1.0]
-    with pytest.raises(NothingToSendError, match="the weights"):
+    with pytest.raises(RuntimeError, match=r"the weights: a RemoteModuleWeightUpdater has none"):
         collector.update_policy_weights_()
 
 
