@@ -97,7 +97,8 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
         self._may_lose = self._goes_on(on_worker_lost)
         updater = make_updater(weight_updater, weight_sync_schemes, policy)
         by_scheme = isinstance(updater, SchemeUpdater)
-        if by_scheme or (not weight_sync_schemes and updater is None and isinstance(policy, nn.Module)):
+        has_weights = isinstance(policy, nn.Module) or (by_scheme and options.get("policy_factory"))
+        if not weight_sync_schemes and (updater is None or by_scheme) and has_weights:
             weight_sync_schemes = {"policy": SharedMemWeightSyncScheme()}
         self._weight_sync_schemes = weight_sync_schemes
         self._versions = VersionSource(policy_scheme(weight_sync_schemes or {}))

@@ -72,7 +72,7 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
     ) -> None:
         updater = make_updater(weight_updater, weight_sync_schemes, policy)
         by_scheme = isinstance(updater, SchemeUpdater)
-        if by_scheme:
+        if by_scheme and (isinstance(policy, nn.Module) or options.get("policy_factory")):
             weight_sync_schemes = {"policy": MemoryWeightSyncScheme()}
         require_ours(weight_sync_schemes or {})
         self._gate = Gate()

@@ -193,8 +193,8 @@ class MultiProcessedWeightUpdater(_LocalUpdater):
         self.weights_getter = get_server_weights
         self._policy_weights = policy_weights
 
-    def all_worker_ids(self) -> list[Any]:
-        return list(self._policy_weights)
+    def all_worker_ids(self) -> list[Any] | None:
+        return list(self._policy_weights) or None
 
     def _get_server_weights(self) -> Any:
         return None if self.weights_getter is None else self.weights_getter()
@@ -213,8 +213,8 @@ class _RemoteUpdater(SchemeUpdater):
 
     policy_weights: Any
 
-    def all_worker_ids(self) -> list[int]:
-        return list(range(self._count()))
+    def all_worker_ids(self) -> list[int] | None:
+        return list(range(self._count())) or None
 
     def _count(self) -> int:
         """Return the number of workers."""
@@ -343,5 +343,5 @@ def make_updater(weight_updater: Any, weight_sync_schemes: Any, policy: Any) -> 
     if not callable(weight_updater):
         raise TypeError(f"weight_updater is a WeightUpdaterBase, not a {type(weight_updater).__name__}")
     from_policy = getattr(weight_updater, "from_policy", None)
-    made = None if from_policy is None or policy is None else from_policy(policy)
+    made = from_policy(policy) if from_policy is not None and isinstance(policy, nn.Module) else None
     return weight_updater() if made is None else made

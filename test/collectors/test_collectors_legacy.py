@@ -10,7 +10,7 @@ import torch
 import torchrl.collectors.distributed
 from collector_parts import OPTIONS, Env, fill, make_policy, require_exact, see_versions, updates, weights_of
 from tensordict import TensorDict
-from torch import nn
+from torchrl.modules import RandomPolicy
 
 import collectors
 import collectors.distributed
@@ -36,6 +36,7 @@ from weight_update import (
     SchemaMismatchError,
     SharedMemWeightSyncScheme,
     UnknownWorkerError,
+    WeightSyncError,
 )
 
 CPU = torch.device("cpu")
@@ -247,8 +248,9 @@ def test_updaters_without_a_collector():
     assert updater.policy_weights["module", "layers", "5"].tolist() == [2.0] * 3
     with pytest.raises(NothingToSendError, match="VanillaWeightUpdater has none"):
         updater.push_weights()
-    with pytest.raises(LifecycleError, match=r"pass the updater as weight_updater="):
-        distributed(policy).push_weights(weights_of(2.0))
+    for remote in (distributed(policy), distributed(policy, workers=0), RayWeightUpdater(None, [])):
+        with pytest.raises(LifecycleError, match=r"pass the updater as weight_updater="):
+            remote.push_weights(weights_of(2.0))
     own = torchrl.collectors.Collector(Env, policy, frames_per_batch=8, total_frames=-1, **OPTIONS)
     own.weight_updater = VanillaWeightUpdater.from_policy(policy)
     own.update_policy_weights_(weights_of(9.0))
@@ -289,6 +291,8 @@ def test_devices_as_workers(made):
     assert newest(frames, collector) == {3.0}
     assert sorted(updater.push_weights(weights_of(4.0), worker_ids=[1]).apply_seconds) == [1]
     assert newest(frames, collector) == {3.0, 4.0}
+    updater._policy_weights.clear()
+    assert sorted(updater.push_weights(weights_of(5.0)).apply_seconds) == [0, 1]
 
 
 @SILENT
@@ -404,12 +408,14 @@ def test_the_updater_that_sends_nothing(made):
         collector.update_policy_weights_()
 
 
-def test_a_policy_without_weights_has_no_scheme(made):
-    class Weightless(nn.Module):
-        def forward(self, observation):
-            return observation + 5
-
-    with pytest.warns(DeprecationWarning, match="MemoryWeightSyncScheme"):
-        updater = VanillaWeightUpdater(policy_weights=TensorDict())
-    collector = made(Collector, Env, Weightless(), weight_updater=updater, **OPTIONS)
-    assert next(iter(collector))["action"].unique().tolist() == [5.0]
+@SILENT
+@pytest.mark.filterwarnings("ignore:The policy is not an nn.Module:UserWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_policy_without_weights_has_no_scheme(kind, made):
+    cls, envs, make_updater, options, _ = KINDS[kind]
+    policy = RandomPolicy(Env().action_spec)
+    collector = made(cls, envs, policy, weight_updater=make_updater(make_policy()), **options)
+    assert not collector._weight_sync_schemes
+    next(iter(collector))
+    with pytest.raises(WeightSyncError, match="no weight"):
+        collector.update_policy_weights_(weights_of(1.0))
