@@ -127,12 +127,17 @@ def test_the_collector_of_a_backend_is_one_of_ours(monkeypatch):
         (TypeError, "sync is True", {"num_collectors": 2, "sync": "yes"}),
         (ValueError, "reserved", {"backend": "process", "backend_options": {"sync": True}}),
         (ValueError, "duplicate", {"backend": "process", "backend_options": {"policy": None}}),
-        (ValueError, "no other launcher", {"backend": "submitit", "launcher": "mp"}),
+        (ValueError, "requires launcher='submitit', not 'mp'", {"backend": "submitit", "launcher": "mp"}),
     ],
 )
 def test_arguments_of_a_backend_that_contradict_each_other(error, message, options):
     with pytest.raises(error, match=message):
         Collector(Env, make_policy(), frames_per_batch=8, **options)
+
+
+def test_a_third_argument_needs_its_name():
+    with pytest.raises(TypeError, match="at most two arguments without a name: create_env_fn and policy"):
+        Collector(Env, None, 3, backend="process", frames_per_batch=8)
 
 
 def test_the_signature_lists_the_options_of_torchrl():
