@@ -37,12 +37,12 @@ def main():
     assert isinstance(collector._schemes["policy"], RPCWeightSyncScheme)
     require_every_call(collector, used_now, policy)
     require_refusals(collector, used_now)
+    require_legacy_updater(collector, used_now)
     collector.update_policy_weights_({0: make_policy(3.0), 1: make_policy(4.0)})
     assert used_now() == [3.0, 4.0]
     collector.update_policy_weights_(make_policy(5.0), worker_ids=1)
     assert next(frames)["action"].unique().tolist() == [3.0, 5.0]
     assert collector.set_seed(1) > 1
-    require_legacy_updater(collector, used_now)
     for _ in range(2):
         collector.shutdown()
     assert multiprocessing.active_children() == []
@@ -70,6 +70,7 @@ def require_legacy_updater(collector, used_now):
     assert updater.push_weights(weights=weights_of(8.0), worker_ids=[0, 1]).version == before + 3
     assert used_now() == [8.0]
     assert collector.policy_version == before + 3
+    collector.weight_updater = None
 
 
 if __name__ == "__main__":
