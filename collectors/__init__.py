@@ -6,17 +6,12 @@ Every public name of ``torchrl.collectors`` is here; unchanged ones are TorchRL'
 from collectors import torchrl_names  # noqa: F401  # first: its errors name the cure
 
 # isort: split
-from torchrl.collectors import (  # the weight updaters are for programs that still pass weight_updater=
+from torchrl.collectors import (
     AsyncBatchedCollector,
     BaseCollector,
     Evaluator,
-    MultiProcessedWeightUpdater,
     ProfileConfig,
     RandomPolicy,
-    RayWeightUpdater,
-    RemoteModuleWeightUpdater,
-    VanillaWeightUpdater,
-    WeightUpdaterBase,
 )
 
 from collectors.distributed import DistributedCollector, DistributedSyncCollector
@@ -24,6 +19,15 @@ from collectors.multi import AsyncCollector, MultiAsyncCollector, MultiCollector
 from collectors.ray import RayCollector
 from collectors.rpc import RPCCollector
 from collectors.single import Collector
+from collectors.weight_update import (
+    DistributedWeightUpdater,
+    MultiProcessedWeightUpdater,
+    RayWeightUpdater,
+    RemoteModuleWeightUpdater,
+    RPCWeightUpdater,
+    VanillaWeightUpdater,
+    WeightUpdaterBase,
+)
 
 __all__ = [
     "AsyncBatchedCollector",
@@ -32,6 +36,7 @@ __all__ = [
     "Collector",
     "DistributedCollector",
     "DistributedSyncCollector",
+    "DistributedWeightUpdater",
     "Evaluator",
     "MultiAsyncCollector",
     "MultiCollector",
@@ -39,6 +44,7 @@ __all__ = [
     "MultiSyncCollector",
     "ProfileConfig",
     "RPCCollector",
+    "RPCWeightUpdater",
     "RandomPolicy",
     "RayCollector",
     "RayWeightUpdater",

@@ -66,11 +66,15 @@ class BackendChoice(CollectorMeta):
         if kind == "ray":
             options["num_collectors"] = number
         if kind == "submitit" and options.setdefault("launcher", "submitit") != "submitit":
-            raise ValueError('backend="submitit" takes no other launcher')
+            raise ValueError(f"backend='submitit' requires launcher='submitit', not {options['launcher']!r}")
         return choices[kind](*args, sync=bool(sync), **options)
 
     def _merged(cls, args: tuple[Any, ...], options: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
         """Return ``options`` together with ``backend_options``."""
+        if len(args) > 2:
+            raise TypeError(
+                "a Collector takes at most two arguments without a name: create_env_fn and policy"
+            )
         reserved = sorted(cls._RESERVED_OPTIONS & more.keys())
         if reserved:
             raise ValueError(f"these names are reserved for arguments of Collector itself: {reserved}")

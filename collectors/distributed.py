@@ -1,4 +1,7 @@
-"""The collectors over torch.distributed."""
+"""The collectors over torch.distributed.
+
+The other public names that TorchRL has in a module of this name are here, too.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,26 @@ from typing import Any
 import torchrl.collectors.distributed as torchrl_distributed
 from tensordict import TensorDictBase
 from torch import distributed as dist
+from torchrl.collectors.distributed import DEFAULT_SLURM_CONF, RayEvalWorker, submitit_delayed_launcher
 
 from collectors.intervals import Intervals, endless
 from collectors.node_programs import STOP, run_ahead, run_on_demand
 from collectors.process_group import ProcessGroupCollector
+from collectors.ray import RayCollector
+from collectors.rpc import RPCCollector
+from collectors.weight_update import DistributedWeightUpdater, RPCWeightUpdater
 
-__all__ = ["DistributedCollector", "DistributedSyncCollector"]
+__all__ = [
+    "DEFAULT_SLURM_CONF",
+    "DistributedCollector",
+    "DistributedSyncCollector",
+    "DistributedWeightUpdater",
+    "RPCCollector",
+    "RPCWeightUpdater",
+    "RayCollector",
+    "RayEvalWorker",
+    "submitit_delayed_launcher",
+]
 
 
 class DistributedCollector(Intervals, ProcessGroupCollector, torchrl_distributed.DistributedCollector):
@@ -30,7 +47,7 @@ class DistributedCollector(Intervals, ProcessGroupCollector, torchrl_distributed
             :class:`~weight_update.DistributedWeightSyncScheme` if the policy has weights. They are shut down
             with the collector.
         weight_recv_schemes: receivers of this collector, if it is a worker itself; weights are passed on.
-        weight_updater: legacy updater, instead of schemes.
+        weight_updater: see :class:`~collectors.remote.Remote`.
         total_frames: number of frames; -1 for no end.
         tcp_port: port of the group's rendezvous; None for the environment's ``TCP_PORT``, or for a free one
             with ``launcher="mp"``.

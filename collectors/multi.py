@@ -27,6 +27,7 @@ from collectors.single import Collector
 from collectors.torchrl_names import MultiCollectorMeta
 from collectors.updating import WithWorkers
 from collectors.versions import KEY, FrameVersion, VersionSource, policy_scheme, stamp, writes_version
+from collectors.weight_update import SchemeUpdater, make_updater
 from weight_update import (
     LifecycleError,
     SharedMemWeightSyncScheme,
@@ -59,7 +60,8 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
             ``update_policy_weights_`` reported.
         weight_sync_schemes: schemes by model id; None for a :class:`~weight_update.SharedMemWeightSyncScheme`
             if the policy is a module. They are shut down with the collector.
-        weight_updater: one of TorchRL's legacy updaters, instead of schemes. It counts no versions.
+        weight_updater: legacy updater, instead of schemes. One of ``collectors`` sends by a
+            :class:`~weight_update.SharedMemWeightSyncScheme`; any other counts no versions.
         frames_timeout: seconds that the collector waits for batches while a worker delivers none;
             ``math.inf`` for no limit. Time that the program spends between two batches does not count.
         on_worker_lost: ``"raise"`` ends collection with an error when a worker has ended or is late.
@@ -93,7 +95,10 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
     ) -> None:
         self._frames_timeout = require_seconds(frames_timeout)
         self._may_lose = self._goes_on(on_worker_lost)
-        if not weight_sync_schemes and weight_updater is None and isinstance(policy, nn.Module):
+        updater = make_updater(weight_updater, weight_sync_schemes, policy)
+        by_scheme = isinstance(updater, SchemeUpdater)
+        has_weights = isinstance(policy, nn.Module) or (by_scheme and options.get("policy_factory"))
+        if not weight_sync_schemes and (updater is None or by_scheme) and has_weights:
             weight_sync_schemes = {"policy": SharedMemWeightSyncScheme()}
         self._weight_sync_schemes = weight_sync_schemes
         self._versions = VersionSource(policy_scheme(weight_sync_schemes or {}))
@@ -107,9 +112,11 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
             collector_class=collector_class or Collector,
             track_policy_version=track_policy_version,
             weight_sync_schemes=weight_sync_schemes,
-            weight_updater=weight_updater,
+            weight_updater=None if by_scheme else updater,
             **options,
         )
+        if by_scheme:
+            self.weight_updater = updater
 
     def _goes_on(self, on_worker_lost: str) -> bool:
         """Whether collection goes on when a worker is lost."""

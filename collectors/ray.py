@@ -14,6 +14,7 @@ from tensordict import TensorDictBase
 
 from collectors.closing import close_all
 from collectors.remote import Remote
+from collectors.requests import Request
 from weight_update import RayWeightSyncScheme, SyncReport, WeightSyncScheme
 
 __all__ = ["RayCollector"]
@@ -35,7 +36,7 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
             the policy has weights. Actors on other nodes need one with ``address=`` or
             ``data="object_store"``. They are shut down with the collector.
         weight_recv_schemes: receivers of this collector, if it is a worker itself; weights are passed on.
-        weight_updater: legacy updater, instead of schemes.
+        weight_updater: see :class:`~collectors.remote.Remote`.
 
     Raises:
         ImportError: Ray is not installed.
@@ -64,8 +65,11 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
         if self._policy_service is not None:  # a policy in a service, not in the actors
             self._weight_update_impl(policy_or_weights, **options)
             return None
-        self._lazy_initialize_weight_sync()
         return super().update_policy_weights_(policy_or_weights, **options)
+
+    def _update(self, request: Request) -> SyncReport | dict[str, SyncReport]:
+        self._lazy_initialize_weight_sync()
+        return super()._update(request)
 
     # -- data --------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from collectors.requests import Request, require_ours, send
 from collectors.single import Collector
 from collectors.updating import WithWorkers
 from collectors.versions import policy_scheme
+from collectors.weight_update import SchemeUpdater, make_updater
 from weight_update import LifecycleError, SharedMemWeightSyncScheme, SyncReport, WeightSyncScheme
 
 __all__ = ["Remote", "inner_class", "inner_options"]
@@ -44,7 +45,7 @@ class Remote(WithWorkers, torchrl.collectors.BaseCollector):
         num_workers_per_collector: as in TorchRL.
         weight_sync_schemes: schemes by model id; None for the default. They are shut down with the collector.
         weight_recv_schemes: receivers of this collector, if it is a worker itself; weights are passed on.
-        weight_updater: legacy updater, instead of schemes.
+        weight_updater: legacy updater, instead of schemes. One of ``collectors`` sends by the default scheme.
         worker_idx: index of this collector, if it is a worker itself.
         frames_timeout: seconds that the collector waits for batches while a worker delivers none;
             ``math.inf`` for no limit. A :class:`~weight_update.SyncTimeoutError` then names the worker.
@@ -73,9 +74,9 @@ class Remote(WithWorkers, torchrl.collectors.BaseCollector):
     ) -> None:
         self.worker_idx = worker_idx
         self._waits = WaitingTimes(require_seconds(frames_timeout))
-        if weight_sync_schemes is not None and weight_updater is not None:
-            raise TypeError("give either weight_sync_schemes or weight_updater, not both")
-        if weight_sync_schemes is None and weight_updater is None:
+        updater = make_updater(weight_updater, weight_sync_schemes, policy)
+        by_scheme = isinstance(updater, SchemeUpdater)
+        if weight_sync_schemes is None and (updater is None or by_scheme):
             has_weights = isinstance(policy, nn.Module) or _any(policy_factory)
             weight_sync_schemes = {"policy": self._default_scheme(**options)} if has_weights else {}
         self._schemes = dict(weight_sync_schemes or {})
@@ -92,9 +93,11 @@ class Remote(WithWorkers, torchrl.collectors.BaseCollector):
                 collector_kwargs=inner_options(collector_kwargs, kind, policy, policy_factory),
                 num_workers_per_collector=num_workers_per_collector,
                 weight_sync_schemes=weight_sync_schemes,
-                weight_updater=weight_updater,
+                weight_updater=None if by_scheme else updater,
                 **options,
             )
+            if by_scheme:
+                self.weight_updater = updater
             if weight_recv_schemes:
                 self.register_scheme_receiver(weight_recv_schemes)
         except BaseException:
@@ -116,7 +119,9 @@ class Remote(WithWorkers, torchrl.collectors.BaseCollector):
 
     def _send_all(self, worker_ids: Any = None) -> None:
         """Send the weights of all models in one step."""
-        if self._schemes:
+        if isinstance(self.weight_updater, SchemeUpdater):
+            self.update_policy_weights_(worker_ids=worker_ids)
+        elif self._schemes:
             send(self._schemes, Request(dict.fromkeys(self._schemes), worker_ids, several=True))
 
     # -- for users ---------------------------------------------------------------------------------

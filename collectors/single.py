@@ -28,9 +28,11 @@ from collectors.versions import (
     stamp,
     writes_version,
 )
+from collectors.weight_update import SchemeUpdater, make_updater
 from weight_update import (
     Gate,
     LifecycleError,
+    MemoryWeightSyncScheme,
     NothingToSendError,
     SyncReport,
     UnknownWorkerError,
@@ -53,6 +55,8 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
             left alone.
         weight_sync_schemes: schemes by model id. A scheme that is not initialized gets its receiver in this
             process, whatever its transport. An initialized scheme belongs to its owner and is only connected.
+        weight_updater: legacy updater, instead of schemes. One of ``collectors`` sends by a
+            :class:`~weight_update.MemoryWeightSyncScheme`.
         options: all other options of TorchRL's ``Collector``.
     """
 
@@ -63,8 +67,13 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
         *,
         track_policy_version: Any = True,
         weight_sync_schemes: dict[str, WeightSyncScheme] | None = None,
+        weight_updater: Any = None,
         **options: Any,
     ) -> None:
+        updater = make_updater(weight_updater, weight_sync_schemes, policy)
+        by_scheme = isinstance(updater, SchemeUpdater)
+        if by_scheme and (isinstance(policy, nn.Module) or options.get("policy_factory")):
+            weight_sync_schemes = {"policy": MemoryWeightSyncScheme()}
         require_ours(weight_sync_schemes or {})
         self._gate = Gate()
         self._versions = VersionSource()
@@ -84,8 +93,11 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
             policy,
             track_policy_version=track_policy_version,
             weight_sync_schemes=weight_sync_schemes,
+            weight_updater=None if by_scheme else updater,
             **options,
         )
+        if by_scheme:
+            self.weight_updater = updater
 
     # -- versions ----------------------------------------------------------------------------------
 
@@ -236,9 +248,11 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
             self._add_receivers({model_id: receive_here(scheme, model_id, source, model)})
         super()._setup_weight_sync(weight_updater, weight_sync_schemes)
 
-    def _update_by_legacy(self, request: Request) -> None:
-        super()._update_by_legacy(request)
-        self.increment_version()
+    def _update_by_legacy(self, request: Request) -> SyncReport | None:
+        report = super()._update_by_legacy(request)
+        if report is None and not self._weight_sync_schemes:  # nothing else counts this update
+            self.increment_version()
+        return report
 
     def _update_without_scheme(self, request: Request) -> SyncReport | dict[str, SyncReport]:
         """Apply weights to the models of this collector itself."""

@@ -53,6 +53,7 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
         "register_scheme_receiver",
         "rollout",
     ),
+    ("torchrl.collectors", "BaseCollector"): ("_weight_updater", "register_collector", "weight_updater"),
     ("torchrl.collectors", "MultiAsyncCollector"): ("_queue_len",),
     ("torchrl.collectors", "MultiCollector"): (
         "_add_collector_outputs_to_fake_td",
@@ -65,6 +66,16 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
         "procs",
         "queue_out",
         "register_scheme_receiver",
+    ),
+    ("torchrl.collectors", "WeightUpdaterBase"): (
+        "_call_post_hooks",
+        "_get_server_weights",
+        "_maybe_map_weights",
+        "_push_weights",
+        "_skip_update",
+        "_sync_weights_with_worker",
+        "all_worker_ids",
+        "push_weights",
     ),
     ("torchrl.collectors.distributed", "DistributedCollector"): (
         "_VERBOSE",

@@ -47,7 +47,7 @@ class Updating(Observed):
 
         Returns:
             Report of the update; with ``weights_dict``, reports by model id. None with a legacy
-            ``weight_updater``.
+            ``weight_updater`` that sends by no scheme.
 
         Raises:
             ValueError: the arguments contradict each other.
@@ -64,9 +64,10 @@ class Updating(Observed):
             weights_dict=weights_dict,
             policy_weights=policy_weights,
         )
-        if self._legacy_weight_updater:
-            self._update_by_legacy(request)
-            return None
+        return self._update_by_legacy(request) if self._legacy_weight_updater else self._update(request)
+
+    def _update(self, request: Request) -> SyncReport | dict[str, SyncReport]:
+        """Send by the schemes, or update the models of this process."""
         if self._weight_sync_schemes:
             return self._send(self._weight_sync_schemes, request)
         reports = self._update_without_scheme(request)
@@ -78,11 +79,14 @@ class Updating(Observed):
     ) -> SyncReport | dict[str, SyncReport]:
         return send(schemes, request)
 
-    def _update_by_legacy(self, request: Request) -> None:
+    def _update_by_legacy(self, request: Request) -> SyncReport | None:
         if request.several or set(request.weights) != {"policy"}:
             raise ValueError("a weight_updater serves one model; use weight_sync_schemes for several")
-        updater: Any = self
-        updater.weight_updater(policy_or_weights=request.weights["policy"], worker_ids=request.worker_ids)
+        collector: Any = self
+        report = collector.weight_updater(
+            policy_or_weights=request.weights["policy"], worker_ids=request.worker_ids
+        )
+        return report if isinstance(report, SyncReport) else None
 
     def _update_without_scheme(self, request: Request) -> SyncReport | dict[str, SyncReport]:
         raise NotImplementedError

@@ -1,19 +1,14 @@
-"""Workers that have workers, and the legacy weight updaters."""
+"""Workers that have workers, and the weight updaters of TorchRL."""
 
 from multiprocessing import get_context
 
 import pytest
 import torch
+import torchrl.collectors
 from collector_parts import OPTIONS, Env, make_policy, require_stamps, weights_of
 from tensordict import TensorDict
 
-from collectors import (
-    Collector,
-    MultiProcessedWeightUpdater,
-    MultiSyncCollector,
-    VanillaWeightUpdater,
-    WeightUpdaterBase,
-)
+from collectors import Collector, MultiSyncCollector
 from weight_update import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 
 
@@ -63,9 +58,9 @@ def test_an_update_reaches_the_workers_of_a_worker(kind):
 
 
 @pytest.mark.filterwarnings("ignore:Using WeightUpdaterBase is deprecated:DeprecationWarning")
-def test_legacy_updaters_in_one_process():
+def test_an_updater_of_torchrl_in_one_process():
     policy = make_policy()
-    updater = VanillaWeightUpdater(policy_weights=TensorDict.from_module(policy).data)
+    updater = torchrl.collectors.VanillaWeightUpdater(policy_weights=TensorDict.from_module(policy).data)
     collector = Collector(Env, policy, frames_per_batch=8, total_frames=-1, weight_updater=updater, **OPTIONS)
     frames = iter(collector)
     assert collector.update_policy_weights_(weights_of(3.0)) is None
@@ -77,13 +72,12 @@ def test_legacy_updaters_in_one_process():
     collector.shutdown()
 
 
-def test_legacy_updaters_with_workers():
+def test_an_updater_of_torchrl_with_workers():
     policy = make_policy()
     weights = TensorDict.from_module(policy).share_memory_()
-    updater = MultiProcessedWeightUpdater(
+    updater = torchrl.collectors.MultiProcessedWeightUpdater(
         get_server_weights=lambda: weights_of(4.0), policy_weights={torch.device("cpu"): weights}
     )
-    assert isinstance(updater, WeightUpdaterBase)
     collector = MultiSyncCollector(
         [Env] * 2,
         policy,

@@ -35,7 +35,6 @@ from collectors import (
     DistributedSyncCollector,
     MultiAsyncCollector,
     MultiSyncCollector,
-    VanillaWeightUpdater,
 )
 from collectors.remote import inner_class
 from weight_update import (
@@ -326,11 +325,10 @@ def test_a_policy_without_weights(made):
 
 @pytest.mark.parametrize("kind", ["sync", "ahead"])
 @pytest.mark.filterwarnings("ignore:Using WeightUpdaterBase is deprecated:DeprecationWarning")
-def test_legacy_updaters(kind, made):
+def test_an_updater_of_torchrl(kind, made):
     mirror = weights_of(0.0)
-    collector = made(
-        kind, make_policy(), workers=1, weight_updater=VanillaWeightUpdater(policy_weights=mirror)
-    )
+    updater = torchrl.collectors.VanillaWeightUpdater(policy_weights=mirror)
+    collector = made(kind, make_policy(), workers=1, weight_updater=updater)
     next(iter(collector))
     assert collector.update_policy_weights_(weights_of(4.0)) is None
     assert mirror["module", "layers", "0"].tolist() == [4.0] * 3
@@ -344,7 +342,7 @@ def test_refusals(kind, made):
     with pytest.raises(TypeError, match="these collectors need one of weight_update"):
         made(kind, make_policy(), weight_sync_schemes={"policy": TorchRLScheme()})
     with pytest.raises(TypeError, match="either weight_sync_schemes or weight_updater"):
-        made(kind, make_policy(), weight_sync_schemes={}, weight_updater=VanillaWeightUpdater)
+        made(kind, make_policy(), weight_sync_schemes={}, weight_updater=object)
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

@@ -36,14 +36,14 @@ class Plain(nn.Module):
 
 def test_every_public_name_of_torchrl_is_here():
     assert set(torchrl.collectors.__all__) <= set(collectors.__all__)
-    changed = {name for name in torchrl.collectors.__all__ if "Collector" in name} - {
+    changed = {name for name in torchrl.collectors.__all__ if "Collector" in name or "Updater" in name} - {
         "BaseCollector",
         "AsyncBatchedCollector",
     }
     for name in torchrl.collectors.__all__:
         ours, theirs = getattr(collectors, name), getattr(torchrl.collectors, name)
         assert (ours is not theirs) if name in changed else (ours is theirs), name
-        assert issubclass(ours, theirs)
+        assert issubclass(ours, torchrl.collectors.WeightUpdaterBase if "Updater" in name else theirs)
 
 
 @pytest.mark.parametrize("cls", [Collector, MultiSyncCollector, MultiAsyncCollector])
@@ -127,12 +127,17 @@ def test_the_collector_of_a_backend_is_one_of_ours(monkeypatch):
         (TypeError, "sync is True", {"num_collectors": 2, "sync": "yes"}),
         (ValueError, "reserved", {"backend": "process", "backend_options": {"sync": True}}),
         (ValueError, "duplicate", {"backend": "process", "backend_options": {"policy": None}}),
-        (ValueError, "no other launcher", {"backend": "submitit", "launcher": "mp"}),
+        (ValueError, "requires launcher='submitit', not 'mp'", {"backend": "submitit", "launcher": "mp"}),
     ],
 )
 def test_arguments_of_a_backend_that_contradict_each_other(error, message, options):
     with pytest.raises(error, match=message):
         Collector(Env, make_policy(), frames_per_batch=8, **options)
+
+
+def test_a_third_argument_needs_its_name():
+    with pytest.raises(TypeError, match="at most two arguments without a name: create_env_fn and policy"):
+        Collector(Env, None, 3, backend="process", frames_per_batch=8)
 
 
 def test_the_signature_lists_the_options_of_torchrl():

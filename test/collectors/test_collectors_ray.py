@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torchrl.collectors.distributed as torchrl_distributed
-from collector_parts import OPTIONS, Env, fill, make_policy, policy_of_nine
+from collector_parts import OPTIONS, Env, fill, make_policy, policy_of_nine, weights_of
 from tensordict.nn import TensorDictModule
 from torchrl.data import Unbounded
 from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms.module import RayModuleTransform
 
-from collectors import Collector, MultiSyncCollector, RayCollector
+from collectors import Collector, MultiSyncCollector, RayCollector, RayWeightUpdater
 from weight_update import (
     LifecycleError,
     NothingToSendError,
@@ -110,6 +110,29 @@ def test_every_way_to_update() -> None:
         collector.shutdown()
     with pytest.raises(LifecycleError, match="shut down"):
         collector.update_policy_weights_()
+
+
+def test_the_legacy_updater() -> None:
+    with pytest.warns(
+        DeprecationWarning, match=r"RayWeightUpdater is .*weight_update\.RayWeightSyncScheme\(\)"
+    ):
+        updater = RayWeightUpdater(weights_of(3.0), remote_collectors=[], max_interval=1)
+    collector = make(make_policy(1.0), weight_updater=updater)
+    assert isinstance(collector._weight_sync_schemes["policy"], RayWeightSyncScheme)
+    assert updater.all_worker_ids() == [0, 1]
+    assert collector.update_policy_weights_() is None  # every second one, with max_interval=1
+    report = updater.push_weights()
+    assert report is not None
+    assert (report.version, sorted(report.apply_seconds)) == (1, [0, 1])
+    frames = iter(collector)
+    assert seen(next(frames)) == ({1}, {3.0})
+    assert collector.update_policy_weights_(worker_ids=0) is None
+    report = collector.update_policy_weights_(weights_of(4.0), worker_ids=0)
+    assert isinstance(report, SyncReport)
+    assert sorted(report.apply_seconds) == [0]
+    assert seen(next(frames)) == ({1, 2}, {3.0, 4.0})
+    assert collector.policy_version == 2
+    collector.shutdown()
 
 
 def update_until_error(collector: RayCollector) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from collector_parts import OPTIONS, Env, make_policy, require_exact
+from collector_parts import OPTIONS, Env, make_policy, require_exact, weights_of
 from torch import multiprocessing as torch_multiprocessing
 from update_calls import require_every_call, require_refusals
 
-from collectors import RPCCollector
+from collectors import RPCCollector, RPCWeightUpdater
 from weight_update import LifecycleError, PolicyLag, RPCWeightSyncScheme
 
 
@@ -37,6 +37,7 @@ def main():
     assert isinstance(collector._schemes["policy"], RPCWeightSyncScheme)
     require_every_call(collector, used_now, policy)
     require_refusals(collector, used_now)
+    require_legacy_updater(collector, used_now)
     collector.update_policy_weights_({0: make_policy(3.0), 1: make_policy(4.0)})
     assert used_now() == [3.0, 4.0]
     collector.update_policy_weights_(make_policy(5.0), worker_ids=1)
@@ -51,6 +52,25 @@ def main():
         RPCCollector([Env], policy, **options)
     except LifecycleError as error:
         print("a second one:", "one RPCCollector in each process" in str(error))
+
+
+def require_legacy_updater(collector, used_now):
+    """The updater of TorchRL's name sends through the collector's scheme."""
+    workers = collector.collector_infos, collector.collector_class, collector.collector_rrefs
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        updater = RPCWeightUpdater(*workers, policy_weights=weights_of(6.0), num_workers=2)
+    assert "weight_update.RPCWeightSyncScheme()" in str(found[0].message)
+    collector.weight_updater = updater
+    before = collector.policy_version
+    assert collector.update_policy_weights_().version == before + 1
+    assert used_now() == [6.0]
+    assert collector.update_policy_weights_(weights_of(7.0)).version == before + 2
+    assert used_now() == [7.0]
+    assert updater.push_weights(weights=weights_of(8.0), worker_ids=[0, 1]).version == before + 3
+    assert used_now() == [8.0]
+    assert collector.policy_version == before + 3
+    collector.weight_updater = None
 
 
 if __name__ == "__main__":
