@@ -117,13 +117,13 @@ def test_a_host_that_lives_may_take_longer_than_the_timeout() -> None:
     with Synchronizer(SyncMethod.MEMORY) as where:
         server = where.serve()
         with ExplorerClient(server, model_at(-1), timeout=1.0) as client:
-            slow = where.service._calls["explorer_needs"]
+            slow = where.service.explorer_needs
 
             def slowly(**args: Any) -> Any:
                 time.sleep(2.2)
                 return slow(**args)
 
-            where.service._calls["explorer_needs"] = slowly
+            where.service.explorer_needs = slowly
             began = time.monotonic()
             assert not client.blocking.need_sync()
             assert time.monotonic() - began >= 2.2

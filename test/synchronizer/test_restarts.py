@@ -129,7 +129,7 @@ def test_a_client_that_cannot_introduce_itself_says_so(answer: str) -> None:
     ):
         service = where.service
         service.gone(explorer.blocking._session)
-        service._calls["hello"] = hello
+        service.hello = hello
         raised: list[Exception] = []
 
         def ask() -> None:
