@@ -30,10 +30,10 @@ def union(*groups: list[str]) -> list[str]:
 
 COLLECTORS = ["torchrl>=0.14.1,<0.15", "gymnasium>=1.0"]
 RAY = ["ray>=2.40"]
-CLI = ["click>=8.1", "packaging>=22.0", "rich>=13.0"]
+PROMETHEUS = ["prometheus_client>=0.20"]
+CLI = union(PROMETHEUS, ["click>=8.1", "packaging>=22.0", "rich>=13.0"])
 LZ4 = ["lz4>=4.0"]
 ZSTD = ["zstandard>=0.19"]
-PROMETHEUS = ["prometheus_client>=0.20"]
 TENSORBOARD = ["tensorboard>=2.16"]
 NVCOMP = ["nvidia-nvcomp-cu12>=5.2"]
 EXAMPLES = union(COLLECTORS, ["matplotlib>=3.8", "tqdm>=4.66"])

@@ -19,6 +19,7 @@ from weight_update.wire.frames import Kind, Step, frame_of
 
 pytest.importorskip("click", reason="the extra cli is not installed")
 pytest.importorskip("rich", reason="the extra cli is not installed")
+pytest.importorskip("prometheus_client", reason="the extra cli is not installed")
 
 from click.testing import CliRunner, Result
 

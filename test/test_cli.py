@@ -13,8 +13,10 @@ import pytest
 from cli_parts import MODEL, ROOT, call, dump, full, in_folder, make_run, patches, welcome
 from interpreters import run_python
 from marks import slow
+from test_observers_ready import report_of
 
 from weight_update.cli.commands import COMMANDS
+from weight_update.observers import PrometheusObserver
 
 
 @pytest.fixture
@@ -25,6 +27,13 @@ def run_7(tmp_path: Path) -> Path:
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as made:
+        yield made
+
+
+@pytest.fixture
+def metrics() -> Iterator[PrometheusObserver]:
+    with PrometheusObserver() as made:
+        made(report_of(1, apply_seconds={0: 0.008}))
         yield made
 
 
@@ -49,7 +58,7 @@ def test_python_m_weight_update(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("package", ["click", "rich"])
+@pytest.mark.parametrize("package", ["click", "rich", "prometheus_client"])
 def test_the_error_without_the_extra_names_it(package: str) -> None:
     program = f"import sys; sys.modules[{package!r}] = None; from weight_update.cli import main; main()"
     done = run_python("-c", program)
@@ -74,11 +83,17 @@ def examples() -> list[Any]:
 
 @pytest.mark.parametrize(("command", "shown"), examples())
 def test_the_examples_of_the_manual_run(
-    command: str, shown: list[str], run_7: Path, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+    command: str,
+    shown: list[str],
+    run_7: Path,
+    listener: socket.socket,
+    metrics: PrometheusObserver,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(run_7.parent)
     dump(run_7.parent / "update.frames", welcome(), full(3), *patches(3, 4), *patches(4, 5, 6))
     command = command.replace("10.0.0.5:29650", f"127.0.0.1:{listener.getsockname()[1]}")
+    command = command.replace("http://127.0.0.1:9400/metrics", metrics.url)
     (run_7.parent / "my_policy.py").write_text(MODEL.replace("Net", "Policy"))
     words = shlex.split(command)
     done = in_folder(run_7.parent, words)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 __all__ = ["main"]
 
-_PACKAGES = ("click", "packaging", "rich")  # of the extra
+_PACKAGES = ("click", "packaging", "prometheus_client", "rich")  # of the extra
 
 
 def main() -> None:

@@ -7,11 +7,11 @@ from typing import Any
 import click
 
 from weight_update import WeightSyncError, __version__
-from weight_update.cli import bench, doctor, inspect
+from weight_update.cli import bench, doctor, inspect, watch
 
 __all__ = ["COMMANDS", "weight_update"]
 
-COMMANDS = (doctor.command, bench.command, inspect.command)
+COMMANDS = (doctor.command, bench.command, inspect.command, watch.command)
 
 
 class _Commands(click.Group):
@@ -32,7 +32,7 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, epilog="Example: weight-update doctor")
 @click.version_option(__version__)
 def weight_update() -> None:
-    """Check, measure and inspect the synchronization of weights."""
+    """Check, measure, inspect and watch the synchronization of weights."""
 
 
 for _command in COMMANDS:

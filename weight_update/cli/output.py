@@ -6,20 +6,22 @@ are facts.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import click
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Document", "Row", "json_option", "progress", "show"]
+__all__ = ["Document", "Row", "json_option", "progress", "screen", "show"]
 
 Row = Mapping[str, Any]
 Document = Mapping[str, Any]
@@ -27,6 +29,7 @@ Document = Mapping[str, Any]
 _FILE_COLUMNS = 240
 """Width of tables that go to a file or a pipe, where lines should not be folded."""
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "damaged": "bold red", "skipped": "dim"}
+_STYLES |= {"joined": "green", "late": "yellow", "lost": "bold red"}
 
 json_option: Callable[[Any], Any] = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON instead of tables."
@@ -39,14 +42,23 @@ def show(document: Document, *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(document, indent=2))
         return
+    _console(sys.stdout).print(_tables(document))
+
+
+@contextlib.contextmanager
+def screen(*, as_json: bool, live: bool) -> Iterator[Callable[[Document], None]]:
+    """Return a function that shows one document after the other, as tables or as lines of JSON.
+
+    With ``live``, a terminal shows each document in the place of the one before.
+    """
     console = _console(sys.stdout)
-    for is_table, group in itertools.groupby(document.items(), key=lambda item: _is_table(item[1])):
-        if is_table:
-            for key, rows in group:
-                if rows:
-                    console.print(_table(_title(key), rows))
-        else:
-            console.print(_grid(group))
+    if as_json:
+        yield lambda document: click.echo(json.dumps(document))
+    elif live and console.is_terminal and not console.is_dumb_terminal:
+        with Live(console=console, auto_refresh=False) as display:
+            yield lambda document: display.update(_tables(document), refresh=True)
+    else:
+        yield lambda document: console.print(_tables(document))
 
 
 def progress() -> Progress:
@@ -57,6 +69,16 @@ def progress() -> Progress:
 
 def _console(file: Any) -> Console:
     return Console(file=file, width=None if file.isatty() else _FILE_COLUMNS, highlight=False)
+
+
+def _tables(document: Document) -> Group:
+    parts: list[Table] = []
+    for is_table, group in itertools.groupby(document.items(), key=lambda item: _is_table(item[1])):
+        if is_table:
+            parts += [_table(_title(key), rows) for key, rows in group if rows]
+        else:
+            parts.append(_grid(group))
+    return Group(*parts)
 
 
 def _is_table(value: Any) -> bool:
@@ -99,6 +121,8 @@ def _text(key: str, value: Any) -> str:
         return _size(value)
     if isinstance(value, float):
         return f"{value:.4g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_text(name, item)}" for name, item in value.items()) or "-"
     if isinstance(value, list):
         return "[" + ", ".join(str(item) for item in value) + "]"
     return str(value)
