@@ -34,6 +34,8 @@ class Trainer:
         self.url = self.observer.url
         self.scheme = SharedMemWeightSyncScheme(timeout=1.0)
         self.scheme.init_on_sender(model=mlp(1), num_workers=2, ctx=context_of("fork"))
+        self.told: list[Any] = []
+        self.scheme.add_observer(self.told.append)
         self.scheme.add_observer(self.observer)
         self.procs = stack.enter_context(WorkerProcesses(self.scheme))
         for idx in range(2):
@@ -55,10 +57,10 @@ def trainer() -> Iterator[Trainer]:
 
 
 def test_watch_shows_updates_and_the_state_of_workers(trainer: Trainer) -> None:
-    report = trainer.scheme.send()
+    trainer.scheme.send()
     trainer.observer(PolicyLag(version=1, frames=4, mean=0.5, max=2))
     wait_until(lambda: trainer.look()["version"] == 1)
-    found = trainer.look()
+    found, report = trainer.look(), trainer.told[-1]
     workers = found.pop("workers")
     assert found == {
         "version": 1,
@@ -123,24 +125,26 @@ def test_watch_follows_a_trainer_until_it_is_gone(trainer: Trainer) -> None:
 
 def test_watch_in_a_terminal_ends_with_ctrl_c(trainer: Trainer) -> None:
     ours, theirs = pty.openpty()
-    with open(ours, "rb", buffering=0) as terminal:
-        with start(trainer.url, "--every", "0.05", stdout=theirs) as watching:
-            os.close(theirs)
-            screen = b""
-            while b"joined" not in screen:
-                screen += terminal.read(1 << 16)
-            trainer.scheme.send()
-            screen = b""
-            while b"version             1" not in screen:
-                screen += terminal.read(1 << 16)
-            assert b"\x1b[1A" in screen  # in the place of the tables before
-            watching.send_signal(signal.SIGINT)
-            reader = threading.Thread(target=drain, args=(ours,))
-            reader.start()
-            assert watching.wait(timeout=30) == 0
-            assert watching.stderr is not None
-            assert watching.stderr.read() == ""
-            reader.join(30)
+    with (
+        open(ours, "rb", buffering=0) as terminal,
+        start(trainer.url, "--every", "0.05", stdout=theirs) as watching,
+    ):
+        os.close(theirs)
+        screen = b""
+        while b"joined" not in screen:
+            screen += terminal.read(1 << 16)
+        trainer.scheme.send()
+        screen = b""
+        while b"version             1" not in screen:
+            screen += terminal.read(1 << 16)
+        assert b"\x1b[1A" in screen  # in the place of the tables before
+        watching.send_signal(signal.SIGINT)
+        reader = threading.Thread(target=drain, args=(ours,))
+        reader.start()
+        assert watching.wait(timeout=30) == 0
+        assert watching.stderr is not None
+        assert watching.stderr.read() == ""
+        reader.join(30)
 
 
 def drain(terminal: int) -> None:
