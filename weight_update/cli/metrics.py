@@ -16,6 +16,7 @@ __all__ = ["Metrics", "document_of", "fetch"]
 
 TIMEOUT = 5.0
 """Seconds that a trainer has to answer, and to send all metrics."""
+_STAGES = ("extract", "convert", "encode", "send", "ack")
 _LARGEST = 64 << 20
 _PIECE = 1 << 16
 _PREFIX = "weight_update_"
@@ -89,7 +90,7 @@ def document_of(now: Metrics, before: Metrics | None) -> Document:
         "version": _integer(now.get("version")),
         "updates_per_second": _rate(now, before),
         "last_update_bytes": _integer(now.get("last_update_bytes")),
-        "stage_ms": {stage: 1e3 * seconds for stage, seconds in stages.items()},
+        "stage_ms": {stage: 1e3 * stages[stage] for stage in _STAGES if stage in stages},
         "policy_lag_mean": now.get("policy_lag_mean"),
         "policy_lag_max": _integer(now.get("policy_lag_max")),
         "workers": sorted(_workers(now), key=lambda row: (row["state"] == "joined", row["worker"])),
