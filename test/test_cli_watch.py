@@ -32,7 +32,7 @@ class Trainer:
     def __init__(self, stack: ExitStack) -> None:
         self.observer = stack.enter_context(PrometheusObserver())
         self.url = self.observer.url
-        self.scheme = SharedMemWeightSyncScheme(timeout=1.0)
+        self.scheme = SharedMemWeightSyncScheme(timeout=2.0)
         self.scheme.init_on_sender(model=mlp(1), num_workers=2, ctx=context_of("fork"))
         self.told: list[Any] = []
         self.scheme.add_observer(self.told.append)
