@@ -224,7 +224,7 @@ class BatchQueue(Substitute):
         return wanted <= self.lost.keys()
 
     def _lost_with_its_batch(self) -> bool:
-        """Whether the unreadable batch may be that of a lost worker; waits for one that is ending."""
+        """Return whether the unreadable batch may be that of a lost worker; wait for one that is ending."""
         if not self._unread:
             wait([one.sentinel for _, one in self._alive()], _EXIT_SECONDS)
             self.look()

@@ -21,7 +21,8 @@ class ProcessLock:
 
     A lock of ``multiprocessing`` stays locked for ever if its process is killed. This one is a POSIX record
     lock (``fcntl.lockf``) on a file without a name. It is pickled like a lock of ``multiprocessing``: as an
-    argument of a process.
+    argument of a process. It is not reentrant, and a process may have only one copy of it, because the kernel
+    also releases the lock when a process closes any descriptor of the file.
     """
 
     def __init__(self) -> None:

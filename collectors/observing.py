@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -14,6 +15,8 @@ from collectors.versions import policy_scheme, versions_of
 from weight_update import Observer, Observers, PolicyLag, SyncReport, WeightSyncScheme
 
 __all__ = ["Observed"]
+
+_log = logging.getLogger(__name__)
 
 
 class Observed:
@@ -57,7 +60,10 @@ class Observed:
         with closing(collector.__iter__()) as batches:
             for batch in batches:
                 if self._observers is not None and self._observers.functions:
-                    self._tell_lag(self._observers, batch)
+                    try:
+                        self._tell_lag(self._observers, batch)
+                    except Exception:  # noqa: BLE001 - observers never end collection
+                        _log.warning("the policy lag of a batch is unknown", exc_info=True)
                 yield batch
 
     def _tell_lag(self, observers: Observers, batch: Any) -> None:

@@ -84,7 +84,10 @@ def stamp(data: TensorDictBase, version: int) -> None:
 
 def versions_of(batch: Any) -> torch.Tensor | None:
     """Return the versions of all frames of a batch, without padding; None if frames have no numbers."""
-    versions = batch.get(KEY, None) if isinstance(batch, TensorDictBase) else None
+    try:
+        versions = batch.get(KEY, None) if isinstance(batch, TensorDictBase) else None
+    except RuntimeError:  # a lazy stack of trajectories of unequal lengths
+        return None
     if not isinstance(versions, torch.Tensor) or versions.is_floating_point():
         return None
     mask = batch.get(("collector", "mask"), None)

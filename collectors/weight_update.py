@@ -133,15 +133,18 @@ class _LocalUpdater(SchemeUpdater):
         raise NotImplementedError
 
     def _deliver(self, weights: Any, workers: list[Any] | None) -> SyncReport | None:
+        report, live = None, set[int]()
+        if isinstance(self.collector, Updating):
+            report = super()._deliver(weights, workers)
+            live = _addresses(getattr(self.collector, "policy", None))
+        elif weights is None:
+            raise NothingToSendError(f"give push_weights() the weights: this {type(self).__name__} has none")
         if weights is not None:
             strategy = WeightStrategy("tensordict")
             for kept in self._kept(workers):
-                strategy.apply_weights(kept, weights)
-        if isinstance(self.collector, Updating):
-            return super()._deliver(weights, workers)
-        if weights is None:
-            raise NothingToSendError(f"give push_weights() the weights: this {type(self).__name__} has none")
-        return None
+                if not any(value.data_ptr() in live for value in kept.values(True, True)):  # it has them
+                    strategy.apply_weights(kept, weights)
+        return report
 
 
 class VanillaWeightUpdater(_LocalUpdater):
@@ -328,6 +331,11 @@ class RemoteModuleWeightUpdater(WeightUpdaterBase):
                 f"give update_policy_weights_() the weights: a {type(self).__name__} has none"
             )
         return super()._maybe_map_weights(policy_or_weights)
+
+
+def _addresses(policy: Any) -> set[int]:
+    """Return the addresses of the weights of a policy."""
+    return {one.data_ptr() for one in policy.parameters()} if isinstance(policy, nn.Module) else set()
 
 
 def make_updater(weight_updater: Any, weight_sync_schemes: Any, policy: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import multiprocessing
 import re
 import time
 from pathlib import Path
@@ -14,7 +15,9 @@ from cli_parts import MODEL, call, in_folder
 from interpreters import run_python
 
 from weight_update.cli.measuring.advice import network_advice, recommendation
-from weight_update.cli.measuring.rounds import Case, Results
+from weight_update.cli.measuring.rounds import Case, Results, _answers
+from weight_update.cli.measuring.workers import ProcessWorker
+from weight_update.errors import WorkerError
 from weight_update.report import SyncReport
 
 
@@ -193,3 +196,31 @@ def test_the_link_on_which_patches_pay_off() -> None:
     faster = network_advice(results(distributed_dense=[3, 3, 3], distributed_patch=[2, 2, 2]))
     assert "even over loopback" in str(faster)
     assert network_advice(results(shared_dense=[3, 3, 3])) is None
+
+
+def test_a_late_answer_is_not_that_of_a_later_call() -> None:
+    here, there = multiprocessing.Pipe()
+    worker = ProcessWorker.__new__(ProcessWorker)
+    worker.index, worker._pipe, worker._posted, worker._answered = 0, here, 0, 1  # it has started
+    worker.post("slow")
+    with pytest.raises(WorkerError, match="did not answer"):
+        worker.answer(0.0)
+    worker.post("quick")
+    there.send((1, True, "of the slow call"))
+    there.send((2, True, "of the quick call"))
+    assert worker.answer(1.0) == "of the quick call"
+
+
+def test_the_answers_of_all_workers_are_read_before_an_error_is_raised() -> None:
+    class Fails(ProcessWorker):
+        def __init__(self) -> None:
+            self.read = 0
+
+        def answer(self, timeout: float) -> Any:
+            self.read += 1
+            raise WorkerError("it failed")
+
+    workers = [Fails(), Fails()]
+    with pytest.raises(WorkerError, match="it failed"):
+        _answers(workers, 1.0)
+    assert [worker.read for worker in workers] == [1, 1]

@@ -11,6 +11,8 @@ import pytest
 from weight_update import (
     DistributedWeightSyncScheme,
     LifecycleError,
+    MemoryWeightSyncScheme,
+    Observers,
     PatchEncoding,
     SharedMemWeightSyncScheme,
     SyncFailedError,
@@ -144,3 +146,19 @@ def test_a_receiver_has_no_observers() -> None:
     scheme.init_on_receiver(model=mlp(1), worker_idx=0)
     with pytest.raises(LifecycleError, match="is for senders"):
         scheme.add_observer(print)
+
+
+def test_closed_observers_leave_their_sources() -> None:
+    scheme, told = MemoryWeightSyncScheme(), Told()
+    observers = Observers(scheme.add_observer)
+    observers.add(told)
+    observers.close()
+    assert (scheme._observers.functions, observers.functions) == ((), ())
+    scheme.shutdown()
+
+
+def test_an_observer_may_close_its_observers() -> None:
+    observers = Observers()
+    observers.add(lambda _: observers.close())
+    observers.tell(WorkerEvent("joined", 0))
+    wait_until(lambda: not any(one.name == "weight_update-observers" for one in threading.enumerate()))

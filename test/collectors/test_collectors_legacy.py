@@ -4,6 +4,7 @@ The updaters of RPC and Ray are tested in ``programs/rpc_in_step.py`` and ``test
 """
 
 import functools
+import threading
 
 import pytest
 import torch
@@ -419,3 +420,19 @@ def test_a_policy_without_weights_has_no_scheme(kind, made):
     next(iter(collector))
     with pytest.raises(WeightSyncError, match="no weight"):
         collector.update_policy_weights_(weights_of(1.0))
+
+
+@SILENT
+def test_an_updater_of_the_policy_itself_waits_for_forward_passes(made):
+    """It keeps the tensors of the policy, which change only between two forward passes."""
+    collector = made(Collector, Env, make_policy(), weight_updater=VanillaWeightUpdater, **OPTIONS)
+    collector.weight_updater = VanillaWeightUpdater.from_policy(collector.policy)
+    collector.update_policy_weights_()
+    (receiver,) = collector._receivers.values()
+    with receiver.hold():
+        update = threading.Thread(target=collector.update_policy_weights_, args=(weights_of(5.0),))
+        update.start()
+        update.join(0.3)
+        assert all((weight == 0).all() for weight in collector.policy.parameters())
+    update.join(10.0)
+    assert all((weight == 5).all() for weight in collector.policy.parameters())

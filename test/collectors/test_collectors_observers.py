@@ -5,12 +5,15 @@ import threading
 import weakref
 
 import pytest
+import torch
 from collector_parts import OPTIONS, Env, fill, make_policy
+from tensordict import LazyStackedTensorDict, TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from collectors import Collector, DistributedCollector, MultiAsyncCollector, MultiSyncCollector
+from collectors.versions import versions_of
 from weight_update import (
     LifecycleError,
     MemoryWeightSyncScheme,
@@ -235,3 +238,14 @@ def test_workers_through_torch_distributed():
     collector.shutdown()
     assert told.versions == [1]
     assert told.lags == [(0, 16, 0.0, 0), (1, 16, 0.5, 1)]
+
+
+def test_batches_of_unequal_lengths_have_no_lag():
+    lazy = LazyStackedTensorDict(
+        *(TensorDict({"policy_version": torch.zeros(length)}, [length]) for length in (2, 3))
+    )
+    assert versions_of(lazy) is None
+    assert versions_of(TensorDict({"policy_version": torch.ones(2, dtype=torch.int64)}, [2])).tolist() == [
+        1,
+        1,
+    ]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from interpreters import run_python
 
 from weight_update import NotEnoughMemoryError
 from weight_update.testing.processes import eventually
@@ -186,3 +187,15 @@ def test_may_run() -> None:
     child.join()
     assert not may_run(child.pid)
     assert may_run(os.getpid())
+
+
+def test_a_process_is_watched_until_the_end_of_this_one() -> None:
+    """Exit functions, such as a scheme's, still ask whether the other process lives."""
+    program = (
+        "import os\n"
+        "from multiprocessing.util import Finalize\n"
+        "from weight_update.transports.shared_memory.slots import WatchedProcess\n"
+        "other = WatchedProcess(os.getppid())\n"
+        "Finalize(other, lambda: print(other.ended), exitpriority=1)\n"
+    )
+    assert run_python("-c", program).stdout == "False\n"

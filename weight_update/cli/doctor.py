@@ -86,12 +86,12 @@ def command(ctx: click.Context, peers: list[tuple[str, int]], as_json: bool) -> 
     good = all(one.status != "fail" for _, one in found)
     show({"good": good, "findings": rows}, as_json=as_json)
     if still_running():
-        atexit.register(_leave)
+        atexit.register(_leave, 0 if good else 1)
     ctx.exit(0 if good else 1)
 
 
-def _leave() -> None:
+def _leave(status: int) -> None:
     """End the process at once: at an orderly end, C++ aborts if a check still runs in it."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(status)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 import urllib.error
 import urllib.parse
@@ -36,11 +37,19 @@ def _address(ctx: click.Context, param: click.Parameter, value: str) -> str:
     return value
 
 
+def _seconds(ctx: click.Context, param: click.Parameter, value: float) -> float:
+    del ctx, param
+    if not math.isfinite(value):
+        raise click.BadParameter(f"{value} is not a number of seconds")
+    return value
+
+
 @click.command("watch", epilog="Example: weight-update watch http://127.0.0.1:9400/metrics")
 @click.argument("url", callback=_address)
 @click.option(
     "--every",
     type=click.FloatRange(min=0, min_open=True),
+    callback=_seconds,
     default=1.0,
     show_default=True,
     help="Seconds between two looks.",

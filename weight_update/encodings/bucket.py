@@ -294,6 +294,8 @@ class Joiner:
                 break
             found.append((position, raw.view(meta.dtype).view(meta.shape)))
             self._next += 1
+        if self._next == len(self._order):
+            self._begun = torch.empty(0)  # the caller has it
         return found
 
 

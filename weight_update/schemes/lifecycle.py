@@ -188,8 +188,9 @@ class SchemeLifecycle(ABC):
         it is garbage-collected, and when the process exits.
         """
         self._connected = False
-        if self._owner == os.getpid() and self._finalizer is not None:
-            self._finalizer()
+        if self._owner == os.getpid():
+            close = self._observers.close if self._finalizer is None else self._finalizer
+            close()
 
     def __enter__(self: _S) -> _S:
         return self

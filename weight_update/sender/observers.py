@@ -101,10 +101,13 @@ class Observers:
 
     def close(self) -> None:
         """Tell the functions what is left to tell, and end the thread."""
-        self._closed = True
+        with self._starting:
+            self._closed = True
+            self._removes.close()
+        self._items.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._items.put(None)
             self._thread.join(_END_SECONDS)
+            self.functions = ()
 
     def _run(self) -> None:
         while (item := self._items.get()) is not None:
@@ -113,6 +116,7 @@ class Observers:
             else:
                 self._call(item)
             del item  # it keeps the sender alive
+        self.functions = ()
 
     def _settle(self, update: _Update) -> None:
         report = replace(

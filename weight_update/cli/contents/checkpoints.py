@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -161,5 +162,6 @@ def _other_files(index: ManifestIndex, named: set[str]) -> list[dict[str, Any]]:
         meaning = _MEANINGS.get(path.suffix)
         ours = path.suffix == LEASE or index.version_of(path) is not None
         if meaning is not None and ours and path.name not in named:
-            rows.append({"file": path.name, "bytes": path.stat().st_size, "meaning": meaning})
+            with contextlib.suppress(FileNotFoundError):  # a running trainer has removed it
+                rows.append({"file": path.name, "bytes": path.stat().st_size, "meaning": meaning})
     return rows

@@ -12,7 +12,7 @@ import torch
 
 from weight_update.cli.measuring.models import ModelSource, change, checksums, tensors_of
 from weight_update.cli.measuring.workers import ProcessWorker, RayWorker, Worker
-from weight_update.errors import NotEnoughMemoryError, SyncTimeoutError, WeightSyncError
+from weight_update.errors import NotEnoughMemoryError, SyncTimeoutError, WeightSyncError, WorkerError
 from weight_update.report import SyncReport
 from weight_update.schemes import (
     DistributedWeightSyncScheme,
@@ -211,10 +211,23 @@ def _connect(case: Case, workers: Sequence[Worker], timeout: float) -> None:
         try:
             case.sender.connect(timeout=timeout)
         finally:
-            for worker in workers:
-                worker.answer(timeout)
+            _answers(workers, timeout)
     except (WeightSyncError, OSError) as error:
         case.failure = str(error)
+
+
+def _answers(workers: Sequence[Worker], timeout: float) -> list[Any]:
+    """Return the answers of all workers, which share the time; read all of them before an error is raised."""
+    deadline, found = time.monotonic() + timeout, list[Any]()
+    errors: list[WorkerError] = []
+    for worker in workers:
+        try:
+            found.append(worker.answer(max(0.0, deadline - time.monotonic())))
+        except WorkerError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return found
 
 
 def _run_rounds(
@@ -258,8 +271,8 @@ def _check(case: Case, workers: Sequence[Worker], expected: Mapping[str, int], t
     try:
         for worker in workers:
             worker.post("checksums", case.name)
-        for worker in workers:
-            if worker.answer(timeout) != expected:
+        for worker, found in zip(workers, _answers(workers, timeout), strict=True):
+            if found != expected:
                 case.failure = f"the weights of worker {worker.index} differ from those of the trainer"
     except WeightSyncError as error:
         case.failure = str(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
@@ -84,22 +85,28 @@ class ProcessWorker(Worker):
         super().__init__(index)
         context: Any = mp.get_context("spawn")
         self._pipe, theirs = context.Pipe()
+        self._posted = self._answered = 0  # numbers of calls; 0 is the start
         args = (theirs, index, schemes, source)
         self._process = context.Process(target=_serve, args=args, daemon=True)
         self._process.start()
         theirs.close()  # so that the end of the process is noticed
 
     def post(self, command: str, *args: Any) -> None:
+        self._posted += 1
         try:
-            self._pipe.send((command, args))
+            self._pipe.send((self._posted, command, args))
         except OSError:
             raise WorkerError(f"worker {self.index} has died") from None
 
     def answer(self, timeout: float) -> Any:
+        awaited, number = self._answered, -1
+        self._answered += 1
+        end = time.monotonic() + timeout
         try:
-            if not self._pipe.poll(max(0.0, timeout)):
-                raise WorkerError(f"worker {self.index} did not answer within {timeout:.1f} s")
-            good, result = self._pipe.recv()
+            while number < awaited:  # a call that took too long may be answered late
+                if not self._pipe.poll(max(0.0, end - time.monotonic())):
+                    raise WorkerError(f"worker {self.index} did not answer within {timeout:.1f} s")
+                number, good, result = self._pipe.recv()
         except (EOFError, OSError):
             raise WorkerError(f"worker {self.index} has died") from None
         if not good:
@@ -124,11 +131,11 @@ def _serve(
         receivers = _Receivers(index, schemes, source)
 
     with contextlib.suppress(EOFError, OSError):  # the program was ended
-        pipe.send(_outcome(make))
+        pipe.send((0, *_outcome(make)))
         command = ""
         while command != "stop":
-            command, args = pipe.recv()
-            pipe.send(_outcome(getattr(receivers, command), *args))
+            number, command, args = pipe.recv()
+            pipe.send((number, *_outcome(getattr(receivers, command), *args)))
 
 
 def _outcome(action: Callable[..., Any], *args: Any) -> tuple[bool, Any]:

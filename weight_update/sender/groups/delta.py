@@ -151,7 +151,7 @@ class DeltaGroup(SendGroup):
             else:
                 with self._borrowing() as slots:
                     payload = self._tracker.bootstrap(step.version, self._lend(slots))
-                chunks = frames_of(step, self.schema, self._encoding.name, [payload], step.version)
+                    chunks = frames_of(step, self.schema, self._encoding.name, [payload], step.version)
                 whole = EncodedUpdate(version_id, chunks, slots)
             whole.version_id = version_id
             with self._lock:

@@ -365,14 +365,14 @@ class WatchedProcess:
 
     def __init__(self, pid: int) -> None:
         self._fd = os.pidfd_open(pid)
-        weakref.finalize(self, os.close, self._fd)
+        weakref.finalize(self, os.close, self._fd).atexit = False  # it is asked until the end of the process
 
     @property
     def ended(self) -> bool:
         """Whether all its threads have ended, even before it is reaped."""
         poller = select.poll()
         poller.register(self._fd, select.POLLIN)
-        return bool(poller.poll(0))
+        return any(event & select.POLLIN for _, event in poller.poll(0))
 
 
 def may_run(pid: int) -> bool:

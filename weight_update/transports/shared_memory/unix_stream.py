@@ -141,7 +141,12 @@ class SocketStream:
         data, fds, _, _ = self._retry(self._await_more, None, socket.recv_fds, self.sock, size, 1)
         if not data:
             raise LinkClosedError("the other end is gone")
-        return data + self.recv(size - len(data)), (fds[0] if fds else None)
+        try:
+            return data + self.recv(size - len(data)), (fds[0] if fds else None)
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
 
     def close(self) -> None:
         """End the connection and wake threads that wait on it."""
