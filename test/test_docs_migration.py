@@ -31,8 +31,8 @@ def run(program, tmp_path):
     ("page", "number", "printed"),
     [
         ("torchrl_schemes", 0, ACTIONS),
-        ("torchrl_schemes", 1, SAME),
-        ("torchrl_updaters", 0, ACTIONS),
+        slow("torchrl_schemes", 1, SAME),
+        slow("torchrl_updaters", 0, ACTIONS),
     ],
 )
 def test_both_programs_print_the_same(page, number, printed, when, tmp_path):
@@ -57,7 +57,7 @@ def test_only_the_imports_of_a_program_for_schemes_change(number):
     ("page", "printed"),
     [
         ("rlinf", [f"worker {index} has the trainer's weights in bf16: True" for index in range(2)]),
-        (
+        slow(
             "trinity",
             [f"step {5 * n}: samples of version [{n - 1}], now {n}" for n in range(1, 5)],
         ),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from marks import quick_for
+from marks import quick_for, slow
 
 from weight_update import (
     ExplorerClient,
@@ -211,7 +211,7 @@ def is_available(player: Any) -> bool:
         return False
 
 
-@BOTH
+@pytest.mark.parametrize("data", ["torch", slow("object_store")])
 def test_busy_killed_restarted_and_dead_actors(data: str, troupe: Troupe) -> None:
     source = mlp(1)
     scheme = troupe.scheme(data=data)

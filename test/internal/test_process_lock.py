@@ -6,6 +6,7 @@ import signal
 import threading
 
 import pytest
+from marks import slow
 
 from collectors.locks import ProcessLock
 
@@ -51,7 +52,7 @@ def run(ctx, *targets, **options):
     return [process.exitcode for process in processes]
 
 
-@pytest.mark.parametrize("ctx", [SPAWN, FORK], ids=["spawn", "fork"])
+@pytest.mark.parametrize("ctx", [slow(SPAWN), FORK], ids=["spawn", "fork"])
 def test_one_process_at_a_time_holds_it(ctx):
     lock, total = ProcessLock(), ctx.Value("i", 0, lock=False)
     assert run(ctx, *[(count, lock, total, 2000)] * 2) == [0, 0]
