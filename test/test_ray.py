@@ -331,6 +331,7 @@ def test_same_bits_for_every_encoding(data: str, encoding: str, troupe: Troupe) 
     assert worker.call("run", writable)
 
 
+@pytest.mark.slow
 def test_the_object_store_is_freed(troupe: Troupe) -> None:
     """50 updates of 20 MB to two workers through a store of 300 MB: one object for each update."""
     source = wide()
