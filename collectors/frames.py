@@ -171,6 +171,7 @@ class BatchQueue(Substitute):
         except (OSError, EOFError, RuntimeError) as error:  # the memory of a batch is gone with its worker
             if not self._lost_with_its_batch():
                 raise
+            _log.info("a batch cannot be read, and is taken for that of a lost worker: %s", error)
             raise queue.Empty from error
         self._waits.add(time.monotonic() - start, self._missing)
         self._note(item[0])

@@ -14,22 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_exports import PACKAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PUBLIC = [
-    "weight_update",
-    "weight_update.compression",
-    "weight_update.convert",
-    "weight_update.encodings",
-    "weight_update.engines",
-    "weight_update.observers",
-    "weight_update.schemes",
-    "weight_update.synchronizer",
-    "weight_update.testing",
-    "weight_update.transports",
-    "collectors",
-]
+PUBLIC = [*PACKAGES, "weight_update.engines"]
 
 
 def target(name: str) -> Any:
