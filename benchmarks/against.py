@@ -25,8 +25,6 @@ from typing import Any
 
 from benchmarks.report import Table, Unable, machine, publish, say
 
-__all__ = ["Commit", "Comparison", "against", "checkouts", "find_commits", "order_of"]
-
 ROOT = Path(__file__).parent.parent
 _PACKAGES = ("benchmarks", "weight_update")
 _ENDING = 30.0  # seconds that an interrupted run has to end its processes

@@ -25,8 +25,6 @@ from benchmarks.report import (
 from benchmarks.targets import Target, count_workers, target, targets_table
 from benchmarks.trainers import COPY, LABELS, Case, Stall, Trainer, rival, trainers
 
-__all__ = ["Found", "Plan", "beside", "figures_of"]
-
 QUICK = "1 MB, one worker, 2 repeats"
 
 Key = tuple[str, float, int, int]

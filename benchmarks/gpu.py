@@ -40,8 +40,6 @@ from weight_update.encodings.patch.format import decode_patch
 from weight_update.transports.shared_memory.slots import SharedBuffer
 from weight_update.wire.schema import WeightSchema
 
-__all__ = ["Plan", "Variant", "measure", "plan"]
-
 QUICK = "20 MB, 2 turns, 1 %% changed only"
 
 Device = Literal["cpu", "cuda"]

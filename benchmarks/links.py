@@ -24,8 +24,6 @@ from benchmarks.targets import Target, target, targets_table
 from benchmarks.updates import Place, change, connected, layered, require_same
 from weight_update import DistributedWeightSyncScheme, PatchEncoding, WeightStrategy
 
-__all__ = ["Network", "Plan", "measure", "why_not"]
-
 QUICK = "4 MB, 2 turns"
 
 _CLONE_NEWNET = 0x40000000

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
-__all__ = ["Failed", "Process", "in_turns"]
-
 _PATIENCE = 100.0  # seconds for one answer, where the caller sets no limit
 _EXITING = 5.0  # seconds from the end of an object to the end of its process
 

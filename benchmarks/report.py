@@ -19,23 +19,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "Cell",
-    "Figure",
-    "Table",
-    "Times",
-    "Unable",
-    "chosen",
-    "machine",
-    "numbers",
-    "parser",
-    "publish",
-    "ratio",
-    "say",
-    "show_ratio",
-    "sizes",
-]
-
 
 class Unable(Exception):
     """A benchmark cannot run here. The message says why, and what to do about it."""

@@ -21,17 +21,6 @@ from tensordict import TensorDictBase
 from benchmarks.processes import Failed, Process
 from benchmarks.workers import Actors, ForkedWorkers, Model, Passes, SpawnedWorker, Workers, World, fill, mark
 
-__all__ = [
-    "CLUSTER",
-    "COPY",
-    "LABELS",
-    "Case",
-    "Stall",
-    "Trainer",
-    "rival",
-    "trainers",
-]
-
 COPY = "copy"
 LABELS = {
     "shared": "SharedMem, ours",

@@ -22,28 +22,6 @@ from weight_update import SyncReport, WeightSyncScheme
 from weight_update.wire.memory import digest
 from weight_update.wire.schema import WeightSchema
 
-__all__ = [
-    "MOVES",
-    "Key",
-    "LanguageModel",
-    "Move",
-    "Place",
-    "Sent",
-    "Update",
-    "Weights",
-    "by_chance",
-    "change",
-    "connected",
-    "layered",
-    "measure_schemes",
-    "obvious",
-    "require_same",
-    "sent_table",
-    "stages",
-    "trained_cartpole",
-    "trained_language_model",
-]
-
 Weights = dict[str, torch.Tensor]
 
 Move = Literal["1..4 ulp", "random bits"]

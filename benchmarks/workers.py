@@ -19,18 +19,6 @@ from torch import nn
 
 from benchmarks.processes import Process
 
-__all__ = [
-    "Actors",
-    "ForkedWorkers",
-    "Model",
-    "Passes",
-    "SpawnedWorker",
-    "Workers",
-    "World",
-    "fill",
-    "mark",
-]
-
 _WIDTH = 16  # of the one layer that computes: 16 x 16 float32 is 1 KB, so that 5,000 tensors are 5 MB
 _LAYERS = 8  # times that it is applied, for a forward pass of about 50 microseconds
 

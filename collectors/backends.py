@@ -14,8 +14,6 @@ from collectors.torchrl_names import (
     normalize_service_backend,
 )
 
-__all__ = ["BackendChoice"]
-
 
 class BackendChoice(CollectorMeta):
     """The metaclass of :class:`~collectors.Collector`, which chooses among our collectors."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 
-__all__ = ["close_all"]
-
 
 def close_all(*closes: Callable[[], object]) -> None:
     """Call all functions in order, also after one has raised; then raise the last error."""

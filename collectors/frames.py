@@ -14,16 +14,6 @@ from typing import Any
 from collectors.substitute import Substitute
 from weight_update import SyncTimeoutError, WorkerError
 
-__all__ = [
-    "FRAMES_TIMEOUT",
-    "BatchQueue",
-    "ControlPipe",
-    "WaitingTimes",
-    "WorkerProcess",
-    "WorkersLateError",
-    "require_seconds",
-]
-
 FRAMES_TIMEOUT = 1800.0
 """Default seconds that a worker has for a batch, which is PyTorch's limit for gloo."""
 

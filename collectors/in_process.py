@@ -11,8 +11,6 @@ from torch import nn
 
 from weight_update import NoWeightSyncScheme, WeightStrategy, WeightSyncScheme
 
-__all__ = ["apply_all", "receive_here"]
-
 
 def apply_all(models: Mapping[str, nn.Module], weights: Mapping[str, Any]) -> None:
     """Copy weights into the models of the same ids, or raise and change none.

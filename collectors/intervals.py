@@ -8,8 +8,6 @@ from typing import Any
 
 from collectors.remote import Remote
 
-__all__ = ["Intervals", "endless"]
-
 
 class Intervals(Remote):
     """A mixin for collectors with ``max_weight_update_interval``.

@@ -15,8 +15,6 @@ from collectors.nodes import Nodes, free_port
 from collectors.remote import Remote
 from weight_update import DistributedWeightSyncScheme, RPCWeightSyncScheme, WeightSyncScheme
 
-__all__ = ["END_SECONDS", "LOOK_SECONDS", "START_SECONDS", "Launched"]
-
 LOOK_SECONDS, END_SECONDS, START_SECONDS = 0.5, 10.0, 120.0
 
 

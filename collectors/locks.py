@@ -8,12 +8,12 @@ import os
 import tempfile
 import threading
 import time
+import weakref
 from multiprocessing.reduction import DupFd
 from typing import Any
 
-__all__ = ["ProcessLock", "WithProcessLock"]
-
 _RETRY_SECONDS = 0.001
+_locks: weakref.WeakSet[ProcessLock] = weakref.WeakSet()
 
 
 class ProcessLock:
@@ -63,6 +63,7 @@ class ProcessLock:
     def _open(self, fd: int) -> None:
         self._fd = fd
         self._thread = threading.Lock()
+        _locks.add(self)
 
     def _acquire_from_processes(self) -> bool:
         """Take the record lock; return False where the kernel suspects a deadlock.
@@ -76,6 +77,15 @@ class ProcessLock:
                 raise
             return False
         return True
+
+
+def _renew_thread_locks() -> None:
+    """Free the locks of threads that a forked child does not have."""
+    for lock in _locks:
+        lock._thread = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_thread_locks)
 
 
 class WithProcessLock:

@@ -38,8 +38,6 @@ from weight_update import (
     WorkerError,
 )
 
-__all__ = ["AsyncCollector", "MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
-
 
 class _Choice(MultiCollectorMeta):
     """The metaclass of :class:`MultiCollector`, which creates one of its subclasses by ``sync=``."""
@@ -95,6 +93,7 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
     ) -> None:
         self._frames_timeout = require_seconds(frames_timeout)
         self._may_lose = self._goes_on(on_worker_lost)
+        self._relayed: Any = None
         updater = make_updater(weight_updater, weight_sync_schemes, policy)
         by_scheme = isinstance(updater, SchemeUpdater)
         has_weights = isinstance(policy, nn.Module) or (by_scheme and options.get("policy_factory"))
@@ -133,6 +132,20 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
     def policy_version(self) -> Any:
         """The last version that a worker applied."""
         return super().policy_version if self._versions.scheme is None else self._versions.now()
+
+    def get_model(self, model_id: str) -> Any:
+        """Return a model, as in TorchRL.
+
+        A collector that only has a ``policy_factory`` receives updates into a policy of its own, from which
+        its workers get them.
+        """
+        passed_on = model_id in self._receivers and model_id in (self._weight_sync_schemes or {})
+        factory = next(filter(None, self.policy_factory), None)
+        if model_id == "policy" and self.policy is None and passed_on and factory is not None:
+            if self._relayed is None:
+                self._relayed = factory()
+            return self._relayed
+        return super().get_model(model_id)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a ``state_dict`` on the workers; the next update gets a number above the restored version."""
@@ -208,9 +221,10 @@ class MultiCollector(WithWorkers, torchrl.collectors.MultiCollector, metaclass=_
                 raise
             if to_all:  # a worker that was lost meanwhile has kept the step from all others
                 return self._send(schemes, request)
-            if error.report is None or request.several:
+            report = schemes[next(iter(request.weights))].last_report  # with sync=False, the error's is older
+            if report is None or request.several:
                 raise
-            return error.report
+            return report
 
     def _errors_of_workers(self) -> str:
         """Return the errors of workers that failed before they connected."""

@@ -11,8 +11,6 @@ import torchrl.collectors
 
 from collectors.torchrl_names import connect_timeout, join_group, run_collector
 
-__all__ = ["STOP", "run_ahead", "run_on_demand"]
-
 STOP = "weight_update/stop"
 """Key in the group's store that ends :func:`run_ahead`."""
 

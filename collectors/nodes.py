@@ -16,8 +16,6 @@ import torch.multiprocessing as mp
 
 from weight_update import SyncTimeoutError, WorkerError
 
-__all__ = ["Nodes", "free_port"]
-
 _READY = "ready"
 _LOOK_SECONDS = 0.2
 _JOIN_SECONDS, _KILL_SECONDS = 5.0, 2.0

@@ -14,8 +14,6 @@ from collectors.requests import real
 from collectors.versions import policy_scheme, versions_of
 from weight_update import Observer, Observers, PolicyLag, SyncReport, WeightSyncScheme
 
-__all__ = ["Observed"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -12,8 +12,6 @@ from collectors.substitute import Substitute
 from collectors.versions import stamp
 from weight_update import Gate, WeightSyncScheme
 
-__all__ = ["PolicyCall"]
-
 Policy = Callable[[TensorDictBase], TensorDictBase]
 
 

@@ -27,8 +27,6 @@ from weight_update import (
     WorkerError,
 )
 
-__all__ = ["ProcessGroupCollector"]
-
 
 class ProcessGroupCollector(Launched):
     """A mixin for TorchRL's classes, whose default process group carries the data; placed before them.

@@ -17,8 +17,6 @@ from collectors.remote import Remote
 from collectors.requests import Request
 from weight_update import RayWeightSyncScheme, SyncReport, WeightSyncScheme
 
-__all__ = ["RayCollector"]
-
 _LOOK_SECONDS = 0.5
 
 

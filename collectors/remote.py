@@ -20,8 +20,6 @@ from collectors.versions import policy_scheme
 from collectors.weight_update import SchemeUpdater, make_updater
 from weight_update import LifecycleError, SharedMemWeightSyncScheme, SyncReport, WeightSyncScheme
 
-__all__ = ["Remote", "inner_class", "inner_options"]
-
 
 class Remote(WithWorkers, torchrl.collectors.BaseCollector):
     """A mixin for TorchRL's distributed, RPC and Ray collectors, placed before them.

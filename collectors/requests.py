@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from weight_update import (
@@ -14,8 +14,6 @@ from weight_update import (
     group_schemes,
     send_together,
 )
-
-__all__ = ["Request", "group_once", "real", "require_ours", "send"]
 
 Schemes = Mapping[str, WeightSyncScheme]
 
@@ -30,7 +28,7 @@ class Request:
         several: whether the caller gave ``weights_dict``, and so expects a dict of reports.
     """
 
-    weights: dict[str, Any]
+    weights: dict[str, Any] = field(repr=False)
     worker_ids: Any = None
     several: bool = False
 

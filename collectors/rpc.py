@@ -24,8 +24,6 @@ from collectors.rpc_node import join_world, leave, made, make_collector, name_of
 from collectors.torchrl_names import tensorpipe_options
 from weight_update import LifecycleError, RPCWeightSyncScheme, WeightSyncError, WorkerError
 
-__all__ = ["RPCCollector"]
-
 
 class RPCCollector(Intervals, Launched, torchrl_distributed.RPCCollector):
     """TorchRL's ``RPCCollector``, whose workers run our collectors.

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch.distributed import rpc
 
-__all__ = ["join_world", "leave", "made", "make_collector", "name_of", "run_node", "was_in_a_world"]
-
 _log = logging.getLogger(__name__)
 _leave = threading.Event()
 _rpc: Any = rpc

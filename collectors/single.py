@@ -40,8 +40,6 @@ from weight_update import (
     WeightSyncScheme,
 )
 
-__all__ = ["Collector"]
-
 
 class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice):
     """TorchRL's ``Collector``, whose data has the exact version of the policy that made each frame.

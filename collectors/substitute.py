@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Substitute"]
-
 
 class Substitute:
     """A substitute for an object, from which it takes all attributes that it lacks."""

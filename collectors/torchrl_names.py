@@ -53,10 +53,11 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
         "register_scheme_receiver",
         "rollout",
     ),
-    ("torchrl.collectors", "BaseCollector"): ("_weight_updater", "register_collector", "weight_updater"),
+    ("torchrl.collectors", "BaseCollector"): ("register_collector", "weight_updater"),
     ("torchrl.collectors", "MultiAsyncCollector"): ("_queue_len",),
     ("torchrl.collectors", "MultiCollector"): (
         "_add_collector_outputs_to_fake_td",
+        "_closed",
         "_run_processes",
         "_setup_multi_policy_version_tracking",
         "_traj_pool",
@@ -125,6 +126,7 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
         "_weight_update_impl",
         "stop_remote_collectors",
     ),
+    ("torchrl.envs.llm.transforms", "PolicyVersion"): ("_step",),
 }
 """Methods that subclasses override and attributes that they read or set, by TorchRL's class."""
 
@@ -179,7 +181,7 @@ try:
 except ValueError:  # a module without a spec takes its place
     _found = False
 if not _found:
-    raise ImportError("collectors needs torchrl: pip install weight-update[collectors]", name="torchrl")
+    raise ImportError('collectors needs torchrl: pip install "weight-update[collectors]"', name="torchrl")
 try:
     from torchrl._comm.backends import (
         _contextual_backend_error as contextual_backend_error,

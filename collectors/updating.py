@@ -13,8 +13,6 @@ from collectors.observing import Observed
 from collectors.requests import Request, group_once, require_ours, send
 from weight_update import SyncReport, WeightSyncScheme
 
-__all__ = ["Updating", "WithWorkers"]
-
 
 class Updating(Observed):
     """A mixin for TorchRL's collectors, placed before them."""

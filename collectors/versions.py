@@ -12,17 +12,6 @@ from torchrl.envs.llm.transforms import PolicyVersion
 from collectors.requests import real
 from weight_update import WeightSyncScheme
 
-__all__ = [
-    "KEY",
-    "FrameVersion",
-    "VersionSource",
-    "in_policy",
-    "policy_scheme",
-    "stamp",
-    "versions_of",
-    "writes_version",
-]
-
 KEY = "policy_version"
 
 

@@ -18,18 +18,6 @@ from collectors.requests import Request
 from collectors.updating import Updating
 from weight_update import LifecycleError, NothingToSendError, SyncReport, WeightStrategy
 
-__all__ = [
-    "DistributedWeightUpdater",
-    "MultiProcessedWeightUpdater",
-    "RPCWeightUpdater",
-    "RayWeightUpdater",
-    "RemoteModuleWeightUpdater",
-    "SchemeUpdater",
-    "VanillaWeightUpdater",
-    "WeightUpdaterBase",
-    "make_updater",
-]
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # TorchRL's, about this subclass
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from hypothesis import settings
 
-__all__ = ["examples"]
-
 thorough = False
 """Whether the slow tests run, too; set by conftest.py."""
 

@@ -30,8 +30,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["run_python"]
-
 ROOT = Path(__file__).resolve().parent.parent
 _FILTERS = list(warnings.filters)
 _PRELOADED = ("torch", "tensordict", "torchrl.collectors", "torchrl.envs")

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["quick_for", "slow"]
-
 
 def slow(*values: Any) -> Any:
     """Return a parameter set that is marked slow."""

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+import copy
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from faults_tools import Processes, WorkerRaised, join
+from faults_tools import Processes, Worker, WorkerRaised, join, version_of
 from torch import nn
 
 from weight_update import (
+    BucketEncoding,
     DenseEncoding,
     DistributedWeightSyncScheme,
+    JoinRefusedError,
     LifecycleError,
+    MemoryWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     PatchEncoding,
     SharedMemWeightSyncScheme,
     SyncFailedError,
     Synchronizer,
     TrainerClient,
+    UnknownWorkerError,
     UnsupportedSourceError,
     WeightStrategy,
     WeightSyncScheme,
@@ -105,6 +113,118 @@ def test_a_number_that_is_no_port(port: Any) -> None:
             TrainerClient(f"127.0.0.1:{port}", nn.Linear(2, 2), token="secret")
 
 
+@pytest.mark.parametrize("weights", [nn.Linear(2, 2), [torch.ones(2)], None, {0: torch.ones(2)}])
+def test_a_checkpoint_of_other_things_than_a_dict(weights: Any, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedSourceError, match=r"a dict of tensors by name, such as module.state_dict"):
+        CheckpointStore(tmp_path).publish(0, weights, step=0)
+
+
+def test_a_checkpoint_without_values(tmp_path: Path) -> None:
+    store, hollow = CheckpointStore(tmp_path), nn.Linear(2, 2, device="meta")
+    with pytest.raises(UnsupportedSourceError, match=r"on the meta device, .*: weight, bias"):
+        store.publish(0, hollow.state_dict(), step=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [1.0, "1", True, torch.tensor(1), {"a": torch.ones(99)}])
+def test_a_checkpoint_with_a_number_that_is_no_int(number: Any, tmp_path: Path) -> None:
+    """Readers would not find its file."""
+    store, weights = CheckpointStore(tmp_path), {"weight": torch.ones(2)}
+    with pytest.raises(ValueError, match=r"a version must be an int from 0 to .*, not .{1,40}$"):
+        store.publish(number, weights, step=0)
+    with pytest.raises(ValueError, match="step must be an int, not"):
+        store.publish(0, weights, step=number)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_that_was_removed(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    for version in range(2):
+        store.publish(version, {"weight": torch.ones(2)}, step=0)
+    message = r"no version 0 \(any more\); latest\(\) returns the newest"
+    with pytest.raises(FileNotFoundError, match=message), store.reading(0):
+        pass
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        WeightStrategy(encoding=BucketEncoding(bucket_device="cuda")),
+        WeightStrategy(encoding=BucketEncoding(bucket_device="cuda"), max_in_flight=2),
+        WeightStrategy(encoding=PatchEncoding(snapshot_device="cuda")),
+    ],
+    ids=["buckets", "in flight", "snapshot"],
+)
+def test_a_device_that_the_machine_lacks(strategy: WeightStrategy) -> None:
+    with pytest.raises(ValueError, match=r"_device='cuda' needs a CUDA device; .*'cpu' here"):
+        SharedMemWeightSyncScheme(strategy).init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+
+
+def test_a_timeout_in_the_place_of_the_strategy() -> None:
+    with pytest.raises(ValueError, match=r"give the timeout by name: timeout=600.0"):
+        DistributedWeightSyncScheme("gloo", True, 600.0)
+
+
+@contextmanager
+def connected_thread(
+    kind: type[WeightSyncScheme], source: nn.Module, target: nn.Module
+) -> Iterator[WeightSyncScheme]:
+    """Connect a sender and one receiver, both in this process."""
+    with kind(timeout=10.0, connect_timeout=10.0) as sender, ThreadPoolExecutor(1) as pool:
+        sender.init_on_sender(model=source, num_workers=1)
+        with copy.copy(sender) as receiver:
+            receiver.init_on_receiver(model=target, worker_idx=0)
+            joining = pool.submit(receiver.connect)
+            sender.connect()
+            joining.result()
+            yield sender
+
+
+def test_devices_of_workers_that_are_not_known() -> None:
+    message = "give init_on_sender devices=, or the collector policy_device="
+    models = nn.Linear(2, 2), nn.Linear(2, 2)
+    with (
+        connected_thread(MemoryWeightSyncScheme, *models) as sender,
+        pytest.raises(UnknownWorkerError, match=message),
+    ):
+        sender.send(worker_ids="cuda:0")
+
+
+class Forgetful(MemoryWeightSyncScheme):
+    end = "sender"
+
+    def create_transport(self, *, worker_idx: int, end: Any) -> Any:
+        made = super().create_transport(worker_idx=worker_idx, end=end)
+        return None if end == self.end else made
+
+
+def test_a_scheme_that_makes_no_transport() -> None:
+    message = r"Forgetful.create_transport\(\) returned None; return a TransportBackend"
+    with pytest.raises(TypeError, match=message):
+        Forgetful().init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+    with Forgetful() as sender:
+        sender.end = "receiver"
+        sender.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+        with copy.copy(sender) as receiver:
+            receiver.init_on_receiver(model=nn.Linear(2, 2), worker_idx=0)
+            with pytest.raises(TypeError, match=message):
+                receiver.connect()
+
+
+@pytest.mark.parametrize("kind", [MemoryWeightSyncScheme, MultiProcessWeightSyncScheme])
+def test_an_index_that_another_receiver_of_the_process_has(kind: type[WeightSyncScheme]) -> None:
+    source, target = nn.Linear(2, 2), nn.Linear(2, 2)
+    with connected_thread(kind, source, target) as sender:
+        with copy.copy(sender) as second:
+            second.init_on_receiver(model=nn.Linear(2, 2), worker_idx=0)
+            with pytest.raises(JoinRefusedError, match=r"another receiver .*: give each receiver an index"):
+                second.connect()
+        nn.init.ones_(source.weight)
+        assert sender.send().version == 1
+        assert torch.equal(target.weight, source.weight)
+
+
 class Mine(DenseEncoding):
     name = "mine/1"
 
@@ -130,3 +250,34 @@ def test_an_encoding_that_a_worker_does_not_know(kind: type[WeightSyncScheme]) -
                 worker.result()
     finally:
         del encodings._registry[Mine.name]
+
+
+class Choosy(DenseEncoding):
+    def encoder(self, schema: Any) -> Any:
+        if torch.float16 in schema.dtypes:
+            raise ValueError("float16 is not supported; convert the model")
+        return super().encoder(schema)
+
+
+def convert_and_connect(me: Worker) -> None:
+    me.model.float()
+    me.scheme.connect()
+
+
+def test_an_encoding_that_fails_for_a_worker() -> None:
+    message = "float16 is not supported; convert the model"
+    with closing(Processes()) as processes:
+        scheme = processes.scheme(
+            SharedMemWeightSyncScheme, strategy=WeightStrategy(encoding=Choosy()), timeout=20.0
+        )
+        scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+        worker = processes.start(scheme, 0, lambda: nn.Linear(2, 2).half())
+        worker.begin(join)
+        with pytest.raises(SyncFailedError, match=f"worker 0: {message}"):
+            scheme.connect()
+        with pytest.raises(
+            WorkerRaised, match=f"JoinRefusedError: the sender refused this worker: {message}"
+        ):
+            worker.result()
+        worker.call(convert_and_connect)  # the sender still serves workers that return
+        assert scheme.send().version == worker.call(version_of) == 1

@@ -247,6 +247,19 @@ def test_methods_and_styles_of_a_synchronizer(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_the_cost_of_observers(tmp_path):
+    pytest.importorskip("torchrl", reason="the benchmark observes with its loggers")
+    file = tmp_path / "observers.rst"
+    _run("observers", "--quick", "--rst", str(file))
+    tables = _tables(file.read_text(), ["SharedMem, 1 MB in 16 tensors", "Targets"])
+    rows = _cells(tables["SharedMem, 1 MB in 16 tensors"])
+    assert all(_numbers(row["of none"])[0] > 0 for row in rows)
+    assert [row["observer"] == "-" for row in rows] == [True] * 3 + [False] * 7
+    assert all(row["met"] != "not measured" for row in _require_verdicts(tables["Targets"]).values())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("title", CLUSTER_TITLES[:2])
 def test_distributed_was_measured_beside_torchrl(cluster_tables, title):
     (row,) = _cells(cluster_tables[title], scheme="Distributed")

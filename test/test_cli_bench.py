@@ -14,8 +14,10 @@ import pytest
 from cli_parts import MODEL, call, in_folder
 from interpreters import run_python
 
+from weight_update.cli.measuring import rounds
 from weight_update.cli.measuring.advice import network_advice, recommendation
-from weight_update.cli.measuring.rounds import Case, Results, _answers
+from weight_update.cli.measuring.models import ModelSource
+from weight_update.cli.measuring.rounds import ENCODINGS, Case, Plan, Results, _answers, _connect, measure
 from weight_update.cli.measuring.workers import ProcessWorker
 from weight_update.errors import WorkerError
 from weight_update.report import SyncReport
@@ -66,8 +68,10 @@ def test_bench_measures_a_module_given_by_import_path(tmp_path: Path, name: str)
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("no_such_module:net", "No module named 'no_such_module'"),
-        ("json", "give package.module:name"),
+        ("no_such_module:net", "No module named 'no_such_module'; give module:attribute"),
+        ("json", "'json' is not of the form module:attribute, such as my_policy:Policy"),
+        ("json:", "'json:' is not of the form module:attribute"),
+        (":loads", "':loads' is not of the form module:attribute"),
         ("json:loads.nothing", "has no attribute 'nothing'"),
         ("torch.nn:Identity", "has no weights to send"),
         ("os:sep", "is a str, neither a torch.nn.Module nor"),
@@ -76,7 +80,9 @@ def test_bench_measures_a_module_given_by_import_path(tmp_path: Path, name: str)
 def test_bench_refuses_a_path_that_leads_to_no_module(path: str, words: str) -> None:
     result = call("bench", "--model", path)
     assert result.exit_code == 2
-    assert words in " ".join(result.stderr.replace("│", " ").split())
+    shown = " ".join(result.stderr.replace("│", " ").split())
+    assert words in shown
+    assert "Invalid value for --model: " in shown
 
 
 def test_bench_refuses_a_picture_that_it_could_not_write(tmp_path: Path) -> None:
@@ -86,6 +92,16 @@ def test_bench_refuses_a_picture_that_it_could_not_write(tmp_path: Path) -> None
     assert "does not exist" in result.stderr
 
 
+@pytest.mark.parametrize("name", ["bench.pdf", "bench", "bench.png.svg"])
+def test_bench_refuses_another_format_of_the_picture_before_it_measures(tmp_path: Path, name: str) -> None:
+    result = call("bench", "--model", "no_such_module:net", "--png", tmp_path / name)
+    assert result.exit_code == 2
+    words = " ".join(result.stderr.replace("│", " ").split())
+    assert "Invalid value for '--png': the picture is a PNG" in words
+    assert "must end with .png" in words
+    assert ".png" in call("bench", "--help").output
+
+
 def test_bench_refuses_a_model_that_does_not_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weight_update.cli.measuring.rounds.available_memory", lambda: 1_000_000)
     result = call("bench", "--size", "1")
@@ -93,12 +109,33 @@ def test_bench_refuses_a_model_that_does_not_fit_into_memory(monkeypatch: pytest
     assert "give a smaller --size, fewer --workers, or one --scheme" in result.stderr
 
 
+@pytest.mark.slow
 def test_bench_ends_at_its_time_limit() -> None:
     began = time.monotonic()
     status, _, errors = bench("--seconds", "1", "--workers", "1", "--scheme", "shared", "--size", "300")
     assert status == 1
-    assert re.search("the time limit passed while|did not answer within", errors), errors
+    assert re.search("the time limit passed while .*; give a larger --seconds", errors), errors
+    assert "did not answer" not in errors
     assert time.monotonic() - began < 30.0
+
+
+def test_bench_shows_what_it_measured_when_its_short_time_limit_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passed: list[str] = []
+    waits: list[float] = []
+
+    def connect(case: Case, workers: Any, timeout: float) -> None:
+        waits.extend([timeout, case.sender.timeout])
+        _connect(case, workers, timeout)
+
+    monkeypatch.setattr(rounds, "_connect", connect)
+    monkeypatch.setattr(rounds._Clock, "left", lambda self: 0.0 if passed else 60.0)
+    plan = Plan(ModelSource(0.1, None), 1, ("shared",), ENCODINGS, 0.01, 1.0)
+    found = measure(plan, lambda what, share: passed.append(what) if what.startswith("round 2") else None)
+    assert passed == ["round 2 of 30"]
+    assert [(len(case.seconds), case.failure) for case in found.cases] == [(2, "")] * 2
+    assert min(waits) >= 10.0  # less would blame the worker for the time limit
 
 
 @pytest.mark.slow
@@ -151,6 +188,7 @@ def test_bench_measures_ray() -> None:
     assert found["updates"][0]["updates"] > 0
 
 
+@pytest.mark.slow
 def test_bench_names_a_missing_package() -> None:
     program = (
         "import sys; sys.modules[{!r}] = None; sys.argv[1:] = {!r}; import weight_update.cli as c; c.main()"

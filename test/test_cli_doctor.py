@@ -17,6 +17,7 @@ import pytest
 import torch
 from cli_parts import call, document
 from interpreters import run_python
+from marks import slow
 
 from weight_update.cli.checks import memory, network, packages, ray
 from weight_update.cli.checks.base import Check, Finding, ok, run
@@ -73,15 +74,16 @@ needs_seccomp = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("breaking", "check", "status", "words", "cure"),
     [
-        (FEW_FILES, "open files", "fail", "100 files may be open", "ulimit -n 4096"),
+        slow(FEW_FILES, "open files", "fail", "100 files may be open", "ulimit -n 4096"),
         pytest.param(
             FORBID_MEMFD, "shared memory", "fail", "Operation not permitted", "seccomp", marks=needs_seccomp
         ),
-        (HIDE_MEMORY, "other processes", "fail", "Permission denied", "the same user"),
+        slow(HIDE_MEMORY, "other processes", "fail", "Permission denied", "the same user"),
+        pytest.param(SMALL_SHM, "/dev/shm", "warn", "1.05 MB are free", "--shm-size", marks=needs_namespaces),
         pytest.param(
-            SMALL_SHM, "/dev/shm", "warn", "0.00105 GB are free", "--shm-size", marks=needs_namespaces
+            *(NO_NETWORK, "sockets", "fail", "loopback", "ip link set lo up"),
+            marks=[needs_namespaces, pytest.mark.slow],
         ),
-        pytest.param(NO_NETWORK, "sockets", "fail", "loopback", "ip link set lo up", marks=needs_namespaces),
         (
             "os.environ['GLOO_SOCKET_IFNAME'] = 'no-such-interface'",
             "gloo",
@@ -106,6 +108,9 @@ def test_doctor_finds_nothing_here_and_shows_the_same_as_a_table() -> None:
     found = document(result)
     assert found["good"], found
     assert (result.exit_code, table.exit_code) == (0, 0)
+    lines = table.stdout.splitlines()
+    assert lines == [line.rstrip() for line in lines]
+    assert len(lines) == len(found["findings"]) + 4  # one line each, below the result and the headings
     for row in found["findings"]:
         assert set(row) == {"check", "status", "found", "cure"}
         assert re.search(rf"^\s*{re.escape(row['check'])}\s+{row['status']}\s", table.stdout, re.MULTILINE), (

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_parts import SCHEMA, call, data_file, document, dump, flip, full, make_run, patches, welcome
+from cli_parts import SCHEMA, Model, call, data_file, document, dump, flip, full, make_run, patches, welcome
 from marks import slow
 
 from weight_update import WeightChunk
 from weight_update.cli.contents.checkpoints import read_directory
 from weight_update.cli.contents.frames import read_frames
+from weight_update.synchronizer import CheckpointStore
 from weight_update.wire.frames import Step, frame_of
 
 
@@ -83,6 +84,39 @@ def test_inspect_fails_if_a_file_is_damaged(
     assert problem in row["problem"]
 
 
+def test_inspect_names_the_cure_of_a_damaged_version(run_7: Path) -> None:
+    assert "cure" not in document(call("inspect", run_7, "--json"))
+    data, manifest = data_file(run_7, 12), run_7 / "000000000012.json"
+    flip(data, -1)
+    for path in (run_7, manifest, data):
+        cure = document(call("inspect", path, "--json"))["cure"]
+        assert "use version 11, the newest complete one" in cure
+        assert "delete 000000000012.json (the next publish() removes its data)" in cure
+    assert CheckpointStore(run_7).latest() is not None
+    manifest.unlink()
+    alone = document(call("inspect", data, "--json"))  # the digest is unknown now
+    assert (alone["good"], "cure" in alone) == (True, False)
+    store = CheckpointStore(run_7)
+    store.publish(13, Model().state_dict(), step=130)
+    assert not data.exists()
+    flip(data_file(run_7, 13), -1)
+    data_file(run_7, 11).unlink()
+    found = document(call("inspect", run_7, "--json"))
+    assert "wait for the next one" in found["cure"]
+    assert "delete 000000000013.json and 000000000011.json" in found["cure"]
+
+
+def test_inspect_prints_plain_lines_into_a_pipe(run_7: Path, tmp_path: Path) -> None:
+    frames = dump(tmp_path / "frames", welcome(), full(3), *patches(3, 4))
+    for path in (run_7, data_file(run_7, 12), frames):
+        lines = call("inspect", path).stdout.splitlines()
+        assert lines[0].split() == ["result", "ok"]
+        assert all(line == line.rstrip() for line in lines)
+        assert not any("─" in line for line in lines)
+    flip(frames, -1)
+    assert call("inspect", frames).stdout.splitlines()[0].split() == ["result", "failed"]
+
+
 def test_inspect_names_missing_and_left_over_files(run_7: Path) -> None:
     data_file(run_7, 12).unlink()
     (run_7 / f"000000000013-{'0' * 32}.safetensors.part").write_bytes(b"half")
@@ -107,7 +141,7 @@ def test_inspect_reads_one_version_and_a_file_of_another_program(run_7: Path, tm
 def test_inspect_does_not_wait_at_a_file_that_is_not_regular(tmp_path: Path, run_7: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     result = call("inspect", tmp_path / "pipe")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "not a regular file" in result.stderr
     data = data_file(run_7, 12)
     size = data.stat().st_size
@@ -122,9 +156,13 @@ def test_inspect_does_not_wait_at_a_file_that_is_not_regular(tmp_path: Path, run
 def test_inspect_refuses_other_files(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
-    result = call("inspect", path)
-    assert result.exit_code == 1
-    assert "is no file of weights; known: directories of checkpoints" in result.stderr
+    for place, words in (
+        (path, "is no file of weights; known: directories of"),
+        (tmp_path, "no checkpoints"),
+    ):
+        result = call("inspect", place)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert words in result.stderr
     assert call("inspect", tmp_path / "nothing").exit_code == 2
 
 

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,35 @@ def test_cartpole_gets_through(quick_spawn: bool, tmp_path: Path) -> None:
         median, worst = map(float, re.search(rf"{stage} +(\S+) +(\S+)\n", printed).groups())
         assert 0.0 <= median <= worst < 30_000.0
     assert is_plot(tmp_path / "train_cartpole.png")
+
+
+@pytest.mark.slow
+def test_the_first_program_of_the_readme(tmp_path: Path) -> None:
+    """With workers started by spawn, which import the program."""
+    block = re.search(r"\.\. code-block:: python\n\n((?:    .*\n|\n)+)", (ROOT / "README.rst").read_text())
+    assert block is not None
+    file = tmp_path / "program.py"
+    program = textwrap.dedent(block[1]).replace("60_000", "60").replace("600", "20").replace("* 3", "* 2")
+    file.write_text(WITH_SPAWN + program)
+    done = run_python(file, quick_spawn=True)
+    assert done.returncode == 0, done.stderr  # which has warnings of TorchRL
+    assert re.findall(r"version (\d): .* 2 workers", done.stdout) == ["1", "2", "3"]
+
+
+WITH_SPAWN = f"""
+import multiprocessing, sys
+sys.path.append({str(ROOT / "test" / "collectors")!r})
+from collector_parts import Env as make_env, make_policy
+
+multiprocessing.set_start_method("spawn", force=True)
+policy = make_policy()
+
+
+def train(policy, batch):
+    pass
+
+
+"""
 
 
 @pytest.mark.slow

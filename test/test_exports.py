@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
+from typing import get_origin
 
 import pytest
 
@@ -53,7 +54,9 @@ def test_all_is_complete(name: str) -> None:
 def test_public_classes_and_functions_are_documented() -> None:
     for member in weight_update.__all__:
         value = getattr(weight_update, member)
-        if inspect.isclass(value) or inspect.isroutine(value):  # a Literal cannot be documented
+        if get_origin(value) is not None:
+            continue  # a Literal or a Callable[...] cannot be documented
+        if inspect.isclass(value) or inspect.isroutine(value):
             assert inspect.getdoc(value), member
 
 

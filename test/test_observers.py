@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from trace_parts import Trace
 
 from weight_update import (
     DistributedWeightSyncScheme,
@@ -21,6 +24,7 @@ from weight_update import (
     WeightSyncScheme,
     WorkerEvent,
 )
+from weight_update.observers import ChromeTraceObserver
 from weight_update.testing.models import mlp, scramble
 from weight_update.testing.processes import eventually, freeze, wait_until
 from weight_update.testing.worker_processes import WorkerProcesses, context_of
@@ -35,8 +39,12 @@ class Told(list[Any]):
         self.append(event)
 
     @property
+    def reports(self) -> list[SyncReport]:
+        return [one for one in self if isinstance(one, SyncReport)]
+
+    @property
     def versions(self) -> list[int]:
-        return [one.version for one in self if isinstance(one, SyncReport)]
+        return [one.version for one in self.reports]
 
     def events(self, *kinds: str) -> list[tuple[str, int]]:
         found = [one for one in self if isinstance(one, WorkerEvent)]
@@ -85,6 +93,24 @@ def test_updates_and_workers(kind: type[WeightSyncScheme], running: Any) -> None
     assert list(told[-1].failures) == [0]
     scheme.shutdown()
     assert not any(thread.name == "weight_update-observers" for thread in threading.enumerate())
+
+
+def test_a_lost_worker_fails_one_update_until_it_joins_again(running: Any) -> None:
+    scheme, told = SharedMemWeightSyncScheme(), Told()
+    procs = running(scheme, mlp(1))
+    scheme.add_observer(told)
+    for newest in (3, 7):
+        procs.workers[-1].runner.kill()
+        wait_until(lambda: None in scheme.worker_versions.values())
+        for _ in range(3):
+            with pytest.raises(SyncFailedError, match="worker 1"):
+                scheme.send()
+        wait_until(lambda newest=newest: told.versions[-1:] == [newest])  # type: ignore[misc]
+        assert [list(one.failures) for one in told.reports[-3:]] == [[1], [], []]
+        procs.hire(1, mlp(2)).call("connect")
+        scheme.send()
+        wait_until(lambda newest=newest: told.versions[-1:] == [newest + 1])  # type: ignore[misc]
+        assert (sorted(told.reports[-1].apply_seconds), told.reports[-1].failures) == ([0, 1], {})
 
 
 def test_a_late_worker(running: Any) -> None:
@@ -141,6 +167,32 @@ def test_an_observer_that_raises(running: Any, caplog: pytest.LogCaptureFixture)
     assert "cannot count version 1" in caplog.text
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trace_of_two_workers(kind: type[WeightSyncScheme], running: Any, tmp_path: Path) -> None:
+    scheme, told, began = kind(), Told(), time.time()
+    with ChromeTraceObserver(tmp_path / "trace.json") as observer:
+        scheme.add_observer(observer)
+        scheme.add_observer(told)
+        running(scheme, mlp(1))
+        for _ in range(3):
+            scheme.send()
+        scheme.send_async()
+        scheme.send()
+        assert eventually(lambda: told.versions == [0, 1, 2, 3, 4, 5])
+    trace = Trace(tmp_path / "trace.json")
+    trace.check()
+    assert {"trainer", "worker 0", "worker 1"} == set(trace.tracks.values())
+    for version in range(6):
+        for worker in ("worker 0", "worker 1"):
+            assert list(trace.slices(version, worker, began)) == ["transfer", "swap"]
+            (begin, _), (_, end) = trace.slices(version, worker, began).values()
+            assert 0 <= begin < end < 1e6 * (time.time() - began)
+    assert [start["id"] for start, _ in trace.arrows()] == [
+        version for version in range(1, 6) for _ in range(2)
+    ]
+    assert [event["name"] for event in trace.of("i")] == ["joined", "joined"]
+
+
 def test_a_receiver_has_no_observers() -> None:
     scheme = SharedMemWeightSyncScheme()
     scheme.init_on_receiver(model=mlp(1), worker_idx=0)
@@ -162,3 +214,8 @@ def test_an_observer_may_close_its_observers() -> None:
     observers.add(lambda _: observers.close())
     observers.tell(WorkerEvent("joined", 0))
     wait_until(lambda: not any(one.name == "weight_update-observers" for one in threading.enumerate()))
+
+
+def test_an_observer_that_cannot_be_called_is_refused() -> None:
+    with pytest.raises(TypeError, match="an observer is a function of an event, not str"):
+        MemoryWeightSyncScheme().add_observer("updates.csv")  # type: ignore[arg-type]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import csv
-import itertools
-import json
 import logging
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
+from trace_parts import Trace
 
 from weight_update.observers import ChromeTraceObserver, CsvObserver, LogObserver, TorchRLLoggerObserver
 from weight_update.report import Observer, PolicyLag, SyncReport, WorkerEvent
@@ -118,46 +118,6 @@ def test_csv_refuses_other_columns(tmp_path: Path) -> None:
 # -- trace -----------------------------------------------------------------------------------------
 
 
-class Trace:
-    """The events of a trace file."""
-
-    def __init__(self, path: Path) -> None:
-        self.events: list[dict[str, Any]] = json.loads(path.read_text())
-        self.tracks = {e["tid"]: e["args"]["name"] for e in self.events if e["name"] == "thread_name"}
-
-    def of(self, phase: str) -> list[dict[str, Any]]:
-        return [event for event in self.events if event["ph"] == phase]
-
-    def slices(self, version: int, track: str) -> dict[str, tuple[int, int]]:
-        """Return start and end of the slices, by name, in microseconds since BEGAN."""
-        zero = round(1e6 * BEGAN)
-        return {
-            e["name"]: (e["ts"] - zero, e["ts"] - zero + e["dur"])
-            for e in self.of("X")
-            if e["args"]["version"] == version and self.tracks[e["tid"]] == track
-        }
-
-    def check(self) -> None:
-        """Check that slices of a track do not overlap, and that each arrow leads from a slice to a slice."""
-        for event in self.events:
-            assert event["ts"] >= 0
-            assert event.get("dur", 1) > 0
-        for track in self.tracks:
-            spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in self.of("X") if e["tid"] == track)
-            assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
-        starts, ends = (Counter((e["id"], e["name"], e["cat"]) for e in self.of(phase)) for phase in "sf")
-        assert starts == ends
-        assert all(count == 1 for count in starts.values())
-        for phase, name in (("s", "send"), ("f", "swap")):
-            for arrow in self.of(phase):
-                (bound,) = (
-                    e
-                    for e in self.of("X")
-                    if e["tid"] == arrow["tid"] and e["ts"] <= arrow["ts"] < e["ts"] + e["dur"]
-                )
-                assert (bound["name"], bound["args"]["version"]) == (name, arrow["id"])
-
-
 def test_trace_draws_stages_workers_and_arrows(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with ChromeTraceObserver(path) as observer:
@@ -176,14 +136,14 @@ def test_trace_draws_stages_workers_and_arrows(tmp_path: Path) -> None:
         "worker 1",
         "worker 1",
     ]
-    assert trace.slices(4, "trainer") == {
+    assert trace.slices(4, "trainer", BEGAN) == {
         "extract": (0, 1000),
         "encode": (1000, 3000),
         "send": (3000, 6000),
         "ack": (6000, 16000),
     }
-    assert trace.slices(4, "worker 1") == {"transfer": (3000, 14000), "swap": (14000, 16000)}
-    assert trace.slices(4, "worker 0") == {"transfer": (3000, 11999), "swap": (11999, 12000)}
+    assert trace.slices(4, "worker 1", BEGAN) == {"transfer": (3000, 14000), "swap": (14000, 16000)}
+    assert trace.slices(4, "worker 0", BEGAN) == {"transfer": (3000, 11999), "swap": (11999, 12000)}
     assert Counter(arrow["id"] for arrow in trace.of("s")) == {1: 2, 2: 2, 3: 2, 4: 2}
 
 
@@ -195,6 +155,38 @@ def test_trace_has_one_track_each_if_updates_do_not_overlap(tmp_path: Path) -> N
     trace = Trace(path)
     trace.check()
     assert list(trace.tracks.values()) == ["trainer", "worker 0", "worker 1"]
+
+
+def test_trace_of_version_0_begins_when_workers_join(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with ChromeTraceObserver(path) as observer:
+        for worker, after in ((1, 0.5), (0, 0.7)):
+            observer(WorkerEvent("joined", worker, time=BEGAN + after))
+        observer(report_of(0, seconds={"encode": 0.002}))
+    trace = Trace(path)
+    trace.check()
+    assert trace.slices(0, "worker 0", BEGAN) == {"transfer": (700_000, 703_999), "swap": (703_999, 704_000)}
+    assert trace.slices(0, "worker 1", BEGAN)["transfer"] == (500_000, 506_000)
+
+
+def test_trace_keeps_the_tracks_of_a_worker_together(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with ChromeTraceObserver(path) as observer:
+        observer(LOST)
+        for version in range(1, 4):
+            observer(report_of(version))
+    tracks = Trace(path).tracks
+    assert [tracks[tid] for tid in sorted(tracks)] == ["trainer"] * 3 + ["worker 0"] * 3 + ["worker 1"] * 3
+
+
+def test_trace_of_very_many_updates_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weight_update.observers.chrome_trace.TRACKS", 3)
+    path = tmp_path / "trace.json"
+    with ChromeTraceObserver(path) as observer:
+        for version in range(1, 6):
+            observer(report_of(version))
+    tracks = Trace(path).tracks
+    assert [tracks[tid] for tid in sorted(tracks)] == ["trainer"] * 3 + ["worker 0"] * 3 + ["worker 1"] * 3
 
 
 def test_trace_of_updates_that_overlap(tmp_path: Path) -> None:
@@ -224,7 +216,10 @@ def test_trace_has_events_and_failures(tmp_path: Path) -> None:
     assert (late["name"], late["tid"], late["args"]["reason"]) == ("failed", lost["tid"], "it is late")
     (lag,) = trace.of("C")
     assert (lag["name"], lag["args"], lag["ts"]) == ("policy lag", {"mean": 1.5, "max": 3}, lost["ts"])
-    assert trace.slices(3, "worker 0")["swap"] == (6000, 7000)  # not when the trainer gave up on worker 1
+    assert trace.slices(3, "worker 0", BEGAN)["swap"] == (
+        6000,
+        7000,
+    )  # not when the trainer gave up on worker 1
 
 
 @pytest.mark.parametrize(
@@ -238,6 +233,11 @@ def test_trace_has_events_and_failures(tmp_path: Path) -> None:
         },
         {"seconds": {"send": 0.001}, "apply_seconds": {0: 0.5}, "stall_seconds": {0: 0.5}},
         {"apply_seconds": {}, "stall_seconds": {}},
+        {
+            "seconds": {"send": 0.001, "ack": 0.001},
+            "apply_seconds": {0: 0.5, 1: 0.1},
+            "stall_seconds": {0: 0.4, 1: 0.1},
+        },
     ],
 )
 def test_trace_of_unusual_reports(tmp_path: Path, changes: dict[str, Any]) -> None:
@@ -245,6 +245,32 @@ def test_trace_of_unusual_reports(tmp_path: Path, changes: dict[str, Any]) -> No
     with ChromeTraceObserver(path) as observer:
         observer(report_of(1, **changes))
         Trace(path).check()
+
+
+def test_trace_of_random_reports(tmp_path: Path) -> None:
+    random, now, path = Random(0), BEGAN, tmp_path / "trace.json"
+
+    def duration() -> float:
+        return random.choice([0.0, 1e-7, 1e-6, 2e-6, 1e-3, 4e-3])
+
+    with ChromeTraceObserver(path) as observer:
+        for version in range(60):
+            now += duration()
+            workers = range(random.randint(1, 3))
+            observer(
+                report_of(
+                    version,
+                    now,
+                    seconds={stage: duration() for stage in ("extract", "encode", "send", "ack")},
+                    apply_seconds={worker: duration() for worker in workers},
+                    stall_seconds={worker: duration() for worker in workers},
+                    failures={5: "it is late"} if random.random() < 0.1 else {},
+                )
+            )
+            observer(WorkerEvent(random.choice(["joined", "late", "full_update"]), 1, version, time=now))
+    trace = Trace(path)
+    trace.check()
+    assert len(trace.arrows()) == len(trace.of("X")) - len(trace.of("f")) - 4 * 60 > 60
 
 
 @pytest.mark.parametrize("make", [ChromeTraceObserver, CsvObserver])
@@ -270,7 +296,7 @@ def test_torchrl_logger_gets_scalars(tmp_path: Path, how: dict[str, str], folder
         WorkerEvent("late", 0),
         LAG,
         LAG,
-        report_of(2, apply_seconds={}, stall_seconds={}),
+        report_of(2, apply_seconds={}, stall_seconds={}, failures={0: "late", 1: "lost"}),
     ):
         observer(news)
     found = {
@@ -280,5 +306,6 @@ def test_torchrl_logger_gets_scalars(tmp_path: Path, how: dict[str, str], folder
     both = {"extract_ms": 1, "encode_ms": 2, "send_ms": 3, "ack_ms": 10, "total_ms": 16, "wire_bytes": 400}
     expected = {name: {1: value, 2: value} for name, value in {**both, "changed_fraction": 0.5}.items()}
     expected |= {"slowest_apply_ms": {1: 8}, "longest_stall_ms": {1: 2}, "workers_lost": {1: 0, 2: 1}}
+    expected |= {"workers_failed": {1: 0, 2: 2}}
     expected |= {"policy_lag_mean": {40: 1.5, 80: 1.5}, "policy_lag_max": {40: 3, 80: 3}}
     assert found == {name: pytest.approx(values) for name, values in expected.items()}

@@ -211,7 +211,8 @@ def is_available(player: Any) -> bool:
         return False
 
 
-@pytest.mark.parametrize("data", ["torch", slow("object_store")])
+@pytest.mark.slow
+@pytest.mark.parametrize("data", ["torch", "object_store"])
 def test_busy_killed_restarted_and_dead_actors(data: str, troupe: Troupe) -> None:
     source = mlp(1)
     scheme = troupe.scheme(data=data)
@@ -316,7 +317,7 @@ ENCODINGS = {
 
 
 @pytest.mark.parametrize("encoding", quick_for(ENCODINGS, "patch"))
-@BOTH
+@pytest.mark.parametrize("data", ["torch", slow("object_store")])
 def test_same_bits_for_every_encoding(data: str, encoding: str, troupe: Troupe) -> None:
     source = wide()
     strategy = WeightStrategy("state_dict", encoding=ENCODINGS[encoding])

@@ -32,6 +32,7 @@ from weight_update.errors import (
     WeightSyncError,
     WorkerError,
 )
+from weight_update.progress import show_progress
 from weight_update.receiver.gate import Gate
 from weight_update.report import Observer, PolicyLag, SyncReport, WorkerEvent
 from weight_update.schemes import (
@@ -160,4 +161,5 @@ __all__ = [
     "register_compression",
     "register_encoding",
     "send_together",
+    "show_progress",
 ]

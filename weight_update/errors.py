@@ -65,7 +65,7 @@ class SchemaMismatchError(WeightSyncError, ValueError):
     """
 
     def __init__(self, message: str, problems: tuple[str, ...] = ()) -> None:
-        self.problems = tuple(problems)
+        self.problems: tuple[str, ...] = tuple(problems)
         shown = "".join(f"\n  - {line}" for line in self.problems[:50])
         more = len(self.problems) - 50
         super().__init__(message + shown + (f"\n  ... and {more} more" if more > 0 else ""))
@@ -113,7 +113,7 @@ class JoinRefusedError(TransportError):
     """
 
     def __init__(self, message: str, problems: tuple[str, ...] = ()) -> None:
-        self.problems = tuple(problems)
+        self.problems: tuple[str, ...] = tuple(problems)
         super().__init__(message)
 
 
@@ -146,7 +146,7 @@ class SyncFailedError(WorkerError):
     def __init__(
         self, message: str, failures: Mapping[int, Exception], report: SyncReport | None = None
     ) -> None:
-        self.failures = dict(failures)
+        self.failures: dict[int, Exception] = dict(failures)
         self.report = report
         super().__init__(message)
 
@@ -171,8 +171,10 @@ class GroupSyncFailedError(SyncFailedError):
         by_scheme: Mapping[Any, Mapping[int, Exception]],
         reports: Mapping[Any, SyncReport],
     ) -> None:
-        self.by_scheme = {scheme: dict(failures) for scheme, failures in by_scheme.items()}
-        self.reports = dict(reports)
+        self.by_scheme: dict[Any, dict[int, Exception]] = {
+            scheme: dict(failures) for scheme, failures in by_scheme.items()
+        }
+        self.reports: dict[Any, SyncReport] = dict(reports)
         merged: dict[int, Exception] = {}
         for failures in reversed(self.by_scheme.values()):
             merged.update(failures)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Event", "Observer", "PolicyLag", "SyncReport", "WorkerEvent"]
+from weight_update.text import format_size, plural
 
 
 @dataclass
@@ -29,7 +29,8 @@ class SyncReport:
         apply_seconds: seconds from the arrival of the update until it was visible, by worker.
         stall_seconds: seconds for which the update kept forward passes waiting, by worker.
         failures: errors, as text, of the workers that did not apply the update, by worker. Only reports that
-            observers get have it; other callers get :class:`~weight_update.SyncFailedError`.
+            observers get have it; other callers get :class:`~weight_update.SyncFailedError`. A worker that is
+            lost is in one such report, and in no other until it joins again.
         began: time at which the update began, in seconds since the epoch.
     """
 
@@ -51,10 +52,10 @@ class SyncReport:
         return sum(self.seconds.values())
 
     def __str__(self) -> str:
-        count = len(self.apply_seconds)
+        workers = len(self.apply_seconds)
         parts = [f"version {self.version}: {self._how()}, {self._bytes()}"]
-        if count:
-            parts.append(f"applied by {count} worker{'s' * (count != 1)}")
+        if workers:
+            parts.append(f"applied by {plural(workers, 'worker')}")
         if self.stall_seconds:
             parts.append(f"longest stall {1e3 * max(self.stall_seconds.values()):.2f} ms")
         took = ", ".join(f"{name} {1e3 * value:.2f}" for name, value in self.seconds.items())
@@ -66,16 +67,10 @@ class SyncReport:
 
     def _bytes(self) -> str:
         """Return the bytes sent, and the bytes of all weights if the update carries a part of them."""
+        sent = format_size(self.wire_bytes)
         if self.changed_fraction == 1.0:
-            return _size(self.wire_bytes)
-        return f"{_size(self.wire_bytes)} of {_size(self.dense_bytes)} ({self.changed_fraction:.2%} changed)"
-
-
-def _size(nbytes: int) -> str:
-    for unit, step in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= step:
-            return f"{nbytes / step:.3g} {unit}"
-    return f"{nbytes} B"
+            return sent
+        return f"{sent} of {format_size(self.dense_bytes)} ({self.changed_fraction:.2%} changed)"
 
 
 _WORDS = {

@@ -1,15 +1,17 @@
 """Workers that have workers, and the weight updaters of TorchRL."""
 
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from multiprocessing import get_context
 
 import pytest
 import torch
 import torchrl.collectors
-from collector_parts import OPTIONS, Env, make_policy, require_stamps, weights_of
+from collector_parts import OPTIONS, Env, make_policy, policy_of_seven, require_stamps, weights_of
 from tensordict import TensorDict
 
 from collectors import Collector, MultiSyncCollector
-from weight_update import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
+from weight_update import MemoryWeightSyncScheme, MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 
 
 def middle(scheme, orders, answers):
@@ -55,6 +57,43 @@ def test_an_update_reaches_the_workers_of_a_worker(kind):
         assert process.exitcode == 0
     finally:
         process.kill()
+
+
+def with_factory(above, **options):
+    """Return a collector without a policy that receives from ``above``."""
+    return MultiSyncCollector(
+        [Env],
+        policy_factory=policy_of_seven,
+        frames_per_batch=8,
+        total_frames=-1,
+        worker_idx=0,
+        weight_recv_schemes={"policy": copy(above)},
+        **OPTIONS,
+        **options,
+    )
+
+
+def test_a_worker_with_a_policy_factory_passes_updates_on():
+    above = MemoryWeightSyncScheme()
+    above.init_on_sender(model_id="policy", weights=weights_of(3.0), num_workers=1)
+    with above, ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(above.connect)
+        collector = with_factory(above, weight_sync_schemes={"policy": SharedMemWeightSyncScheme()})
+        try:
+            joined.result()
+            frames = iter(collector)
+            assert next(frames)["action"].unique().tolist() == [3.0]
+            above.send(weights_of(4.0))
+            assert next(frames)["action"].unique().tolist() == [4.0]
+        finally:
+            collector.shutdown()
+
+
+def test_a_worker_with_a_policy_factory_and_no_way_to_its_workers_is_refused():
+    above = MemoryWeightSyncScheme()
+    above.init_on_sender(model_id="policy", weights=weights_of(3.0), num_workers=1)
+    with above, pytest.raises(ValueError, match="No policy found"):
+        with_factory(above)
 
 
 @pytest.mark.filterwarnings("ignore:Using WeightUpdaterBase is deprecated:DeprecationWarning")

@@ -18,6 +18,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),  # torch, on importing inductor
     pytest.mark.filterwarnings("ignore:This module is instantiated on a machine without CUDA"),
     pytest.mark.filterwarnings("ignore:Tensordict is registered in PyTree"),
+    pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning"),  # torch
 ]
 
 

@@ -191,7 +191,7 @@ def test_without_torchrl_the_error_names_the_extra():
         timeout=60,
     )
     assert done.returncode == 1
-    assert "ImportError: collectors needs torchrl: pip install weight-update[collectors]" in done.stderr
+    assert 'ImportError: collectors needs torchrl: pip install "weight-update[collectors]"' in done.stderr
 
 
 def test_collectors_use_only_public_names():

@@ -15,7 +15,7 @@ from torchrl.collectors.utils import _TrajectoryPool
 
 from collectors import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from weight_update import MultiProcessWeightSyncScheme, SyncTimeoutError, WorkerError
-from weight_update.testing.processes import freeze
+from weight_update.testing.processes import freeze, wait_until
 
 
 def make(cls, workers=2, **options):
@@ -179,6 +179,22 @@ def test_collection_goes_on_without_a_stopped_worker():
             next(frames)
         assert set(collector.queue_out.lost) == {0}
         require_exact(next(frames))
+    finally:
+        collector.shutdown()
+
+
+def test_the_report_is_that_of_this_update_if_nobody_waits_for_it():
+    scheme = MultiProcessWeightSyncScheme(sync=False)
+    collector = make(MultiAsyncCollector, on_worker_lost="continue", weight_sync_schemes={"policy": scheme})
+    try:
+        next(collector.iterator())
+        os.kill(collector.procs[1].pid, signal.SIGKILL)
+        collector.procs[1].join(10.0)
+        versions = []
+        for number in range(1, 6):
+            versions.append(collector.update_policy_weights_(weights_of(float(number))).version)
+            wait_until(lambda: scheme.worker_versions[0] == versions[-1])
+        assert versions == [1, 2, 3, 4, 5]
     finally:
         collector.shutdown()
 

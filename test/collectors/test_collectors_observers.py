@@ -126,8 +126,11 @@ def test_lost_workers_are_told(made):
     next(frames)
     collector.procs[1].kill()
     wait_until(lambda: [(one.kind, one.worker) for one in told.of(WorkerEvent)] == [("lost", 1)])
-    collector.update_policy_weights_()
-    assert eventually(lambda: told.versions == [1])
+    for _ in range(3):
+        assert sorted(collector.update_policy_weights_().apply_seconds) == [0]
+    assert eventually(lambda: told.versions == [1, 2, 3])
+    assert [list(one.failures) for one in told.of(SyncReport)] == [[1], [], []]
+    assert [sorted(one.apply_seconds) for one in told.of(SyncReport)] == [[0], [0], [0]]
 
 
 @pytest.mark.filterwarnings("ignore:split_trajs=True produces:UserWarning")

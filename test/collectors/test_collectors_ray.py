@@ -112,6 +112,7 @@ def test_every_way_to_update() -> None:
         collector.update_policy_weights_()
 
 
+@pytest.mark.slow
 def test_the_legacy_updater() -> None:
     with pytest.warns(
         DeprecationWarning, match=r"RayWeightUpdater is .*weight_update\.RayWeightSyncScheme\(\)"

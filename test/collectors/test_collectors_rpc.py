@@ -16,3 +16,8 @@ def test_a_killed_worker_is_told_and_the_program_ends():
 @pytest.mark.slow
 def test_the_collector_of_torchrl():
     assert run(PROGRAMS / "rpc_torchrl.py") == ["[[1.0], [2.0], [3.0], [3.0, 4.0]] {0: 2, 1: 3}"]
+
+
+@pytest.mark.slow
+def test_workers_of_workers_with_a_policy_factory():
+    assert run(PROGRAMS / "rpc_factory.py") == ["[7.0]", "[5.0] 1 [1]"]

@@ -6,8 +6,6 @@ import pytest
 
 from weight_update import DistributedWeightSyncScheme, MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 
-__all__ = ["kinds", "quick_over"]
-
 _KINDS = {
     "shared_mem": SharedMemWeightSyncScheme,
     # Queues have the slots and the gate of shared_mem; only how workers find the sender differs.

@@ -42,7 +42,9 @@ from weight_update import (
     WeightStrategy,
     WeightSyncScheme,
     WorkerError,
+    WorkerEvent,
 )
+from weight_update.testing.processes import wait_until
 
 
 class Fussy(nn.Module):
@@ -200,6 +202,28 @@ def _join_again(me: Worker) -> int | None:
     time.sleep(0.3)  # the sender connects again first; until then it serves the refused weights
     me.scheme.connect(timeout=10.0)
     return me.scheme.version
+
+
+@quick_over("shared_mem")
+def test_send_does_not_wait_for_a_worker_whose_connect_failed(kind, procs: Processes) -> None:
+    scheme, model = procs.scheme(kind, timeout=20.0), numbered(Fussy(), 2)
+    steady, former = procs.launch(scheme, model, Fussy, 2)
+    former.kill()
+    worker = procs.start(scheme, 1, Fussier)
+    events: list[WorkerEvent] = []
+    scheme.add_observer(lambda event: events.append(event) if isinstance(event, WorkerEvent) else None)
+    with pytest.raises(WorkerRaised, match="not welcome"):
+        worker.call(join)
+    wait_until(lambda: "lost" in [event.kind for event in events], 10.0)
+    assert "it left after an error: ArithmeticError" in events[-1].reason
+    start = time.monotonic()
+    message = "worker 1: it left after an error: ArithmeticError: the number 2 is not welcome"
+    with pytest.raises(SyncFailedError, match=message):
+        scheme.send(numbered(model, 3))
+    assert time.monotonic() - start < 10.0
+    assert worker.call(_join_again) == 1
+    scheme.send(numbered(model, 4))
+    assert [one.call(weights_only) for one in (steady, worker)] == [{4.0}, {4.0}]
 
 
 # -- an error after the switch: the worker reads the new memory although it failed ---------------------

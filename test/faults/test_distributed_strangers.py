@@ -250,12 +250,14 @@ def test_what_a_worker_said_is_not_heard_twice(procs: Processes, caplog: pytest.
 def test_a_flood_of_large_join_requests(busy) -> None:
     me, stranger = psutil.Process(), client(busy)
     before, peak = me.memory_info().rss, 0
-    for _ in range(40):
+    for _ in range(
+        80
+    ):  # 640 MB; what the allocator keeps varies from run to run, but does not grow with them
         stranger.queue_push("door", bytes(8_000_000))
         assert eventually(lambda: stranger.queue_len("door") < 10)
         peak = max(peak, me.memory_info().rss - before)
     assert flows_on(busy)
-    assert peak < 250e6, f"{peak / 1e6:.0f} MB"
+    assert peak < 300e6, f"{peak / 1e6:.0f} MB"
 
 
 def test_a_key_that_is_too_large(busy) -> None:

@@ -163,7 +163,7 @@ def errors_that_keep_their_frames() -> Iterator[list[str]]:
                 frames = [
                     where for where in traceback.walk_tb(found.__traceback__) if refers(where[0], found)
                 ]
-                kept += [f"{found!r} in {frame.f_code.co_qualname}, line {line}" for frame, line in frames]
+                kept += [f"{found!r} in {frame.f_code.co_name}, line {line}" for frame, line in frames]
     finally:
         gc.set_debug(0)
         gc.garbage.clear()

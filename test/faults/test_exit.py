@@ -59,6 +59,24 @@ if __name__ == "__main__":
     if how == "an exception":
         raise KeyError("on purpose")
 """
+LATE = """
+import threading, time, weakref
+from weight_update import DistributedWeightSyncScheme
+from weight_update.transports.distributed.store import leave_in_order
+
+told = threading.Event()
+
+def leave():
+    told.wait()
+    time.sleep(0.3)
+    print("left in order", flush=True)
+
+thread = threading.Thread(target=leave, daemon=True)
+leave_in_order(thread)
+thread.start()
+scheme = DistributedWeightSyncScheme()
+weakref.finalize(scheme, told.set)  # as shutdown() ends the threads of a scheme
+"""
 WAYS = {
     "shut down": 0,
     "not shut down": 0,
@@ -111,3 +129,9 @@ def test_exits_at_once(kind: type, how: str, tmp_path: Path) -> None:
     # Slots and sockets have no names: only a process can keep them.
     assert eventually(lambda: not any(psutil.pid_exists(int(pid)) for pid in workers), 5.0), workers
     assert list(temporary.iterdir()) == []
+
+
+def test_exit_waits_for_threads_that_the_end_of_a_scheme_ends() -> None:
+    """A thread that returns from gloo while the interpreter ends would abort the process."""
+    done = run_python("-c", LATE)
+    assert (done.returncode, done.stdout) == (0, "left in order\n"), done.stderr

@@ -33,7 +33,9 @@ from weight_update import (
 SCHEMES = [
     one
     for one in vars(weight_update).values()
-    if isinstance(one, type) and issubclass(one, WeightSyncScheme) and one.__name__ != "NoWeightSyncScheme"
+    if issubclass(type(one), type)  # Python 3.10 takes Callable[...] for an instance of type
+    and issubclass(one, WeightSyncScheme)
+    and one.__name__ != "NoWeightSyncScheme"
 ]
 
 

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 
 import pytest
 from marks import slow
@@ -86,6 +87,27 @@ def test_threads_of_two_processes_that_wait_for_each_other_are_no_deadlock():
         (hold_one_and_wait_for_the_other, second, first, both_hold),
     )
     assert run(FORK, *ends) == [0, 0]
+
+
+def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent():
+    """In the child, nobody would release the lock for that thread."""
+    lock, held = ProcessLock(), threading.Event()
+
+    def hold():
+        with lock:
+            held.set()
+            time.sleep(0.5)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
+    child = FORK.Process(target=count, args=(lock, FORK.Value("i", 0, lock=False), 1))
+    child.start()
+    holder.join()
+    child.join(20)
+    if child.exitcode is None:
+        child.kill()
+    assert child.exitcode == 0
 
 
 def test_a_lock_that_is_gone_closes_its_file():

@@ -7,16 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from sync_parts import Waiting, model_at, set_to, synchronizer, wait_until
 
 from weight_update import (
     ExplorerClient,
     LifecycleError,
+    PatchEncoding,
     Synchronizer,
     SyncMethod,
     SyncReport,
     SyncStyle,
     TrainerClient,
+    WeightStrategy,
     WorkerEvent,
 )
 from weight_update.report import Event
@@ -100,6 +103,87 @@ def test_versions_taken_in_the_background(tmp_path: Path) -> None:
         trainer.step = 3
         trainer.blocking.sync_weight()
     assert [report.version for report in told.reports][-1] == version
+
+
+def patches() -> dict[str, Any]:
+    return {"strategy": WeightStrategy("state_dict", encoding=PatchEncoding())}
+
+
+def change(model: torch.nn.Module) -> None:
+    next(model.parameters()).data.view(-1)[0] += 1
+
+
+@pytest.mark.parametrize("method", [SyncMethod.NCCL, SyncMethod.MEMORY])
+@pytest.mark.parametrize("served", [False, True])
+def test_all_weights_instead_of_a_patch(method: SyncMethod, served: bool, tmp_path: Path) -> None:
+    told, source, model = Told(), model_at(0), model_at(-1)
+    with synchronizer(method, SyncStyle.FIXED, tmp_path, **patches()) as made:
+        made.add_observer(told)
+        where = made.serve() if served else made
+        with (
+            TrainerClient(where, source, **patches()) as trainer,
+            ExplorerClient(where, model, id=3, **patches()) as explorer,
+        ):
+            versions = []
+            for step in range(1, 5):
+                if step == 3:
+                    set_to(model, 7)  # patches apply to the trainer's weights, which it no longer has
+                versions.append(exchange(made, trainer, explorer, step))
+                change(source)
+            wait_until(lambda: ("applied", 3, versions[-1]) in told.events)
+    (full,) = [one for one in told if isinstance(one, WorkerEvent) and one.kind == "full_update"]
+    assert (full.worker, full.version, full.reason) == (3, versions[2], "its weights were changed")
+    told_of = [one.version if isinstance(one, SyncReport) else one.kind for one in told]
+    assert told_of.index("full_update") < told_of.index(versions[3])
+    assert [report.encoding for report in told.reports[1:]] == ["patch"] * 3
+
+
+@pytest.mark.parametrize("method", [SyncMethod.NCCL, SyncMethod.MEMORY])
+def test_an_explorer_that_missed_too_many_versions(method: SyncMethod, tmp_path: Path) -> None:
+    told, source, model = Told(), model_at(0), model_at(-1)
+    with (
+        synchronizer(method, SyncStyle.FULLY_ASYNC, tmp_path, **patches()) as where,
+        TrainerClient(where, source, **patches()) as trainer,
+        ExplorerClient(where, model, **patches()) as explorer,
+    ):
+        where.add_observer(told)
+        explorer.step = trainer.step = 1
+        trainer.blocking.sync_weight()
+        assert "reason" not in explorer.blocking.sync_weight()
+        with explorer.hold():  # the first version that comes waits, and no other is sent to it meanwhile
+            for step in range(2, 14):
+                change(source)
+                trainer.step = step
+                last = trainer.blocking.sync_weight()["version"]
+        wait_until(lambda: all(map(torch.equal, model.parameters(), source.parameters())))
+        wait_until(lambda: ("full_update", 0, last) in told.events)
+    (full,) = [one for one in told if isinstance(one, WorkerEvent) and one.kind == "full_update"]
+    assert full.reason == "it lacks the version that changes refer to"
+
+
+@pytest.mark.parametrize("method", [SyncMethod.NCCL, SyncMethod.MEMORY])
+def test_an_update_is_observed_as_long_as_there_are_observers(method: SyncMethod, tmp_path: Path) -> None:
+    def observed() -> bool:
+        return any(one.name == "weight_update-observers" for one in threading.enumerate())
+
+    told, source, model = Told(), model_at(0), model_at(-1)
+    with (
+        synchronizer(method, SyncStyle.FIXED, tmp_path, **patches()) as where,
+        TrainerClient(where, source, **patches()) as trainer,
+        ExplorerClient(where, model, **patches()) as explorer,
+    ):
+        exchange(where, trainer, explorer, 1)
+        assert not observed()
+        remove = where.add_observer(told)
+        exchange(where, trainer, explorer, 2)
+        remove()
+        set_to(model, 7)
+        exchange(where, trainer, explorer, 3)
+        where.add_observer(told)
+        change(source)
+        last = exchange(where, trainer, explorer, 4)
+        wait_until(lambda: ("applied", 0, last) in told.events)
+    assert "full_update" not in [kind for kind, *_ in told.events]
 
 
 @pytest.mark.parametrize("method", [SyncMethod.NCCL, SyncMethod.MEMORY])

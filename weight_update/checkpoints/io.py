@@ -16,17 +16,7 @@ from pathlib import Path
 
 from weight_update.encodings.patch.threads import in_threads, threads_for
 from weight_update.errors import NotEnoughSpaceError
-
-__all__ = [
-    "DIGEST",
-    "PART",
-    "Remover",
-    "digest",
-    "naming_free_space",
-    "open_regular",
-    "read_regular",
-    "write_beside",
-]
+from weight_update.progress import Progress
 
 PART = ".part"
 """Suffix of files that are being written."""
@@ -83,8 +73,9 @@ def write_beside(part: Path, path: Path, data: Sequence[memoryview]) -> str:
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
         try:
-            result = _write(fd, data)
-            os.fsync(fd)
+            with Progress("writing a checkpoint", sum(map(len, data))) as progress:
+                result = _write(fd, data, progress)
+                os.fsync(fd)
         finally:
             os.close(fd)
         os.replace(part, path)
@@ -122,14 +113,16 @@ def naming_free_space(directory: Path, needed: int) -> Iterator[None]:
         raise NotEnoughSpaceError(error.errno, message, str(directory)) from None
 
 
-def _write(fd: int, parts: Sequence[memoryview]) -> str:
+def _write(fd: int, parts: Sequence[memoryview], progress: Progress) -> str:
     """Write 1-D bytes, part after part, to the beginning of a file; return their digest."""
 
     def put(piece: tuple[int, list[memoryview]]) -> bytes:
         place, views = piece
         data = views[0] if len(views) == 1 else memoryview(b"".join(views))
         _write_all(fd, data, place)
-        return hashlib.sha256(data).digest()
+        found = hashlib.sha256(data).digest()
+        progress.advance(len(data))
+        return found
 
     return _joined(in_threads(put, list(_cut(parts)), _threads(sum(map(len, parts)))))
 
@@ -141,9 +134,13 @@ def digest(fd: int, nbytes: int) -> str:
     """
 
     def get(place: int) -> bytes:
-        return hashlib.sha256(os.pread(fd, min(_PIECE, nbytes - place), place)).digest()
+        data = os.pread(fd, min(_PIECE, nbytes - place), place)
+        found = hashlib.sha256(data).digest()
+        progress.advance(len(data))
+        return found
 
-    return _joined(in_threads(get, range(0, nbytes, _PIECE), _threads(nbytes)))
+    with Progress("reading a checkpoint", nbytes) as progress:
+        return _joined(in_threads(get, range(0, nbytes, _PIECE), _threads(nbytes)))
 
 
 def _threads(nbytes: int) -> int:

@@ -22,8 +22,6 @@ from pathlib import Path
 
 from weight_update.checkpoints.io import Remover, open_regular
 
-__all__ = ["LEASE", "Lease", "LeaseMonitor"]
-
 LEASE = ".lease"
 """Suffix of leases."""
 

@@ -24,8 +24,6 @@ from typing import Any
 from weight_update.checkpoints.io import read_regular
 from weight_update.errors import CorruptCheckpointError
 
-__all__ = ["Manifest", "ManifestIndex", "check_version"]
-
 _FORMAT = "weight_update.checkpoint/1"
 _DIGITS = 12
 _MANIFEST = re.compile(rf"(\d{{{_DIGITS}}})\.json")
@@ -85,8 +83,8 @@ def _checksum(fields: Any) -> str:
 
 def check_version(version: int) -> None:
     """Raise ValueError where ``version`` cannot be part of a file name."""
-    if not 0 <= version < 10**_DIGITS:
-        raise ValueError(f"a version must be a number from 0 to 10**{_DIGITS} - 1, not {version}")
+    if type(version) is not int or not 0 <= version < 10**_DIGITS:
+        raise ValueError(f"a version must be an int from 0 to 10**{_DIGITS} - 1, not {version!r:.40}")
 
 
 class ManifestIndex:

@@ -30,9 +30,7 @@ from weight_update.errors import CorruptCheckpointError, FormatError, Unsupporte
 from weight_update.strategy.named_weights import from_items
 from weight_update.wire.extra_state import decode_extra, encode_extra
 from weight_update.wire.memory import byte_view
-from weight_update.wire.schema import DTYPES, TensorMeta, WeightSchema, dtype_name
-
-__all__ = ["pack", "unpack"]
+from weight_update.wire.schema import DTYPES, TensorMeta, WeightSchema, aligned, dtype_name
 
 _CODES = {
     "bool": "BOOL",
@@ -68,9 +66,17 @@ def pack(weights: Mapping[str, Any]) -> tuple[WeightSchema, list[memoryview]]:
     ``weights`` and errors are those of :meth:`CheckpointStore.publish`. Contiguous CPU tensors are not
     copied.
     """
+    # A TensorDict iterates over its batch.
+    if not isinstance(weights, Mapping) or not all(isinstance(name, str) for name in weights.keys()):  # noqa: SIM118
+        raise UnsupportedSourceError(
+            "weights are a dict of tensors by name, such as module.state_dict(), not "
+            f"{type(weights).__name__}"
+        )
     if _METADATA in weights:
         raise ValueError(f"no tensor may be named {_METADATA!r} in a safetensors file")
     named = from_items(iter(weights.items()))
+    if hollow := [name for name, tensor in named.tensors.items() if tensor.is_meta]:
+        raise UnsupportedSourceError(f"on the meta device, without values to write: {', '.join(hollow[:10])}")
     tensors, schema = named.tensors, WeightSchema.of(named.tensors)
     # The widest dtypes first: without holes, each tensor then begins at a multiple of its element size.
     stored = sorted((schema.tensors[i] for i in schema.distinct), key=lambda meta: -meta.dtype.itemsize)
@@ -95,7 +101,7 @@ def _header(schema: WeightSchema, stored: list[TensorMeta], extra: dict[str, Any
     ours = {_TIED: tied, _OTHERS: others, _EXTRA: extra}
     metadata.update({key: json.dumps(value) for key, value in ours.items() if value})
     text = json.dumps({_METADATA: metadata, **rows}, separators=(",", ":")).encode()
-    padded = text + b" " * (-(8 + len(text)) % _ALIGNMENT)
+    padded = text.ljust(aligned(8 + len(text), _ALIGNMENT) - 8)
     if len(padded) > _MAX_HEADER_BYTES:
         raise UnsupportedSourceError(
             f"{len(padded) / 1e6:.0f} MB of names and extra state do not fit into the header of a file "

@@ -24,8 +24,6 @@ from weight_update.checkpoints.safetensors import pack, unpack
 from weight_update.errors import CorruptCheckpointError
 from weight_update.wire.schema import dtype_name
 
-__all__ = ["CheckpointStore", "CorruptCheckpointError", "GarbageCollector", "Manifest", "map_file"]
-
 _log = logging.getLogger(__name__)
 
 _FIRST_PAUSE, _LONGEST_PAUSE, _GROWTH = 0.05, 1.0, 1.5
@@ -59,7 +57,7 @@ class CheckpointStore:
             raise ValueError(
                 f"keep must be at least 1, lease_seconds above 0; got {keep} and {lease_seconds}"
             )
-        self.directory = Path(directory)
+        self.directory: Path = Path(directory)
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lease_seconds = lease_seconds
         self._index = ManifestIndex(self.directory)
@@ -83,12 +81,15 @@ class CheckpointStore:
             NotEnoughSpaceError: the disk is full. As after every error, the version does not exist, its bytes
                 are free again and older versions stay.
             OSError: the files could not be written.
-            UnsupportedSourceError: a tensor is sparse, quantized or of an unknown dtype; or extra state is of
-                other types than None, bool, int, float, str, bytes, list, tuple, dict with string keys, and
-                tensors.
-            ValueError: the number is negative, or below the newest; or a name is reserved.
+            UnsupportedSourceError: ``weights`` is no dict; a tensor is sparse, quantized, of an unknown dtype
+                or on the meta device; or extra state is of other types than None, bool, int, float, str,
+                bytes, list, tuple, dict with string keys, and tensors.
+            ValueError: the version is no int, negative, or below the newest; the step is no int; or a name is
+                reserved.
         """
         self._check(version)
+        if type(step) is not int:
+            raise ValueError(f"step must be an int, not {step!r}")
         self._garbage.collect()  # first: files that a dead writer left may be in the way
         schema, parts = pack(weights)
         stem = f"{self._index.path(version).stem}-{uuid.uuid4().hex}"
@@ -205,6 +206,9 @@ class CheckpointStore:
         except CorruptCheckpointError as error:
             self._index.distrust(version, error)
             raise
+        except FileNotFoundError as error:
+            gone = f"no version {version!r} (any more); latest() returns the newest one of"
+            raise FileNotFoundError(error.errno, gone, str(self.directory)) from None
         lease.end()
         return self._read(version)
 

@@ -18,12 +18,24 @@ from weight_update.cli.measuring.chart import draw, require_matplotlib
 from weight_update.cli.measuring.models import ModelSource
 from weight_update.cli.measuring.rounds import ENCODINGS, RAY, SCHEMES, Plan, Results, measure
 from weight_update.cli.output import json_option, progress, show
+from weight_update.text import format_size, plural
 from weight_update.transports.ray.rendezvous import import_ray
-
-__all__ = ["command"]
 
 _LEAST_SECONDS = 1.0
 _LOCAL = tuple(name for name in SCHEMES if name != RAY)
+
+
+def _picture(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+    """Check that a picture can be written, before anything is measured."""
+    del ctx, param
+    if value is None:
+        return None
+    if value.suffix.lower() != ".png":
+        raise click.BadParameter(f"the picture is a PNG: {str(value)!r} must end with .png")
+    if not value.parent.is_dir():
+        raise click.BadParameter(f"the directory {value.parent} does not exist")
+    require_matplotlib()
+    return value
 
 
 @click.command("bench", epilog="Example: weight-update bench --size 200 --workers 4 --changed 0.02")
@@ -35,7 +47,10 @@ _LOCAL = tuple(name for name in SCHEMES if name != RAY)
     help="Size of the model in MB, in bfloat16.",
 )
 @click.option(
-    "--model", "path", help="Import path of your own module, or of a function that returns it: pkg.mod:name."
+    "--model",
+    "path",
+    metavar="MODULE:ATTRIBUTE",
+    help="Import path of your own module, or of a function that returns it, such as my_policy:Policy.",
 )
 @click.option(
     "--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Number of worker processes."
@@ -68,12 +83,13 @@ _LOCAL = tuple(name for name in SCHEMES if name != RAY)
     type=click.FloatRange(min=_LEAST_SECONDS),
     default=60.0,
     show_default=True,
-    help="Time limit. The measurement ends earlier when it has enough rounds.",
+    help="Time limit, from the start of the command. The measurement ends earlier when it has enough rounds.",
 )
 @click.option(
     "--png",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    help="Write a picture to this file.",
+    callback=_picture,
+    help="Write a picture to this file, which ends with .png; other formats are not supported.",
 )
 @json_option
 @click.pass_context
@@ -96,10 +112,6 @@ def command(
     time from send() until all workers have applied the update. The exit status is 1 if anything could not be
     measured.
     """
-    if png is not None:
-        require_matplotlib()
-        if not png.parent.is_dir():
-            raise click.BadParameter(f"the directory {png.parent} does not exist", param_hint="--png")
     sys.path.insert(0, os.getcwd())  # for the module of the user, also in workers
     schemes, encodings = _in_order(SCHEMES, schemes), _in_order(ENCODINGS, encodings)
     left = max(_LEAST_SECONDS, seconds - (ctx.obj or 0.0))
@@ -110,7 +122,9 @@ def command(
     document = _document(plan, results)
     show(document, as_json=as_json)
     if png is not None:
-        title = f"{document['model_bytes'] / 1e6:.3g} MB to {workers} workers, {changed:.2%} changed"
+        title = (
+            f"{format_size(document['model_bytes'])} to {plural(workers, 'worker')}, {changed:.2%} changed"
+        )
         draw(png, title, document["updates"], document["plain_copy_ms"])
     ctx.exit(0 if document["good"] else 1)
 

@@ -9,8 +9,6 @@ import click
 from weight_update import WeightSyncError, __version__
 from weight_update.cli import bench, doctor, inspect, watch
 
-__all__ = ["COMMANDS", "weight_update"]
-
 COMMANDS = (doctor.command, bench.command, inspect.command, watch.command)
 
 

@@ -14,8 +14,6 @@ from weight_update.cli.checks import gpu, memory, network, packages, ray
 from weight_update.cli.checks.base import Check, run, still_running
 from weight_update.cli.output import json_option, show
 
-__all__ = ["checks", "command"]
-
 _PACKAGES = ("torch", "tensordict", "torchrl", "ray")
 _PROC = "mount /proc and /sys, or run on Linux"
 

@@ -11,8 +11,7 @@ from weight_update.checkpoints.io import open_regular
 from weight_update.cli.contents.checkpoints import read_directory, read_version_file
 from weight_update.cli.contents.frames import MAGIC, read_frames
 from weight_update.cli.output import json_option, show
-
-__all__ = ["command"]
+from weight_update.errors import CorruptCheckpointError
 
 
 @click.command("inspect", epilog="Example: weight-update inspect /shared/run-7")
@@ -23,9 +22,13 @@ def command(ctx: click.Context, path: Path, as_json: bool) -> None:
     """Print what PATH holds, and verify it.
 
     PATH is a directory of checkpoints, a version file in it (.json or .safetensors), or a file of one frame
-    or more of the wire format. Nothing is changed. The exit status is 1 if anything is damaged.
+    or more of the wire format. Nothing is changed. The exit status is 1 if anything is damaged, and 2 if PATH
+    holds no weights or cannot be read.
     """
-    document = _read(path)
+    try:
+        document = _read(path)
+    except (CorruptCheckpointError, OSError) as error:
+        raise click.BadParameter(str(error), param_hint="PATH") from error
     show(document, as_json=as_json)
     ctx.exit(0 if document["good"] else 1)
 

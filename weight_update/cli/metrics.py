@@ -12,8 +12,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from weight_update.cli.output import Document, Row
 
-__all__ = ["Metrics", "document_of", "fetch"]
-
 TIMEOUT = 5.0
 """Seconds that a trainer has to answer, and to send all metrics."""
 _STAGES = ("extract", "convert", "encode", "send", "ack")
@@ -73,7 +71,7 @@ def _parse(text: str) -> Metrics:
                     values.setdefault(sample.name.removeprefix(_PREFIX), {})[label] = sample.value
     except (ValueError, IndexError) as error:  # the parser raises both
         raise ValueError("the answer has no metrics") from error
-    if "version" not in values:
+    if "sent_bytes_total" not in values:  # it is there before the first update
         raise ValueError("the answer has no metrics of weight_update")
     return Metrics(values)
 

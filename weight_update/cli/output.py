@@ -1,12 +1,13 @@
 """Output of all commands: one document, shown as tables or as JSON.
 
 A document is a dict with text keys. A list of dicts is a table with a row for each dict. All other values
-are facts.
+are facts. On a terminal, tables have colors and fit the width. Elsewhere a row is one line of plain text.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import json
 import sys
@@ -21,15 +22,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Document", "Row", "json_option", "progress", "screen", "show"]
+from weight_update.text import format_size
 
 Row = Mapping[str, Any]
 Document = Mapping[str, Any]
 
-_FILE_COLUMNS = 240
-"""Width of tables that go to a file or a pipe, where lines should not be folded."""
+_UNFOLDED = 1_000_000
+"""Columns within which no line is folded."""
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "damaged": "bold red", "skipped": "dim"}
-_STYLES |= {"joined": "green", "late": "yellow", "lost": "bold red"}
+_STYLES |= {"joined": "green", "late": "yellow", "lost": "bold red", "failed": "bold red"}
 
 json_option: Callable[[Any], Any] = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON instead of tables."
@@ -42,7 +43,7 @@ def show(document: Document, *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(document, indent=2))
         return
-    _console(sys.stdout).print(_tables(document))
+    _draw(document)
 
 
 @contextlib.contextmanager
@@ -51,34 +52,45 @@ def screen(*, as_json: bool, live: bool) -> Iterator[Callable[[Document], None]]
 
     With ``live``, a terminal shows each document in the place of the one before.
     """
-    console = _console(sys.stdout)
+    console = Console(file=sys.stdout, highlight=False)
     if as_json:
         yield lambda document: click.echo(json.dumps(document))
-    elif live and console.is_terminal and not console.is_dumb_terminal:
+    elif live and sys.stdout.isatty() and not console.is_dumb_terminal:
         with Live(console=console, auto_refresh=False) as display:
-            yield lambda document: display.update(_tables(document), refresh=True)
+            yield lambda document: display.update(Group(*_tables(document)), refresh=True)
     else:
-        yield lambda document: console.print(_tables(document))
+        yield _draw
 
 
 def progress() -> Progress:
     """Return a display of progress on stderr, which shows nothing where that is not a terminal."""
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    return Progress(*columns, console=_console(sys.stderr), transient=True, disable=not sys.stderr.isatty())
+    console = Console(file=sys.stderr, highlight=False)
+    return Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty())
 
 
-def _console(file: Any) -> Console:
-    return Console(file=file, width=None if file.isatty() else _FILE_COLUMNS, highlight=False)
+def _draw(document: Document) -> None:
+    """Print tables to stdout: without colors, rules, folds and trailing blanks unless it is a terminal."""
+    if sys.stdout.isatty():
+        Console(file=sys.stdout, highlight=False).print(*_tables(document))
+        return
+    for place, part in enumerate(_tables(document)):
+        part.box = None
+        console = Console(file=io.StringIO(), width=_UNFOLDED, color_system=None, force_terminal=False)
+        with console.capture() as captured:
+            console.print(part)
+        lines = [line.rstrip() for line in captured.get().splitlines()]
+        click.echo("\n".join([""] * (place > 0) + lines))
 
 
-def _tables(document: Document) -> Group:
+def _tables(document: Document) -> list[Table]:
     parts: list[Table] = []
     for is_table, group in itertools.groupby(document.items(), key=lambda item: _is_table(item[1])):
         if is_table:
             parts += [_table(_title(key), rows) for key, rows in group if rows]
         else:
             parts.append(_grid(group))
-    return Group(*parts)
+    return parts
 
 
 def _is_table(value: Any) -> bool:
@@ -88,7 +100,10 @@ def _is_table(value: Any) -> bool:
 def _grid(facts: Iterable[tuple[str, Any]]) -> Table:
     grid = Table.grid(padding=(0, 2))
     for key, value in facts:
-        grid.add_row(_title(key), _cell(key, value))
+        if key == "good":
+            grid.add_row("result", _cell(key, "ok" if value else "failed"))
+        else:
+            grid.add_row(_title(key), _cell(key, value))
     return grid
 
 
@@ -99,7 +114,8 @@ def _table(title: str, rows: Sequence[Row]) -> Table:
         numbers = all(isinstance(row.get(key), int | float | None) for row in rows)
         table.add_column(_title(key), justify="right" if numbers else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(_cell(key, row.get(key)) for key in keys))
+        *cells, last = (_cell(key, row.get(key)) for key in keys)
+        table.add_row(*cells, "" if row.get(keys[-1]) is None else last)
     return table
 
 
@@ -118,7 +134,7 @@ def _text(key: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if key.endswith("bytes") and isinstance(value, int):
-        return _size(value)
+        return format_size(value)
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, dict):
@@ -126,10 +142,3 @@ def _text(key: str, value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(str(item) for item in value) + "]"
     return str(value)
-
-
-def _size(nbytes: int) -> str:
-    for unit, step in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if nbytes >= step:
-            return f"{nbytes / step:.3g} {unit}"
-    return f"{nbytes} B"

@@ -15,8 +15,6 @@ import click
 from weight_update.cli.metrics import Metrics, document_of, fetch
 from weight_update.cli.output import Document, json_option, screen
 
-__all__ = ["command"]
-
 _CURE = (
     "Add a PrometheusObserver to the trainer's scheme, and give its attribute url. Other machines reach it "
     "only if it has addr=, such as PrometheusObserver(9400, addr='10.0.0.5')"

@@ -11,17 +11,6 @@ import torch
 
 from weight_update.errors import FormatError
 
-__all__ = [
-    "Compression",
-    "NoCompression",
-    "decompressor_for",
-    "optional",
-    "pack",
-    "register_compression",
-    "resolve_compression",
-]
-
-
 _SAMPLE_BYTES = 16 << 10
 _SAMPLES = 3
 _WORTHWHILE = 0.95

@@ -28,8 +28,6 @@ from weight_update.compression.base import Compression
 from weight_update.errors import FormatError
 from weight_update.wire.memory import byte_view
 
-__all__ = ["BLOCK_BYTES", "BlockCompression"]
-
 BLOCK_BYTES = 1 << 20
 _BLOCKS_FOR_A_THREAD = 4  # starting threads takes half a millisecond, a block one or two
 

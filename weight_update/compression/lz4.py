@@ -9,8 +9,6 @@ from weight_update.compression.base import optional, register_compression
 from weight_update.compression.blocks import BlockCompression, Buffer
 from weight_update.errors import FormatError
 
-__all__ = ["Lz4Compression"]
-
 
 @register_compression
 @dataclass(frozen=True)

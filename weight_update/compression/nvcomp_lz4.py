@@ -13,8 +13,6 @@ from torch.utils.dlpack import from_dlpack
 from weight_update.compression.base import Compression, optional, register_compression
 from weight_update.errors import FormatError
 
-__all__ = ["NvcompLz4Compression"]
-
 _ALIGNMENT = 16
 """Largest alignment that nvCOMP requires (``Codec.get_required_decompression_alignment``)."""
 

@@ -11,8 +11,6 @@ import torch
 
 from weight_update.errors import ConversionError
 
-__all__ = ["Choice", "Converter", "Item", "Only", "chain", "check_only", "stream"]
-
 Item = tuple[str, torch.Tensor]
 """Name and tensor of one weight."""
 

@@ -9,8 +9,6 @@ import torch
 
 from weight_update.convert.base import Choice, Converter, Item, Only, check_only, stream
 
-__all__ = ["cast"]
-
 
 def cast(dtype: torch.dtype, only: Only | None = None) -> Converter:
     """Convert floating-point weights to ``dtype`` as ``Tensor.to`` does; all others pass.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["fuse_gate_up", "fuse_qkv", "split_gate_up", "split_qkv"]
-
 
 def split_qkv(
     fused: torch.Tensor, num_heads: int, num_kv_groups: int

@@ -11,8 +11,6 @@ import torch
 from weight_update.convert.base import Converter, Item, stream
 from weight_update.errors import ConversionError
 
-__all__ = ["merge_lora"]
-
 _BASE = re.compile(r"(?P<layer>.+)\.base_layer\.(?P<leaf>.+)")
 _FACTOR = re.compile(r"(?P<layer>.+)\.lora_(?P<kind>[^.]+)\.(?P<adapter>[^.]+)(?P<leaf>\..+)?")
 _SAVED = re.compile(r"(?P<layer>.+)\.(?:original_module|modules_to_save\.(?P<adapter>[^.]+))\.(?P<leaf>.+)")

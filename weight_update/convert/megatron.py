@@ -12,8 +12,6 @@ from weight_update.convert.base import Converter, Item, stream
 from weight_update.convert.fused import fuse_gate_up, fuse_qkv, split_gate_up, split_qkv
 from weight_update.errors import ConversionError
 
-__all__ = ["hf_to_megatron", "megatron_to_hf"]
-
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _FUSED_MLP_NORM = "decoder.layers.#.mlp.linear_fc1.layer_norm_weight"
 

@@ -12,8 +12,6 @@ from torch.nn import functional
 from weight_update.convert.base import Choice, Converter, Item, Only, check_only, stream
 from weight_update.errors import ConversionError
 
-__all__ = ["dequantize", "quantize_fp8", "quantize_fp8_blocks", "quantize_int8"]
-
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = torch.finfo(_FP8).max
 _TINY = torch.finfo(torch.float32).tiny

@@ -11,8 +11,6 @@ import torch
 from weight_update.convert.base import Converter, Item, stream
 from weight_update.errors import ConversionError
 
-__all__ = ["rename"]
-
 _Patterns = Sequence[tuple[re.Pattern[str], str]]
 
 

@@ -15,8 +15,6 @@ import torch.distributed as dist
 from weight_update.convert.base import Converter, Item, stream
 from weight_update.errors import ConversionError
 
-__all__ = ["MEGATRON_SHARDS", "Sharded", "gather_tensor_parallel"]
-
 
 @dataclass(frozen=True)
 class Sharded:

@@ -12,23 +12,6 @@ import torch
 from weight_update.errors import FormatError
 from weight_update.wire.schema import WeightSchema
 
-__all__ = [
-    "Decoder",
-    "Delta",
-    "DeltaEncoding",
-    "Difference",
-    "Encoder",
-    "Encoding",
-    "Lend",
-    "Tracker",
-    "UnknownEncodingError",
-    "WholeEncoding",
-    "decoder_for",
-    "read_delta",
-    "register_encoding",
-    "resolve_encoding",
-]
-
 Lend = Callable[[int], torch.Tensor]
 """Returns a 1-D uint8 tensor of the given size, which the transport can send without a copy.
 

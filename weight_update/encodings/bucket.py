@@ -16,10 +16,9 @@ import torch
 from weight_update.encodings.base import Decoder, Encoder, Lend, WholeEncoding, register_encoding
 from weight_update.encodings.dense import ViewCache
 from weight_update.errors import FormatError
+from weight_update.progress import Progress
 from weight_update.wire.memory import await_stream, byte_view
 from weight_update.wire.schema import ALIGNMENT, DTYPES, WeightSchema, aligned, dtype_name
-
-__all__ = ["BucketEncoding", "require_bool", "require_size"]
 
 BucketDtype = Literal["bfloat16", "float16", "float32"]
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # as RLinf's configurations say
@@ -126,7 +125,14 @@ class _BucketEncoder(Encoder):
         ]
 
     def encode(self, tensors: Sequence[torch.Tensor], lend: Lend) -> list[torch.Tensor]:
-        return list(self.stream(iter(tensors), lend))
+        if len(self._buckets) == 1:  # there is nothing to show before the end
+            return list(self.stream(iter(tensors), lend))
+        payloads = []
+        with Progress("encoding weights", self._schema.nbytes) as progress:
+            for payload in self.stream(iter(tensors), lend):
+                payloads.append(payload)
+                progress.advance(payload.numel())
+        return payloads
 
     @torch.no_grad()
     def stream(self, tensors: Iterator[torch.Tensor], lend: Lend) -> Iterator[torch.Tensor]:

@@ -10,8 +10,6 @@ from weight_update.encodings.base import Encoding
 from weight_update.encodings.bucket import BucketEncoding, require_bool
 from weight_update.encodings.patch.encoding import PatchEncoding
 
-__all__ = ["encoding_from_config"]
-
 _INIT_SYNC = {
     "enabled": "init_sync",
     "prefixes": "init_sync_prefixes",

@@ -14,8 +14,6 @@ from weight_update.errors import FormatError, SchemaMismatchError
 from weight_update.wire.frames import WeightChunk, payloads_of
 from weight_update.wire.schema import WeightSchema
 
-__all__ = ["Loading"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-__all__ = ["InferenceEngine"]
-
 
 class InferenceEngine(ABC):
     """Receives versions of weights in its own way: ``scheme.init_on_receiver(model=engine, worker_idx=...)``.

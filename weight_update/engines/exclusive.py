@@ -11,8 +11,6 @@ import torch
 from weight_update.engines.base import InferenceEngine
 from weight_update.errors import LifecycleError, SyncTimeoutError
 
-__all__ = ["ExclusiveEngine", "batches"]
-
 
 class ExclusiveEngine(InferenceEngine):
     """An engine that threads of this process call, and that is never called while it is updated.
@@ -36,7 +34,8 @@ class ExclusiveEngine(InferenceEngine):
     """
 
     def __init__(self, *, loads_in_chunks: bool = False, timeout: float = 60.0) -> None:
-        self.loads_in_chunks, self.timeout = loads_in_chunks, timeout
+        self.loads_in_chunks: bool = loads_in_chunks
+        self.timeout: float = timeout
         self.version: int | None = None
         self._turn = threading.Lock()
 

@@ -9,8 +9,6 @@ import torch
 
 from weight_update.engines.exclusive import ExclusiveEngine, batches
 
-__all__ = ["SGLangEngine"]
-
 
 class SGLangEngine(ExclusiveEngine):
     """Loads weights into an ``sglang.Engine`` of this process, under Hugging Face's names.

@@ -12,8 +12,6 @@ import torch
 from weight_update.engines.exclusive import ExclusiveEngine, batches
 from weight_update.wire.schema import WeightSchema
 
-__all__ = ["VLLMEngine", "WorkerExtension"]
-
 
 class VLLMEngine(ExclusiveEngine):
     """Loads weights into a ``vllm.LLM`` of this process, under Hugging Face's names.

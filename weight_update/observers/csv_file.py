@@ -8,8 +8,6 @@ from contextlib import AbstractContextManager
 
 from weight_update.report import Event, SyncReport
 
-__all__ = ["CsvObserver"]
-
 STAGES = ("extract", "convert", "encode", "send", "ack")
 COLUMNS = (
     *("began", "version", "encoding", "compression", "dense_bytes", "wire_bytes", "changed_fraction"),

@@ -6,8 +6,6 @@ import logging
 
 from weight_update.report import Event, PolicyLag, SyncReport
 
-__all__ = ["LogObserver"]
-
 
 class LogObserver:
     """Observer that logs each update, each event of a worker, and the policy lag of each batch.

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import socket
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 from weight_update.report import Event, PolicyLag, SyncReport, WorkerEvent
-
-__all__ = ["PrometheusObserver"]
 
 BUCKETS = tuple(
     round(digit * 10.0**power, 6) for power in range(-4, 2) for digit in (1, 2.5, 5)
@@ -29,7 +27,7 @@ class PrometheusObserver(AbstractContextManager["PrometheusObserver"]):
             ...
 
     The page *Observers* of the manual lists the metrics. Use one observer for each scheme, because the
-    versions of two schemes would be mixed up. Needs ``pip install weight-update[prometheus]``.
+    versions of two schemes would be mixed up. Needs ``pip install "weight-update[prometheus]"``.
 
     Args:
         port: port to listen on; 0 takes a free one.
@@ -53,7 +51,7 @@ class PrometheusObserver(AbstractContextManager["PrometheusObserver"]):
                 f'cannot import prometheus_client ({error}): pip install "weight-update[prometheus]"',
                 name="prometheus_client",
             ) from error
-        registry = prometheus_client.CollectorRegistry()
+        registry = _registry(prometheus_client)
         self._metrics = _Metrics(prometheus_client, registry)
         try:
             self._server, self._thread = prometheus_client.start_http_server(port, addr, registry)
@@ -62,9 +60,9 @@ class PrometheusObserver(AbstractContextManager["PrometheusObserver"]):
                 error.errno,
                 f"cannot serve metrics at {addr}:{port} ({error.strerror}); port=0 takes a free port",
             ) from error
-        self.port = int(self._server.server_port)
+        self.port: int = int(self._server.server_port)
         host = f"[{addr}]" if ":" in addr else addr
-        self.url = f"http://{host}:{self.port}/metrics"
+        self.url: str = f"http://{host}:{self.port}/metrics"
 
     def __call__(self, news: Event) -> None:
         """Enter an update or an event into the metrics."""
@@ -87,8 +85,24 @@ class PrometheusObserver(AbstractContextManager["PrometheusObserver"]):
         self.close()
 
 
+def _registry(prometheus_client: Any) -> Any:
+    """Return a registry without the time at which each counter was made, which is of no use here.
+
+    The package can leave these times out only for all registries of the process.
+    """
+    base: Any = prometheus_client.CollectorRegistry
+
+    class Registry(base):  # type: ignore[misc]
+        def collect(self) -> Iterator[Any]:
+            for family in super().collect():
+                family.samples = [one for one in family.samples if not one.name.endswith("_created")]
+                yield family
+
+    return Registry()
+
+
 class _Metrics:
-    """The metrics of one registry.
+    """The metrics of one registry. A gauge without labels enters it with its first value.
 
     Args:
         make: the package ``prometheus_client``.
@@ -96,10 +110,12 @@ class _Metrics:
     """
 
     def __init__(self, make: Any, registry: Any) -> None:
+        self._registry, self._unset = registry, list[Any]()
+
         def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Any:
-            made = make.Gauge(f"weight_update_{name}", text, labels, registry=registry)
+            made = make.Gauge(f"weight_update_{name}", text, labels, registry=registry if labels else None)
             if not labels:
-                made.set(math.nan)  # until there is something to tell
+                self._unset.append(made)
             return made
 
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Any:
@@ -121,7 +137,11 @@ class _Metrics:
         self.last_began = gauge(
             "last_update_timestamp_seconds", "Time at which the last update began, since the epoch"
         )
-        self.failures = counter("worker_failures", "Updates that a worker did not apply", WORKER)
+        self.failures = counter(
+            "worker_failures",
+            "Updates that a worker did not apply; those that a lost worker misses count once",
+            WORKER,
+        )
         self.events = counter("worker_events", "Events of workers", ("kind",))
         self.policy_lag_mean = gauge("policy_lag_mean", "Mean policy lag of the frames of the last batch")
         self.policy_lag_max = gauge("policy_lag_max", "Largest policy lag of a frame of the last batch")
@@ -139,12 +159,12 @@ class _Metrics:
 
     def update(self, report: SyncReport) -> None:
         """Enter an update."""
-        self.version.set(report.version)
+        self._set(self.version, report.version)
         self.updates.labels(report.encoding).inc()
         self.sent_bytes.inc(report.wire_bytes)
-        self.last_bytes.set(report.wire_bytes)
-        self.last_changed.set(report.changed_fraction)
-        self.last_began.set(report.began)
+        self._set(self.last_bytes, report.wire_bytes)
+        self._set(self.last_changed, report.changed_fraction)
+        self._set(self.last_began, report.began)
         for stage in self._stages - report.seconds.keys():
             self.last_stages.remove(stage)
         self._stages = set(report.seconds)
@@ -175,8 +195,15 @@ class _Metrics:
     def lag(self, lag: PolicyLag) -> None:
         """Enter the policy lag of a batch."""
         self.frames.inc(lag.frames)
-        self.policy_lag_mean.set(lag.mean)
-        self.policy_lag_max.set(lag.max)
+        self._set(self.policy_lag_mean, lag.mean)
+        self._set(self.policy_lag_max, lag.max)
+
+    def _set(self, gauge: Any, value: float) -> None:
+        """Set a gauge without labels; serve it from now on."""
+        gauge.set(value)
+        if gauge in self._unset:
+            self._unset.remove(gauge)
+            self._registry.register(gauge)
 
     def _present(self, worker: int, version: int | None) -> None:
         """Note that a worker is connected and not late, and the version that it has."""

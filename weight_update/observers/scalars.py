@@ -7,15 +7,15 @@ from collections.abc import Mapping
 
 from weight_update.report import Event, PolicyLag, SyncReport, WorkerEvent
 
-__all__ = ["ScalarObserver"]
-
 
 class ScalarObserver(ABC):
     """Observer that passes figures of each update to a logger, with the version as step.
 
     The scalars of an update are ``{stage}_ms`` for each stage, ``total_ms``, ``wire_bytes``,
-    ``changed_fraction``, ``slowest_apply_ms``, ``longest_stall_ms`` and ``workers_lost``. The last one is the
-    number of workers lost so far, and is logged with the next update.
+    ``changed_fraction``, ``slowest_apply_ms``, ``longest_stall_ms``, ``workers_failed`` and ``workers_lost``.
+    ``workers_failed`` is the number of workers that did not apply the update; a lost worker counts once,
+    until it joins again. ``workers_lost`` is the number of workers lost so far, and is logged with the next
+    update.
 
     A collector's batch has the scalars ``policy_lag_mean`` and ``policy_lag_max``. Their step is the number
     of frames of which the observer was told so far.
@@ -54,4 +54,5 @@ def _scalars_of(report: SyncReport) -> dict[str, float]:
     if report.stall_seconds:
         seconds["longest_stall"] = max(report.stall_seconds.values())
     scalars = {f"{name}_ms": 1e3 * value for name, value in seconds.items()}
-    return scalars | {"wire_bytes": report.wire_bytes, "changed_fraction": report.changed_fraction}
+    scalars |= {"wire_bytes": report.wire_bytes, "changed_fraction": report.changed_fraction}
+    return {**scalars, "workers_failed": len(report.failures)}

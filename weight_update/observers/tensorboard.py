@@ -8,14 +8,12 @@ from typing import Any
 
 from weight_update.observers.scalars import ScalarObserver
 
-__all__ = ["TensorBoardObserver"]
-
 
 class TensorBoardObserver(ScalarObserver, AbstractContextManager["TensorBoardObserver"]):
     """Observer that writes figures of each update as scalars for TensorBoard, with the version as step.
 
     The scalars are those of :class:`~weight_update.observers.ScalarObserver`. Needs
-    ``pip install weight-update[tensorboard]``.
+    ``pip install "weight-update[tensorboard]"``.
 
     Args:
         log_dir_or_writer: directory for the event files; or a ``torch.utils.tensorboard.SummaryWriter``,

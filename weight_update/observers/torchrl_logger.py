@@ -6,8 +6,6 @@ from typing import Any, Protocol
 
 from weight_update.observers.scalars import ScalarObserver
 
-__all__ = ["ScalarLogger", "TorchRLLoggerObserver"]
-
 
 class ScalarLogger(Protocol):
     """The method that is needed of a ``torchrl.record.loggers.Logger``."""

@@ -20,8 +20,6 @@ from weight_update.strategy.binding import Binding, count_writes
 from weight_update.wire.memory import digest
 from weight_update.wire.schema import WeightSchema
 
-__all__ = ["FlatBuffer", "MissingBaseError", "OwnCopy"]
-
 _WORD = torch.int64
 _MANY = 256  # tensors
 _SMALL = 4096  # bytes; pointing a tensor at other memory takes as long as copying a few thousand bytes

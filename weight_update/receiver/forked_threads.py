@@ -10,8 +10,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["warn_if_forked"]
-
 _log = logging.getLogger(__name__)
 _TASKS = Path("/proc/self/task")
 

@@ -21,8 +21,6 @@ from weight_update.errors import LifecycleError, LinkClosedError, SyncTimeoutErr
 from weight_update.receiver.guarding import guard, guarded
 from weight_update.receiver.uninterrupted import run_uninterrupted
 
-__all__ = ["Gate", "Hold", "shared_gate"]
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 _LOOK_SECONDS = 0.05
 """Interval at which a waiting update looks for forward passes that ended without leaving."""
@@ -45,10 +43,10 @@ class _Section:
     __slots__ = ("frame", "gate", "hold", "outer", "thread", "wake")
 
     def __init__(self, gate: Gate, ends_with: types.FrameType | Hold | None = None) -> None:
-        self.gate = gate
-        self.frame = ends_with if isinstance(ends_with, types.FrameType) else None
-        self.hold = weakref.ref(ends_with) if isinstance(ends_with, Hold) else None
-        self.thread = threading.get_ident()
+        self.gate: Gate = gate
+        self.frame: types.FrameType | None = ends_with if isinstance(ends_with, types.FrameType) else None
+        self.hold: weakref.ref[Hold] | None = weakref.ref(ends_with) if isinstance(ends_with, Hold) else None
+        self.thread: int = threading.get_ident()
         self.wake: Callable[[], Any] | None = None
         self.outer: _Section | None = _current.get()
         while self.outer is not None and not self.outer.active:

@@ -9,8 +9,6 @@ from typing import Any
 
 from weight_update.errors import SyncTimeoutError, WorkerError, kept_error
 
-__all__ = ["commit_group"]
-
 
 @dataclass
 class _GroupCommit:

@@ -15,8 +15,6 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import torch
 from torch import nn
 
-__all__ = ["guard", "guarded"]
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 # A call that returns one of these has not done its work yet.

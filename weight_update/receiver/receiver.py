@@ -27,8 +27,6 @@ from weight_update.transports.shared_memory.unix_stream import SHORTAGES, second
 from weight_update.wire.frames import Kind, WeightChunk
 from weight_update.wire.schema import WeightSchema
 
-__all__ = ["Receiver"]
-
 _log = logging.getLogger(__name__)
 _REJOIN_SECONDS = 180.0
 """Seconds after which a receiver no longer tries to join again; a link may be down for less."""
@@ -130,6 +128,7 @@ class Receiver:
         if error is not None and again and self._welcomed:
             _log.warning("worker %d keeps version %s: %s", self.worker, self.version, error)
         elif error is not None:
+            self._say_goodbye()  # nothing is read any more: the sender must not wait for this worker
             try:
                 raise error
             finally:

@@ -22,8 +22,6 @@ from weight_update.wire.frames import WeightChunk, extra_of, payloads_of
 from weight_update.wire.memory import await_stream, memory_identity
 from weight_update.wire.schema import WeightSchema
 
-__all__ = ["Staging"]
-
 _CPU = torch.device("cpu")
 
 

@@ -18,8 +18,6 @@ from weight_update.strategy.strategy import WeightStrategy
 from weight_update.wire.frames import WeightChunk
 from weight_update.wire.schema import WeightSchema
 
-__all__ = ["EngineTarget", "ModelTarget", "StagedUpdate", "Storage", "Target", "target_for"]
-
 
 class Target:
     """A target that is memory alone: the receiver keeps weights for ``receive()`` and has no model.
@@ -225,13 +223,13 @@ class StagedUpdate:
 
     version: int
     group: str | None
-    payloads: list[torch.Tensor]
-    values: list[torch.Tensor]
-    extra: dict[str, Any]
+    payloads: list[torch.Tensor] = field(repr=False)
+    values: list[torch.Tensor] = field(repr=False)
+    extra: dict[str, Any] = field(repr=False)
     storage: Storage
     base: int | None = None
     deltas: list[Delta] = field(default_factory=list)
-    used_up: list[torch.Tensor] = field(default_factory=list)
+    used_up: list[torch.Tensor] = field(default_factory=list, repr=False)
     arrived: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0
     undo: Callable[[], None] = lambda: None

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["run_uninterrupted"]
-
 _FINISH_SECONDS = 5.0
 """How long an interrupted caller waits for an action that has begun."""
 

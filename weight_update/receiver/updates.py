@@ -35,8 +35,6 @@ from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.wire.frames import Kind, WeightChunk
 
-__all__ = ["ReceiverOptions", "UpdateHandler", "UpdateObserver", "as_memory_error", "summary_of"]
-
 _log = logging.getLogger(__name__)
 _PARTING_SECONDS = 3.0
 _NO_MEMORY = "no memory to receive"

@@ -17,6 +17,7 @@ import torch
 from weight_update.errors import JoinRefusedError, LifecycleError
 from weight_update.receiver.forked_threads import warn_if_forked
 from weight_update.receiver.gate import shared_gate
+from weight_update.report import SyncReport
 from weight_update.schemes.collector import ContextObserver, register_with_torchrl, resolve_model
 from weight_update.schemes.receiver_side import ReceiverSide
 from weight_update.schemes.sender_side import SenderSide, close_all
@@ -25,8 +26,6 @@ from weight_update.schemes.updates import SchemeUpdates
 from weight_update.sender.sender import Sender
 from weight_update.strategy.strategy import WeightStrategy, resolve_strategy
 from weight_update.transports.base import TransportBackend
-
-__all__ = ["Admit", "End", "WeightSyncBackend", "WeightSyncScheme"]
 
 WeightSyncBackend = Literal[
     "none", "direct", "shared", "thread", "process", "multiprocessing", "distributed", "rpc", "ray"
@@ -102,10 +101,10 @@ class WeightSyncScheme(SchemeUpdates):
         connect_timeout: float = 120.0,
         stable_addresses: bool = False,
     ) -> None:
-        self.strategy = resolve_strategy(strategy)
+        self.strategy: WeightStrategy = resolve_strategy(strategy)
         self.sync = sync
-        self.timeout = _require_seconds("timeout", timeout)
-        self.connect_timeout = _require_seconds("connect_timeout", connect_timeout)
+        self.timeout: float = _require_seconds("timeout", timeout)
+        self.connect_timeout: float = _require_seconds("connect_timeout", connect_timeout)
         self.stable_addresses = stable_addresses
         self.model_id: str | None = None
         self.group: str | None = None
@@ -161,7 +160,16 @@ class WeightSyncScheme(SchemeUpdates):
             ctx: multiprocessing context that the workers are started with, or None.
         """
         del ctx
-        return {idx: self.create_transport(worker_idx=idx, end="sender") for idx in workers}
+        return {idx: self._transport_of(idx, "sender") for idx in workers}
+
+    def _transport_of(self, worker_idx: int, end: End) -> TransportBackend:
+        """Return the result of :meth:`create_transport`; raise TypeError if it is no transport."""
+        made: object = self.create_transport(worker_idx=worker_idx, end=end)
+        if not isinstance(made, TransportBackend):
+            raise TypeError(
+                f"{type(self).__name__}.create_transport() returned {made!r:.60}; return a TransportBackend"
+            )
+        return made
 
     def newcomers(self) -> Admit:
         """Return the function that a listener asks for the link of a worker that joins late.
@@ -176,7 +184,7 @@ class WeightSyncScheme(SchemeUpdates):
             scheme = myself()
             if scheme is None or scheme._sender_side is None:
                 raise JoinRefusedError("the scheme was shut down")
-            make = functools.partial(scheme.create_transport, worker_idx=worker_idx, end="sender")
+            make = functools.partial(scheme._transport_of, worker_idx, "sender")
             return scheme._sender_side.admit(worker_idx, make)
 
         return admit
@@ -227,7 +235,8 @@ class WeightSyncScheme(SchemeUpdates):
             ctx: multiprocessing context that the workers are started with.
 
         Raises:
-            ValueError: the arguments contradict each other, or are too few.
+            ValueError: the arguments contradict each other, or are too few; or the encoding needs a device
+                that this machine lacks.
             LifecycleError: this scheme is initialized already.
             TypeError: the model of the context has no weights.
             NotEnoughMemoryError: shared memory for the model does not fit on this machine.
@@ -321,7 +330,7 @@ class WeightSyncScheme(SchemeUpdates):
         if side is not None and isinstance(side.sender, Sender):
             self._connect_sender(side, worker_idx, weights, limit)
         elif side is not None:
-            self.last_report = side.connect(weights, limit, self.worker_alive)
+            self.last_report: SyncReport | None = side.connect(weights, limit, self.worker_alive)
         elif self._receiver_side is not None:
             self._connect_receiver(self._receiver_side, worker_idx, weights, limit)
         else:
@@ -371,7 +380,7 @@ class WeightSyncScheme(SchemeUpdates):
         self._find_sender(limit)
         side.connect(
             self._model,
-            functools.partial(self.create_transport, worker_idx=idx, end="receiver"),
+            functools.partial(self._transport_of, idx, "receiver"),
             deadline,
             self._close_at_end,
             worker=idx,

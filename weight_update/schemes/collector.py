@@ -26,16 +26,6 @@ import torch
 
 from weight_update.strategy.named_weights import NamedWeights
 
-__all__ = [
-    "ContextObserver",
-    "devices_of",
-    "factories_of",
-    "first_worker_of",
-    "register_with_torchrl",
-    "resolve_model",
-    "rrefs_of",
-]
-
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[([^\]]+)\]")
 
 

@@ -20,8 +20,6 @@ from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.distributed.store import leave_in_order
 
-__all__ = ["DistributedWeightSyncScheme"]
-
 _GRACE_SECONDS = 0.2  # beyond the timeout, for the store's own answer
 
 
@@ -54,6 +52,10 @@ class DistributedWeightSyncScheme(RemoteWeightSyncScheme, backend="distributed")
             raise ValueError(
                 "the first argument is the backend, as in TorchRL; give the strategy by name: "
                 f"strategy={backend!r}"
+            )
+        if isinstance(strategy, (int, float)):
+            raise ValueError(
+                f"the third argument is the strategy; give the timeout by name: timeout={strategy!r}"
             )
         super().__init__(
             strategy,

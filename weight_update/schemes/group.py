@@ -13,8 +13,6 @@ from weight_update.report import SyncReport
 from weight_update.schemes.base import WeightSyncScheme
 from weight_update.sender.handle import SendHandle, failed
 
-__all__ = ["group_schemes", "send_together"]
-
 
 def group_schemes(schemes: Iterable[WeightSyncScheme]) -> None:
     """Declare that each worker holds one model of each of these schemes. Call it before workers start.

@@ -20,8 +20,6 @@ from weight_update.sender.sender import Sender
 from weight_update.sharded import Follower
 from weight_update.strategy.strategy import WeightStrategy
 
-__all__ = ["SchemeLifecycle"]
-
 _S = TypeVar("_S", bound="SchemeLifecycle")
 
 

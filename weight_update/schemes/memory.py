@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
-from weight_update.errors import LifecycleError
+from weight_update.errors import JoinRefusedError, LifecycleError
 from weight_update.schemes.base import Admit, End, WeightSyncScheme
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.memory import MemoryTransport
 from weight_update.transports.rate_limit import Refusals
-
-__all__ = ["MemoryWeightSyncScheme"]
 
 _log = logging.getLogger(__name__)
 
@@ -23,6 +21,7 @@ class _Listener:
 
     def __init__(self, admit: Admit) -> None:
         self.links: dict[int, MemoryTransport] = {}
+        self._taken: set[int] = set()
         self._admit = admit
         self.refusals = Refusals(_log)  # none: the receiver's own thread gets the error
         self._closed = False
@@ -30,7 +29,7 @@ class _Listener:
     def link(self, worker_idx: int) -> MemoryTransport:
         """Return the receiver's end of a worker's link, a closed one after the sender was shut down.
 
-        Raise JoinRefusedError if the worker cannot be admitted.
+        Raise JoinRefusedError if the worker cannot be admitted, or another receiver has its link.
         """
         if self._closed:
             mine, theirs = MemoryTransport.pair()
@@ -38,7 +37,14 @@ class _Listener:
             return theirs
         if worker_idx not in self.links:
             self._admit(worker_idx)
-        return self.links[worker_idx]
+        link = self.links[worker_idx]
+        if worker_idx in self._taken and not link.closed:
+            raise JoinRefusedError(
+                f"another receiver is worker {worker_idx}: give each receiver an index of its own, or shut "
+                "down the other one first"
+            )
+        self._taken.add(worker_idx)
+        return link
 
     def start(self) -> None:
         """Do nothing: links exist from the beginning."""

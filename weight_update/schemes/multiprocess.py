@@ -16,8 +16,6 @@ from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.multiprocess import MPTransport
 
-__all__ = ["MultiProcessWeightSyncScheme"]
-
 
 class MultiProcessWeightSyncScheme(WeightSyncScheme, backend="process"):
     """Gives each worker a queue for weights and one for answers.

@@ -11,8 +11,6 @@ from weight_update.schemes.collector import register_with_torchrl
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 
-__all__ = ["NoWeightSyncScheme"]
-
 
 class NoWeightSyncScheme(WeightSyncScheme, backend="none"):
     """Does nothing, for models that need no synchronization: every call succeeds at once."""

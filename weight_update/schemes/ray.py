@@ -15,6 +15,7 @@ from weight_update.schemes.base import End
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
 from weight_update.schemes.sender_side import SenderListener, SenderSide
 from weight_update.schemes.sources import DeviceMap
+from weight_update.sender.joining import WorkerAlive
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.distributed.transport import DistributedTransport
@@ -29,8 +30,6 @@ from weight_update.transports.ray.rendezvous import (
     stop_rendezvous,
 )
 from weight_update.transports.ray.transport import RayTransport
-
-__all__ = ["RayWeightSyncScheme"]
 
 _GRACE_SECONDS = 1.0  # beyond the timeout, for the actor's own answer
 
@@ -98,7 +97,7 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         )
         self.data, self.namespace = data, namespace
         # the whole cluster sees the name, so it must not contain the token
-        self.name = name or f"weight_update-{hashlib.sha256(self._token.encode()).hexdigest()[:12]}"
+        self.name: str = name or f"weight_update-{hashlib.sha256(self._token.encode()).hexdigest()[:12]}"
 
     def _reset(self) -> None:
         super()._reset()
@@ -152,7 +151,7 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         )
         self.context = context
         if self.actors:
-            self.worker_alive = self._watch.alive
+            self.worker_alive: WorkerAlive | None = self._watch.alive
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
         self.namespace = self.namespace or require_ray().get_runtime_context().namespace

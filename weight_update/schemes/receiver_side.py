@@ -13,8 +13,6 @@ from weight_update.receiver.updates import ReceiverOptions
 from weight_update.schemes.sources import whole_number
 from weight_update.transports.base import TransportBackend
 
-__all__ = ["ReceiverSide"]
-
 
 class ReceiverSide:
     """The receiver of one scheme, from its initialization on.

@@ -17,8 +17,6 @@ from weight_update.transports.distributed.relay.nccl import require_backend
 from weight_update.transports.distributed.signed_queue import find_store, open_store
 from weight_update.transports.distributed.transport import DistributedListener, DistributedTransport
 
-__all__ = ["RemoteWeightSyncScheme", "Whereabouts"]
-
 _TOKEN = "WEIGHT_UPDATE_TOKEN"
 _HOST = "WEIGHT_UPDATE_HOST"
 
@@ -90,7 +88,10 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
             connect_timeout=connect_timeout,
             stable_addresses=stable_addresses,
         )
-        self.backend, self.address, self.port, self.host = backend, address, port_number(port), host
+        self.backend: str = backend
+        self.address: str = address
+        self.port: int = port_number(port)
+        self.host: str | None = host
         self.directory = directory
         self._token = token or os.environ.get(_TOKEN) or self._token
 

@@ -25,8 +25,6 @@ from weight_update.transports.distributed.transport import DistributedTransport
 from weight_update.transports.rpc import RPCTransport, called_for
 from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
 
-__all__ = ["RPCWeightSyncScheme"]
-
 _log = logging.getLogger(__name__)
 _LEAVE_SECONDS = 5.0
 

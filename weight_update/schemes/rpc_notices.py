@@ -13,8 +13,6 @@ from torch.distributed import rpc
 from weight_update.errors import LinkClosedError, SyncTimeoutError
 from weight_update.schemes.remote import Whereabouts
 
-__all__ = ["Question", "own_name", "post", "withdraw"]
-
 _LEAST_SECONDS = 0.001  # RPC waits for ever with 0
 
 _lock = threading.Lock()

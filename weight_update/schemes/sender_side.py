@@ -31,8 +31,6 @@ from weight_update.transports.base import TransportBackend
 from weight_update.transports.rate_limit import Refusals
 from weight_update.wire.schema import WeightSchema
 
-__all__ = ["SenderListener", "SenderSide", "close_all"]
-
 _REMEMBERED = 64
 """Number of updates of ``sync=False`` that nobody waits for and whose errors are still reported."""
 _T = TypeVar("_T")
@@ -177,7 +175,9 @@ class SourceReader:
         devices = self._sources.devices
         matching = [idx for idx, place in devices.items() if place == device]
         if not matching:
-            raise UnknownWorkerError(f"no worker on {device} (devices: {devices})")
+            cure = "; give init_on_sender devices=, or the collector policy_device="
+            known = f"devices: {devices}" + ("" if any(devices.values()) else cure)
+            raise UnknownWorkerError(f"no worker on {device} ({known})")
         return matching
 
 

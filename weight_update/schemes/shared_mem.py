@@ -14,8 +14,6 @@ from weight_update.transports.base import TransportBackend
 from weight_update.transports.shared_memory.cuda_slots import cuda_device
 from weight_update.transports.shared_memory.transport import SharedMemListener, SharedMemTransport
 
-__all__ = ["SharedMemWeightSyncScheme"]
-
 
 class SharedMemWeightSyncScheme(WeightSyncScheme, backend="shared"):
     """Points the parameters of workers on one machine at shared memory that the sender fills.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
@@ -14,8 +14,6 @@ from torch import nn
 from weight_update.errors import NothingToSendError
 from weight_update.schemes.collector import devices_of, factories_of, resolve_model
 from weight_update.strategy.strategy import WeightStrategy
-
-__all__ = ["ModelOf", "Sources", "port_number", "whole_number"]
 
 DeviceMap = Callable[[int, Any], Any]
 
@@ -44,7 +42,7 @@ class Sources:
         device_map: applied to the source for each worker, if given.
     """
 
-    by_worker: dict[int, Any]
+    by_worker: dict[int, Any] = field(repr=False)
     devices: dict[int, torch.device | None]
     device_map: DeviceMap | None = None
 

@@ -13,10 +13,8 @@ from weight_update.report import SyncReport
 from weight_update.schemes.lifecycle import SchemeLifecycle
 from weight_update.schemes.sender_side import SenderSide
 from weight_update.schemes.sources import ModelOf
-from weight_update.sender.handle import Outcomes, SendHandle
+from weight_update.sender.handle import SendHandle
 from weight_update.sender.sender import Sender
-
-__all__ = ["SchemeUpdates"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -107,14 +105,13 @@ class SchemeUpdates(SchemeLifecycle):
 
     def _publish(self, weights: Any, worker_ids: Any, **how: Any) -> SendHandle:
         handle = self._require_sender().publish(weights, worker_ids, self._context, **how)
-        self.last_report = handle.report
+        self.last_report: SyncReport | None = handle.report
         return handle
 
     def tell_observers(self, handle: SendHandle) -> None:
         """Tell the observers of an update once it is settled, on the rank that serves workers."""
         if self._observers.functions and isinstance(sender := self._sender, Sender):
-            wait = functools.partial(Outcomes.wait, sender)  # not the leader's, in which all ranks take part
-            self._observers.follow(wait, handle.report, handle.workers)
+            self._observers.follow(sender.wait_for_observers, handle.report, handle.workers)
 
     def continue_from(self, version: int) -> None:
         """Give the next update a number above ``version``, as after a restart from a checkpoint.

@@ -11,10 +11,9 @@ import torch
 
 from weight_update.encodings import Lend
 from weight_update.errors import NotEnoughMemoryError
-from weight_update.transports.base import Buffer, TransportBackend
+from weight_update.transports.base import TransportBackend
+from weight_update.transports.buffer import Buffer
 from weight_update.wire.frames import WeightChunk
-
-__all__ = ["MIXED", "BufferPool", "ChunkWindow", "EncodedUpdate", "Slot", "VersionId", "give_back"]
 
 _IDLE_UPDATES = 8
 _CHECK_SECONDS = 0.2

@@ -18,14 +18,13 @@ from weight_update.errors import (
     WorkerError,
     without_frames,
 )
+from weight_update.progress import Progress
 from weight_update.report import WorkerEvent
 from weight_update.sender.buffers import MIXED, EncodedUpdate
 from weight_update.sender.groups.delta import DeltaGroup
 from weight_update.sender.workers import Outbox, WorkerState, WorkerTable
 from weight_update.transports.base import TransportBackend
 from weight_update.wire.frames import Kind, WeightChunk
-
-__all__ = ["AnswerThreads", "Delivery"]
 
 _log = logging.getLogger(__name__)
 _GOODBYE_SECONDS = 1.0
@@ -56,7 +55,7 @@ class Delivery:
                 return None
         with worker.sending:
             update = self._load(worker)
-            sent = update is None or self.send(worker, update.chunks)
+            sent = update is None or self._send_update(worker, update)
             return update if sent else None
 
     def update_all(self, states: list[WorkerState]) -> list[EncodedUpdate]:
@@ -112,6 +111,14 @@ class Delivery:
             self._lose_unless_it_left(worker, error, connection)
             return False
         return True
+
+    def _send_update(self, worker: WorkerState, update: EncodedUpdate) -> bool:
+        """Write the frames of an update, as :meth:`send` does; show the progress of a long transfer."""
+        if worker.link.capabilities.send_never_blocks:
+            return self.send(worker, update.chunks)
+        total = sum(chunk.payload_bytes for chunk in update.chunks)
+        with Progress(f"sending weights to worker {worker.idx}", total):
+            return self.send(worker, update.chunks)
 
     def say(self, worker: WorkerState, chunk: WeightChunk) -> None:
         """Write one frame, between the frames of updates.
@@ -199,7 +206,7 @@ class Delivery:
         """Write the update in flight, unless the worker was lost or the sender shut down meanwhile."""
         with worker.sending:
             if worker.inflight is update and not self._closed:
-                self.send(worker, update.chunks)
+                self._send_update(worker, update)
 
 
 def _announce(loads: list[tuple[WorkerState, EncodedUpdate]]) -> None:
@@ -306,8 +313,11 @@ class AnswerThreads:
                     worker.set_update("inflight", None)
             self._delivery.update(worker)
         elif chunk.kind is Kind.GOODBYE:
-            worker.left = True
-            self._delivery.lose(worker, LinkClosedError("it left"))
+            with self._table.changed:
+                failed = next(reversed(worker.failures.values()), None) if worker.has is None else None
+                worker.left = failed is None
+            reason = "" if failed is None else f" after an error: {failed}"
+            self._delivery.lose(worker, LinkClosedError(f"it left{reason}"))
         else:
             raise FormatError(f"unexpected {chunk.kind.name} frame")
 

@@ -10,8 +10,6 @@ from weight_update.errors import LinkClosedError, SyncFailedError, SyncTimeoutEr
 from weight_update.report import SyncReport
 from weight_update.sender.workers import WorkerState, WorkerTable
 
-__all__ = ["Outcome", "Outcomes", "SendHandle", "failed"]
-
 
 class UpdateOwner(Protocol):
     """The methods of a sender that a handle calls.
@@ -50,9 +48,11 @@ class SendHandle:
     """
 
     def __init__(self, sender: UpdateOwner, report: SyncReport, workers: tuple[int, ...]) -> None:
-        self._sender, self.report, self.workers = sender, report, workers
+        self._sender = sender
+        self.report: SyncReport = report
+        self.workers: tuple[int, ...] = workers
         self._members = sender.members(workers)
-        self.version = report.version
+        self.version: int = report.version
 
     def __repr__(self) -> str:
         return f"SendHandle(version={self.version}, workers={list(self.workers)}, done={self.done()})"
@@ -149,6 +149,21 @@ class Outcomes:
         limit = self.timeout if timeout is None else timeout
         failures = self._wait(report.version, workers, limit, done, applied, patient=timeout is None)
         self._fill(report, workers)
+        return failures
+
+    def wait_for_observers(
+        self, report: SyncReport, workers: Sequence[int], timeout: float | None
+    ) -> dict[int, Exception]:
+        """Wait as :meth:`wait` does; return the errors that observers are told of.
+
+        Of the updates that a worker misses while it is not connected, only the first is reported.
+        """
+        failures = Outcomes.wait(self, report, workers, timeout)  # Leader.wait is a step of all ranks
+        with self.table.changed:
+            for worker in self.table.known(failures):
+                if worker.absence_told:
+                    del failures[worker.idx]
+                worker.absence_told = not worker.joined
         return failures
 
     def wait_staged(self, version: int, workers: Sequence[int]) -> dict[int, Exception]:

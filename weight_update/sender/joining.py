@@ -13,12 +13,15 @@ from weight_update.errors import (
     FormatError,
     JoinRefusedError,
     LinkClosedError,
+    NotEnoughMemoryError,
     SchemaMismatchError,
     SyncFailedError,
     SyncTimeoutError,
+    TransportError,
     WorkerError,
     without_frames,
 )
+from weight_update.progress import SHOW_AFTER, notice
 from weight_update.report import WorkerEvent
 from weight_update.sender.delivery import Delivery
 from weight_update.sender.groups.base import SendGroup
@@ -26,16 +29,6 @@ from weight_update.sender.workers import ReceiverId, WorkerState, WorkerTable
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.wire.frames import Kind, WeightChunk
 from weight_update.wire.schema import WeightSchema
-
-__all__ = [
-    "Admission",
-    "WorkerAlive",
-    "absent",
-    "liveness",
-    "require_weights",
-    "wait_for_none",
-    "without_weights",
-]
 
 _log = logging.getLogger(__name__)
 _CHECK_SECONDS = 0.2
@@ -146,14 +139,21 @@ class Admission:
         with self._table.changed:
             worker.mark_disconnected()
             worker.lost = None
-        group = self._assign(worker, worker.schema.for_receiver(theirs))
+        try:
+            group = self._assign(worker, worker.schema.for_receiver(theirs))
+        except (TransportError, FormatError, TimeoutError, NotEnoughMemoryError):
+            raise  # the worker may join again
+        except Exception as error:  # noqa: BLE001 - both sides are told, whatever it is
+            _log.exception("worker %d cannot join", worker.idx)
+            self._refuse(worker, error)
+            return
         welcome = {"schema": group.schema.to_header(), "strategy": self._strategy.extract_as}
         with worker.sending:  # an update that is being sent goes to the old link, or not at all
             chunk = WeightChunk(Kind.WELCOME, {**welcome, **group.welcome()})
             worker.link.send_chunk(chunk, self._delivery.timeout)
             with self._table.changed:
                 worker.joined, worker.left, worker.lost, worker.pid = True, False, None, header["pid"]
-                worker.replaced = False
+                worker.replaced = worker.absence_told = False
                 worker.failures.clear()  # they were of another process, or of an earlier connection
         _log.info("worker %d (process %d) joined", worker.idx, worker.pid)
         self._table.observers.tell(WorkerEvent("joined", worker.idx, worker.version))
@@ -163,7 +163,7 @@ class Admission:
         """Tell a worker why it is not admitted, unless it told us, and note it for waiting callers."""
         if not isinstance(error, WorkerError):
             header = {
-                "reason": str(error).partition("\n")[0],
+                "reason": str(error).partition("\n")[0] or repr(error),
                 "problems": list(getattr(error, "problems", ())),
             }
             self._delivery.say(worker, WeightChunk(Kind.REFUSED, header))
@@ -197,10 +197,24 @@ def wait_for_none(
     deadline: float,
     alive: Callable[[int], bool] | None,
 ) -> None:
-    """Wait until ``missing(table)`` is empty or the deadline has passed.
+    """Wait until ``missing(table)`` is empty or the deadline has passed; name workers that do not come soon.
 
     ``alive`` tells whether the process of a worker index lives, if the caller knows.
     """
+    _wait(table, missing, min(deadline, time.monotonic() + SHOW_AFTER), alive)
+    with table.changed:
+        awaited = [worker.idx for worker in absent(table)]
+    if awaited and time.monotonic() < deadline:
+        notice(f"waiting for workers {awaited} to connect")
+    _wait(table, missing, deadline, alive)
+
+
+def _wait(
+    table: WorkerTable,
+    missing: Callable[[WorkerTable], list[WorkerState]],
+    deadline: float,
+    alive: Callable[[int], bool] | None,
+) -> None:
     with table.changed:
         while missing(table) and time.monotonic() < deadline:
             for worker in missing(table):

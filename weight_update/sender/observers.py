@@ -15,13 +15,11 @@ from weight_update.errors import LifecycleError, SyncTimeoutError
 from weight_update.report import Event, Observer, SyncReport, WorkerEvent
 from weight_update.transports.rate_limit import RateLimitedLog
 
-__all__ = ["Observers"]
-
 _log = RateLimitedLog(logging.getLogger(__name__))
 _END_SECONDS = 5.0
 
 Wait = Callable[[SyncReport, Sequence[int], float | None], dict[int, Exception]]
-"""``Outcomes.wait``: waits for an update, enters the times of workers and returns their errors."""
+"""``Outcomes.wait_for_observers``: waits for an update, enters times of workers and returns their errors."""
 
 
 class _Update(NamedTuple):
@@ -58,7 +56,10 @@ class Observers:
 
         Raises:
             LifecycleError: this object, or a source, is closed.
+            TypeError: ``function`` cannot be called.
         """
+        if not callable(function):
+            raise TypeError(f"an observer is a function of an event, not {type(function).__name__}")
         with self._starting:
             if self._closed:
                 raise LifecycleError("it was shut down, so no observer can be added")
@@ -92,7 +93,7 @@ class Observers:
         """Tell all functions of an update as soon as all workers have applied it, failed or left.
 
         Args:
-            wait: waits for the update, as ``Outcomes.wait``.
+            wait: waits for the update, as ``Outcomes.wait_for_observers``.
             report: the report as far as it is known; it is not changed.
             workers: indices of the workers that are sent the update.
         """

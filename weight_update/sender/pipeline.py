@@ -12,6 +12,7 @@ import torch
 
 from weight_update.encodings import Encoder
 from weight_update.errors import SchemaMismatchError, SyncTimeoutError
+from weight_update.progress import Progress
 from weight_update.report import SyncReport
 from weight_update.sender.buffers import ChunkWindow, EncodedUpdate, Slot, VersionId
 from weight_update.sender.delivery import Delivery
@@ -21,8 +22,6 @@ from weight_update.strategy.strategy import WeightStrategy
 from weight_update.wire.frames import Kind, Step, WeightChunk, frame_of
 from weight_update.wire.memory import memory_identity
 from weight_update.wire.schema import WeightSchema
-
-__all__ = ["PipelineSender"]
 
 
 class PipelineSender:
@@ -147,10 +146,12 @@ class Pipeline:
         """
         start = time.perf_counter()
         try:
-            for index, payload in enumerate(encoder.stream(tensors, self._lend)):
-                self._send(frame_of(self.step, schema, encoding, index, count, payload))
-                if not self._window.workers:
-                    break
+            with Progress("sending weights", schema.nbytes) as progress:
+                for index, payload in enumerate(encoder.stream(tensors, self._lend)):
+                    self._send(frame_of(self.step, schema, encoding, index, count, payload))
+                    if not self._window.workers:
+                        break
+                    progress.advance(schema.nbytes // count)
         except BaseException:
             self._abort()
             raise

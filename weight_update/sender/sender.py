@@ -25,8 +25,6 @@ from weight_update.transports.base import TransportBackend
 from weight_update.wire.frames import Kind, Step, WeightChunk
 from weight_update.wire.schema import WeightSchema
 
-__all__ = ["Sender"]
-
 _PARTING_SECONDS = 5.0
 _ADMITTED_SECONDS = 30.0
 """Seconds within which a connection reaches its link once its worker was admitted."""
@@ -88,8 +86,11 @@ class Sender(Outcomes):
     def _reserve(self, schema: WeightSchema) -> None:
         """Allocate the memory that updates of ``schema`` need; check the options of the encoding."""
         encoding, limit = self._strategy.encoding, self._strategy.max_in_flight
+        # a device that this machine lacks, and prefixes that match nothing, are errors at once
+        encoding.whole.encoder(schema)
         if isinstance(encoding, DeltaEncoding):
-            encoding.bootstraps(schema)  # prefixes that match nothing are an error at once
+            encoding.tracker(schema, None)
+            encoding.bootstraps(schema)
         sizes = Counter(encoding.whole.payload_sizes(schema))
         if limit is not None:
             sizes = Counter({max(sizes): min(limit, sizes.total())})
@@ -393,8 +394,13 @@ class Sender(Outcomes):
 
 def _enter(report: SyncReport, groups: list[SendGroup], staged: list[UpdateStats]) -> None:
     """Enter the facts about the staged updates into ``report``."""
-    report.dense_bytes = sum(group.schema.dense_bytes for group in groups)
-    report.encoding = "+".join(sorted({one.label for one in staged}))
-    report.compression = "+".join(sorted({one.compression for one in staged} - {""}))
-    total = sum(one.total for one in staged)
-    report.changed_fraction = sum(one.changed for one in staged) / total if total else 0.0
+    labels, compressions, changed, total = set(), set(), 0, 0
+    for group, one in zip(groups, staged, strict=True):
+        report.dense_bytes += group.schema.dense_bytes
+        labels.add(one.label)
+        compressions.add(one.compression)
+        changed += one.changed
+        total += one.total
+    report.encoding = "+".join(sorted(labels))
+    report.compression = "+".join(sorted(compressions - {""}))
+    report.changed_fraction = changed / total if total else 0.0

@@ -21,8 +21,6 @@ from weight_update.transports.shared_memory.slots import may_run
 from weight_update.wire.frames import Step
 from weight_update.wire.schema import WeightSchema
 
-__all__ = ["GroupAssignment", "Outbox", "ReceiverId", "WorkerState", "WorkerTable"]
-
 _CHECK_SECONDS = 0.2
 _MAX_FAILURES = 8
 _MAX_UPDATES = 4
@@ -89,6 +87,7 @@ class WorkerState:
         late: whether it is a late joiner; nobody waits for it once it has left.
         left: whether it said goodbye.
         lost: error by which its link ended.
+        absence_told: whether observers were told, since it was last connected, of an update that it missed.
         replaced: whether another receiver is about to join in its place.
         receiver: the receiver that was last admitted under this index.
         admitted_until: time, on the monotonic clock, by which an admitted connection reaches the link.
@@ -99,8 +98,8 @@ class WorkerState:
 
     idx: int
     link: TransportBackend
-    schema: WeightSchema
-    tracked: frozenset[str] | None = None
+    schema: WeightSchema = field(repr=False)
+    tracked: frozenset[str] | None = field(default=None, repr=False)
     late: bool = False
     left: bool = False
     joined: bool = False
@@ -119,6 +118,7 @@ class WorkerState:
     outbox: Outbox | None = None
     sent_at: float = 0.0
     lost: Exception | None = None
+    absence_told: bool = False
     failures: dict[int, Exception] = field(default_factory=dict)
     apply_seconds: float = 0.0
     stall_seconds: float = 0.0

@@ -9,8 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from weight_update.sharded.plan import Batch, GatherItem, local_of
-
-__all__ = ["PendingBatch", "Tensors", "flat", "whole_of"]
+from weight_update.wire.schema import aligned
 
 _ALIGNMENT = 16  # of the largest dtype
 Tensors = Mapping[str, torch.Tensor]
@@ -76,7 +75,7 @@ def assemble(item: GatherItem, tensors: Tensors, views: Mapping[int, Iterator[to
 def flat(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return memory for tensors of these shapes and dtypes, and a view of it for each."""
     sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes]
-    padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    padded = [aligned(size, _ALIGNMENT) for size in sizes]
     memory = torch.empty(sum(padded), dtype=torch.uint8)
     parts = zip(torch.split(memory, padded), sizes, shapes, strict=True)
     return memory, [part[:size].view(dtype).view(shape) for part, size, (shape, dtype) in parts]

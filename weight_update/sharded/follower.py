@@ -10,8 +10,6 @@ from weight_update.sharded.links import Message, error_from_wire
 from weight_update.sharded.ranks import Ranks
 from weight_update.strategy.named_weights import NamedWeights
 
-__all__ = ["Follower"]
-
 _REMEMBERED = 64
 _PATIENCE = 8  # times the timeout, which starts on the leader when all was sent
 

@@ -18,8 +18,6 @@ from weight_update.sharded.ranks import Ranks
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import GatherShards, WeightStrategy
 
-__all__ = ["Gathering"]
-
 
 class Gathering:
     """Gathers weights in step with the other ranks.

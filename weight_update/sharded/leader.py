@@ -16,8 +16,6 @@ from weight_update.sharded.links import Message, error_to_wire
 from weight_update.sharded.ranks import Ranks
 from weight_update.strategy.named_weights import NamedWeights
 
-__all__ = ["Leader"]
-
 
 class Leader(Sender):
     """A sender that tells the other ranks, its followers, the result of each call.

@@ -23,9 +23,8 @@ from weight_update.errors import (
     WorkerError,
     kept_error,
 )
+from weight_update.text import brief
 from weight_update.transports.distributed.store import PrefixStore, ProcessGroupGloo, disown, own
-
-__all__ = ["Message", "RankLinks", "error_from_wire", "error_to_wire"]
 
 Message = dict[str, Any]
 """A message between ranks; it travels as JSON."""
@@ -194,7 +193,7 @@ class RankLinks:
 
     def _lost(self, place: int, error: Exception, timeout: float) -> Exception:
         """Mark a rank as lost, which is never waited for again: its next message could belong to any call."""
-        text, rank = _brief(error), self.name(place)
+        text, rank = brief(error).partition(". ")[0], self.name(place)  # without gloo's advice
         lost: Exception
         if not self.leads and (why := self._last_words()) is not None:
             lost = error_from_wire(why)
@@ -236,15 +235,9 @@ class RankLinks:
             raise SyncTimeoutError(
                 f"the ranks {self.members} of the trainer did not all call init_on_sender() within "
                 f"{timeout:g} s; where not all ranks train, give GatherShards(group=...) "
-                f"({_brief(error)})"
+                f"({brief(error)})"
             ) from None
         return own(group)
-
-
-def _brief(error: Exception) -> str:
-    """Return the message of a gloo error without the place in its source and its advice."""
-    text = str(error).partition("\n")[0].partition(". ")[0]
-    return text.partition("] ")[2] if text.startswith("[/") else text
 
 
 def error_to_wire(error: BaseException) -> Message:

@@ -16,8 +16,6 @@ from weight_update.errors import SchemaMismatchError
 from weight_update.wire.memory import memory_identity
 from weight_update.wire.schema import DTYPES, dtype_name
 
-__all__ = ["Batch", "Box", "GatherItem", "Row", "local_of", "plan", "reshard", "rows_of"]
-
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """A part of a tensor: its offset in each dimension, and its shape."""
 

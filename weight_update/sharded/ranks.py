@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 from weight_update.errors import LifecycleError, WeightSyncError, kept_error
 from weight_update.sharded.links import Message, RankLinks, error_from_wire, error_to_wire
 
-__all__ = ["Ranks"]
-
 _T = TypeVar("_T")
 Read = Callable[[Sequence[int] | None], _T]
 """Reads weights for workers, given by index; None leaves it to this rank to find out which."""

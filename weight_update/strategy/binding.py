@@ -22,8 +22,6 @@ from weight_update.strategy.named_weights import (
 )
 from weight_update.wire.schema import WeightSchema
 
-__all__ = ["Binding", "count_writes"]
-
 _Place = tuple[str, tuple[Any, Any]]  # name of a tensor, the dict that holds it, and its key
 _CPU = torch.device("cpu")
 _DTYPE, _IS_CPU, _IS_META = map(operator.attrgetter, ("dtype", "is_cpu", "is_meta"))

@@ -14,10 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from weight_update.encodings import Encoding
 from weight_update.errors import ConversionError, SchemaMismatchError, UnsupportedSourceError
+from weight_update.text import plural
 from weight_update.wire.memory import memory_identity
 from weight_update.wire.schema import WeightSchema, differences, matching, untied, wrapper_hint
-
-__all__ = ["Convert", "ExtractAs", "Gather", "NamedWeights", "Select", "WeightReader"]
 
 ExtractAs = Literal["tensordict", "state_dict"]
 Select = Literal["trainable"] | Sequence[str] | Callable[[str, torch.Tensor], bool]
@@ -48,8 +47,8 @@ class NamedWeights:
         gather: gathering that comes before the conversion.
     """
 
-    tensors: dict[str, torch.Tensor]
-    extra: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(repr=False)
+    extra: dict[str, Any] = field(default_factory=dict, repr=False)
     convert: Convert | None = None
     gather: Gather | None = None
 
@@ -119,7 +118,7 @@ class NamedWeights:
             hint = wrapper_hint({"the weights given": given.names, "the weights agreed on": schema.names})
             raise SchemaMismatchError(
                 "the weights given are not those agreed on in connect() "
-                f"({len(problems)} differences{hint}):",
+                f"({plural(len(problems), 'difference')}{hint}):",
                 tuple(problems),
             )
 
@@ -319,6 +318,7 @@ def _only_tensors(source: TensorDictBase, prefix: str, found: dict[str, torch.Te
 
 
 def walk_mapping(source: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the entries of a nested mapping by dotted name."""
     for key, value in source.items():
         name = prefix + key_name(key, source)
         if isinstance(value, TensorDictBase):
@@ -330,6 +330,7 @@ def walk_mapping(source: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[
 
 
 def walk_tensordict(source: TensorDictBase, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the entries of a TensorDict, with its non-tensor data, by dotted name."""
     for key, value in source.items():
         name = f"{prefix}{key}"
         if isinstance(value, torch.Tensor):  # asked first: it is quick, the others are abstract classes
@@ -345,6 +346,7 @@ def walk_tensordict(source: TensorDictBase, prefix: str = "") -> Iterator[tuple[
 
 
 def key_name(key: Any, source: Mapping[Any, Any]) -> str:
+    """Return a key of ``source`` as a dotted name; UnsupportedSourceError if it is no name."""
     if isinstance(key, tuple) and all(isinstance(part, str) for part in key):
         return ".".join(key)
     if not isinstance(key, str):

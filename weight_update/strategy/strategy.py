@@ -24,8 +24,6 @@ from weight_update.strategy.named_weights import (
 )
 from weight_update.wire.schema import WeightSchema
 
-__all__ = ["GatherShards", "WeightStrategy", "resolve_strategy"]
-
 
 @dataclass(frozen=True)
 class GatherShards:
@@ -123,7 +121,7 @@ class WeightStrategy(WeightReader):
                 f"unknown selection {select!r} (known: None, 'trainable', a list of prefixes, a function)"
             )
         self.extract_as: ExtractAs = extract_as
-        self.encoding = resolve_encoding(encoding)
+        self.encoding: Encoding = resolve_encoding(encoding)
         if convert is not None and not callable(convert):
             raise ValueError(
                 f"convert= takes a function of an iterator, not a {type(convert).__name__}; several "
@@ -131,8 +129,10 @@ class WeightStrategy(WeightReader):
             )
         if max_in_flight is not None:
             _require_chunks(max_in_flight, self.encoding)
-        self.select, self.convert = select, convert
-        self.max_in_flight, self.gather = max_in_flight, gather
+        self.select: Select | None = select
+        self.convert: Convert | None = convert
+        self.max_in_flight: int | None = max_in_flight
+        self.gather: GatherShards | None = gather
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **options: Any) -> WeightStrategy:

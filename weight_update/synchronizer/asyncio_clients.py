@@ -18,8 +18,6 @@ from weight_update.synchronizer.rpc import TOKEN, Channel, LocalChannel, Server,
 from weight_update.synchronizer.synchronizer import Synchronizer
 from weight_update.synchronizer.trainer import BlockingTrainer
 
-__all__ = ["ExplorerClient", "TrainerClient"]
-
 Where = Synchronizer | Server | RayHost | str
 _P = TypeVar("_P", BlockingTrainer, BlockingExplorer)
 _T = TypeVar("_T")
@@ -188,7 +186,8 @@ class ExplorerClient(_AsyncClient[BlockingExplorer]):
     :class:`TrainerClient`, also for ``where`` and ``token``.
 
     Args:
-        model: module, TensorDict or dict to keep current; updates land between its forward passes.
+        model: module, TensorDict or dict to keep current; updates land between its forward passes. With NCCL
+            and MEMORY, also an :class:`~weight_update.InferenceEngine`.
         id: a number from 0 on, the same after a restart; None takes the first that is free.
         strategy: how weights enter the model; the same as the trainer's.
         timeout: seconds that ``sync_weight`` waits for weights, and any call for a synchronizer that is away.
@@ -198,6 +197,7 @@ class ExplorerClient(_AsyncClient[BlockingExplorer]):
     Raises:
         LinkClosedError: there is no synchronizer.
         JoinRefusedError: it has another token.
+        UnsupportedSourceError: the model is an engine, and the method is CHECKPOINT.
     """
 
     def __init__(

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from weight_update.checkpoints.store import CheckpointStore
-from weight_update.errors import CorruptCheckpointError, WeightSyncError
+from weight_update.engines.base import InferenceEngine
+from weight_update.errors import CorruptCheckpointError, UnsupportedSourceError, WeightSyncError
 from weight_update.receiver.gate import Gate
 from weight_update.report import SyncReport
 from weight_update.strategy.named_weights import from_items
@@ -25,8 +26,6 @@ from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.state import ExplorerState
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 from weight_update.wire.memory import memory_identity
-
-__all__ = ["CheckpointExplorer", "CheckpointService", "CheckpointTrainer"]
 
 _log = logging.getLogger(__name__)
 _SOURCE = "checkpoint"
@@ -58,6 +57,11 @@ class CheckpointExplorer(ExplorerMethod):
     """The explorer's part: it reads files, in FULLY_ASYNC in a thread of its own."""
 
     def __init__(self, client: ClientBase, model: Any, directory: str) -> None:
+        if isinstance(model, InferenceEngine):
+            raise UnsupportedSourceError(
+                "SyncMethod.CHECKPOINT writes into a module, TensorDict or dict; an inference engine takes "
+                "weights by SyncMethod.NCCL or MEMORY"
+            )
         self._model, self._strategy, self._store = model, client.strategy, CheckpointStore(directory)
         self._id, self._timeout = client.id, client.transfer_timeout
         self._reading = threading.Lock()

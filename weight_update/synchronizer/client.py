@@ -17,8 +17,6 @@ from weight_update.synchronizer.rpc import Channel
 from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.transfer import Endpoint
 
-__all__ = ["ClientBase"]
-
 _RETRY_SECONDS = 0.1
 _GRACE_SECONDS = 5.0
 """Least seconds for a call, unless ``timeout`` is less: a call may begin just before the time is over."""
@@ -50,14 +48,15 @@ class ClientBase:
         for name, seconds in (("timeout", timeout), ("transfer_timeout", transfer_timeout)):
             if not seconds > 0:
                 raise ValueError(f"{name} must be a positive number of seconds, got {seconds!r}")
-        self.strategy = resolve_strategy(strategy)
-        self.timeout, self.transfer_timeout = float(timeout), float(transfer_timeout)
+        self.strategy: WeightStrategy = resolve_strategy(strategy)
+        self.timeout: float = float(timeout)
+        self.transfer_timeout: float = float(transfer_timeout)
         self.step = step
         self.version: int | None = None
         self.id: int | None = None
         self.plan: SyncPlan
         self.channel = channel
-        self.closed = threading.Event()
+        self.closed: threading.Event = threading.Event()
         self._session = secrets.token_hex(8)
         self._synced_at: int | None = None
         self._syncing = threading.Lock()
@@ -125,6 +124,14 @@ class ClientBase:
         self._stopped = args.get("status") == RunningStatus.STOPPED.value
         limit = time.monotonic() + self.timeout if deadline is None else deadline
         return self._retry(name, {"session": self._session, **args}, limit, wait)
+
+    def mention(self, name: str, **args: Any) -> None:
+        """Call the synchronizer once, from any thread, unless it is away or this side is closed."""
+        if not self.closed.is_set():
+            with contextlib.suppress(TransportError):
+                self.channel.call(
+                    name, {"session": self._session, **args}, self.grace, 2 * self.transfer_timeout
+                )
 
     def _introduce(self) -> Reply:
         """Say hello for the first time, and begin to send signs of life."""

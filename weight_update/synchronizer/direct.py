@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from weight_update.report import WorkerEvent
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.methods import OUTAGES, TrainerMethod
 from weight_update.synchronizer.plan import RunningStatus, SyncStyle
@@ -16,10 +19,8 @@ from weight_update.synchronizer.reports import plain_of
 from weight_update.synchronizer.service import Service, has_ended, outcome_of
 from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.state import ExplorerState
-from weight_update.synchronizer.transfer import Endpoint, Publisher, Transfer, is_loopback, key_of
+from weight_update.synchronizer.transfer import Endpoint, Publisher, TellFull, Transfer, is_loopback, key_of
 from weight_update.transports.shared_memory.unix_stream import deadline_of
-
-__all__ = ["DirectService", "DirectTrainer"]
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +54,8 @@ class DirectTrainer(TrainerMethod):
         transfers: list[Transfer] = []
         outage: Exception | None = None
         try:
-            transfers = self.send(client, ids)
+            tell = partial(_tell_full, weakref.ref(client), version) if reply["observed"] else None
+            transfers = self.send(client, ids, tell)
             failures = transfers[0].settle(ids) if ids else {}
         except OUTAGES as error:
             outage, failures = error, {id: str(error) for id in ids}
@@ -68,12 +70,12 @@ class DirectTrainer(TrainerMethod):
             metrics.update(version=client.version, reason=why or str(outage))
         return metrics
 
-    def send(self, client: ClientBase, ids: list[int]) -> list[Transfer]:
+    def send(self, client: ClientBase, ids: list[int], tell: TellFull | None = None) -> list[Transfer]:
         """Send to explorers that are ready; in FULLY_ASYNC also to all others, without waiting for them."""
-        transfers = [self.publisher.send(ids)] if ids else []
+        transfers = [self.publisher.send(ids, tell=tell)] if ids else []
         if client.plan.style is SyncStyle.FULLY_ASYNC:
             try:
-                transfers.append(self.publisher.spread(but=ids))
+                transfers.append(self.publisher.spread(but=ids, tell=tell))
             except OUTAGES as error:
                 if not transfers:
                     raise
@@ -92,10 +94,17 @@ def _report_of(transfers: list[Transfer], version: int, failures: dict[int, str]
     return plain_of(report)
 
 
+def _tell_full(trainer: weakref.ref[ClientBase], version: int, event: WorkerEvent) -> None:
+    """Tell the synchronizer of an explorer that is sent all weights of a version instead of a patch."""
+    client = trainer()
+    if client is not None:
+        client.mention("sent_all", id=event.worker, version=version, reason=event.reason, time=event.time)
+
+
 class DirectService(Service):
     """The synchronizer's part: trainer and explorers meet here before a transfer."""
 
-    calls = (*Service.calls, "meet", "met")
+    calls = (*Service.calls, "meet", "sent_all", "met")
 
     def _take_endpoint(self, endpoint: Endpoint | None, step: int) -> None:
         if endpoint is not None and endpoint != self.trainer_endpoint:
@@ -135,6 +144,13 @@ class DirectService(Service):
             if ids:
                 machine.begin(ids)
             return {"ids": list(ids), "version": self._next_version(), "observed": self.observed}
+
+    def sent_all(self, session: str, id: int, version: int, reason: str, time: float) -> Reply:
+        """Tell observers of an explorer that the trainer sends all weights instead of a patch."""
+        with self.changed:
+            self.table.of(session)
+        self.observers.tell(WorkerEvent("full_update", id, version, reason, time))
+        return {}
 
     def met(
         self,

@@ -7,6 +7,7 @@ import logging
 import time
 from typing import Any
 
+from weight_update.engines.base import InferenceEngine
 from weight_update.errors import TransportError
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.synchronizer.checkpoint import CheckpointExplorer
@@ -16,8 +17,6 @@ from weight_update.synchronizer.metrics import Metrics
 from weight_update.synchronizer.plan import SyncMethod
 from weight_update.synchronizer.rpc import Channel
 from weight_update.synchronizer.state import TRAINER_STOPPED
-
-__all__ = ["BlockingExplorer"]
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +40,8 @@ class BlockingExplorer(ClientBase):
         super().__init__(channel, strategy, timeout, transfer_timeout, step)
         if id is not None and id < 0:
             raise ValueError(f"id must be 0 or greater, got {id}")
-        self.id, self._model = id, model
+        self.id: int | None = id
+        self._model = model
         self._method: ExplorerMethod | None = None
         reply = self._introduce()
         try:
@@ -108,5 +108,7 @@ class BlockingExplorer(ClientBase):
                 self._method.close()
 
     def _nbytes(self) -> int:
-        tensors = self.strategy.named(self._model).tensors.values()
+        engine = isinstance(self._model, InferenceEngine)
+        held = self._model.expected_weights() or {} if engine else self._model
+        tensors = self.strategy.named(held).tensors.values()
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

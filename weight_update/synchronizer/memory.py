@@ -6,11 +6,13 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from weight_update.errors import LifecycleError, LinkClosedError, WeightSyncError
-from weight_update.report import SyncReport
+from weight_update.report import SyncReport, WorkerEvent
+from weight_update.sender.observers import Observers
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.methods import StoringTrainer
@@ -20,8 +22,6 @@ from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.state import ExplorerState
 from weight_update.synchronizer.transfer import Endpoint, Publisher, Subscriber, Transfer, is_loopback, key_of
 from weight_update.transports.shared_memory.unix_stream import deadline_of
-
-__all__ = ["CachedVersion", "MemoryService", "MemoryTrainer", "WeightCache"]
 
 _log = logging.getLogger(__name__)
 _SYNCHRONIZER = 0
@@ -53,7 +53,7 @@ class CachedVersion:
 
     version: int
     step: int
-    weights: Any
+    weights: Any = field(repr=False)
 
 
 class WeightCache:
@@ -108,13 +108,16 @@ class WeightCache:
                 self._publisher = Publisher(self._weights, self._address, self._strategy, self._timeout)
             return first
 
-    def send(self, ids: Iterable[int] | None = None) -> tuple[CachedVersion, Transfer]:
+    def send(self, observers: Observers, ids: Iterable[int] | None = None) -> tuple[CachedVersion, Transfer]:
         """Send the newest version to the explorers ``ids`` (None: all that joined), and do not wait."""
         newest, publisher = self.newest, self._publisher
         if newest is None or publisher is None:
             raise LinkClosedError("the synchronizer holds no weights")
         weights = newest.weights
-        return newest, publisher.spread(weights) if ids is None else publisher.send(ids, weights)
+        tell = partial(_tell_full, observers, newest.version) if observers.functions else None
+        if ids is None:
+            return newest, publisher.spread(weights, tell=tell)
+        return newest, publisher.send(ids, weights, tell)
 
     def close(self) -> None:
         """Close all links and release the weights."""
@@ -127,6 +130,11 @@ class WeightCache:
     def _weights(self) -> Any:
         assert self.newest is not None
         return self.newest.weights
+
+
+def _tell_full(observers: Observers, version: int, event: WorkerEvent) -> None:
+    """Tell observers of an explorer that is sent all weights of a version instead of a patch."""
+    observers.tell(replace(event, version=version))
 
 
 class MemoryService(Service):
@@ -176,7 +184,7 @@ class MemoryService(Service):
     def _spread(self) -> None:
         """Send the version just published to all who joined; explorers that miss it fetch it."""
         try:
-            sent, transfer = self.cache.send()
+            sent, transfer = self.cache.send(self.observers)
         except WeightSyncError as error:
             _log.warning("version %s was not sent in the background: %s", self.machine.newest, error)
         else:
@@ -233,7 +241,7 @@ class MemoryService(Service):
         if not ids:
             return
         try:
-            sent, transfer = self.cache.send(ids)
+            sent, transfer = self.cache.send(self.observers, ids)
         except WeightSyncError as error:
             with self.changed:
                 for id in ids:

@@ -19,8 +19,6 @@ from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.transfer import Endpoint, Publisher, Subscriber
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
-__all__ = ["OUTAGES", "ExplorerMethod", "StoringTrainer", "SubscribingExplorer", "TrainerMethod"]
-
 OUTAGES = (TransportError, SyncTimeoutError, SyncFailedError, OSError)
 """Errors that are a reason why nothing was published; others reach the caller."""
 

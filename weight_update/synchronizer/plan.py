@@ -6,8 +6,6 @@ import enum
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
-__all__ = ["RunningStatus", "SyncMethod", "SyncPlan", "SyncStyle"]
-
 
 class _Name(str, enum.Enum):
     """An enum whose members equal their values and print as them (``enum.StrEnum`` of Python 3.11)."""

@@ -12,8 +12,6 @@ from weight_update.synchronizer.rpc import Channel
 from weight_update.synchronizer.sessions import Reply
 from weight_update.transports.ray.rendezvous import require_ray
 
-__all__ = ["RayChannel", "RayHost"]
-
 _THREADS = 1000  # each client that waits occupies a thread
 _CLOSE_SECONDS = 10.0
 
@@ -26,7 +24,8 @@ class RayHost:
     """
 
     def __init__(self, actor: Any, address: str) -> None:
-        self._actor, self.address = actor, address
+        self._actor = actor
+        self.address: str = address
 
     @classmethod
     def start(

@@ -7,8 +7,6 @@ from typing import Any
 
 from weight_update.report import SyncReport
 
-__all__ = ["plain_of", "report_of"]
-
 
 def plain_of(report: SyncReport) -> dict[str, Any]:
     """Return the fields of a report."""

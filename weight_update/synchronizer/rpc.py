@@ -47,8 +47,6 @@ from weight_update.transports.shared_memory.unix_stream import (
     seconds_left,
 )
 
-__all__ = ["CONTEXT", "TOKEN", "Channel", "LocalChannel", "RpcConnection", "Server", "SocketChannel"]
-
 _log = logging.getLogger(__name__)
 CONTEXT = "synchronizer"
 """Context of handshakes with a synchronizer's server."""
@@ -181,12 +179,12 @@ class Server:
     def __init__(
         self, service: Service, address: str = "127.0.0.1", port: int = 0, token: str | None = None
     ) -> None:
-        self.token = token or os.environ.get(TOKEN) or secrets.token_hex(16)
+        self.token: str = token or os.environ.get(TOKEN) or secrets.token_hex(16)
         self._service, self._closed = service, False
         self._log = RateLimitedLog(_log)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         sock = socket.create_server((address, port_number(port)), family=family, backlog=_BACKLOG)
-        self.address = f"{address}:{sock.getsockname()[1]}"
+        self.address: str = f"{address}:{sock.getsockname()[1]}"
         self._listener = Listener(sock, self.token, CONTEXT, self._serve, "weight_update-synchronizer", _log)
         self._listener.start()
 

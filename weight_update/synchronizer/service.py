@@ -14,13 +14,10 @@ from weight_update.synchronizer.plan import RunningStatus, SyncPlan, SyncStyle
 from weight_update.synchronizer.reports import report_of
 from weight_update.synchronizer.sessions import Closed, Refused, Reply, Session, SessionManager, VersionFile
 from weight_update.synchronizer.state import ExplorerState, MemberState, TrainerState
-from weight_update.synchronizer.transfer import Endpoint, key_of
+from weight_update.synchronizer.transfer import UPDATES_REMEMBERED, Endpoint, key_of
 from weight_update.transports.shared_memory.unix_stream import deadline_of
 
-__all__ = ["Service", "has_ended", "outcome_of"]
-
 _log = logging.getLogger(__name__)
-_UPDATES_REMEMBERED = 256
 
 
 class Service(SessionManager, ABC):
@@ -183,7 +180,7 @@ class Service(SessionManager, ABC):
         """Note that the update ``number`` of a publisher is ``version``."""
         self._versions[key_of(endpoint), number] = version, step
         self._reserved = max(self._reserved, version)
-        while len(self._versions) > _UPDATES_REMEMBERED:
+        while len(self._versions) > UPDATES_REMEMBERED:
             del self._versions[next(iter(self._versions))]
 
     def _begin_wait(self, explorer: ExplorerState) -> None:

@@ -21,8 +21,6 @@ from weight_update.synchronizer.state import TRAINER_STOPPED, ExplorerState, Mem
 from weight_update.synchronizer.state_machine import StateMachine
 from weight_update.synchronizer.transfer import Endpoint, is_loopback
 
-__all__ = ["Closed", "Refused", "Reply", "Session", "SessionManager", "SessionTable", "VersionFile"]
-
 Reply = dict[str, Any]
 """The answer to a call: plain values."""
 
@@ -64,7 +62,8 @@ class SessionTable:
     def __init__(
         self, changed: threading.Condition, lease: float | None, on_lapsed: Callable[[str, str], None]
     ) -> None:
-        self.lease, self.closed = lease, False
+        self.lease: float | None = lease
+        self.closed: bool = False
         self._changed, self._on_lapsed = changed, on_lapsed
         self._sessions: dict[str, Session] = {}
         self._replaced: set[str] = set()
@@ -163,13 +162,13 @@ class SessionManager:
 
     def __init__(self, plan: SyncPlan, lease: float | None, version_file: VersionFile | None) -> None:
         self.plan = plan
-        self.machine = StateMachine(plan)
-        self.changed = threading.Condition(threading.RLock())
-        self.table = SessionTable(self.changed, lease, self.gone)
+        self.machine: StateMachine = StateMachine(plan)
+        self.changed: threading.Condition = threading.Condition(threading.RLock())
+        self.table: SessionTable = SessionTable(self.changed, lease, self.gone)
         self.trainer_endpoint: Endpoint | None = None
         self.directory: str | None = None
         self.address: str | None = None
-        self.observers = Observers()
+        self.observers: Observers = Observers()
         self._version_file = version_file
         if version_file is not None and (newest := version_file.read()) is not None:
             self._restore(*newest)

@@ -6,16 +6,6 @@ from dataclasses import dataclass, field
 
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan, SyncStyle
 
-__all__ = [
-    "TRAINER_STOPPED",
-    "ExplorerState",
-    "MemberState",
-    "State",
-    "SyncOutcome",
-    "TrainerState",
-    "resolve",
-]
-
 TRAINER_STOPPED = "the trainer stopped"
 """Reason when the trainer said goodbye, as at the end of a run; if it died, the reason says more."""
 

@@ -20,8 +20,6 @@ from weight_update.synchronizer.state import (
     resolve,
 )
 
-__all__ = ["StateMachine"]
-
 _STEPS_REMEMBERED = 256
 REQUIRE_SYNC, STOPPED = RunningStatus.REQUIRE_SYNC, RunningStatus.STOPPED
 
@@ -35,7 +33,7 @@ class StateMachine(State):
         """Add the trainer, perhaps again; ``synced_at`` is the step at which it last synchronized."""
         if self.trainer is not None:
             self.trainer_left("another trainer came")
-        self.trainer = TrainerState(step=step, synced_at=synced_at)
+        self.trainer: TrainerState | None = TrainerState(step=step, synced_at=synced_at)
         self._settle()
         return self.trainer
 
@@ -155,14 +153,16 @@ class StateMachine(State):
         assert all(explorer.waits and not explorer.busy for explorer in going)
         if self.plan.direct:
             assert not self.transfer, "a transfer is under way"
-            self.transfer = going
+            self.transfer: tuple[ExplorerState, ...] = going
         for explorer in going:
             explorer.busy = True
 
     def published(self, version: int, step: int) -> None:
         """Note that ``version``, made at the trainer's ``step``, is held somewhere; ignore older ones."""
         if self.newest is None or version > self.newest:
-            self.newest, self.newest_step, self.lost = version, step, False
+            self.newest: int | None = version
+            self.newest_step: int = step
+            self.lost: bool = False
             self._steps[version] = step
             while len(self._steps) > _STEPS_REMEMBERED:
                 del self._steps[min(self._steps)]
@@ -243,7 +243,8 @@ class StateMachine(State):
             resolve(trainer, SyncOutcome(self.newest, "no explorer is running that takes weights now"))
 
     def _end_transfer(self, reason: str) -> None:
-        going, self.transfer = self.transfer, ()
+        going = self.transfer
+        self.transfer = ()
         for explorer in going:
             explorer.busy = False
             resolve(explorer, SyncOutcome(explorer.version, reason))

@@ -24,8 +24,6 @@ from weight_update.synchronizer.service import Service
 from weight_update.synchronizer.sessions import VersionFile
 from weight_update.synchronizer.transfer import is_loopback, require_reachable
 
-__all__ = ["Synchronizer"]
-
 
 class Synchronizer:
     """The one object of a run that decides when a trainer and its explorers synchronize.
@@ -74,7 +72,9 @@ class Synchronizer:
         given = {name: value for name, value in fields.items() if value is not None}
         if isinstance(plan, SyncPlan) and given:
             raise ValueError(f"give a SyncPlan or its fields, not both: {', '.join(given)}")
-        self.plan = plan if isinstance(plan, SyncPlan) else SyncPlan(cast("SyncMethod", plan), **given)
+        self.plan: SyncPlan = (
+            plan if isinstance(plan, SyncPlan) else SyncPlan(cast("SyncMethod", plan), **given)
+        )
         self._directory = None if directory is None else os.fspath(directory)
         self._options: dict[str, Any] = {"lease": lease, "transfer_timeout": transfer_timeout}
         self._options["strategy"] = resolve_strategy(strategy)
@@ -142,8 +142,9 @@ class Synchronizer:
 
         A thread of its own calls it. It gets a :class:`~weight_update.SyncReport` for each version that the
         trainer publishes, and a :class:`~weight_update.WorkerEvent` for each explorer that joins, leaves, is
-        lost, is late or applies a version. An explorer's id is the index of the worker, and versions are
-        those of the clients. An error that the function raises is logged.
+        lost, is late, is sent all weights instead of a patch, or applies a version. An explorer's id is the
+        index of the worker, and versions are those of the clients. An error that the function raises is
+        logged.
 
         Returns:
             a function that removes the observer.

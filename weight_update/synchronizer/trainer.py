@@ -22,8 +22,6 @@ from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.transfer import Endpoint, require_reachable
 from weight_update.transports.distributed.relay.nccl import group_class
 
-__all__ = ["BlockingTrainer"]
-
 _log = logging.getLogger(__name__)
 
 
@@ -110,7 +108,8 @@ class BlockingTrainer(ClientBase):
                 metrics = {"version": self.version, "reason": str(error)}
             metrics |= {"step": step, "seconds": time.perf_counter() - start}
             if "reason" not in metrics:
-                self.version, self._synced_at = metrics["version"], step
+                self.version: int | None = metrics["version"]
+                self._synced_at = step
             else:
                 _log.warning("step %d: nothing was published: %s", step, metrics["reason"])
             return Metrics({"bytes": 0, "waited": 0.0, **metrics})

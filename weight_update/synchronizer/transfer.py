@@ -8,7 +8,9 @@ import ipaddress
 import logging
 import secrets
 import threading
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from weight_update.errors import (
@@ -18,15 +20,18 @@ from weight_update.errors import (
     UnknownWorkerError,
     WeightSyncError,
 )
-from weight_update.report import SyncReport
+from weight_update.report import Event, SyncReport, WorkerEvent
 from weight_update.schemes import DistributedWeightSyncScheme, SharedMemWeightSyncScheme
 from weight_update.sender.handle import SendHandle
 from weight_update.strategy.strategy import WeightStrategy
 
-__all__ = ["Endpoint", "Publisher", "Subscriber", "Transfer", "is_loopback", "key_of", "require_reachable"]
-
 Endpoint = dict[str, Any]
 """Where a subscriber finds a :class:`Publisher`: plain values."""
+
+TellFull = Callable[[WorkerEvent], None]
+"""A function that is told of an explorer which is sent all weights instead of a patch."""
+
+UPDATES_REMEMBERED = 256
 
 _log = logging.getLogger(__name__)
 _PLACEHOLDER = (1 << 31) - 1
@@ -98,6 +103,8 @@ class Publisher:
         self._scheme = _scheme(self.endpoint, strategy, timeout, backend)
         self._sending = threading.Lock()
         self._last: Transfer | None = None
+        self._tells: dict[int | None, TellFull] = {}  # by number of the update
+        self._unobserve: Callable[[], None] | None = None
         self._scheme.init_on_sender(params_map={_PLACEHOLDER: source})
         if isinstance(self._scheme, DistributedWeightSyncScheme):
             self.endpoint["port"] = self._scheme.port
@@ -122,10 +129,15 @@ class Publisher:
         """Return the ids of the explorers that are connected."""
         return [idx for idx in self._scheme.worker_versions if idx != _PLACEHOLDER]
 
-    def send(self, ids: Iterable[int], weights: Any = None) -> Transfer:
-        """Send ``weights``, or the source, to explorers, and do not wait; after an error none has them."""
+    def send(self, ids: Iterable[int], weights: Any = None, tell: TellFull | None = None) -> Transfer:
+        """Send ``weights``, or the source, to explorers, and do not wait; after an error none has them.
+
+        ``tell`` is called in another thread for each explorer that is sent all weights instead of a patch.
+        The version in its event is the number of the update.
+        """
         wanted = frozenset(ids)
         with self._sending:
+            self._observe(tell is not None)
             while True:
                 here = wanted & set(self.joined())
                 try:
@@ -134,14 +146,34 @@ class Publisher:
                     if here <= set(self.joined()):
                         raise
                 else:  # otherwise one of them left just now
+                    self._note(handle.version, tell)
                     return Transfer(handle, wanted - here)
 
-    def spread(self, weights: Any = None, but: Iterable[int] = ()) -> Transfer:
+    def spread(self, weights: Any = None, but: Iterable[int] = (), tell: TellFull | None = None) -> Transfer:
         """Send weights to all connected explorers except ``but``, without waiting for them."""
         if self._last is not None and (bad := self._last.failures()):
             _log.warning("explorers did not apply an update in the background: %s", bad)
-        self._last = self.send(set(self.joined()) - set(but), weights)
+        self._last = self.send(set(self.joined()) - set(but), weights, tell)
         return self._last
+
+    def _observe(self, observed: bool) -> None:
+        """Observe the scheme, or end this; without an observer an update costs nothing extra."""
+        if observed and self._unobserve is None:
+            self._unobserve = self._scheme.add_observer(partial(_pass_on, weakref.ref(self)))
+        elif not observed and self._unobserve is not None:
+            self._unobserve()
+            self._unobserve = None
+
+    def _note(self, number: int, tell: TellFull | None) -> None:
+        """Note the function to call for explorers that are sent all weights with an update."""
+        if tell is not None:
+            self._tells[number] = tell
+        while len(self._tells) > (0 if tell is None else UPDATES_REMEMBERED):
+            del self._tells[next(iter(self._tells))]
+
+    def _teller_of(self, number: int | None) -> TellFull | None:
+        with self._sending:  # send() may be about to note it
+            return self._tells.get(number)
 
     def close(self) -> None:
         """Close all links."""
@@ -194,6 +226,15 @@ class Subscriber:
     def close(self) -> None:
         """Leave; the model keeps its weights."""
         self.scheme.shutdown()
+
+
+def _pass_on(publisher: weakref.ref[Publisher], event: Event) -> None:
+    """Pass an event of a publisher's scheme on if an explorer is sent all weights instead of a patch."""
+    if not isinstance(event, WorkerEvent) or event.kind != "full_update" or event.worker == _PLACEHOLDER:
+        return
+    sender = publisher()
+    if sender is not None and (tell := sender._teller_of(event.version)) is not None:
+        tell(event)
 
 
 def is_loopback(address: str | None) -> bool:

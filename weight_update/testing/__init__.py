@@ -12,8 +12,15 @@
         def make_scheme(self, **options):
             return MyScheme(**options)
 
-This package needs pytest; nothing else of ``weight_update`` imports it.
+This package needs pytest, which the extra ``test`` installs; nothing else of ``weight_update`` imports it.
 """
+
+try:
+    import pytest  # noqa: F401
+except ImportError as _error:
+    raise ImportError(
+        f'cannot import pytest ({_error}): pip install "weight-update[test]"', name="pytest"
+    ) from _error
 
 from weight_update.testing.apart import Apart, ApartInTwos
 from weight_update.testing.chunks import Ends, greet

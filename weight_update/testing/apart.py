@@ -8,8 +8,6 @@ from weight_update import DistributedWeightSyncScheme
 from weight_update.schemes.base import End
 from weight_update.transports import TransportBackend
 
-__all__ = ["Apart", "ApartInTwos"]
-
 
 class Apart(DistributedWeightSyncScheme):
     """A scheme whose workers take themselves for separate hosts, so that weights cross sockets.
@@ -22,7 +20,7 @@ class Apart(DistributedWeightSyncScheme):
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
         if end == "receiver":
-            self.host = f"host {worker_idx // self.per_host}"
+            self.host: str | None = f"host {worker_idx // self.per_host}"
         return super().create_transport(worker_idx=worker_idx, end=end)
 
 

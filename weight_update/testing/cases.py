@@ -14,8 +14,6 @@ from weight_update.testing.models import fingerprint, mlp
 from weight_update.testing.worker_processes import WorkerProcesses, context_of
 from weight_update.testing.workers import Method
 
-__all__ = ["Assemble", "SchemeCase", "assert_equal"]
-
 Assemble = Callable[..., WorkerProcesses]
 
 

@@ -16,26 +16,6 @@ from weight_update.testing.models import random_bits
 from weight_update.transports import TransportBackend
 from weight_update.wire.frames import Kind, WeightChunk
 
-__all__ = [
-    "LONG",
-    "SPOILERS",
-    "TEXT",
-    "Ends",
-    "Spoilt",
-    "assert_same",
-    "drain",
-    "exchange",
-    "greet",
-    "hello",
-    "in_background",
-    "must_receive",
-    "number",
-    "send_numbers",
-    "send_unread",
-    "spoilt",
-    "update_of",
-]
-
 Ends = tuple[TransportBackend, TransportBackend]
 LONG = 20.0
 TEXT = 'naïve 漢字 🤖 "quoted" \\ \n \x00'

@@ -18,8 +18,6 @@ from weight_update.compression import (
 )
 from weight_update.errors import FormatError
 
-__all__ = ["CompressionContract"]
-
 MIB = 1 << 20
 
 

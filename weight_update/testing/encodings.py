@@ -22,8 +22,6 @@ from weight_update.strategy.strategy import WeightStrategy
 from weight_update.testing.models import Zoo, fingerprint, mlp, random_bits, scramble, small_views
 from weight_update.wire.schema import WeightSchema
 
-__all__ = ["EncodingContract"]
-
 Named = Mapping[str, torch.Tensor]
 
 

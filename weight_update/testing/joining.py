@@ -25,8 +25,6 @@ from weight_update.testing.cases import Assemble, SchemeCase, assert_equal
 from weight_update.testing.models import Zoo, fingerprint, mlp, scramble
 from weight_update.testing.worker_processes import context_of
 
-__all__ = ["JoiningTests"]
-
 
 class Context:
     """The least that a scheme needs to know a model and its workers."""

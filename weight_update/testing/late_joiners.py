@@ -21,8 +21,6 @@ from weight_update.testing.processes import wait_until
 from weight_update.testing.worker_processes import WorkerProcesses
 from weight_update.testing.workers import Worker
 
-__all__ = ["LateJoinerContract"]
-
 
 class LateJoinerContract(SchemeCase):
     """Workers that ``init_on_sender`` was not told of join, leave and come back.

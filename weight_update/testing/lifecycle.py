@@ -12,8 +12,6 @@ from weight_update.testing.models import mlp
 from weight_update.testing.processes import eventually
 from weight_update.testing.worker_processes import context_of
 
-__all__ = ["LifecycleTests"]
-
 
 class LifecycleTests(SchemeCase):
     """Everything about ``shutdown``, on either side."""

@@ -14,8 +14,6 @@ from torch import nn
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.wire.schema import DTYPES
 
-__all__ = ["Brittle", "Stack", "Zoo", "fingerprint", "mlp", "random_bits", "scramble", "small_views"]
-
 
 def random_bits(shape: Iterable[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
     """Return a tensor of random bits; floating dtypes get NaNs of all payloads, infinities and -0.0."""
@@ -59,20 +57,24 @@ class Zoo(nn.Module):
         for name, dtype in DTYPES.items():
             value = random_bits((3, 5), dtype, seed)
             self.register_parameter(f"of_{name}", nn.Parameter(value, requires_grad=False))
-        self.scalar = nn.Parameter(torch.tensor(float(seed)))
-        self.nothing = nn.Parameter(torch.empty(0, 4))
-        self.transposed = nn.Parameter(random_bits((6, 4), torch.float32, seed).t(), requires_grad=False)
-        self.strided = nn.Parameter(random_bits((9,), torch.int64, seed)[::2], requires_grad=False)
-        self.special = nn.Parameter(special_floats(), requires_grad=False)
-        self.inner = nn.Linear(4, 4)
-        self.output = nn.Linear(4, 4)
+        self.scalar: nn.Parameter = nn.Parameter(torch.tensor(float(seed)))
+        self.nothing: nn.Parameter = nn.Parameter(torch.empty(0, 4))
+        self.transposed: nn.Parameter = nn.Parameter(
+            random_bits((6, 4), torch.float32, seed).t(), requires_grad=False
+        )
+        self.strided: nn.Parameter = nn.Parameter(
+            random_bits((9,), torch.int64, seed)[::2], requires_grad=False
+        )
+        self.special: nn.Parameter = nn.Parameter(special_floats(), requires_grad=False)
+        self.inner: nn.Linear = nn.Linear(4, 4)
+        self.output: nn.Linear = nn.Linear(4, 4)
         for layer in (self.inner, self.output):
             scramble(layer, seed, finite=True)
         self.output.weight = self.inner.weight
         self.register_buffer("steps", torch.tensor(seed))
         self.register_buffer("mask", random_bits((7,), torch.bool, seed))
         self.register_buffer("cache", random_bits((2, 2), torch.float64, seed), persistent=False)
-        self.noted = Noted(seed)
+        self.noted: Noted = Noted(seed)
         self.note: Any = {"seed": seed, "blob": bytes([seed % 256, 0, 255]), "pair": (1, None, True, 0.5)}
 
     def get_extra_state(self) -> Any:

@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["eventually", "freeze", "wait_until"]
-
 
 def eventually(condition: Callable[[], object], seconds: float = 10.0) -> bool:
     """Return whether ``condition`` becomes true within ``seconds``."""

@@ -19,8 +19,6 @@ from weight_update.testing.workers import (
 )
 from weight_update.transports.ray.rendezvous import require_ray
 
-__all__ = ["START_SECONDS", "RayWorker", "keep_spare"]
-
 START_SECONDS = 240.0
 """Seconds that Ray may take to start an actor, which imports torch, on a machine that others use too."""
 _idle: dict[str, list[Any]] = {}

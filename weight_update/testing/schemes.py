@@ -6,8 +6,6 @@ from weight_update.testing.joining import JoiningTests
 from weight_update.testing.lifecycle import LifecycleTests
 from weight_update.testing.updating import UpdatingTests
 
-__all__ = ["SchemeContract"]
-
 
 class SchemeContract(JoiningTests, UpdatingTests, LifecycleTests):
     """Tests of one scheme; subclass it and implement ``make_scheme``.

@@ -13,8 +13,6 @@ from weight_update.errors import SchemaMismatchError, UnsupportedSourceError
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.testing.models import Zoo, fingerprint, mlp
 
-__all__ = ["StrategyContract"]
-
 SHAPES = ["module", "tensordict", "nested dict", "dotted dict"]
 
 

@@ -26,14 +26,12 @@ from weight_update.testing.chunks import (
 )
 from weight_update.transports import TransportBackend
 
-__all__ = ["TransportFailureTests"]
-
 
 class TransportFailureTests:
     """The part of :class:`TransportContract` about trouble; its attributes are described there."""
 
-    moment = 0.1
-    slack = 1.0
+    moment: float = 0.1
+    slack: float = 1.0
     limit = LONG
     unread = 500
     token = "token"

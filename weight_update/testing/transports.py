@@ -27,8 +27,6 @@ from weight_update.testing.models import Zoo, fingerprint, mlp, scramble
 from weight_update.testing.transport_failures import TransportFailureTests
 from weight_update.wire.frames import Kind, WeightChunk
 
-__all__ = ["TransportContract"]
-
 SIZES = (0, 1, 63, 64, 65, (1 << 20) + 3, (5 << 20) + 1)
 
 

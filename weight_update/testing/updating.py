@@ -23,8 +23,6 @@ from weight_update.testing.processes import wait_until
 from weight_update.testing.workers import Body
 from weight_update.wire.schema import WeightSchema
 
-__all__ = ["UpdatingTests"]
-
 MOMENT = 0.2
 
 

@@ -20,8 +20,6 @@ from weight_update.schemes import WeightSyncScheme
 from weight_update.testing.ray_workers import RayWorker
 from weight_update.testing.workers import Method, Worker
 
-__all__ = ["WorkerProcesses", "context_of", "start_worker"]
-
 
 class WorkerProcesses:
     """A sender and its workers; a context manager that leaves nothing running.
@@ -32,7 +30,8 @@ class WorkerProcesses:
     """
 
     def __init__(self, scheme: WeightSyncScheme, method: Method = "fork") -> None:
-        self.scheme, self.method = scheme, method
+        self.scheme: WeightSyncScheme = scheme
+        self.method = method
         self.workers: list[Worker] = []
 
     def hire(self, index: int, model: Any, **options: Any) -> Worker:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import faulthandler
 import io
 import logging
 import multiprocessing
+import os
+import signal
 import threading
 import traceback
 from collections.abc import Callable
@@ -21,8 +24,6 @@ import torch
 
 from weight_update.schemes import WeightSyncScheme
 from weight_update.testing.models import fingerprint
-
-__all__ = ["Body", "Method", "Worker", "WorkerDiedError"]
 
 Method = Literal["fork", "forkserver", "spawn", "thread", "ray"]
 
@@ -42,7 +43,8 @@ class Body:
     """The content of a worker: a scheme, a model, and one method for each request of a test."""
 
     def __init__(self, scheme: WeightSyncScheme, index: int) -> None:
-        self.scheme, self.index = scheme, index
+        self.scheme: WeightSyncScheme = scheme
+        self.index: int = index
         self.model: Any = None
         self._holding: Any = None
         self._log = _Log()
@@ -200,11 +202,13 @@ class RemoteObject:
         return not self._pipe.poll(seconds)
 
     def stop(self) -> None:
-        """End the object and the process or thread; kill a process that does not end."""
+        """End the object and the process or thread; kill a process that does not end, and show its stacks."""
         with contextlib.suppress(OSError):  # it may have ended on its own
             self._pipe.send_bytes(dumps(None))
         self.runner.join(10.0)
         if self.runner.is_alive() and hasattr(self.runner, "kill"):
+            os.kill(self.runner.pid, signal.SIGUSR2)
+            self.runner.join(1.0)
             self.runner.kill()
             self.runner.join(10.0)
         self._pipe.close()
@@ -247,6 +251,7 @@ def loads(data: bytes) -> Any:
 
 def _main(pipe: Connection, make: Callable[..., Any], *args: Any) -> None:
     torch.set_num_threads(1)  # a forked child hangs in parallel regions if its parent ever used one
+    faulthandler.register(signal.SIGUSR2, file=2)
     _serve(pipe, make, *args)
 
 

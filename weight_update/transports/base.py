@@ -13,8 +13,6 @@ from weight_update.transports.buffer import Allocate, Buffer
 from weight_update.transports.weight_transfer import WeightTransfer
 from weight_update.wire.frames import WeightChunk
 
-__all__ = ["Allocate", "Buffer", "Capabilities", "TransportBackend"]
-
 
 @dataclass(frozen=True)
 class Capabilities:
@@ -81,6 +79,9 @@ class TransportBackend(WeightTransfer):
     ``allocate``, ``expect`` and ``release``.
     """
 
+    capabilities: Capabilities = Capabilities()
+    """Properties of this link; a subclass sets them for the class, and for one end where they differ."""
+
     on_join_request: Callable[[WeightChunk], None] | None = None
     """Set by the sender on its end, called by :meth:`screen`."""
 
@@ -90,14 +91,9 @@ class TransportBackend(WeightTransfer):
         for name in _FORMER_NAMES.keys() & vars(cls).keys():
             field = _FORMER_NAMES[name]
             raise TypeError(
-                f"{cls.__name__}.{name} has no effect: set capabilities = Capabilities({field}=...), or make "
-                "capabilities a property where it changes"
+                f"{cls.__name__}.{name} has no effect: set capabilities = Capabilities({field}=...), for the "
+                "class or, where it changes, for the object"
             )
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Properties of this link; a subclass sets a class attribute, or a property where they change."""
-        return Capabilities()
 
     def screen(self, hello: WeightChunk) -> None:
         """Sender's end: check a join request before its connection replaces the one that this link has.

@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["Allocate", "Buffer"]
-
 Allocate = Callable[[int], torch.Tensor]
 """Returns a 1-D uint8 CPU tensor of exactly so many bytes to receive a payload into."""
 

@@ -25,8 +25,6 @@ import struct
 from weight_update.errors import FormatError, JoinRefusedError
 from weight_update.transports.shared_memory.unix_stream import SocketStream, peer_credentials
 
-__all__ = ["PROOF_BYTES", "Challenge", "proof", "prove_token", "require_same_user"]
-
 _MAGIC = b"WUH1"
 PROOF_BYTES = 32
 """Length in bytes of a proof, and of a nonce."""

@@ -14,8 +14,6 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["InheritedSockets", "listening_sockets", "packed_address"]
-
 _SO_ATTACH_FILTER = 26  # of Linux; the socket module has no name for it
 _RETURN_0 = struct.pack("HBBI", 6, 0, 0, 0)
 """A filter of one instruction: keep 0 bytes of each packet."""
@@ -31,7 +29,8 @@ class InheritedSockets:
     """
 
     def __init__(self, *local: bytes) -> None:
-        self.local, self.remote = list(local), list[bytes]()
+        self.local: list[bytes] = list(local)
+        self.remote: list[bytes] = []
         _watched.append(self)
 
     def forget(self) -> None:

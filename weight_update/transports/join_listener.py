@@ -14,8 +14,6 @@ from weight_update.transports.rate_limit import RateLimitedLog, Refusals
 from weight_update.transports.reconnecting import ReconnectingLink
 from weight_update.wire.frames import Kind, WeightChunk
 
-__all__ = ["BACK_OFF_SECONDS", "JoinListener", "refusal_of"]
-
 BACK_OFF_SECONDS = 1.0
 """Pause after an unexpected error, which may repeat at once."""
 _REFUSAL_SECONDS = 5.0
@@ -45,7 +43,8 @@ class JoinListener(ABC, Generic[_L]):
         self._token, self._links, self._late_joiners = token, links, late_joiners
         self._closed = threading.Event()
         log = logging.getLogger(type(self).__module__)
-        self._log, self.refusals = RateLimitedLog(log), Refusals(log)
+        self._log = RateLimitedLog(log)
+        self.refusals: Refusals = Refusals(log)
         self._thread = threading.Thread(target=self._run, name="weight_update-listener", daemon=True)
 
     @abstractmethod

@@ -21,8 +21,6 @@ from weight_update.transports.shared_memory.unix_stream import (
     seconds_left,
 )
 
-__all__ = ["MAX_PENDING", "Listener", "Serve"]
-
 _JOIN_SECONDS = 30.0
 """Seconds from the connection to the end of the first request."""
 MAX_PENDING = 128
@@ -59,7 +57,7 @@ class Listener:
         sock.setblocking(False)
         self._sock, self._token, self._context, self._serve = sock, token, context, serve
         self._log = RateLimitedLog(log)
-        self.refusals = Refusals(log)
+        self.refusals: Refusals = Refusals(log)
         self._pending: dict[int, _Pending] = {}  # by descriptor, oldest first
         self._poller = select.poll()
         self._descriptor = sock.fileno()

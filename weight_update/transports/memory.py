@@ -8,10 +8,9 @@ import threading
 from dataclasses import replace
 
 from weight_update.errors import LinkClosedError, NotEnoughMemoryError
-from weight_update.transports.base import Allocate, TransportBackend
+from weight_update.transports.base import TransportBackend
+from weight_update.transports.buffer import Allocate
 from weight_update.wire.frames import WeightChunk
-
-__all__ = ["MemoryTransport"]
 
 
 class MemoryTransport(TransportBackend):
@@ -36,9 +35,14 @@ class MemoryTransport(TransportBackend):
         closed = threading.Event()
         return cls(backward, forward, closed), cls(forward, backward, closed)
 
+    @property
+    def closed(self) -> bool:
+        """Whether one of the two ends was closed."""
+        return self._closed.is_set()
+
     def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:
         """Send one chunk; never waits."""
-        if self._closed.is_set():
+        if self.closed:
             raise LinkClosedError("the link was closed")
         payload = None if chunk.payload is None else chunk.payload.clone()
         self._outbox.put(replace(chunk, payload=payload))
@@ -49,7 +53,7 @@ class MemoryTransport(TransportBackend):
         try:
             chunk = self._inbox.get(timeout=timeout) if timeout != 0 else self._inbox.get_nowait()
         except queue.Empty:
-            if self._closed.is_set():
+            if self.closed:
                 raise LinkClosedError("the link was closed") from None
             return None
         if chunk is None:

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["available_memory", "entries", "left_in_cgroups"]
-
 
 class _Controller(NamedTuple):
     """Files in which a version of the cgroup interface accounts for memory."""

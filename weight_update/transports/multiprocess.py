@@ -14,7 +14,8 @@ from typing import Any, Literal
 import torch
 
 from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, TransportError
-from weight_update.transports.base import Allocate, Buffer, Capabilities, TransportBackend
+from weight_update.transports.base import Capabilities, TransportBackend
+from weight_update.transports.buffer import Allocate, Buffer
 from weight_update.transports.shared_memory.slots import (
     SharedBuffer,
     SlotTable,
@@ -29,8 +30,6 @@ from weight_update.transports.shared_memory.unix_stream import (
     seconds_left,
 )
 from weight_update.wire.frames import PRELUDE_BYTES, Kind, Prelude, WeightChunk
-
-__all__ = ["MPTransport"]
 
 _Item = tuple[bytes, tuple[int, int, str] | None]
 _CHECK_SECONDS = 0.2
@@ -62,6 +61,11 @@ class ReaderLock:
                 break
             time.sleep(_RETRY_SECONDS)  # the owner has ended, or does not listen yet
         pid, user = owner or ("unknown", os.geteuid())
+        if pid == os.getpid():
+            raise JoinRefusedError(
+                "another receiver in this process uses the queues of this worker: give each receiver an "
+                "index of its own"
+            )
         if user in (os.geteuid(), 0):
             raise JoinRefusedError(
                 f"process {pid} uses the queues of this worker: end it before another takes its place, or "
@@ -108,7 +112,7 @@ class MPTransport(TransportBackend):
             reader.
     """
 
-    capabilities = Capabilities(shares_memory=True, send_never_blocks=True, allows_rejoin=True)
+    capabilities: Capabilities = Capabilities(shares_memory=True, send_never_blocks=True, allows_rejoin=True)
 
     def __init__(
         self,
@@ -134,6 +138,11 @@ class MPTransport(TransportBackend):
             if side is not None:
                 side.cancel_join_thread()  # a dead reader must not keep this process from exiting
 
+    @property
+    def _refused(self) -> bool:
+        """Whether this end of a receiver has no right to use the queues."""
+        return self._end == "receiver" and self._name is not None and self._reader_lock is None
+
     def watch(self, pid: int) -> None:
         """Watch the process at the other end, to notice its death."""
         self._other = None
@@ -147,8 +156,8 @@ class MPTransport(TransportBackend):
         """Send one chunk; never waits."""
         if self._closed or self._other_is_dead():
             raise LinkClosedError("the other process is gone")
-        if self._end == "receiver" and self._name is not None and self._reader_lock is None:
-            raise LinkClosedError("another process uses the queues of this worker")
+        if self._refused:
+            raise LinkClosedError("another receiver uses the queues of this worker")
         if self._outbox is None:
             raise TransportError("this end has no queue to send on")
         where = None
@@ -210,7 +219,7 @@ class MPTransport(TransportBackend):
     def close(self) -> None:
         self._closed = True
         for side in (self._outbox, self._inbox):
-            if side is not None:
+            if side is not None and not self._refused:  # else another receiver here may use it
                 side.close()
         self._other = None
         self._slots.clear()

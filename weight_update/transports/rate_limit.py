@@ -11,8 +11,6 @@ from typing import Any
 
 from weight_update.errors import FormatError, TransportError
 
-__all__ = ["RateLimitedLog", "Refusals"]
-
 _KEPT = 8
 
 

@@ -15,11 +15,10 @@ from weight_update.errors import (
     TransportError,
     UnreachableMemoryError,
 )
-from weight_update.transports.base import Allocate, Capabilities, TransportBackend
+from weight_update.transports.base import Capabilities, TransportBackend
+from weight_update.transports.buffer import Allocate
 from weight_update.transports.shared_memory.unix_stream import SHORTAGES, deadline_of, seconds_left
 from weight_update.wire.frames import WeightChunk
-
-__all__ = ["LinkConnection", "ReconnectingLink"]
 
 
 class LinkConnection(Protocol):
@@ -42,7 +41,6 @@ class LinkConnection(Protocol):
 
 
 _PAUSE_SECONDS = 0.5
-_CAPABILITIES = Capabilities(allows_rejoin=True)
 _C = TypeVar("_C", bound=LinkConnection)
 
 
@@ -59,16 +57,14 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         joins: whether this is the receiver's end.
     """
 
+    capabilities: Capabilities = Capabilities(allows_rejoin=True)
+
     def __init__(self, *, joins: bool) -> None:
         self._joins = joins
         self._changed = threading.Condition()
         self._connection: _C | None = None
         self._hello: WeightChunk | None = None  # first chunk of the connection, until it is received
         self._closed = False
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return _CAPABILITIES
 
     @property
     def closed(self) -> bool:

@@ -13,8 +13,6 @@ from weight_update.transports.distributed.store import Store, StoreBase
 from weight_update.transports.inherited_sockets import InheritedSockets, listening_sockets
 from weight_update.transports.rate_limit import RateLimitedLog
 
-__all__ = ["SignedRendezvous"]
-
 _log = RateLimitedLog(logging.getLogger(__name__))
 _SIZE = struct.Struct("<I")  # of a key
 

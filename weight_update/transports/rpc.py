@@ -10,12 +10,10 @@ from typing import Any
 from torch.distributed import rpc
 
 from weight_update.errors import LinkClosedError
-from weight_update.transports.base import Allocate
+from weight_update.transports.buffer import Allocate
 from weight_update.transports.distributed.transport import DistributedTransport
 from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
 from weight_update.wire.frames import Kind, WeightChunk
-
-__all__ = ["RPCTransport", "called_for"]
 
 called_for: ContextVar[str | None] = ContextVar("called_for", default=None)
 """Id of the updated model, in a worker while its sender calls it; None otherwise."""

@@ -16,8 +16,6 @@ from weight_update.transports.buffer import Allocate, Buffer
 from weight_update.wire.frames import Kind, Step, WeightChunk, extra_of, frames_of, payloads_of
 from weight_update.wire.schema import WeightSchema
 
-__all__ = ["WeightTransfer"]
-
 
 class WeightTransfer(ABC):
     """Mixin of :class:`~weight_update.TransportBackend` that sends and receives weights instead of chunks."""

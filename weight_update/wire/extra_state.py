@@ -16,8 +16,6 @@ from weight_update.errors import FormatError, UnsupportedSourceError
 from weight_update.wire.memory import byte_view
 from weight_update.wire.schema import DTYPES, dtype_name
 
-__all__ = ["decode_extra", "encode_extra"]
-
 _PLAIN = (type(None), bool, int, float, str)
 
 

@@ -39,18 +39,6 @@ from weight_update.wire.extra_state import decode_extra, encode_extra
 from weight_update.wire.memory import byte_view
 from weight_update.wire.schema import MAX_PAYLOAD_BYTES, WeightSchema, compact_json
 
-__all__ = [
-    "Kind",
-    "Prelude",
-    "Step",
-    "WeightChunk",
-    "extra_of",
-    "frame_of",
-    "frames_of",
-    "fresh_bytes",
-    "payloads_of",
-]
-
 _PRELUDE = struct.Struct("<4sBBHIQII")
 PRELUDE_BYTES = _PRELUDE.size
 _MAGIC = b"WUPD"
@@ -134,7 +122,7 @@ class WeightChunk:
 
     kind: Kind
     header: Mapping[str, Any]
-    payload: torch.Tensor | None = None
+    payload: torch.Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         fields, optional = _REQUIRED[self.kind], _OPTIONAL.get(self.kind, {})

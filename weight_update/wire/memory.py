@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["await_stream", "byte_view", "digest", "memory_identity"]
-
 
 def await_stream(tensor: torch.Tensor) -> None:
     """Wait for all work that this thread has queued on the GPU of ``tensor``, if it is on one."""

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from weight_update.errors import FormatError, SchemaMismatchError, UnsupportedSourceError
+from weight_update.text import plural
 from weight_update.wire.memory import memory_identity
-
-__all__ = ["TensorMeta", "WeightSchema"]
 
 ALIGNMENT = 64
 """Bytes to which every tensor is aligned in the flat buffer."""
@@ -226,7 +225,8 @@ class WeightSchema:
         if problems:
             hint = wrapper_hint({"the sender": self.names, who: other.names})
             raise SchemaMismatchError(
-                f"{who} does not have the same weights as the sender ({len(problems)} differences{hint}):",
+                f"{who} does not have the same weights as the sender "
+                f"({plural(len(problems), 'difference')}{hint}):",
                 tuple(problems),
             )
 
@@ -258,9 +258,9 @@ class WeightSchema:
         return cls(metas, nbytes)
 
 
-def aligned(nbytes: int) -> int:
-    """Return the next multiple of :data:`ALIGNMENT`."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
+    """Return the next multiple of ``alignment``."""
+    return -(-nbytes // alignment) * alignment
 
 
 def differences(ours: WeightSchema, theirs: WeightSchema, who: str, *, more: bool = False) -> Iterable[str]:

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["THREADS", "Check", "Finding", "fail", "ok", "run", "skipped", "still_running", "warn"]
-
 THREADS = "doctor"
 """Beginning of the names of threads of checks."""
 

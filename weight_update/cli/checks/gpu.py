@@ -13,8 +13,6 @@ from weight_update.cli.checks.base import Finding, fail, ok, skipped
 from weight_update.transports.distributed.store import HashStore
 from weight_update.transports.shared_memory.cuda_slots import CudaBuffer
 
-__all__ = ["GPU_SECONDS", "IPC_CURE", "NCCL_CURE", "look_at_cuda", "look_at_ipc", "look_at_nccl"]
-
 GPU_SECONDS = 30.0
 """Seconds that a check may take in which a process imports torch, or NCCL starts."""
 _BYTE = 42

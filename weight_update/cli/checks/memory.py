@@ -10,19 +10,10 @@ from pathlib import Path
 
 from weight_update.cli.checks.base import Finding, fail, ok, warn
 from weight_update.errors import NotEnoughMemoryError, TransportError
+from weight_update.text import format_size
 from weight_update.transports.listener import MAX_PENDING
 from weight_update.transports.memory_limits import entries, left_in_cgroups
 from weight_update.transports.shared_memory.slots import SharedBuffer
-
-__all__ = [
-    "SHM",
-    "look_at_cgroup",
-    "look_at_descriptors",
-    "look_at_memfd",
-    "look_at_memory",
-    "look_at_other_processes",
-    "look_at_shm",
-]
 
 SHM = "/dev/shm"
 _ROOT = Path("/")
@@ -36,8 +27,8 @@ def look_at_memory(root: Path = _ROOT) -> Finding:
     """Compare the free memory of the machine with all of it."""
     meminfo = entries(root / "proc/meminfo")
     total, free = meminfo["MemTotal:"] * 1024, meminfo["MemAvailable:"] * 1024
-    room = f"room for {_BUFFERS} buffers of a model of {_gb(free // _BUFFERS)}"
-    found = f"{_gb(free)} of {_gb(total)} are free: {room}"
+    room = f"room for {_BUFFERS} buffers of a model of {format_size(free // _BUFFERS)}"
+    found = f"{format_size(free)} of {format_size(total)} are free: {room}"
     if free < _LITTLE * total:
         return warn(found, "end other programs, or use a smaller model; a sender has two to four buffers")
     return ok(found)
@@ -49,7 +40,7 @@ def look_at_cgroup(root: Path = _ROOT) -> Finding:
     left = min(left_in_cgroups(root), default=free)
     if left >= free:
         return ok("no limit below the free memory of the machine")
-    found = f"the memory limit leaves {_gb(max(left, 0))}; the machine has {_gb(free)} free"
+    found = f"the memory limit leaves {format_size(max(left, 0))}; the machine has {format_size(free)} free"
     if left < _LITTLE * free:
         return warn(found, "raise the limit of the container or job (docker run --memory, Slurm's --mem)")
     return ok(found)
@@ -83,9 +74,9 @@ def look_at_shm(directory: str = SHM) -> Finding:
     stats = os.statvfs(directory)
     total, free = stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    found = f"{directory}: {_gb(free)} of {_gb(total)} are free"
+    found = f"{directory}: {format_size(free)} of {format_size(total)} are free"
     if free < _LITTLE * machine:
-        return warn(f"{found}, little for a machine of {_gb(machine)}; {needs}", cure)
+        return warn(f"{found}, little for a machine of {format_size(machine)}; {needs}", cure)
     return ok(found)
 
 
@@ -123,7 +114,3 @@ def look_at_other_processes() -> Finding:
         "run trainer and workers as the same user in the same pid namespace, mount /proc without hidepid, "
         "or use SharedMemWeightSyncScheme, which needs no /proc",
     )
-
-
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.3g} GB"

@@ -15,8 +15,6 @@ import torch
 from weight_update.cli.checks.base import THREADS, Finding, fail, ok, warn
 from weight_update.transports.distributed.store import HashStore, ProcessGroupGloo
 
-__all__ = ["GLOO_CURE", "PEER_SECONDS", "look_at_gloo", "look_at_loopback", "look_at_peer"]
-
 _LOOPBACK = "127.0.0.1"
 _SECONDS = 3.0
 PEER_SECONDS = 3.0

@@ -10,8 +10,6 @@ from packaging.specifiers import SpecifierSet
 
 from weight_update.cli.checks.base import Finding, fail, ok, skipped, warn
 
-__all__ = ["look_at_package", "look_at_python", "requirement_of"]
-
 _OURS = "weight-update"
 _REINSTALL = f"install this library with pip (pip install {_OURS}), so that its requirements are known"
 

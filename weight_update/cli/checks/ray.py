@@ -9,8 +9,6 @@ from pathlib import Path
 
 from weight_update.cli.checks.base import Finding, fail, ok, skipped
 
-__all__ = ["RAY_CURE", "look_at_ray"]
-
 _SECONDS = 3.0
 _CURRENT = "/tmp/ray/ray_current_cluster"  # in which "ray start" leaves the address
 _STARTS_ANEW = ("", "local", "auto")

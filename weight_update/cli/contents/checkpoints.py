@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,6 @@ from weight_update.checkpoints.store import map_file
 from weight_update.cli.contents.tensors import tensor_rows
 from weight_update.errors import CorruptCheckpointError
 from weight_update.wire.schema import WeightSchema, dtype_name
-
-__all__ = ["read_directory", "read_version_file"]
 
 _SUFFIX = ".safetensors"
 _MEANINGS = {
@@ -58,6 +56,7 @@ def read_directory(directory: Path) -> dict[str, Any]:
         "kind": "checkpoint directory",
         "path": str(directory),
         "newest_complete_version": None if newest is None else newest[0],
+        **_cure(index, [row for row in rows if row["problem"]], None if newest is None else newest[0]),
         "versions": rows,
         "other_files": others,
         **_tensors({} if newest is None else newest[1]),
@@ -85,16 +84,39 @@ def read_version_file(path: Path) -> dict[str, Any]:
             pass
         else:
             if path.suffix != _SUFFIX or manifest is None or manifest.file == path.name:
-                return {"good": row["state"] == "ok", **facts, **row, **_tensors(weights or {})}
+                cure = _cure(index, [row], _newest_complete(index)) if row["problem"] else {}
+                return {"good": row["state"] == "ok", **facts, **row, **cure, **_tensors(weights or {})}
     return _read_alone(path, facts)
 
 
+def _newest_complete(index: ManifestIndex) -> int | None:
+    """Return the newest version that is not damaged."""
+    for version in index.versions():
+        with contextlib.suppress(FileNotFoundError):  # the trainer removed it just now
+            if _read_version(index, version)[0]["problem"] is None:
+                return version
+    return None
+
+
+def _cure(index: ManifestIndex, damaged: Sequence[Mapping[str, Any]], newest: int | None) -> dict[str, str]:
+    """Return the fact that states what to do about damaged versions; no fact if there are none."""
+    if not damaged:
+        return {}
+    complete = "wait for the next one" if newest is None else f"use version {newest}, the newest complete one"
+    files = " and ".join(index.path(row["version"]).name for row in damaged)
+    return {
+        "cure": f"readers skip damaged versions and {complete}; to remove the damage, delete {files} (the "
+        "next publish() removes its data)"
+    }
+
+
 def _read_alone(path: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
-    problem, weights = None, dict[str, Any]()
+    problem, weights, cure = None, dict[str, Any](), dict[str, str]()
     try:
         _, weights = map_file(path)
     except CorruptCheckpointError as error:
         problem = str(error)
+        cure = {"cure": "delete it, or write it again; no reader uses it, because no manifest names it"}
     return {
         "good": problem is None,
         **facts,
@@ -102,6 +124,7 @@ def _read_alone(path: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
         "bytes": path.stat().st_size,
         "checksum": "none: no manifest names this file",
         "problem": problem,
+        **cure,
         **_tensors(weights),
     }
 

@@ -18,8 +18,6 @@ from weight_update.errors import FormatError
 from weight_update.wire.frames import PRELUDE_BYTES, Kind, Prelude, WeightChunk, payloads_of
 from weight_update.wire.schema import WeightSchema
 
-__all__ = ["MAGIC", "read_frames"]
-
 MAGIC = b"WUPD"
 """The first bytes of a frame."""
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from weight_update.wire.schema import WeightSchema, dtype_name
 
-__all__ = ["tensor_rows"]
-
 
 def tensor_rows(schema: WeightSchema) -> list[dict[str, Any]]:
     """Return a row for each name: dtype, shape, bytes, and the first name of the same tensor."""

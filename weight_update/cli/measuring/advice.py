@@ -8,8 +8,6 @@ from typing import Any
 
 from weight_update.cli.measuring.rounds import Case, Results
 
-__all__ = ["case_row", "network_advice", "recommendation"]
-
 _NETWORK = "distributed"
 
 

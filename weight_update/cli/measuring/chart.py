@@ -8,8 +8,6 @@ from typing import Any
 
 import click
 
-__all__ = ["draw", "require_matplotlib"]
-
 
 def require_matplotlib() -> None:
     """Raise click.ClickException if matplotlib is not installed."""

@@ -15,8 +15,6 @@ from torch import nn
 
 from weight_update.wire.memory import byte_view
 
-__all__ = ["ModelSource", "change", "checksums", "tensors_of"]
-
 _LAYERS = 16
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -27,7 +25,7 @@ class ModelSource:
 
     Attributes:
         megabytes: size of a model of linear layers in bfloat16.
-        path: import path ``package.module:name`` of a module, or of a function that returns one; None for a
+        path: import path ``module:attribute`` of a module, or of a function that returns one; None for a
             model of that size.
     """
 
@@ -42,7 +40,7 @@ class ModelSource:
         """
         model = _sized(self.megabytes) if self.path is None else _imported(self.path)
         if not any(value.numel() for value in tensors_of(model).values()):
-            raise click.BadParameter(f"{self.path!r} has no weights to send")
+            raise _refused(f"{self.path!r} has no weights to send")
         return model
 
 
@@ -53,19 +51,25 @@ def _sized(megabytes: float) -> nn.Module:
 
 def _imported(path: str) -> nn.Module:
     module, _, name = path.partition(":")
+    if not module or not name:
+        raise _refused(f"{path!r} is not of the form module:attribute, such as my_policy:Policy")
     try:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:
-        raise click.BadParameter(f"{path!r}: {error}; give package.module:name") from None
+        raise _refused(f"{path!r}: {error}; give module:attribute") from None
     if not isinstance(found, nn.Module) and callable(found):
         found = found()
     if not isinstance(found, nn.Module):
-        raise click.BadParameter(
+        raise _refused(
             f"{path!r} is a {type(found).__name__}, neither a torch.nn.Module nor a function that returns one"
         )
     return found.cpu()
+
+
+def _refused(problem: str) -> click.BadParameter:
+    return click.BadParameter(problem, param_hint="--model")
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:

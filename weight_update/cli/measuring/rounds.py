@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from weight_update.cli.measuring.models import ModelSource, change, checksums, tensors_of
-from weight_update.cli.measuring.workers import ProcessWorker, RayWorker, Worker
+from weight_update.cli.measuring.workers import ProcessWorker, RayWorker, Worker, WorkerLateError
 from weight_update.errors import NotEnoughMemoryError, SyncTimeoutError, WeightSyncError, WorkerError
 from weight_update.report import SyncReport
 from weight_update.schemes import (
@@ -22,9 +22,8 @@ from weight_update.schemes import (
     WeightSyncScheme,
 )
 from weight_update.strategy.strategy import WeightStrategy
+from weight_update.text import format_size, plural
 from weight_update.transports.memory_limits import available_memory
-
-__all__ = ["ENCODINGS", "RAY", "SCHEMES", "Case", "Plan", "Results", "measure"]
 
 RAY = "ray"
 """Name of the scheme whose workers are actors."""
@@ -41,6 +40,7 @@ ENCODINGS = ("dense", "patch")
 _ROUNDS = 30
 _WARM_UP = 1  # rounds that are not counted
 _SHARE_OF_ONE_WAIT = 0.25  # of the time limit, for one scheme to connect or to send
+_LEAST_WAIT = 10.0  # seconds for the same: a shorter time limit is no reason to take a worker for late
 _CLOSING_SECONDS = 2.0  # that workers may take to end
 _AROUND_SECONDS = 4.0  # for closing, and for the end of this process
 _MARGIN = 2.0  # times what a round or check took before
@@ -114,7 +114,7 @@ def measure(plan: Plan, tell: Tell) -> Results:
         WorkerError: a worker could not start.
     """
     clock = _Clock(plan.seconds, tell)
-    clock.tell("making the model")
+    clock.begin("making the model")
     model = plan.source.make()
     tensors = tensors_of(model)
     nbytes = sum(value.numel() * value.element_size() for value in tensors.values())
@@ -123,19 +123,23 @@ def measure(plan: Plan, tell: Tell) -> Results:
     try:
         for scheme, encoding in itertools.product(plan.schemes, plan.encodings):
             cases.append(_case(scheme, encoding, plan, model))
-        clock.tell(f"starting {plan.workers} workers")
+        starting = f"starting {plural(plan.workers, 'worker')}"
+        clock.begin(starting)
         workers.extend(_start(plan, cases))
-        for worker in workers:
-            worker.answer(clock.left())
+        try:
+            for worker in workers:
+                worker.answer(clock.left())
+        except WorkerLateError:
+            raise clock.error(starting) from None
         for case in cases:
-            clock.tell(f"connecting {case.name}")
-            timeout = min(clock.left(), plan.seconds * _SHARE_OF_ONE_WAIT)
+            clock.begin(f"connecting {case.name}")
+            timeout = max(_LEAST_WAIT, min(clock.left(), plan.seconds * _SHARE_OF_ONE_WAIT))
             _connect(case, _workers_of(case, workers), timeout)
         copies = _run_rounds(cases, tensors, plan, clock)
         expected = checksums(tensors)
         for case in cases:
             clock.tell(f"checking {case.name}")
-            _check(case, _workers_of(case, workers), expected, clock.left())
+            _check(case, _workers_of(case, workers), expected, max(_LEAST_WAIT, clock.left()))
     finally:
         _close(cases, workers)
     return Results(cases, copies, nbytes, len(tensors))
@@ -167,28 +171,37 @@ class _Clock:
         return max(0.0, self._start + self._seconds - time.monotonic())
 
     def tell(self, what: str) -> None:
+        """Show progress."""
+        self._tell(what, 1.0 - self.left() / self._seconds)
+
+    def begin(self, what: str) -> None:
         """Show progress; raise SyncTimeoutError if no time is left."""
-        left = self.left()
-        if left == 0.0:
-            raise SyncTimeoutError(
-                f"the time limit passed while {what}; give more --seconds, a smaller --size, "
-                "or fewer schemes and workers"
-            )
-        self._tell(what, 1.0 - left / self._seconds)
+        if self.left() == 0.0:
+            raise self.error(what)
+        self.tell(what)
+
+    def error(self, what: str) -> SyncTimeoutError:
+        """Return the error for a time limit that passed before anything was measured."""
+        return SyncTimeoutError(
+            f"the time limit passed while {what}, and nothing was measured; give a larger --seconds, a "
+            "smaller --size, or fewer schemes and workers"
+        )
 
 
 def _check_memory(plan: Plan, nbytes: int) -> None:
     cases = len(plan.schemes) * len(plan.encodings)
     needed, free = nbytes * (2 + cases * (_BUFFERS + _COPIES * plan.workers)), available_memory()
     if free is not None and needed > free:
+        processes = f"{plural(cases, 'sender')} and {plural(plan.workers, 'worker')}"
         raise NotEnoughMemoryError(
-            f"up to {needed / 1e9:.2f} GB are needed for {cases} senders and {plan.workers} workers, and "
-            f"{free / 1e9:.2f} GB are free; give a smaller --size, fewer --workers, or one --scheme"
+            f"up to {format_size(needed)} are needed for {processes}, and {format_size(free)} are free; "
+            "give a smaller --size, fewer --workers, or one --scheme"
         )
 
 
 def _case(scheme: str, encoding: str, plan: Plan, model: torch.nn.Module) -> Case:
-    strategy, timeout = WeightStrategy("state_dict", encoding=encoding), plan.seconds * _SHARE_OF_ONE_WAIT
+    strategy = WeightStrategy("state_dict", encoding=encoding)
+    timeout = max(_LEAST_WAIT, plan.seconds * _SHARE_OF_ONE_WAIT)
     made: Any = SCHEMES[scheme]
     sender = made(strategy=strategy, timeout=timeout, connect_timeout=timeout)
     sender.init_on_sender(model=model, num_workers=plan.workers)
@@ -238,17 +251,17 @@ def _run_rounds(
     checking = _seconds_of(lambda: checksums(tensors)) * len(cases)
     copies, longest = list[float](), 0.0
     for turn in range(_WARM_UP + _ROUNDS):
-        if len(copies) and clock.left() < _MARGIN * (longest + checking) + _AROUND_SECONDS:
+        if copies and clock.left() < _MARGIN * (longest + checking) + _AROUND_SECONDS:
             break
-        clock.tell(f"round {turn} of {_ROUNDS}")
+        show = clock.tell if copies else clock.begin
+        show(f"round {turn} of {_ROUNDS}")
         began = time.monotonic()
         change(tensors, plan.share)
         counted = turn >= _WARM_UP
         seconds = _seconds_of(lambda: torch._foreach_copy_(list(target.values()), list(tensors.values())))
         copies += [seconds] * counted
         for case in [*cases[turn % len(cases) :], *cases[: turn % len(cases)]]:
-            if clock.left():
-                _send(case, counted)
+            _send(case, counted)
         longest = max(longest, time.monotonic() - began)
     return copies
 

@@ -17,8 +17,6 @@ from weight_update.schemes import WeightSyncScheme
 from weight_update.schemes.remote import RemoteWeightSyncScheme
 from weight_update.transports.ray.rendezvous import require_ray
 
-__all__ = ["ProcessWorker", "RayWorker", "Worker"]
-
 
 class _Receivers:
     """The content of a worker: a model for each scheme."""
@@ -46,6 +44,10 @@ class _Receivers:
             scheme.shutdown()
 
 
+class WorkerLateError(WorkerError):
+    """A call of a worker did not end in time."""
+
+
 class Worker:
     """A worker, whose methods are called without waiting for the answer.
 
@@ -64,7 +66,8 @@ class Worker:
         """Return the result of the oldest call.
 
         Raises:
-            WorkerError: the call failed, or did not end in time.
+            WorkerLateError: the call did not end in time.
+            WorkerError: the call failed.
         """
         raise NotImplementedError
 
@@ -105,7 +108,7 @@ class ProcessWorker(Worker):
         try:
             while number < awaited:  # a call that took too long may be answered late
                 if not self._pipe.poll(max(0.0, end - time.monotonic())):
-                    raise WorkerError(f"worker {self.index} did not answer within {timeout:.1f} s")
+                    raise WorkerLateError(f"worker {self.index} did not answer within {timeout:.1f} s")
                 number, good, result = self._pipe.recv()
         except (EOFError, OSError):
             raise WorkerError(f"worker {self.index} has died") from None
@@ -161,6 +164,8 @@ class RayWorker(Worker):
     def answer(self, timeout: float) -> Any:
         try:
             return self._ray.get(self._calls.pop(0), timeout=max(0.0, timeout))
+        except self._ray.exceptions.GetTimeoutError:
+            raise WorkerLateError(f"worker {self.index} did not answer within {timeout:.1f} s") from None
         except self._ray.exceptions.RayError as error:
             raise WorkerError(f"worker {self.index}: {error}") from None
 

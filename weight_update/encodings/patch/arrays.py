@@ -16,8 +16,7 @@ import torch
 from weight_update.compression import Compression, decompressor_for, pack
 from weight_update.encodings.base import Lend
 from weight_update.errors import FormatError
-
-__all__ = ["Array", "ArrayReader", "ArrayWriter", "narrowest"]
+from weight_update.wire.schema import aligned
 
 Array = npt.NDArray[Any]
 
@@ -85,8 +84,8 @@ class ArrayWriter:
         table = torch.frombuffer(bytearray(head + b"".join(self._entries)), dtype=torch.uint8)
         buffers, end = [table], table.numel()
         for body in self._bodies:
-            buffers += [torch.zeros(_align(end) - end, dtype=torch.uint8), *body]
-            end = _align(end) + sum(one.numel() for one in body)
+            buffers += [torch.zeros(aligned(end, ALIGNMENT) - end, dtype=torch.uint8), *body]
+            end = aligned(end, ALIGNMENT) + sum(one.numel() for one in body)
         payload = lend(end)[:end]
         _gather(buffers, payload.numpy())
         return payload
@@ -143,7 +142,7 @@ class ArrayReader:
         return plain.cpu().numpy().view(UNSIGNED[width])
 
     def _next_bytes(self, stored: int) -> torch.Tensor:
-        start = _align(self._at)
+        start = aligned(self._at, ALIGNMENT)
         if start + stored > self._payload.numel():
             raise FormatError("an array of a patch does not lie inside the payload")
         if self._bytes[self._at : start].any():
@@ -159,7 +158,3 @@ class ArrayReader:
 
 def _on_device(data: torch.Tensor, device: str) -> torch.Tensor:
     return data.cuda() if device == "cuda" else data
-
-
-def _align(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,6 @@ import torch
 
 from weight_update.encodings.patch.threads import in_threads, threads_for
 from weight_update.wire.schema import WeightSchema
-
-__all__ = ["ByteRange", "Changes", "Segment", "Sparse"]
 
 Array = npt.NDArray[Any]
 
@@ -30,7 +28,7 @@ class ByteRange:
     """New bytes (1-D uint8) for a contiguous range that begins at byte ``start`` of the flat buffer."""
 
     start: int
-    data: torch.Tensor
+    data: torch.Tensor = field(repr=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +39,8 @@ class Segment:
     """
 
     first: int
-    offsets: torch.Tensor
-    values: torch.Tensor
+    offsets: torch.Tensor = field(repr=False)
+    values: torch.Tensor = field(repr=False)
 
     def split(self, size: int) -> Iterator[Segment]:
         """Split into segments of at most ``size`` elements."""

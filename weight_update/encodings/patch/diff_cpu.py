@@ -21,8 +21,6 @@ from weight_update.encodings.patch.threads import in_threads
 from weight_update.encodings.patch.tiles import Tile, cut, flattened
 from weight_update.wire.schema import WeightSchema
 
-__all__ = ["Scan", "Scanner"]
-
 TILE = 2 << 20
 """Bytes of a tile: short enough for caches, long enough that threads rarely wait for the interpreter lock."""
 

@@ -23,8 +23,6 @@ from weight_update.encodings.patch.diff_cpu import Scan, check_sizes
 from weight_update.encodings.patch.tiles import Tile, cut, flattened
 from weight_update.wire.schema import WeightSchema
 
-__all__ = ["CudaScanner", "Queues"]
-
 TILE = 32 << 20
 """Bytes of a tile. Each tile costs one wait for the device, whose memory holds three tiles."""
 

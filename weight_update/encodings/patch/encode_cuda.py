@@ -19,8 +19,6 @@ from weight_update.encodings.patch.positions_coo import Grid
 from weight_update.encodings.patch.positions_flat import UNITS, escape_of
 from weight_update.wire.schema import WeightSchema
 
-__all__ = ["encode_patch_on_device"]
-
 Tensor = torch.Tensor
 
 _SIGNED: dict[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

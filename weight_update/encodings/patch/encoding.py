@@ -16,14 +16,13 @@ import torch
 from weight_update.compression import Compression, resolve_compression
 from weight_update.encodings.base import Delta, DeltaEncoding, Lend, Tracker, WholeEncoding, register_encoding
 from weight_update.encodings.bucket import BucketEncoding, require_bool, require_size
+from weight_update.encodings.dense import copy_all
 from weight_update.encodings.patch.changes import ByteRange, Changes
 from weight_update.encodings.patch.diff_cpu import Scan, Scanner
 from weight_update.encodings.patch.diff_cuda import CudaScanner, Queues
 from weight_update.encodings.patch.encode_cuda import encode_patch_on_device
 from weight_update.encodings.patch.format import PatchOptions, decode_patch, encode_patch
 from weight_update.wire.schema import WeightSchema, matching
-
-__all__ = ["PatchEncoding"]
 
 _NOTHING = torch.empty(0)
 _CPU = torch.device("cpu")
@@ -138,6 +137,8 @@ class PatchTracker(Tracker[Scan]):
     """
 
     def __init__(self, options: PatchEncoding, schema: WeightSchema, tracked: Sequence[int] | None) -> None:
+        if options.snapshot_device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("snapshot_device='cuda' needs a CUDA device; use 'cpu' here")
         self._options, self._schema, self._tracked = options, schema, tracked
         self._flat = torch.empty(0, dtype=torch.uint8)
         self._scanner: Scanner | CudaScanner | None = None
@@ -154,7 +155,7 @@ class PatchTracker(Tracker[Scan]):
         self._start(gpus)
         views, own = self._schema.views(self._flat), self._schema.distinct
         if own:
-            torch._foreach_copy_([views[i] for i in own], [tensors[i] for i in own])
+            copy_all([views[i] for i in own], [tensors[i] for i in own], self._schema.nbytes)
         self._written()
 
     def _start(self, gpus: set[torch.device]) -> None:

@@ -27,8 +27,6 @@ from weight_update.encodings.patch.values import decode_steps, encode_steps
 from weight_update.errors import FormatError
 from weight_update.wire.schema import WeightSchema
 
-__all__ = ["Patch", "PatchHead", "PatchOptions", "decode_patch", "encode_patch", "write_patch"]
-
 _HEAD = struct.Struct("<4sBBBBIIqq")
 _SECTION = struct.Struct("<QQ")
 _MAGIC = b"WUPP"

@@ -14,8 +14,6 @@ from weight_update.encodings.patch.positions_flat import require_increasing
 from weight_update.errors import FormatError
 from weight_update.wire.schema import WeightSchema
 
-__all__ = ["Grid", "decode_coo", "encode_coo"]
-
 
 @dataclass(frozen=True, eq=False)
 class Grid:

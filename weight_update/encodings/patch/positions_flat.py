@@ -11,16 +11,6 @@ from weight_update.encodings.patch.arrays import UNSIGNED, Array, ArrayReader, A
 from weight_update.encodings.patch.changes import Sparse
 from weight_update.errors import FormatError
 
-__all__ = [
-    "UNITS",
-    "decode_flat",
-    "encode_flat",
-    "escape_of",
-    "join_units",
-    "require_increasing",
-    "split_units",
-]
-
 UNITS = (1, 2, 4)
 """Bytes of a unit."""
 

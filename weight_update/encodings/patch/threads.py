@@ -12,8 +12,6 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["in_threads", "threads_for"]
-
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 

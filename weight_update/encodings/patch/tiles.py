@@ -11,8 +11,6 @@ import torch
 
 from weight_update.wire.schema import TensorMeta, WeightSchema, aligned
 
-__all__ = ["EntrySlice", "Tile", "cut", "flattened"]
-
 
 @dataclass(frozen=True)
 class EntrySlice:

@@ -10,8 +10,6 @@ from weight_update.encodings.patch.arrays import UNSIGNED, Array, ArrayReader, A
 from weight_update.encodings.patch.positions_flat import UNITS, join_units, most_units, split_units
 from weight_update.errors import FormatError
 
-__all__ = ["decode_steps", "encode_steps"]
-
 _NONE = np.empty(0, np.uint8)
 
 

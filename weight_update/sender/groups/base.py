@@ -17,8 +17,6 @@ from weight_update.sender.buffers import EncodedUpdate, Slot, VersionId, give_ba
 from weight_update.wire.frames import Step, frames_of
 from weight_update.wire.schema import WeightSchema
 
-__all__ = ["Borrow", "FullGroup", "SendGroup", "UpdateStats"]
-
 Borrow = Callable[[list[Slot]], Lend]
 """Returns a ``lend`` function that appends each slot it lends to the list, and counts one user for it."""
 

@@ -6,7 +6,7 @@ import copy
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,9 +16,7 @@ from weight_update.sender.buffers import EncodedUpdate, Slot, VersionId, give_ba
 from weight_update.sender.groups.base import Borrow, SendGroup, UpdateStats
 from weight_update.wire.frames import Step, frames_of
 from weight_update.wire.memory import digest
-from weight_update.wire.schema import WeightSchema
-
-__all__ = ["DeltaGroup"]
+from weight_update.wire.schema import WeightSchema, aligned
 
 _NOT_WORTH = 0.9
 """Share of all elements, or of all bytes, above which an update is sent whole."""
@@ -253,7 +251,7 @@ class _Staged:
     version_id: VersionId
     step: Step
     difference: Difference | None
-    payload: torch.Tensor | None
+    payload: torch.Tensor | None = field(repr=False)
     slots: list[Slot]
     whole: EncodedUpdate | None = None
 
@@ -263,11 +261,11 @@ class _Change:
     """An encoded change of ``base`` that leads to the version after it."""
 
     base: VersionId
-    payload: torch.Tensor
+    payload: torch.Tensor = field(repr=False)
     slots: list[Slot]
 
 
 def _rounded(nbytes: int) -> int:
     """Return one of a few sizes: at least ``nbytes``, and at most an eighth larger (from 4 KB on)."""
     step = max(1 << max(nbytes.bit_length() - 4, 0), 1 << 12)
-    return -(-nbytes // step) * step
+    return aligned(nbytes, step)

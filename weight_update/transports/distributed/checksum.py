@@ -7,8 +7,6 @@ import hashlib
 import numpy as np
 import torch
 
-__all__ = ["BLOCK", "CHECKSUM", "Checksum"]
-
 CHECKSUM = "lanes256/1"
 """Name of the checksum on the wire; ``docs/wire_format.rst`` defines it."""
 

@@ -20,7 +20,7 @@ from weight_update.errors import (
     NotEnoughMemoryError,
     SyncTimeoutError,
 )
-from weight_update.transports.base import Allocate
+from weight_update.transports.buffer import Allocate
 from weight_update.transports.distributed.join_requests import JOIN_QUEUE, join_request
 from weight_update.transports.distributed.local_rendezvous import LocalListener
 from weight_update.transports.distributed.relay.client import RelayClient
@@ -35,8 +35,6 @@ from weight_update.transports.shared_memory.transport import SlotStream
 from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
 from weight_update.wire.frames import PRELUDE_BYTES, Kind, Prelude, WeightChunk
 from weight_update.wire.memory import byte_view
-
-__all__ = ["INLINE_BYTES", "USE_SOCKET", "Connection", "RemoteConnection", "WorkerConnection"]
 
 _log = RateLimitedLog(logging.getLogger(__name__))
 _CUT, _FRAME = 0, 1  # the end of the connection; a frame
@@ -71,10 +69,12 @@ class Connection:
     """
 
     def __init__(self, store: Store, name: str, token: str, rank: int = 0) -> None:
-        self.name, self.store, self.token = name, store, token
+        self.name: str = name
+        self.store: Store = store
+        self.token: str = token
         out, back = ("down", "up") if rank == 0 else ("up", "down")
-        self.outbox = SignedQueue(store, f"{name}/{out}", token)
-        self.inbox = SignedQueue(store, f"{name}/{back}", token)
+        self.outbox: SignedQueue = SignedQueue(store, f"{name}/{out}", token)
+        self.inbox: SignedQueue = SignedQueue(store, f"{name}/{back}", token)
         self._closing = threading.Lock()
         self._closed = False
         self._verified = rank == 0  # whether the other end has proved that it knows the token
@@ -211,8 +211,9 @@ class RemoteConnection(Connection):
         super().__init__(store, name, token)
         self.host = host
         self.lost: Exception | None = None
-        self.relay_client = RelayClient(store, name, token, address, pid, backend, self._gone)
-        self._backend, self.router = backend, router
+        self.relay_client: RelayClient = RelayClient(store, name, token, address, pid, backend, self._gone)
+        self.router: Router = router
+        self._backend = backend
         self._opened = False
         self._count_when_heard = self.outbox.count  # messages sent before the last one arrived
         self._pause = _ASK_SECONDS

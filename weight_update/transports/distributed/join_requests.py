@@ -13,8 +13,6 @@ import struct
 from weight_update.errors import FormatError
 from weight_update.wire.frames import Kind, WeightChunk
 
-__all__ = ["JOIN_QUEUE", "join_request", "read_join_request"]
-
 JOIN_QUEUE = "door"
 """Name of the queue that takes join requests."""
 _LINK = re.compile("[0-9a-f]{32}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from weight_update.errors import SyncTimeoutError
-from weight_update.transports.base import Allocate
+from weight_update.transports.buffer import Allocate
 from weight_update.transports.distributed.connection import USE_SOCKET
 from weight_update.transports.distributed.local_rendezvous import LocalCall
 from weight_update.transports.distributed.signed_queue import SignedQueue
@@ -14,8 +14,6 @@ from weight_update.transports.shared_memory.slots import SlotTable
 from weight_update.transports.shared_memory.transport import SlotStream
 from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
 from weight_update.wire.frames import WeightChunk
-
-__all__ = ["LocalConnection"]
 
 
 class LocalConnection:

@@ -18,8 +18,6 @@ from weight_update.errors import JoinRefusedError, LinkClosedError, SyncTimeoutE
 from weight_update.transports.handshake import PROOF_BYTES, proof, require_same_user
 from weight_update.transports.shared_memory.unix_stream import SocketStream, close_in_children, seconds_left
 
-__all__ = ["LocalCall", "LocalListener", "call_local"]
-
 _BACKLOG = 16
 
 
@@ -73,7 +71,8 @@ class LocalCall:
     """Sender's end: a connection to a :class:`LocalListener` that still owes the proof ``answer``."""
 
     def __init__(self, stream: SocketStream, answer: bytes) -> None:
-        self.stream, self._answer = stream, answer
+        self.stream: SocketStream = stream
+        self._answer = answer
 
     def await_answer(self, deadline: float | None) -> None:
         """Wait until the other end has proved that it knows the token.

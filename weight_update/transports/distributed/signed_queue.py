@@ -30,8 +30,6 @@ from weight_update.transports.distributed.store_client import (
 from weight_update.transports.inherited_sockets import InheritedSockets, packed_address
 from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
 
-__all__ = ["SignedQueue", "UnsignedError", "find_store", "open_store"]
-
 _FRONT = struct.Struct("<Q16s?")  # number of the message, its signature, whether it is the last message
 _BACKLOG = 512
 _LARGEST = LARGEST_VALUE - _FRONT.size
@@ -120,14 +118,16 @@ class SignedQueue:
     """
 
     def __init__(self, store: Store, name: str, token: str, *, ordered: bool = True) -> None:
-        self._store, self.name, self._key, self._ordered = store, name, token.encode(), ordered
+        self.name: str = name
+        self._store, self._key, self._ordered = store, token.encode(), ordered
         self._arrived: queue.SimpleQueue[_Item | Exception] = queue.SimpleQueue()
         self._room = threading.Semaphore(_AHEAD)
         self._reader: threading.Thread | None = None
         self._client: StoreClient | None = None
         self._putting, self._beginning = threading.Lock(), threading.Lock()
-        self.ended = False
-        self.count = self._taken = 0
+        self.ended: bool = False
+        self.count: int = 0
+        self._taken = 0
         self._closed = threading.Event()
 
     def put(self, message: bytes, *, last: bool = False, timeout: float | None = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import threading
 import time
@@ -16,19 +15,6 @@ import torch.distributed as dist
 from weight_update.errors import LinkClosedError, SyncTimeoutError, TransportError
 from weight_update.transports.distributed.store_client import DroppedError, StoreClient
 from weight_update.transports.inherited_sockets import InheritedSockets
-
-__all__ = [
-    "REPLY_SECONDS",
-    "HashStore",
-    "PrefixStore",
-    "ProcessGroupGloo",
-    "Store",
-    "StoreBase",
-    "TCPStore",
-    "disown",
-    "leave_in_order",
-    "own",
-]
 
 _DRAIN_SECONDS, _LOOK_SECONDS = 0.5, 0.005
 _AWAITED = 63
@@ -71,7 +57,8 @@ class Store:
         server: Any = None,
         sockets: InheritedSockets | None = None,
     ) -> None:
-        self.host, self.port = host, port
+        self.host: str = host
+        self.port: int = port
         self._server = server if server is None else own(server)
         self._sockets = sockets
         self._using = threading.Lock()
@@ -207,8 +194,11 @@ def leave_in_order(thread: threading.Thread) -> None:
     _threads.add(thread)
 
 
-@atexit.register
 def _await_threads() -> None:
     deadline = time.monotonic() + _FAREWELL_SECONDS
     for thread in [one for one in _threads if one.is_alive()]:
         thread.join(max(deadline - time.monotonic(), 0.0))
+
+
+# At exit, finalizers run from the newest to the oldest: schemes are shut down first, which ends the threads.
+weakref.finalize(leave_in_order, _await_threads)

@@ -12,8 +12,6 @@ import weakref
 from weight_update.errors import LinkClosedError, SyncTimeoutError
 from weight_update.transports.shared_memory.unix_stream import close_in_children
 
-__all__ = ["LARGEST_VALUE", "DroppedError", "StoreClient", "keep_alive"]
-
 LARGEST_VALUE = 8 << 20
 """Largest size of a value in bytes; a TCPStore drops the connection of a client that sends more."""
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, TransportError
-from weight_update.transports.base import Buffer, Capabilities, TransportBackend
+from weight_update.transports.base import Capabilities, TransportBackend
+from weight_update.transports.buffer import Buffer
 from weight_update.transports.distributed.connection import (
     INLINE_BYTES,
     Connection,
@@ -32,8 +33,6 @@ from weight_update.transports.join_listener import BACK_OFF_SECONDS, JoinListene
 from weight_update.transports.reconnecting import ReconnectingLink
 from weight_update.transports.shared_memory.slots import SharedBuffer, SlotTable
 from weight_update.wire.frames import WeightChunk
-
-__all__ = ["DistributedListener", "DistributedTransport", "this_host"]
 
 _CLOSE_SECONDS = 0.5
 _ALONE = "/process "
@@ -72,7 +71,7 @@ class DistributedTransport(ReconnectingLink[Connection | LocalConnection]):
         backend: backend that carries payloads to other hosts; the sender's end decides.
     """
 
-    capabilities = Capabilities(shares_memory=True, allows_rejoin=True)
+    capabilities: Capabilities = Capabilities(shares_memory=True, allows_rejoin=True)
 
     def __init__(
         self,

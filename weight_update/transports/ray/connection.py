@@ -11,14 +11,12 @@ from typing import Any
 import numpy as np
 
 from weight_update.errors import FormatError, LinkClosedError
-from weight_update.transports.base import Allocate
+from weight_update.transports.buffer import Allocate
 from weight_update.transports.ray.object_store import ObjectStore
-from weight_update.transports.ray.rendezvous import POLL_SECONDS, ask, brief, ray_runs, running_ray
+from weight_update.transports.ray.rendezvous import POLL_SECONDS, ask, one_line, ray_runs, running_ray
 from weight_update.transports.shared_memory.unix_stream import deadline_of, seconds_left
 from weight_update.wire.frames import PRELUDE_BYTES, Prelude, WeightChunk, fresh_bytes
 from weight_update.wire.memory import byte_view
-
-__all__ = ["RayConnection"]
 
 _FRAME, _LOST = 1, 2
 _PREFIX = struct.Struct("<BI")  # kind of message, bytes of the frame's head
@@ -42,7 +40,7 @@ class RayConnection:
     """
 
     def __init__(self, actor: Any, name: str, end: int, local: bool = True, liveness: Any = None) -> None:
-        self.object_store = ObjectStore()
+        self.object_store: ObjectStore = ObjectStore()
         self._actor, self._name, self._end, self._local = actor, name, end, local
         self._messages: deque[tuple[bytes, list[Any]]] = deque()
         self._call: Any = None  # a call that waits in the actor for the next messages
@@ -122,7 +120,7 @@ class RayConnection:
             return ray.get(ref, timeout=_FETCH_SECONDS)
         except (ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError) as error:
             self._send_message(_PREFIX.pack(_LOST, 0), [])
-            raise LinkClosedError(f"Ray's object store lost an update ({brief(error)})") from None
+            raise LinkClosedError(f"Ray's object store lost an update ({one_line(error)})") from None
 
     def _next(self, deadline: float | None) -> tuple[bytes, list[Any]] | None:
         ray = running_ray()

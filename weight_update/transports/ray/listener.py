@@ -12,8 +12,6 @@ from weight_update.transports.ray.rendezvous import POLL_SECONDS, ask, ray_runs,
 from weight_update.transports.ray.transport import RayTransport
 from weight_update.wire.frames import WeightChunk
 
-__all__ = ["RayListener"]
-
 
 class RayListener(JoinListener[RayTransport]):
     """The listener for links through Ray, which takes join requests from the rendezvous actor ``actor``.

@@ -10,8 +10,6 @@ from weight_update.errors import NotEnoughMemoryError
 from weight_update.transports.ray.rendezvous import running_ray
 from weight_update.wire.frames import WeightChunk
 
-__all__ = ["ObjectStore"]
-
 
 class ObjectStore:
     """Payloads of one sender in Ray's object store. Each is put there once, whatever the number of links.

@@ -13,20 +13,6 @@ from typing import Any
 
 from weight_update.errors import LifecycleError, LinkClosedError, SyncTimeoutError
 
-__all__ = [
-    "POLL_SECONDS",
-    "RendezvousActor",
-    "ask",
-    "brief",
-    "find_rendezvous",
-    "import_ray",
-    "ray_runs",
-    "require_ray",
-    "running_ray",
-    "start_rendezvous",
-    "stop_rendezvous",
-]
-
 POLL_SECONDS = 20.0
 """Seconds after which a call that waits in the actor is made again."""
 _LOOK_SECONDS = 0.1
@@ -41,8 +27,10 @@ def import_ray() -> Any:
     """
     try:
         import ray
-    except ImportError:
-        raise ImportError('Ray is needed: pip install "weight-update[ray]"', name="ray") from None
+    except ImportError as error:
+        raise ImportError(
+            f'cannot import ray ({error}): pip install "weight-update[ray]"', name="ray"
+        ) from error
     return ray
 
 
@@ -248,7 +236,7 @@ def ask(call: Any, timeout: float | None) -> Any:
     try:
         return ray.get(call, timeout=timeout)
     except ray.exceptions.RayError as error:
-        raise LinkClosedError(f"the sender is gone ({brief(error)})") from None
+        raise LinkClosedError(f"the sender is gone ({one_line(error)})") from None
 
 
 def ray_runs() -> bool:
@@ -268,6 +256,6 @@ def stop_rendezvous(actor: Any) -> None:
         ray.kill(actor)
 
 
-def brief(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """Return the beginning of an error's message in one line."""
     return " ".join(str(error).split())[:300]

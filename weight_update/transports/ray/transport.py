@@ -12,8 +12,6 @@ from weight_update.transports.ray.object_store import ObjectStore
 from weight_update.transports.reconnecting import ReconnectingLink
 from weight_update.wire.frames import WeightChunk
 
-__all__ = ["RayTransport"]
-
 
 class RayTransport(ReconnectingLink[RayConnection]):
     """One end of a link through Ray, for clusters whose actors cannot open ports to each other.
@@ -27,13 +25,14 @@ class RayTransport(ReconnectingLink[RayConnection]):
         object_store: store that payloads are put into, shared by the sender's ends.
     """
 
-    capabilities = Capabilities(send_never_blocks=True, allows_rejoin=True)
+    capabilities: Capabilities = Capabilities(send_never_blocks=True, allows_rejoin=True)
 
     def __init__(
         self, find_actor: Callable[[float | None], Any] | None = None, object_store: ObjectStore | None = None
     ) -> None:
         super().__init__(joins=find_actor is not None)
-        self._find_actor, self.object_store = find_actor, object_store or ObjectStore()
+        self._find_actor = find_actor
+        self.object_store: ObjectStore = object_store or ObjectStore()
         self._actor: Any = None
 
     def connect(self, timeout: float | None) -> RayConnection:

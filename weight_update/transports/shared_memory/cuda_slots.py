@@ -23,8 +23,6 @@ from weight_update.errors import FormatError, NotEnoughMemoryError, TransportErr
 from weight_update.transports.shared_memory.ipc_refcount import IpcReferences, owner_released
 from weight_update.transports.shared_memory.slots import SharedSlot, SlotMapping
 
-__all__ = ["CudaBuffer", "CudaHandle", "CudaSlotMapping", "cuda_device"]
-
 _NO_COUNTER = b"/weight_update-no-counter"  # no such shared memory exists, so PyTorch counts nothing
 _SEGMENTS = "; if expandable_segments is set in PYTORCH_CUDA_ALLOC_CONF, take it out"
 

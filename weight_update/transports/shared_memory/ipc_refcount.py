@@ -11,8 +11,6 @@ import termios
 import threading
 import weakref
 
-__all__ = ["IpcReferences", "owner_released"]
-
 
 class IpcReferences:
     """References of other processes to some memory, counted by the kernel.

@@ -31,19 +31,9 @@ from weight_update.errors import (
     TransportError,
     UnreachableMemoryError,
 )
-from weight_update.transports.base import Buffer
+from weight_update.transports.buffer import Buffer
 from weight_update.transports.memory_limits import available_memory
-
-__all__ = [
-    "SharedBuffer",
-    "SharedSlot",
-    "SlotMapping",
-    "SlotTable",
-    "WatchedProcess",
-    "may_run",
-    "open_slot",
-    "slot_of",
-]
+from weight_update.wire.schema import aligned
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; mmap has no constant for it
 _PAGE = mmap.PAGESIZE
@@ -72,7 +62,9 @@ class SharedSlot(Buffer):
 
     def __init__(self, tensor: torch.Tensor, fd: int, key: str) -> None:
         super().__init__(tensor)
-        self.fd, self.key, self.nbytes = fd, key, tensor.numel()
+        self.fd: int = fd
+        self.key: str = key
+        self.nbytes: int = tensor.numel()
         _mine[tensor.data_ptr()] = self
 
 
@@ -97,7 +89,7 @@ class SharedBuffer(SharedSlot):
         key = uuid.uuid4().hex
         self.fd = -1
         self._owner = os.getpid()
-        size = -(-nbytes // _PAGE) * _PAGE + 1
+        size = aligned(nbytes, _PAGE) + 1
         writable = _anonymous_file(key, size, directory)
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         try:

@@ -24,7 +24,8 @@ from weight_update.errors import (
     SyncTimeoutError,
     TransportError,
 )
-from weight_update.transports.base import Allocate, Buffer, Capabilities
+from weight_update.transports.base import Capabilities
+from weight_update.transports.buffer import Allocate, Buffer
 from weight_update.transports.handshake import prove_token
 from weight_update.transports.join_listener import refusal_of
 from weight_update.transports.listener import Listener
@@ -40,8 +41,6 @@ from weight_update.transports.shared_memory.slots import (
 )
 from weight_update.transports.shared_memory.unix_stream import SocketStream, deadline_of, seconds_left
 from weight_update.wire.frames import Kind, Prelude, WeightChunk
-
-__all__ = ["SharedMemListener", "SharedMemTransport", "SlotStream"]
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 128
@@ -76,7 +75,7 @@ class SlotStream:
     def __init__(
         self, stream: SocketStream, slots: SlotTable, token: str, asked: Mapping[str, Any] | None = None
     ) -> None:
-        self.received_handle = False
+        self.received_handle: bool = False
         self._asked = asked
         self._stream, self._slots, self._token = stream, slots, token
         self._slots.clear()
@@ -175,7 +174,7 @@ class SharedMemTransport(ReconnectingLink[SlotStream]):
         device: sender's end: CUDA device for slots; None keeps them in host memory.
     """
 
-    capabilities = Capabilities(shares_memory=True, send_never_blocks=True, allows_rejoin=True)
+    capabilities: Capabilities = Capabilities(shares_memory=True, send_never_blocks=True, allows_rejoin=True)
 
     def __init__(
         self,
@@ -289,7 +288,7 @@ class SharedMemListener(Listener):
     ) -> None:
         if not hasattr(socket, "AF_UNIX") or not hasattr(socket, "send_fds"):
             raise TransportError("shared memory schemes need Unix sockets; use another scheme here")
-        self.address = f"\0weight_update-{uuid.uuid4().hex}"
+        self.address: str = f"\0weight_update-{uuid.uuid4().hex}"
         self._links, self._late_joiners = links, late_joiners
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.bind(self.address)

@@ -16,15 +16,6 @@ from typing import Any, TypeVar
 from weight_update.errors import LinkClosedError, SyncTimeoutError
 from weight_update.wire.frames import PRELUDE_BYTES, Prelude
 
-__all__ = [
-    "SHORTAGES",
-    "SocketStream",
-    "close_in_children",
-    "deadline_of",
-    "peer_credentials",
-    "seconds_left",
-]
-
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 """Errors of the operating system that pass when other programs free descriptors or memory."""
 _CREDENTIALS = struct.Struct("iII")  # process, user and group, as Linux writes them

@@ -27,8 +27,6 @@ from weight_update.transports.distributed.relay.protocol import ControlChannel, 
 from weight_update.transports.distributed.store import Store, leave_in_order
 from weight_update.transports.shared_memory.slots import slot_of
 
-__all__ = ["NotDeliveredError", "RelayClient", "send_along_chain"]
-
 _GONE_AT_ONCE = 64  # names of released slots in one command
 _OPENING = 20.0  # seconds in which a worker has to make its group, if updates may not take longer
 _LEAST_PATIENCE = 1.0  # seconds for a host that is sent to directly, unless its limit is less
@@ -72,7 +70,7 @@ class RelayClient:
         backend: str,
         on_loss: Callable[[str], None],
     ) -> None:
-        self.sent = 0
+        self.sent: int = 0
         self.incoming_link: str | None = None
         self.outgoing_link: str | None = None
         self._pid, self._on_loss = pid, on_loss

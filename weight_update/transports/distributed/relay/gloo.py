@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import socket
 import struct
 import threading
@@ -15,11 +14,10 @@ import torch
 import torch.distributed as dist
 
 from weight_update.errors import FormatError, LinkClosedError, SyncTimeoutError, TransportError
+from weight_update.text import brief
 from weight_update.transports.distributed.store import ProcessGroupGloo, Store, disown, leave_in_order, own
 from weight_update.transports.inherited_sockets import InheritedSockets
 from weight_update.transports.rendezvous import SignedRendezvous
-
-__all__ = ["FOREVER", "STALLED", "Pending", "PointToPointGroup", "address_towards", "brief"]
 
 STALLED = 60.0
 """Seconds without progress of the other end after which it counts as gone."""
@@ -248,8 +246,3 @@ def _stop_waiting_at(address: tuple[Any, ...]) -> None:
     for number in range(2):
         with contextlib.suppress(OSError), socket.create_connection(address[:2], _KNOCK_SECONDS) as sock:
             sock.sendall(_NUMBER.pack(number))
-
-
-def brief(error: object) -> str:
-    """Return the first line of an error's message, without the line of gloo's source that it begins with."""
-    return re.sub(r"\[\S+\.(cc|h):\d+\] ", "", str(error).partition("\n")[0])

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from weight_update.errors import FormatError, LinkClosedError, NotEnoughMemoryError, TransportError
+from weight_update.progress import Progress
 from weight_update.transports.distributed.checksum import CHECKSUM
 from weight_update.transports.distributed.relay.gloo import FOREVER, PointToPointGroup
 from weight_update.transports.distributed.relay.nccl import group_class
@@ -20,8 +21,6 @@ from weight_update.transports.distributed.relay.protocol import (
 )
 from weight_update.transports.distributed.store import Store, leave_in_order
 from weight_update.transports.shared_memory.slots import SharedBuffer
-
-__all__ = ["HostRelay", "SlotReplicas"]
 
 _log = logging.getLogger(__name__)
 _MAX_ERROR_CHARS = 1000  # characters of an error that fit into a message
@@ -170,7 +169,8 @@ class HostRelay:
         try:
             if source is None:
                 raise LinkClosedError("it is not connected")
-            total = recv_pieces(source, into, patience, forwarder)
+            with Progress("receiving weights", command["nbytes"]):
+                total = recv_pieces(source, into, patience, forwarder)
         except (TransportError, TimeoutError) as error:
             if not command["chained"]:
                 raise

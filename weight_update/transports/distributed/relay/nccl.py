@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 from weight_update.errors import LinkClosedError
-from weight_update.transports.distributed.relay.gloo import Pending, PointToPointGroup, brief
+from weight_update.text import brief
+from weight_update.transports.distributed.relay.gloo import Pending, PointToPointGroup
 from weight_update.transports.distributed.store import PrefixStore, disown, own
-
-__all__ = ["NcclGroup", "group_class", "require_backend", "require_nccl"]
 
 _ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _environment = threading.Lock()

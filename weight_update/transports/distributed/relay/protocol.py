@@ -14,20 +14,11 @@ from typing import Any
 import torch
 
 from weight_update.errors import FormatError, LinkClosedError, TransportError, kept_error
+from weight_update.progress import advance
 from weight_update.transports.distributed.checksum import BLOCK, Checksum
 from weight_update.transports.distributed.relay.gloo import Pending, PointToPointGroup
 from weight_update.transports.distributed.store import leave_in_order
 from weight_update.wire.memory import byte_view
-
-__all__ = [
-    "MESSAGE_BYTES",
-    "ControlChannel",
-    "Forwarder",
-    "discarded_pieces",
-    "pieces_of",
-    "recv_pieces",
-    "send_pieces",
-]
 
 MESSAGE_BYTES = 4096
 _SIGNATURE = 32
@@ -122,6 +113,7 @@ def send_pieces(group: PointToPointGroup, payload: torch.Tensor, patience: float
         total.add(piece)  # while it travels
         if len(under_way) >= _WINDOW:
             group.finish(under_way.popleft(), patience)
+        advance(piece.numel())
     for work in under_way:
         group.finish(work, patience)
     return total.hex()
@@ -142,6 +134,7 @@ def recv_pieces(
                 receiver.begin(pieces[number + _WINDOW])
             forwarder.send(piece)
             total.add(piece)
+            advance(piece.numel())
     receiver.end()
     return total.hex()
 

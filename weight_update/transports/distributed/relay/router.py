@@ -14,8 +14,6 @@ from weight_update.transports.distributed.relay.client import NotDeliveredError,
 from weight_update.transports.distributed.relay.gloo import STALLED
 from weight_update.transports.shared_memory.slots import slot_of
 
-__all__ = ["RelayedConnection", "Router"]
-
 _SlotUse = tuple[str, int]  # key of a slot, and how often it was lent to be written
 _LEAST_SHARE = 0.25  # seconds; also how long a payload waits for the usual chain of hosts
 _SHARE = 4  # a worker that does not answer is given up after this share of the timeout

@@ -1,0 +1,41 @@
+"""RPCCollector whose workers make their own policies, and have workers themselves."""
+
+import multiprocessing
+import sys
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from collector_parts import OPTIONS, Env, make_policy, policy_of_seven
+from torch import multiprocessing as torch_multiprocessing
+
+from collectors import MultiSyncCollector, RPCCollector
+
+
+def main():
+    warnings.simplefilter("ignore", UserWarning)  # PyTorch warns about what RPC does itself
+    multiprocessing.set_forkserver_preload(["torchrl.collectors", "torchrl.envs", "collectors"])
+    torch_multiprocessing.set_start_method("forkserver", force=True)
+    collector = RPCCollector(
+        [Env],
+        policy_factory=policy_of_seven,
+        collector_class=MultiSyncCollector,
+        num_workers_per_collector=2,
+        frames_per_batch=8,
+        launcher="mp",
+        sync=True,
+        collector_kwargs=OPTIONS,
+    )
+    try:
+        frames = iter(collector)
+        print(next(frames)["action"].unique().tolist())
+        report = collector.update_policy_weights_(make_policy(5.0))
+        data = next(frames)
+        print(data["action"].unique().tolist(), report.version, data["policy_version"].unique().tolist())
+    finally:
+        collector.shutdown()
+
+
+if __name__ == "__main__":
+    main()

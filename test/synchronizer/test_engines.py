@@ -1,0 +1,45 @@
+"""Explorers whose model is an inference engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from engine_parts import Notebook
+from sync_parts import Waiting, model_at, set_to, synchronizer, wait_until
+
+from weight_update import ExplorerClient, SyncMethod, SyncStyle, TrainerClient, UnsupportedSourceError
+from weight_update.testing import fingerprint
+
+
+@pytest.mark.parametrize("expected", [None, dict(model_at(0).state_dict())], ids=["any", "expected"])
+@pytest.mark.parametrize("method", [SyncMethod.NCCL, SyncMethod.MEMORY])
+def test_an_engine_gets_weights(
+    method: SyncMethod, expected: Mapping[str, torch.Tensor] | None, tmp_path: Path
+) -> None:
+    source, engine = model_at(0), Notebook(expected=expected)
+    with (
+        synchronizer(method, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where,
+        TrainerClient(where, source) as trainer,
+        ExplorerClient(where, engine) as explorer,
+    ):
+        for step in (1, 2):
+            set_to(source, step)
+            explorer.step = trainer.step = step
+            assert explorer.blocking.need_sync()
+            waiting = Waiting(explorer)
+            wait_until(trainer.blocking.need_sync)
+            trainer.blocking.sync_weight()
+            said = waiting.result()
+            assert "reason" not in said
+            assert said["bytes"] == (0 if expected is None else 4 * 44)
+            assert fingerprint(engine.loaded) == fingerprint(source)
+
+
+def test_files_are_not_for_engines(tmp_path: Path) -> None:
+    with synchronizer(SyncMethod.CHECKPOINT, SyncStyle.EXPLORER_DRIVEN, tmp_path) as where:
+        with pytest.raises(UnsupportedSourceError, match="an inference engine takes weights by"):
+            ExplorerClient(where, Notebook())
+        assert where.service.status()["explorers"] == {}

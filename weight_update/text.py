@@ -1,0 +1,25 @@
+"""Parts of messages and tables: sizes, numbers of things, and errors in one line."""
+
+from __future__ import annotations
+
+import re
+
+_SOURCE = re.compile(r"\[\S+\.(cc|h):\d+\] ")
+
+
+def format_size(nbytes: int) -> str:
+    """Return a number of bytes with three digits and its unit, such as ``"19.2 MB"``."""
+    for unit, step in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= 0.9995 * step:
+            return f"{nbytes / step:.3g} {unit}"
+    return f"{nbytes} B"
+
+
+def plural(number: int, noun: str) -> str:
+    """Return a number and a noun, such as ``"1 worker"`` and ``"2 workers"``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def brief(error: object) -> str:
+    """Return the first line of an error's message, without the line of C++ source that gloo's begin with."""
+    return _SOURCE.sub("", str(error).partition("\n")[0])
