@@ -316,8 +316,10 @@ class AnswerThreads:
             with self._table.changed:
                 failed = next(reversed(worker.failures.values()), None) if worker.has is None else None
                 worker.left = failed is None
-            reason = "" if failed is None else f" after an error: {failed}"
-            self._delivery.lose(worker, LinkClosedError(f"it left{reason}"))
+                reason = "" if failed is None else f" after an error: {failed}"
+                self._delivery.lose(worker, LinkClosedError(f"it left{reason}"))
+                if worker.leaving:  # an earlier connect() has raised the error; this one waits for the worker
+                    worker.lost = None
         else:
             raise FormatError(f"unexpected {chunk.kind.name} frame")
 

@@ -152,8 +152,8 @@ class Admission:
             chunk = WeightChunk(Kind.WELCOME, {**welcome, **group.welcome()})
             worker.link.send_chunk(chunk, self._delivery.timeout)
             with self._table.changed:
-                worker.joined, worker.left, worker.lost, worker.pid = True, False, None, header["pid"]
-                worker.replaced = worker.absence_told = False
+                worker.joined, worker.lost, worker.pid = True, None, header["pid"]
+                worker.left = worker.leaving = worker.replaced = worker.absence_told = False
                 worker.failures.clear()  # they were of another process, or of an earlier connection
         _log.info("worker %d (process %d) joined", worker.idx, worker.pid)
         self._table.observers.tell(WorkerEvent("joined", worker.idx, worker.version))

@@ -144,6 +144,7 @@ class Sender(Outcomes):
         """
         with self.table.changed:
             for worker in self.table:
+                worker.leaving = worker.joined and worker.has is None and bool(worker.failures)
                 worker.lost, worker.failures = None, {}
         deadline = time.monotonic() + timeout
         if self._strategy.max_in_flight is not None:

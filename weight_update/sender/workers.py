@@ -86,6 +86,7 @@ class WorkerState:
         failures: errors of the last few versions that it did not apply, by version.
         late: whether it is a late joiner; nobody waits for it once it has left.
         left: whether it said goodbye.
+        leaving: whether it is about to say goodbye, because its own ``connect()`` failed.
         lost: error by which its link ended.
         absence_told: whether observers were told, since it was last connected, of an update that it missed.
         replaced: whether another receiver is about to join in its place.
@@ -102,6 +103,7 @@ class WorkerState:
     tracked: frozenset[str] | None = field(default=None, repr=False)
     late: bool = False
     left: bool = False
+    leaving: bool = False
     joined: bool = False
     replaced: bool = False
     receiver: ReceiverId | None = None
