@@ -228,9 +228,10 @@ def _leave_late_and_join_again(me: Worker) -> int | None:
         time.sleep(1.0)
         say_goodbye(self)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ArithmeticError):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Receiver, "_say_goodbye", late)
-        join(me)
+        with pytest.raises(ArithmeticError):
+            join(me)
     return _join_again(me)
 
 
