@@ -47,7 +47,7 @@ class Loading:
     @torch.no_grad()
     def load_changes(self, changes: Iterable[WeightChange], base: int) -> None:
         """Have the engine load a patch; raise SchemaMismatchError if it did not take all changes."""
-        offered = (change._replace(**self._in_dtype(change)) for change in changes)
+        offered = map(self._converted_change, changes)
         self._engine.load_changes(offered, base)
         if left := tuple(change.name for change in offered):
             raise SchemaMismatchError("load_changes() returned before it took all changes; it left:", left)
@@ -77,6 +77,6 @@ class Loading:
             self.count += 1
             yield name, value.to(self._dtypes.get(name, value.dtype))
 
-    def _in_dtype(self, change: WeightChange) -> dict[str, torch.Tensor]:
+    def _converted_change(self, change: WeightChange) -> WeightChange:
         dtype = self._dtypes.get(change.name, change.weight.dtype)
-        return {"values": change.values.to(dtype), "weight": change.weight.to(dtype)}
+        return change._replace(values=change.values.to(dtype), weight=change.weight.to(dtype))
