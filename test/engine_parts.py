@@ -94,6 +94,43 @@ class Notebook(InferenceEngine):
             raise ZeroDivisionError(f"the engine broke at {place}")
 
 
+class Pointing(InferenceEngine):
+    """Keeps the tensors of the version in force, and checks that nobody writes to them meanwhile.
+
+    Attributes:
+        kept: the tensors, by name.
+        loaded: fingerprints of the tensors when they were loaded.
+        fails: whether ``load_weights`` fails once.
+    """
+
+    keeps_tensors = True
+
+    def __init__(self) -> None:
+        self.kept: dict[str, torch.Tensor] = {}
+        self.loaded: dict[str, str] = {}
+        self.fails = False
+
+    def require_unchanged(self) -> None:
+        assert fingerprint(self.kept) == self.loaded
+
+    def begin_update(self, version: int) -> None:
+        self.require_unchanged()
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self.require_unchanged()
+        self.kept = dict(weights)
+        if self.fails:
+            self.fails = False
+            raise ZeroDivisionError("the engine broke")
+        self.loaded = fingerprint(self.kept)
+
+    def finish_update(self, version: int) -> None:
+        self.require_unchanged()
+
+    def abort_update(self, version: int) -> None:
+        self.kept, self.loaded = {}, {}
+
+
 # For Body.run, in the worker:
 
 
@@ -112,6 +149,12 @@ def calls(body: Body) -> list[tuple[str, Any]]:
 def loaded(body: Body) -> dict[str, str]:
     """Return the fingerprint of the engine's weights."""
     return fingerprint(body.model.loaded)
+
+
+def kept(body: Body) -> dict[str, str]:
+    """Return the fingerprint of the tensors that the engine keeps."""
+    body.model.require_unchanged()
+    return dict(body.model.loaded)
 
 
 def received(body: Body, timeout: float) -> Any:

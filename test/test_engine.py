@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_parts import Notebook, calls, loaded, received, set_in_engine
+from engine_parts import Notebook, Pointing, calls, kept, loaded, received, set_in_engine
 from marks import quick_for
 
 from weight_update import (
@@ -125,6 +125,18 @@ def test_calls_and_bits(hire: Any, kind: str, encoding: str, in_chunks: bool) ->
             assert all(loaded_names for _, loaded_names in noted[1:-1])
         assert procs.ask("run", loaded) == [tensors_of(source)]
         assert procs.ask("version") == [version]
+
+
+@pytest.mark.parametrize(("kind", "encoding"), CASES)
+def test_tensors_that_an_engine_keeps(hire: Any, kind: str, encoding: str) -> None:
+    source = Zoo(1)
+    procs = hire(source, Pointing(), Pointing(), kind=kind, strategy=strategy(ENCODINGS[encoding]))
+    for version in range(1, 6):
+        source.load_state_dict(Zoo(10 + version).state_dict())
+        assert procs.scheme.send().version == version
+        assert procs.ask("run", kept) == [tensors_of(source)] * 2
+    procs.scheme.shutdown()
+    assert procs.ask("run", kept) == [tensors_of(source)] * 2
 
 
 @pytest.mark.parametrize("kind", quick_for(SCHEMES, "memory", "shared_mem"))

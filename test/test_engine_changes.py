@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_parts import Notebook
+from engine_parts import Notebook, Pointing
 from torch import nn
 
 from weight_update import (
@@ -63,13 +63,13 @@ def weights_of(source: nn.Module) -> dict[str, str]:
     return fingerprint(WeightStrategy("state_dict").named(source).tensors)
 
 
-def change_some(source: nn.Module, seed: int, every: int = 6) -> None:
-    """Change about one element of ``every``, in every second weight."""
+def change_some(source: nn.Module, seed: int) -> None:
+    """Change about one element of six, in every second weight."""
     generator = torch.Generator().manual_seed(seed)
     for weight in list(source.state_dict().values())[seed % 2 :: 2]:
         if isinstance(weight, torch.Tensor) and weight.numel():
             raw = weight.contiguous().view(-1).view(torch.uint8).view(weight.numel(), -1)
-            chosen = torch.rand(weight.numel(), generator=generator) < 1 / every
+            chosen = torch.rand(weight.numel(), generator=generator) < 1 / 6
             raw[chosen] ^= 1
             weight.copy_(raw.view(-1).view(weight.dtype).view(weight.shape))
 
@@ -231,3 +231,69 @@ def test_a_step_of_several_models_that_is_aborted(connect: Connect) -> None:
     change_some(source, 1)
     sender.send()
     assert fingerprint(engine.loaded) == weights_of(source)
+
+
+# -- engines that keep the tensors ---------------------------------------------------------------------
+
+
+def test_patches_alternate_between_two_copies(connect: Connect) -> None:
+    source, engine = Zoo(1), Pointing()
+    sender, _ = connect(source, engine)
+    places = set()
+    for version in range(1, 8):
+        if version == 4:  # comes as a whole
+            source.load_state_dict(Zoo(99).state_dict())
+        else:
+            change_some(source, version)
+        assert sender.send().encoding == ("bucket" if version == 4 else "patch")
+        assert engine.loaded == weights_of(source)
+        if version > 4:
+            places.add(engine.kept["special"].data_ptr())
+    assert len(places) == 2
+
+
+def test_an_engine_that_keeps_tensors_and_was_busy(connect: Connect) -> None:
+    source, engine = net(1), Pointing()
+    sender, receiver = connect(source, engine)
+    for seed in range(1, 9):
+        with receiver.hold():
+            for _ in range(2):
+                change_some(source, seed)
+                handle = sender.send_async()
+            engine.require_unchanged()
+        handle.wait(20.0)
+        assert engine.loaded == weights_of(source)
+
+
+def test_an_aborted_step_leaves_the_kept_tensors(connect: Connect) -> None:
+    source, engine = net(1), Pointing()
+    schemes = [patching(), patching()]
+    group_schemes(schemes)
+    sender, _ = connect(source, engine, schemes[0])
+    second, _ = connect(net(2), Notebook(), schemes[1])
+    for seed in range(4):
+        before = dict(engine.loaded)
+        change_some(source, seed)
+        with pytest.raises(SchemaMismatchError):
+            send_together({sender: None, second: {"unknown": torch.ones(1)}})
+        engine.require_unchanged()
+        assert engine.loaded == before
+        change_some(source, seed)
+        report = sender.send()
+        assert report.encoding == "patch"
+        assert engine.loaded == weights_of(source)
+
+
+def test_an_engine_that_keeps_tensors_and_fails(connect: Connect) -> None:
+    source, engine = net(1), Pointing()
+    sender, receiver = connect(source, engine)
+    for seed in range(4):
+        change_some(source, seed)
+        engine.fails = seed % 2 == 0
+        if engine.fails:
+            with pytest.raises(SyncFailedError, match="the engine broke"):
+                sender.send()
+            assert receiver.version is None
+        else:
+            sender.send()
+            assert engine.loaded == weights_of(source)

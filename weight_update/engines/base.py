@@ -60,6 +60,17 @@ class InferenceEngine(ABC):
     calls :meth:`begin_update`.
     """
 
+    keeps_tensors: bool = False
+    """Whether :meth:`load_weights` keeps the tensors, such as for ``data`` of parameters, and copies none.
+
+    They then stay valid, and nobody writes to them, until ``finish_update`` of the next version has returned.
+    Generation waits only while parameters are set. With patches, the receiver has two copies of the weights,
+    between which the engine alternates.
+
+    ``loads_in_chunks`` and ``loads_changes`` are not used. :meth:`load_weights` is also called between two
+    updates, when the sender leaves, with tensors that are equal to those in use.
+    """
+
     @abstractmethod
     def begin_update(self, version: int) -> None:
         """Prepare for the weights of ``version``; may wait for generation to pause."""

@@ -1,27 +1,30 @@
-"""The copy of an engine's weights, to which its receiver applies patches."""
+"""Copies of the weights of an engine, to which patches are applied while the engine still computes."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from weight_update.encodings import Delta
-from weight_update.encodings.patch.changes import BITS
+from weight_update.encodings.patch.changes import BITS, Array
 from weight_update.encodings.patch.threads import in_threads, threads_for
 from weight_update.engines.base import WeightChange
-from weight_update.receiver.flat_buffers import OwnCopy
+from weight_update.receiver.flat_buffers import OwnCopy, copy_all
 from weight_update.receiver.targets import EngineTarget, StagedUpdate, Target
+from weight_update.strategy.binding import Binding
 from weight_update.wire.schema import WeightSchema
+
+Elements = tuple[int, torch.Tensor | None]
+"""Position of a schema entry, and flat indices of some of its elements, int64; None for all."""
 
 
 class EngineCopy(OwnCopy):
-    """A copy of all weights of an engine, in a flat buffer.
+    """A copy of all weights, for an engine that copies what it is given.
 
-    A patch is applied to the copy when it arrives, while the engine still computes with its own weights. If
-    the patch is then not put in force, later patches are refused until all weights are sent.
+    If a patch arrived and was then not put in force, the copy has it already. The next patch therefore does
+    not fit, and all weights are sent.
     """
 
     _changes: Sequence[WeightChange] = ()  # of the patch that is staged
@@ -31,7 +34,6 @@ class EngineCopy(OwnCopy):
         if update.base is None:
             return
         self.apply(update.deltas, update.version)
-        self.forget()  # until the engine has these changes
         if _takes_changes(target):
             self._changes = changes_of(update.deltas, self.schema, self.values)
         update.deltas = []
@@ -46,38 +48,95 @@ class EngineCopy(OwnCopy):
             target.write_changes(changes, update.base, update.version)
         else:
             super().switch(update, target)
+
+
+class DoubleBuffer(OwnCopy):
+    """Two copies of all weights, for an engine that keeps what it is given.
+
+    The engine computes with one copy while a patch is applied to the other; then they change places.
+    """
+
+    def __init__(
+        self, schema: WeightSchema, binding: Binding | None, owns: Callable[[torch.Tensor], bool]
+    ) -> None:
+        super().__init__(schema, binding, owns)
+        self._spare: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+        self._differing: list[Elements] = []  # the elements in which the spare copy may differ
+
+    def stage(self, update: StagedUpdate, target: Target) -> None:
+        super().stage(update, target)
+        if update.base is None:
+            return
+        changing = elements_of(update.deltas, self.schema)
+        flat, views = self._spare = self._equal_spare()
+        self._differing = changing
+        for delta in update.deltas:
+            delta.write(flat)
+        self._next, update.values, update.deltas = (flat, views), list(views), []
+
+    def begin(self, update: StagedUpdate, target: Target, replaced: bool) -> None:
+        """Do nothing: nobody but the receiver writes into the copies."""
+
+    def switch(self, update: StagedUpdate, target: Target) -> None:
+        target.write(self.schema.names, update.values, update.version)
+        assert self._next is not None
+        whole = self._flat is None or update.base is None
+        self._spare = None if whole else (self._flat, self.values)
+        (self._flat, self.values), self._next = self._next, None
         self._version = update.version
+
+    def _equal_spare(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Make the spare copy equal to the copy in force, and return it."""
+        if self._spare is None:
+            flat = self._allocate()
+            views = self.schema.views(flat)
+            copy_all(views, self.values)
+            return flat, views
+        for i, positions in self._differing:
+            to, of = _bits(self._spare[1][i]), _bits(self.values[i])
+            if positions is None:
+                to[:] = of
+            else:
+                to[positions.numpy()] = np.take(of, positions.numpy())
+        return self._spare
 
 
 def _takes_changes(target: Target) -> bool:
     return isinstance(target, EngineTarget) and target.loads_changes
 
 
+def elements_of(deltas: Sequence[Delta], schema: WeightSchema) -> list[Elements]:
+    """Return the elements that ``deltas`` change."""
+    touched = sorted({i for delta in deltas for i in delta.touched(schema)})
+    return [(i, _union([delta.elements_of(schema.tensors[i]) for delta in deltas])) for i in touched]
+
+
+def _union(found: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    if len(found) == 1:
+        return found[0]
+    arrays = [one.numpy() for one in found if one is not None]
+    return torch.from_numpy(np.unique(np.concatenate(arrays))) if len(arrays) == len(found) else None
+
+
 def changes_of(
     deltas: Sequence[Delta], schema: WeightSchema, values: Sequence[torch.Tensor]
 ) -> list[WeightChange]:
     """Return what ``deltas`` changed; ``values`` has the new value of each schema entry, on the CPU."""
-    touched = sorted({i for delta in deltas for i in delta.touched(schema)})
-    change = functools.partial(_change_of, deltas, schema, values)
-    return in_threads(change, touched, threads_for(sum(values[i].numel() for i in touched)))
 
+    def change(elements: Elements) -> WeightChange:
+        i, positions = elements
+        weight = values[i]
+        if positions is None:
+            return WeightChange(schema.names[i], None, weight, weight)
+        bits = torch.from_numpy(np.take(_bits(weight), positions.numpy()))
+        return WeightChange(schema.names[i], positions, bits.view(weight.dtype), weight)
 
-def _change_of(
-    deltas: Sequence[Delta], schema: WeightSchema, values: Sequence[torch.Tensor], i: int
-) -> WeightChange:
-    name, weight = schema.names[i], values[i]
-    found: list[torch.Tensor] = []
-    for delta in deltas:
-        elements = delta.elements_of(schema.tensors[i])
-        if elements is None:
-            return WeightChange(name, None, weight, weight)
-        found.append(elements)
-    positions = found[0] if len(found) == 1 else torch.from_numpy(np.unique(torch.cat(found).numpy()))
-    return WeightChange(name, positions, _at(weight, positions), weight)
+    elements = elements_of(deltas, schema)
+    return in_threads(change, elements, threads_for(sum(values[i].numel() for i, _ in elements)))
 
 
 # Not torch: its threads hang in forked processes.
-def _at(weight: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def _bits(weight: torch.Tensor) -> Array:
+    """Return the elements of a contiguous tensor as one array, of integers unless numpy knows their dtype."""
     flat = weight.view(-1)
-    bits = flat.view(BITS.get(weight.element_size(), weight.dtype))
-    return torch.from_numpy(np.take(bits.numpy(), positions.numpy())).view(weight.dtype)
+    return flat.view(BITS.get(flat.element_size(), flat.dtype)).numpy()

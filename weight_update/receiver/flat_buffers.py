@@ -140,7 +140,7 @@ class OwnCopy(Storage):
         if whole is None or self._device.type != "cpu":
             flat = self._allocate()
             views = self.schema.views(flat)
-            _copy(views, update.values)
+            copy_all(views, update.values)
         else:
             flat, views = whole, list(update.values)
         self._next, update.values = (flat, views), list(views)
@@ -186,7 +186,7 @@ class OwnCopy(Storage):
             )
         flat = self._allocate()
         views = self.schema.views(flat)
-        _copy(views, [tensors[name].detach() for name in names])
+        copy_all(views, [tensors[name].detach() for name in names])
         different = tuple(
             f"{name}: differs from the sender's"
             for name, view, expected in zip(names, views, digests, strict=True)
@@ -278,7 +278,7 @@ def _writes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     return list(map(_WRITES, itertools.filterfalse(torch.Tensor.is_inference, tensors)))
 
 
-def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy in parts for which torch starts no threads: those hang in forked processes."""
     to: list[torch.Tensor] = []
     of: list[torch.Tensor] = []

@@ -12,7 +12,7 @@ import torch
 
 from weight_update.encodings import Decoder, decoder_for, read_delta
 from weight_update.errors import FormatError, LifecycleError
-from weight_update.receiver.engine_copy import EngineCopy
+from weight_update.receiver.engine_copy import DoubleBuffer, EngineCopy
 from weight_update.receiver.flat_buffers import FlatBuffer, OwnCopy
 from weight_update.receiver.gate import Gate
 from weight_update.receiver.targets import EngineTarget, StagedUpdate, Storage, Target, target_for
@@ -135,11 +135,17 @@ class Staging:
         self.forget()
         self._own = self._flat = None
         if welcome["keep"]:
-            kind = EngineCopy if self.target.takes_over else OwnCopy
-            self._own = kind(self._schema, self.target.binding, self._owns)
+            self._own = self._own_copy(self._schema)
             if welcome["digests"] is not None:
                 named = self.target.read() or NamedWeights({})
                 self._own.adopt(welcome["version"], named.tensors, welcome["digests"])
+
+    def _own_copy(self, schema: WeightSchema) -> OwnCopy:
+        """Return the storage for updates that are changes."""
+        if not self.target.takes_over:
+            return OwnCopy(schema, self.target.binding, self._owns)
+        kind = DoubleBuffer if self.target.keeps_tensors else EngineCopy
+        return kind(schema, None, self._owns)
 
     def take(self, chunk: WeightChunk) -> StagedUpdate | None:
         """Take the next chunk of an update; return the update, which is staged, after the last chunk.

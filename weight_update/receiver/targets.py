@@ -26,12 +26,14 @@ class Target:
 
     Attributes:
         binding: tensors of the model that can lie in memory of the receiver; None where there are none.
-        takes_over: whether the target keeps weights by itself, so that the receiver needs none of them.
+        takes_over: whether the target is an engine, which hands out no weights.
+        keeps_tensors: whether the target refers to the tensors of an update for as long as it is in force.
         loading: version that an engine has begun and not finished; None for every other target.
     """
 
     binding: Binding | None = None
     takes_over = False
+    keeps_tensors = True
     loading: Loading | None = None
 
     def schema(self) -> WeightSchema | None:
@@ -139,7 +141,7 @@ class EngineTarget(Target):
     takes_over = True
 
     def __init__(self, engine: InferenceEngine) -> None:
-        self._engine = engine
+        self._engine, self.keeps_tensors = engine, engine.keeps_tensors
         self._dtypes: dict[str, torch.dtype] = {}
 
     def schema(self) -> WeightSchema | None:
@@ -159,10 +161,13 @@ class EngineTarget(Target):
         self.loading.finish()
         self.loading = None
 
+    def move(self, names: tuple[str, ...], values: list[torch.Tensor]) -> None:
+        self._engine.load_weights(zip(names, values, strict=True))
+
     @property
     def loads_changes(self) -> bool:
         """Whether a patch goes to :meth:`write_changes`, not :meth:`write`."""
-        return self._engine.loads_changes
+        return self._engine.loads_changes and not self.keeps_tensors
 
     def write_changes(self, changes: Iterable[WeightChange], base: int, version: int) -> None:
         """Have the engine load the changes from version ``base`` to ``version``."""
@@ -175,7 +180,12 @@ class EngineTarget(Target):
         self, header: Mapping[str, Any], decoder: Callable[[str], Decoder]
     ) -> EngineTarget | None:
         alone = header["base"] is None and header["commit"] and header["group"] is None
-        loads = self._engine.loads_in_chunks and alone and decoder(header["encoding"]).in_chunks
+        loads = (
+            self._engine.loads_in_chunks
+            and not self.keeps_tensors
+            and alone
+            and decoder(header["encoding"]).in_chunks
+        )
         return self if loads else None
 
     def load_chunk(self, chunk: WeightChunk, decoder: Decoder, schema: WeightSchema) -> None:
@@ -272,5 +282,5 @@ class Storage:
     def switch(self, update: StagedUpdate, target: Target) -> None:
         """Put the update in force; only an engine may still raise."""
         target.write(self.schema.names, update.values, update.version)
-        if target.takes_over:
+        if not target.keeps_tensors:
             update.used_up, update.payloads, update.values = update.payloads, [], []
