@@ -80,8 +80,9 @@ class DoubleBuffer(OwnCopy):
     def switch(self, update: StagedUpdate, target: Target) -> None:
         target.write(self.schema.names, update.values, update.version)
         assert self._next is not None
-        whole = self._flat is None or update.base is None
-        self._spare = None if whole else (self._flat, self.values)
+        self._spare = None
+        if update.base is not None and self._flat is not None:
+            self._spare = self._flat, self.values
         (self._flat, self.values), self._next = self._next, None
         self._version = update.version
 
