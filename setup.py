@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 
 ROOT = Path(__file__).resolve().parent
 
@@ -55,6 +55,15 @@ TEST = union(
     ],
 )
 
+# Loaded by ctypes. Where there is no C compiler, the package works without it.
+KERNELS = Extension(
+    "weight_update.encodings.patch._kernels",
+    ["weight_update/encodings/patch/kernels.c"],
+    extra_compile_args=["-O3"],
+    py_limited_api=True,
+    optional=True,
+)
+
 setup(
     name="weight-update",
     version=version(),
@@ -66,6 +75,8 @@ setup(
     license_files=["LICENSE"],
     packages=find_packages(include=["weight_update*", "collectors*"]),
     package_data={"weight_update": ["py.typed"], "collectors": ["py.typed"]},
+    ext_modules=[KERNELS],
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
     python_requires=">=3.10",
     install_requires=["torch>=2.11", "tensordict>=0.14"],
     extras_require={

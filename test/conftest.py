@@ -9,6 +9,7 @@ import fuzz
 import pytest
 import torch
 
+from weight_update.encodings.patch import kernels
 from weight_update.testing.processes import eventually
 
 SMOKE = {
@@ -52,6 +53,13 @@ def nothing_goes_on_after_a_file() -> Iterator[None]:
     eventually(lambda: not threads(), 10.0)
     assert threads() == []
     assert not torch.distributed.is_initialized()
+
+
+@pytest.fixture(params=["as installed", pytest.param("numpy", marks=pytest.mark.slow)])
+def inner_loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a test with the compiled inner loops of patches, and without."""
+    if request.param == "numpy":
+        monkeypatch.setattr(kernels, "library", None)
 
 
 def threads() -> list[str]:

@@ -10,6 +10,8 @@ import torch
 from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, Sparse
 from weight_update.wire.schema import WeightSchema
 
+pytestmark = pytest.mark.usefixtures("inner_loops")
+
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128)
 
 

@@ -17,6 +17,8 @@ from weight_update.encodings.patch.changes import BITS, Changes, Sparse
 from weight_update.encodings.patch.format import PatchOptions, decode_patch, encode_patch
 from weight_update.wire.schema import WeightSchema
 
+pytestmark = pytest.mark.usefixtures("inner_loops")
+
 DOCS = Path(__file__).parents[2] / "docs" / "patch_format.rst"
 
 

@@ -19,6 +19,8 @@ from weight_update.encodings.patch.positions_flat import join_units
 from weight_update.errors import FormatError
 from weight_update.wire.schema import WeightSchema
 
+pytestmark = pytest.mark.usefixtures("inner_loops")
+
 
 def decodes_or_refuses(payload: torch.Tensor, schema: WeightSchema) -> bool:
     """Whether a damaged payload is refused; if it is not, it must stay inside the buffer."""

@@ -15,6 +15,8 @@ from weight_update.testing import Zoo, random_bits
 from weight_update.testing.models import small_views
 from weight_update.wire.schema import DTYPES, TensorMeta, WeightSchema
 
+pytestmark = pytest.mark.usefixtures("inner_loops")
+
 
 def scanned(scanner: Scanner, schema: WeightSchema, tensors: Tensors, snapshot: torch.Tensor) -> Scan:
     """Scan, and check everything that holds for all tracked."""

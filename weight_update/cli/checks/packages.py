@@ -9,8 +9,13 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from weight_update.cli.checks.base import Finding, fail, ok, skipped, warn
+from weight_update.encodings.patch import kernels
 
 _OURS = "weight-update"
+KERNELS_CURE = (
+    f"install a C compiler, then: pip install --force-reinstall --no-deps --no-binary {_OURS} {_OURS} "
+    "(and leave WEIGHT_UPDATE_KERNELS unset)"
+)
 _REINSTALL = f"install this library with pip (pip install {_OURS}), so that its requirements are known"
 
 
@@ -42,6 +47,13 @@ def look_at_package(name: str) -> Finding:
     if requirement.specifier.contains(installed, prereleases=True):
         return ok(found)
     return fail(found, f'pip install "{name}{requirement.specifier}"')
+
+
+def look_at_kernels() -> Finding:
+    """Check whether the inner loops of the patch encoding are compiled."""
+    if kernels.library is not None:
+        return ok("compiled")
+    return warn("not compiled, so patches take several times as long", KERNELS_CURE)
 
 
 def requirement_of(name: str) -> tuple[Requirement, str]:

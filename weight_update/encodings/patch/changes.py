@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from weight_update.encodings.patch import kernels
 from weight_update.encodings.patch.threads import in_threads, threads_for
 from weight_update.wire.schema import TensorMeta, WeightSchema
 
@@ -66,7 +67,7 @@ class Sparse:
 
     @classmethod
     def of(cls, width: int, positions: torch.Tensor, values: torch.Tensor, relative: bool = False) -> Sparse:
-        """Return the changes with one segment; ``positions`` are int64."""
+        """Return the changes with one segment; ``positions`` are int32 or int64."""
         return cls(width, (Segment(0, positions, values),), relative)
 
     def __len__(self) -> int:
@@ -169,6 +170,9 @@ class Changes:
 # Not torch: its threads hang in forked processes.
 def _write_sparse(words: Array, part: Sparse) -> None:
     def write(share: Segment) -> None:
+        if kernels.library is not None:
+            kernels.write(words[share.first :], share.offsets.numpy(), share.values.numpy(), part.relative)
+            return
         for one in share.split(_CACHED):
             from_here, values = words[one.first :], one.values.numpy()
             offsets = one.offsets.numpy().astype(np.int64, copy=False)  # int32 would take three times as long

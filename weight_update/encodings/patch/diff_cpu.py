@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from weight_update.encodings.base import Difference
+from weight_update.encodings.patch import kernels
 from weight_update.encodings.patch.changes import ByteRange, Changes, Segment, Sparse
 from weight_update.encodings.patch.threads import in_threads
 from weight_update.encodings.patch.tiles import Tile, cut, flattened
@@ -41,9 +42,6 @@ FEW = 0.1
 
 FEW_EIGHTS = 1 - (1 - FEW) ** 8
 """Fraction of groups of eight that have a hit when the fraction of all is :data:`FEW`."""
-
-INTEGER = {int(kind[1]): np.dtype(kind) for kind in ("u1", "i2", "i4", "i8")}
-"""Integer dtype for comparing elements, by width in bytes."""
 
 Bytes = NDArray[np.uint8]
 ElementDiff = tuple[int, NDArray[Any], NDArray[Any]]
@@ -128,10 +126,13 @@ def check_sizes(schema: WeightSchema, tensors: Sequence[torch.Tensor], snapshot:
 
 
 class _TileReader:
-    """A reader of the current bytes of a tile; readers of one thread share ``scratch``, 1-D uint8."""
+    """A reader of the current bytes of a tile; readers of one thread share ``scratch``, 1-D uint8.
 
-    def __init__(self, tile: Tile, scratch: torch.Tensor) -> None:
-        self.tile, self._scratch = tile, scratch[: tile.nbytes]
+    They also share ``buffer``, memory for the differences.
+    """
+
+    def __init__(self, tile: Tile, scratch: torch.Tensor, buffer: kernels.DiffBuffer) -> None:
+        self.tile, self.buffer, self._scratch = tile, buffer, scratch[: tile.nbytes]
         self._views = [] if tile.flat else tile.views(scratch)
 
     def read(self, live: Sequence[torch.Tensor], old: Bytes) -> Bytes:
@@ -150,8 +151,9 @@ class _TileReader:
 
 
 def _readers_of(share: Sequence[Sequence[Tile]]) -> list[list[_TileReader]]:
-    scratch = torch.empty(max(tile.nbytes for group in share for tile in group), dtype=torch.uint8)
-    return [[_TileReader(tile, scratch) for tile in group] for group in share]
+    most = max(tile.nbytes for group in share for tile in group)
+    scratch, buffer = torch.empty(most, dtype=torch.uint8), kernels.DiffBuffer(most)
+    return [[_TileReader(tile, scratch, buffer) for tile in group] for group in share]
 
 
 @dataclass(frozen=True)
@@ -176,16 +178,13 @@ def _compare(
         tile = reader.tile
         old = snapshot[tile.start : tile.start + tile.nbytes]
         new = reader.read(live, old)
-        alone = len(tile.widths) == 1
-        found = _of_width(tile.widths[0], new, old) if alone else _mixed(tile, new, old)
+        found = _differences(reader, new, old, relative)
         here = sum(len(positions) for _, positions, _ in found)
         changed += here
         if here > dense_above * tile.elements:
             ranges += [ByteRange(tile.start + a, torch.from_numpy(new[a:b].copy())) for a, b in tile.filled]
             continue
         for width, positions, values in found:
-            if relative:
-                values -= old.view(INTEGER[width]).take(positions, mode="wrap")  # from the core's own cache
             by_width.setdefault(width, []).append(((tile.start - start) // width, positions, values))
     segments = {width: _segment(start // width, parts) for width, parts in by_width.items()}
     return _GroupDiff(changed, segments, ranges)
@@ -218,6 +217,21 @@ def _readable(part: torch.Tensor, dtype: torch.dtype) -> bool:
     return part.dtype is dtype and part.is_cpu and part.data_ptr() % 8 == 0 and not lazy
 
 
+def _differences(reader: _TileReader, new: Bytes, old: Bytes, relative: bool) -> list[ElementDiff]:
+    """Return the elements of a tile that differ, by ascending width; values as :class:`Scanner` has them."""
+    tile, width = reader.tile, reader.tile.widths[0]
+    if len(tile.widths) == 1 and kernels.library is not None:
+        positions, values = kernels.diff(width, new, old, relative, reader.buffer)
+        return [(width, positions.copy(), values.copy())] if len(positions) else []
+    found = _of_width(width, new, old) if len(tile.widths) == 1 else _mixed(tile, new, old)
+    if relative:
+        for width, positions, values in found:
+            values -= old.view(kernels.INTEGER[width]).take(
+                positions, mode="wrap"
+            )  # from the core's own cache
+    return found
+
+
 def _mixed(tile: Tile, new: Bytes, old: Bytes) -> list[ElementDiff]:
     """Return the elements that differ in a tile of several widths, by ascending width."""
     words = np.flatnonzero(new.view(np.int64) != old.view(np.int64))
@@ -236,8 +250,8 @@ def _of_width(width: int, new: Bytes, old: Bytes) -> list[ElementDiff]:
         words = _where(differ, most)
         if words is not None:
             return [_inside(width, words, new, old)] if len(words) else []
-    values = new.view(INTEGER[width])
-    positions = np.flatnonzero(values != old.view(INTEGER[width]))
+    values = new.view(kernels.INTEGER[width])
+    positions = np.flatnonzero(values != old.view(kernels.INTEGER[width]))
     return [(width, positions, values.take(positions))] if len(positions) else []
 
 
@@ -257,8 +271,8 @@ def _inside(width: int, words: NDArray[np.int64], new: Bytes, old: Bytes) -> Ele
     values = _take(new.view(np.int64), words)
     if width == 8:
         return width, words, values
-    elements = values.view(INTEGER[width])
-    at = np.flatnonzero(elements != _take(old.view(np.int64), words).view(INTEGER[width]))
+    elements = values.view(kernels.INTEGER[width])
+    at = np.flatnonzero(elements != _take(old.view(np.int64), words).view(kernels.INTEGER[width]))
     return width, _spread(words, at, (8 // width).bit_length() - 1), _take(elements, at)
 
 

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from weight_update.encodings.patch import kernels
 from weight_update.encodings.patch.arrays import UNSIGNED, Array, ArrayReader, ArrayWriter
 from weight_update.encodings.patch.changes import Sparse
+from weight_update.encodings.patch.threads import in_threads, threads_for
 from weight_update.errors import FormatError
 
 UNITS = (1, 2, 4)
@@ -26,7 +28,7 @@ def encode_flat(out: ArrayWriter, part: Sparse, delta: bool) -> None:
 
 
 def decode_flat(arrays: ArrayReader, count: int, limit: int, delta: bool) -> Array:
-    """Read ``count`` positions, int64; raise FormatError unless they increase and are below ``limit``."""
+    """Read ``count`` positions (int32 or int64); FormatError unless they increase and are below ``limit``."""
     if delta:
         return join_units(arrays.at_most(most_units(count, limit), UNITS), count, limit)
     positions = arrays.exactly(count)
@@ -50,10 +52,25 @@ def split_units(segments: Sequence[tuple[int, Array]]) -> list[Array]:
     not empty; all positions together are strictly increasing.
     """
     ends = [first + int(offsets[-1]) for first, offsets in segments]
+    if kernels.library is not None:
+        return _split_compiled(list(zip(segments, [-1, *ends], strict=False)))
     gaps = [_gaps(*segment, end) for segment, end in zip(segments, [-1, *ends], strict=False)]
     needed = [sum(counts) for counts in zip(*map(_needed, gaps), strict=True)]
     unit = min(UNITS, key=lambda size: size * needed[UNITS.index(size)])
     return [_spread(part, unit) for part in gaps]
+
+
+def _split_compiled(parts: Sequence[tuple[tuple[int, Array], int]]) -> list[Array]:
+    """Do the work of :func:`split_units` for segments and the positions before them."""
+    threads = threads_for(sum(len(offsets) for (_, offsets), _ in parts))
+    needed = in_threads(lambda part: kernels.units_needed(*part[0], part[1]), parts, threads)
+    totals = [sum(counts) for counts in zip(*needed, strict=True)]
+    kind = min(range(len(UNITS)), key=lambda i: UNITS[i] * totals[i])
+
+    def split(one: int) -> Array:
+        return kernels.split(*parts[one][0], parts[one][1], UNITS[kind], needed[one][kind])
+
+    return in_threads(split, range(len(parts)), threads)
 
 
 def _gaps(first: int, offsets: Array, before: int) -> Array:
@@ -107,10 +124,16 @@ def most_units(count: int, limit: int) -> int:
 
 
 def join_units(units: Array, count: int, limit: int) -> Array:
-    """Return the ``count`` positions below ``limit`` that ``units`` stand for; FormatError if they do not."""
+    """Return the ``count`` positions below ``limit`` that ``units`` stand for, int32 or int64.
+
+    Raises:
+        FormatError: they stand for no such positions.
+    """
     escape = escape_of(units.itemsize)
     if units.size * escape >= 1 << 63:  # the sum could wrap around; no writer makes so many wide units
         raise FormatError(f"a patch has {units.size} units of {units.itemsize} bytes, which is too many")
+    if kernels.library is not None and (found := kernels.join(units, count, limit)) is not None:
+        return found
     if not units.size or units[-1] == escape or np.count_nonzero(units != escape) != count:
         raise FormatError(f"the gaps of a patch do not give {count} positions")
     last = int(units.sum(dtype=np.uint64)) + count - 1
