@@ -53,7 +53,11 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
         "register_scheme_receiver",
         "rollout",
     ),
-    ("torchrl.collectors", "BaseCollector"): ("register_collector", "weight_updater"),
+    ("torchrl.collectors", "BaseCollector"): (
+        "_set_received_policy_version",
+        "register_collector",
+        "weight_updater",
+    ),
     ("torchrl.collectors", "MultiAsyncCollector"): ("_queue_len",),
     ("torchrl.collectors", "MultiCollector"): (
         "_add_collector_outputs_to_fake_td",
@@ -116,12 +120,14 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
     ("torchrl.collectors.distributed", "RayCollector"): (
         "_async_iterator",
         "_collection_thread",
+        "_external_weight_sender",
         "_lazy_initialize_weight_sync",
         "_policy_service",
         "_remote_collectors",
         "_runtime_lease",
         "_stop_event",
         "_sync_iterator",
+        "_weight_sync_initialized",
         "_weight_sync_schemes",
         "_weight_update_impl",
         "stop_remote_collectors",
