@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from weight_update import InferenceEngine
+from weight_update import InferenceEngine, WeightChange
 from weight_update.testing import Body, fingerprint
 
 
@@ -18,17 +18,23 @@ class Notebook(InferenceEngine):
     Args:
         in_chunks: see ``loads_in_chunks``.
         expected: see ``expected_weights``.
+        changes: see ``loads_changes``.
 
     Attributes:
-        calls: what was called, in order; of ``load_weights`` the names.
+        calls: what was called, in order; of ``load_weights`` and ``load_changes`` the names.
         loaded: copies of the weights, by name.
         fails: the call that fails once: ``"begin"``, ``"finish"``, or the number of a weight.
         stays: number of the weight at which it waits, once, for half a minute.
         skips: the number of weights that it leaves, once.
     """
 
-    def __init__(self, in_chunks: bool = False, expected: Mapping[str, torch.Tensor] | None = None) -> None:
-        self.loads_in_chunks, self.expected = in_chunks, expected
+    def __init__(
+        self,
+        in_chunks: bool = False,
+        expected: Mapping[str, torch.Tensor] | None = None,
+        changes: bool = False,
+    ) -> None:
+        self.loads_in_chunks, self.expected, self.loads_changes = in_chunks, expected, changes
         self.calls: list[tuple[str, Any]] = []
         self.loaded: dict[str, torch.Tensor] = {}
         self.fails: str | int | None = None
@@ -53,6 +59,23 @@ class Notebook(InferenceEngine):
                 time.sleep(30.0)
             names.append(name)
             self.loaded[name] = tensor.clone()
+            self._seen += 1
+            if self.skips:
+                self.skips -= 1
+                return
+
+    def load_changes(self, changes: Iterator[WeightChange], base: int) -> None:
+        names: list[str] = []
+        self.calls.append((f"changes of {base}", names))
+        for name, positions, values, weight in changes:
+            self._fail_at(self._seen)
+            names.append(name)
+            if positions is None:
+                self.loaded[name] = values.clone()
+            else:
+                bits = self.loaded[name].view(-1).view(torch.uint8).view(-1, weight.element_size())
+                bits[positions] = values.view(torch.uint8).view(-1, weight.element_size())
+            assert fingerprint({name: self.loaded[name]}) == fingerprint({name: weight})
             self._seen += 1
             if self.skips:
                 self.skips -= 1

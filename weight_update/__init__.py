@@ -10,7 +10,7 @@ from weight_update.encodings import (
     WholeEncoding,
     register_encoding,
 )
-from weight_update.engines.base import InferenceEngine
+from weight_update.engines.base import InferenceEngine, WeightChange
 from weight_update.errors import (
     ConversionError,
     CorruptCheckpointError,
@@ -147,6 +147,7 @@ __all__ = [
     "UnknownWorkerError",
     "UnreachableMemoryError",
     "UnsupportedSourceError",
+    "WeightChange",
     "WeightChunk",
     "WeightSchema",
     "WeightStrategy",

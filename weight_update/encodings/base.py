@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 
 from weight_update.errors import FormatError
-from weight_update.wire.schema import WeightSchema
+from weight_update.wire.schema import TensorMeta, WeightSchema
 
 Lend = Callable[[int], torch.Tensor]
 """Returns a 1-D uint8 tensor of the given size, which the transport can send without a copy.
@@ -159,6 +159,9 @@ class Delta(Protocol):
 
     def touched(self, schema: WeightSchema) -> list[int]:
         """Return the positions of the schema entries that change, in ascending order."""
+
+    def elements_of(self, meta: TensorMeta) -> torch.Tensor | None:
+        """Return flat indices of the elements of an entry that change, int64, ascending; None for all."""
 
 
 @dataclass(frozen=True)

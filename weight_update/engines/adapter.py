@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from weight_update.encodings import Decoder
-from weight_update.engines.base import InferenceEngine
+from weight_update.engines.base import InferenceEngine, WeightChange
 from weight_update.errors import FormatError, SchemaMismatchError
 from weight_update.wire.frames import WeightChunk, payloads_of
 from weight_update.wire.schema import WeightSchema
@@ -44,6 +44,14 @@ class Loading:
         if left:
             raise SchemaMismatchError("load_weights() returned before it took all weights; it left:", left)
 
+    @torch.no_grad()
+    def load_changes(self, changes: Iterable[WeightChange], base: int) -> None:
+        """Have the engine load a patch; raise SchemaMismatchError if it did not take all changes."""
+        offered = map(self._converted_change, changes)
+        self._engine.load_changes(offered, base)
+        if left := tuple(change.name for change in offered):
+            raise SchemaMismatchError("load_changes() returned before it took all changes; it left:", left)
+
     def take(self, chunk: WeightChunk, decoder: Decoder, schema: WeightSchema) -> None:
         """Have the engine load the weights that ``chunk`` completes; FormatError if it does not fit."""
         header, (payload,) = chunk.header, payloads_of([chunk])
@@ -68,3 +76,7 @@ class Loading:
         for name, value in items:
             self.count += 1
             yield name, value.to(self._dtypes.get(name, value.dtype))
+
+    def _converted_change(self, change: WeightChange) -> WeightChange:
+        dtype = self._dtypes.get(change.name, change.weight.dtype)
+        return change._replace(values=change.values.to(dtype), weight=change.weight.to(dtype))

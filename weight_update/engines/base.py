@@ -4,18 +4,36 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
+
+
+class WeightChange(NamedTuple):
+    """A change of one weight.
+
+    Attributes:
+        name: name of the weight.
+        positions: flat indices of the elements that changed, ascending; int64 of shape ``(n,)``. None if all
+            elements changed.
+        values: new values of these elements, of shape ``(n,)``; the whole weight if ``positions`` is None.
+        weight: the whole weight after the change, for engines that cannot take single elements of it.
+    """
+
+    name: str
+    positions: torch.Tensor | None
+    values: torch.Tensor
+    weight: torch.Tensor
 
 
 class InferenceEngine(ABC):
     """Receives versions of weights in its own way: ``scheme.init_on_receiver(model=engine, worker_idx=...)``.
 
-    For each version the receiver calls :meth:`begin_update`, then :meth:`load_weights`, then
-    :meth:`finish_update`. If one of the last two raises, the receiver calls :meth:`abort_update`, the sender
-    gets the error with its traceback, and the receiver's version is unknown (None) until the next update,
-    which carries all weights. If ``begin_update`` raises, the version before stays in force, and nothing
-    else is called.
+    For each version the receiver calls :meth:`begin_update`, then :meth:`load_weights` or
+    :meth:`load_changes`, then :meth:`finish_update`. If one of the last two raises, the receiver calls
+    :meth:`abort_update`, the sender gets the error with its traceback, and the receiver's version is unknown
+    (None) until the next update, which carries all weights. If ``begin_update`` raises, the version before
+    stays in force, and nothing else is called.
 
     The calls for one version come one after the other, without gradients, from any thread. The tensors have
     the names, shapes and dtypes of the sender after ``convert``, and are on the CPU. They may be views into
@@ -35,6 +53,13 @@ class InferenceEngine(ABC):
     :func:`~weight_update.send_together`) are loaded as with False.
     """
 
+    loads_changes: bool = False
+    """Whether :meth:`load_changes` is called for patches. False: :meth:`load_weights` gets all weights.
+
+    In both cases the receiver keeps a copy of the weights on the CPU, to which it applies patches before it
+    calls :meth:`begin_update`.
+    """
+
     @abstractmethod
     def begin_update(self, version: int) -> None:
         """Prepare for the weights of ``version``; may wait for generation to pause."""
@@ -46,6 +71,19 @@ class InferenceEngine(ABC):
         Args:
             weights: pairs of name and tensor; the tensors are valid until this returns.
         """
+
+    def load_changes(self, changes: Iterator[WeightChange], base: int) -> None:
+        """Load all of ``changes``; an iterator that is not used up is an error.
+
+        Called for a patch that arrived undamaged, if the engine has the version that the patch changes. The
+        default loads each changed weight as a whole, with :meth:`load_weights`.
+
+        Args:
+            changes: one change for each weight that changed; the tensors are valid until this returns.
+            base: the version in force, which the changes lead from.
+        """
+        del base
+        self.load_weights((change.name, change.weight) for change in changes)
 
     @abstractmethod
     def finish_update(self, version: int) -> None:

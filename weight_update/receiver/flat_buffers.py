@@ -155,7 +155,7 @@ class OwnCopy(Storage):
             self.require(update.base)
 
     def switch(self, update: StagedUpdate, target: Target) -> None:
-        if update.base is not None:
+        if update.deltas:
             self.apply(update.deltas, update.version)
             update.deltas = []
         if update.base is None or target.binding is None:  # a model's tensors are changed by apply()

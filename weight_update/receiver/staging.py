@@ -12,6 +12,7 @@ import torch
 
 from weight_update.encodings import Decoder, decoder_for, read_delta
 from weight_update.errors import FormatError, LifecycleError
+from weight_update.receiver.engine_copy import EngineCopy
 from weight_update.receiver.flat_buffers import FlatBuffer, OwnCopy
 from weight_update.receiver.gate import Gate
 from weight_update.receiver.targets import EngineTarget, StagedUpdate, Storage, Target, target_for
@@ -134,7 +135,8 @@ class Staging:
         self.forget()
         self._own = self._flat = None
         if welcome["keep"]:
-            self._own = OwnCopy(self._schema, self.target.binding, self._owns)
+            kind = EngineCopy if self.target.takes_over else OwnCopy
+            self._own = kind(self._schema, self.target.binding, self._owns)
             if welcome["digests"] is not None:
                 named = self.target.read() or NamedWeights({})
                 self._own.adopt(welcome["version"], named.tensors, welcome["digests"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from weight_update.encodings import Decoder, Delta
 from weight_update.engines.adapter import Loading
-from weight_update.engines.base import InferenceEngine
+from weight_update.engines.base import InferenceEngine, WeightChange
 from weight_update.strategy.binding import Binding
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
@@ -156,6 +156,18 @@ class EngineTarget(Target):
     def write(self, names: tuple[str, ...], values: list[torch.Tensor], version: int) -> None:
         self.loading = self._begin(version)
         self.loading.load(zip(names, values, strict=True))
+        self.loading.finish()
+        self.loading = None
+
+    @property
+    def loads_changes(self) -> bool:
+        """Whether a patch goes to :meth:`write_changes`, not :meth:`write`."""
+        return self._engine.loads_changes
+
+    def write_changes(self, changes: Iterable[WeightChange], base: int, version: int) -> None:
+        """Have the engine load the changes from version ``base`` to ``version``."""
+        self.loading = self._begin(version)
+        self.loading.load_changes(changes, base)
         self.loading.finish()
         self.loading = None
 

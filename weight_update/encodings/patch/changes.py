@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from weight_update.encodings.patch.threads import in_threads, threads_for
-from weight_update.wire.schema import WeightSchema
+from weight_update.wire.schema import TensorMeta, WeightSchema
 
 Array = npt.NDArray[Any]
 
@@ -141,6 +141,29 @@ class Changes:
         for one in self.ranges:
             hit |= (starts < one.start + one.data.numel()) & (one.start < ends)
         return sorted(order[int(i)] for i in np.flatnonzero(hit))
+
+    def elements_of(self, meta: TensorMeta) -> torch.Tensor | None:
+        """Return flat indices of the elements of ``meta`` that change, int64, ascending; CPU only.
+
+        An element changes if any of its bytes does. The result may be None if all of them may change.
+        """
+        start, end, size = meta.offset, meta.offset + meta.nbytes, meta.dtype.itemsize
+        found: list[Array] = []
+        for part in self.sparse:
+            positions = part.positions.numpy()
+            first, last = np.searchsorted(positions, (-(-start // part.width), -(-end // part.width)))
+            if first < last and part.width > size:
+                return None
+            found.append((positions[first:last] * part.width - start) // size)
+        for one in self.ranges:
+            low, high = max(one.start, start), min(one.start + one.data.numel(), end)
+            if (low, high) == (start, end):
+                return None
+            if low < high:
+                found.append(np.arange((low - start) // size, -(-(high - start) // size)))
+        if len(found) == 1 and self.sparse and self.sparse[0].width == size:
+            return torch.from_numpy(found[0])
+        return torch.from_numpy(np.unique(np.concatenate(found or [np.empty(0, np.int64)])))
 
 
 # Not torch: its threads hang in forked processes.

@@ -25,7 +25,7 @@ from weight_update.encodings.patch.positions_coo import Grid, decode_coo, encode
 from weight_update.encodings.patch.positions_flat import decode_flat, encode_flat
 from weight_update.encodings.patch.values import decode_steps, encode_steps
 from weight_update.errors import FormatError
-from weight_update.wire.schema import WeightSchema
+from weight_update.wire.schema import TensorMeta, WeightSchema
 
 _HEAD = struct.Struct("<4sBBBBIIqq")
 _SECTION = struct.Struct("<QQ")
@@ -111,6 +111,9 @@ class Patch(Delta):
 
     def touched(self, schema: WeightSchema) -> list[int]:
         return self.changes.touched(schema)
+
+    def elements_of(self, meta: TensorMeta) -> torch.Tensor | None:
+        return self.changes.elements_of(meta)
 
 
 def encode_patch(

@@ -1,0 +1,60 @@
+"""Which elements of a weight a patch changes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, Sparse
+from weight_update.wire.schema import WeightSchema
+
+DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128)
+
+
+def random_schema(dice: random.Random) -> WeightSchema:
+    shapes = [(dice.randrange(4), dice.randrange(1, 40)) for _ in range(6)]
+    named = {str(i): torch.zeros(shape, dtype=dice.choice(DTYPES)) for i, shape in enumerate(shapes)}
+    named["tied"] = named["0"]
+    return WeightSchema.of(named)
+
+
+def random_changes(dice: random.Random, schema: WeightSchema) -> Changes:
+    """Return changes of elements of any width and of byte ranges, in padding as well."""
+    parts, ranges, start = [], [], 0
+    for width in BITS:
+        count = schema.nbytes // width
+        if count and dice.random() < 0.7:
+            chosen = sorted(dice.sample(range(count), dice.randrange(1, min(count, 30) + 1)))
+            parts.append(Sparse.of(width, torch.tensor(chosen), torch.zeros(len(chosen), dtype=BITS[width])))
+    while (start := start + dice.randrange(200)) < schema.nbytes:
+        length = min(dice.randrange(1, 400), schema.nbytes - start)
+        ranges.append(ByteRange(start, torch.zeros(length, dtype=torch.uint8)))
+        start += length
+    return Changes(tuple(parts), tuple(ranges))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_elements_of_random_changes(seed: int) -> None:
+    dice = random.Random(seed)
+    schema = random_schema(dice)
+    changes = random_changes(dice, schema)
+    changed = torch.zeros(schema.nbytes, dtype=torch.uint8)
+    for part in changes.sparse:
+        changed.view(-1, part.width)[part.positions] = 1
+    for one in changes.ranges:
+        changed[one.start : one.start + one.data.numel()] = 1
+    touched = []
+    for i, meta in enumerate(schema.tensors):
+        raw = changed[meta.offset : meta.offset + meta.nbytes].view(-1, meta.dtype.itemsize)
+        expected = raw.any(dim=1).nonzero().flatten()
+        found = changes.elements_of(meta)
+        if found is None:  # perhaps more than needed: values of all elements are right, too
+            wide = [part.width for part in changes.sparse if part.width > meta.dtype.itemsize]
+            assert wide or len(expected) == len(raw)
+        else:
+            assert found.dtype is torch.int64
+            assert found.tolist() == expected.tolist()
+        touched += [i] * bool(len(expected))
+    assert changes.touched(schema) == touched

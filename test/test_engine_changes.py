@@ -1,0 +1,233 @@
+"""Patches that an inference engine takes as changes of the weights that it has."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from engine_parts import Notebook
+from torch import nn
+
+from weight_update import (
+    InferenceEngine,
+    MemoryWeightSyncScheme,
+    PatchEncoding,
+    SchemaMismatchError,
+    SyncFailedError,
+    WeightStrategy,
+    group_schemes,
+    send_together,
+)
+from weight_update.testing import Zoo, fingerprint
+
+Connect = Callable[..., tuple[MemoryWeightSyncScheme, MemoryWeightSyncScheme]]
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """Connect a sender of a module, with patches, to a receiver with an engine; return both schemes."""
+    ends: list[MemoryWeightSyncScheme] = []
+
+    def build(source: nn.Module, engine: InferenceEngine, sender: Any = None, **options: Any) -> Any:
+        sender = sender or patching(**options)
+        sender.init_on_sender(model=source, num_workers=1)
+        receiver = copy.copy(sender)
+        receiver.init_on_receiver(model=engine, worker_idx=0)
+        ends.extend((receiver, sender))
+        thread = threading.Thread(target=receiver.connect)
+        thread.start()
+        sender.connect()
+        thread.join(20.0)
+        return sender, receiver
+
+    yield build
+    for end in ends:
+        end.shutdown()
+
+
+def net(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, 64), nn.Identity(), nn.Linear(64, 64))
+
+
+def patching(timeout: float = 20.0, **options: Any) -> MemoryWeightSyncScheme:
+    strategy = WeightStrategy("state_dict", encoding=PatchEncoding(**options))
+    return MemoryWeightSyncScheme(strategy, timeout=timeout)
+
+
+def weights_of(source: nn.Module) -> dict[str, str]:
+    return fingerprint(WeightStrategy("state_dict").named(source).tensors)
+
+
+def change_some(source: nn.Module, seed: int, every: int = 6) -> None:
+    """Change about one element of ``every``, in every second weight."""
+    generator = torch.Generator().manual_seed(seed)
+    for weight in list(source.state_dict().values())[seed % 2 :: 2]:
+        if isinstance(weight, torch.Tensor) and weight.numel():
+            raw = weight.contiguous().view(-1).view(torch.uint8).view(weight.numel(), -1)
+            chosen = torch.rand(weight.numel(), generator=generator) < 1 / every
+            raw[chosen] ^= 1
+            weight.copy_(raw.view(-1).view(weight.dtype).view(weight.shape))
+
+
+@pytest.mark.parametrize(
+    ("make", "options"), [(Zoo, {}), (net, {"values": "relative"}), (net, {"layout": "coo"})]
+)
+def test_an_engine_gets_the_elements_that_changed(connect: Connect, make: Any, options: Any) -> None:
+    """The engine itself checks that changed elements make the whole weight; here all weights are checked."""
+    source, engine = make(1), Notebook(changes=True)
+    sender, _ = connect(source, engine, **options)
+    assert [call for call, _ in engine.calls] == ["begin", "load", "finish"]
+    for version in range(1, 5):
+        engine.calls.clear()
+        change_some(source, version)
+        assert sender.send().encoding == "patch"
+        (_, (call, names), _) = engine.calls
+        assert call == f"changes of {version - 1}"
+        assert 0 < len(names) < len(engine.loaded)
+        assert fingerprint(engine.loaded) == weights_of(source)
+
+
+def test_changes_are_small(connect: Connect) -> None:
+    taken: list[tuple[str, Any, Any]] = []
+
+    class Engine(Notebook):
+        def load_changes(self, changes: Any, base: int) -> None:
+            kept = list(changes)
+            taken.extend((name, where.tolist(), new.tolist()) for name, where, new, _ in kept)
+            super().load_changes(iter(kept), base)
+
+    source = net(1)
+    sender, _ = connect(source, Engine(changes=True))
+    with torch.no_grad():
+        source[0].weight[1, 2], source[2].bias[0] = 5.0, 7.0
+    sender.send()
+    columns = source[0].in_features
+    assert taken == [("0.weight", [columns + 2], [5.0]), ("2.bias", [0], [7.0])]
+
+
+def test_several_patches_at_once(connect: Connect) -> None:
+    """A receiver that was busy gets all patches since its version, as one set of changes."""
+    source, engine = Zoo(1), Notebook(changes=True)
+    sender, receiver = connect(source, engine)
+    with receiver.hold():
+        for seed in range(1, 4):
+            change_some(source, seed)
+            handle = sender.send_async()
+    handle.wait(20.0)
+    assert [call for call, _ in engine.calls if call.startswith("changes")][-1] == "changes of 1"
+    assert fingerprint(engine.loaded) == weights_of(source)
+
+
+def test_the_default_loads_changed_weights_as_a_whole(connect: Connect) -> None:
+    class Engine(Notebook):
+        load_changes = InferenceEngine.load_changes
+
+    source, engine = net(1), Engine(changes=True)
+    sender, _ = connect(source, engine)
+    engine.calls.clear()
+    with torch.no_grad():
+        source[0].weight[1, 2] = 5.0
+    sender.send()
+    assert engine.calls == [("begin", 1), ("load", ["0.weight"]), ("finish", 1)]
+    assert fingerprint(engine.loaded) == weights_of(source)
+
+
+def test_an_engine_without_changes_gets_all_weights(connect: Connect) -> None:
+    source, engine = net(1), Notebook()
+    sender, _ = connect(source, engine)
+    engine.calls.clear()
+    with torch.no_grad():
+        source[0].weight[1, 2] = 5.0
+    assert sender.send().encoding == "patch"
+    assert engine.calls == [("begin", 1), ("load", list(source.state_dict())), ("finish", 1)]
+    assert fingerprint(engine.loaded) == weights_of(source)
+
+
+@pytest.mark.parametrize("expected", [torch.float32, torch.float64])
+def test_changes_have_the_dtype_that_the_engine_expects(connect: Connect, expected: torch.dtype) -> None:
+    source = net(1)
+    engine = Notebook(expected=net(2).to(expected).to("meta").state_dict(), changes=True)
+    sender, _ = connect(source, engine)
+    with torch.no_grad():
+        source[0].weight[1, 2] = 5.0
+    sender.send()
+    assert engine.calls[-2] == ("changes of 0", ["0.weight"])
+    assert fingerprint(engine.loaded) == fingerprint(copy.deepcopy(source).to(expected).state_dict())
+
+
+@pytest.mark.parametrize("place", [0, 1, "finish"])
+def test_an_engine_that_fails_gets_all_weights_next(connect: Connect, place: int | str) -> None:
+    source, engine = net(1), Notebook(changes=True)
+    sender, receiver = connect(source, engine)
+    change_some(source, 0)
+    engine.fails = place
+    with pytest.raises(SyncFailedError, match=f"the engine broke at {place}"):
+        sender.send()
+    assert engine.calls[-1] == ("abort", 1)
+    assert receiver.version is None
+    change_some(source, 1)
+    sender.send()
+    assert engine.calls[-2] == ("load", list(source.state_dict()))
+    assert fingerprint(engine.loaded) == weights_of(source)
+
+
+def test_an_engine_that_does_not_begin_gets_all_weights_next(connect: Connect) -> None:
+    source, engine = net(1), Notebook(changes=True)
+    sender, receiver = connect(source, engine)
+    change_some(source, 0)
+    engine.fails = "begin"
+    with pytest.raises(SyncFailedError, match="the engine broke at begin"):
+        sender.send()
+    assert receiver.version == 0
+    for version in (2, 3):
+        change_some(source, version)
+        assert sender.send().version == version
+        assert fingerprint(engine.loaded) == weights_of(source)
+    assert [call for call, _ in engine.calls[-5:]] == ["load", "finish", "begin", "changes of 2", "finish"]
+
+
+def test_changes_that_an_engine_leaves(connect: Connect) -> None:
+    source, engine = net(1), Notebook(changes=True)
+    sender, _ = connect(source, engine)
+    with torch.no_grad():
+        source[0].weight[1, 2], source[2].bias[0] = 5.0, 7.0
+    engine.skips = 1
+    with pytest.raises(
+        SyncFailedError, match=r"load_changes\(\) returned before it took all changes(.|\n)*2\.bias"
+    ):
+        sender.send()
+    sender.send()
+    assert fingerprint(engine.loaded) == weights_of(source)
+
+
+def test_an_update_that_waited_too_long_for_generation(connect: Connect) -> None:
+    source, engine = net(1), Notebook(changes=True)
+    sender, receiver = connect(source, engine, patching(timeout=0.5))
+    change_some(source, 0)
+    with receiver.hold(), pytest.raises(SyncFailedError, match=r"did not apply it within 0\.5 s"):
+        sender.send()
+    change_some(source, 1)
+    sender.send()
+    assert fingerprint(engine.loaded) == weights_of(source)
+
+
+def test_a_step_of_several_models_that_is_aborted(connect: Connect) -> None:
+    """A patch that had arrived, and was not put in force, leaves the engine as it was."""
+    source, engine = net(1), Notebook(changes=True)
+    schemes = [patching(), patching()]
+    group_schemes(schemes)
+    sender, _ = connect(source, engine, schemes[0])
+    second, _ = connect(net(2), Notebook(), schemes[1])
+    before = weights_of(source)
+    change_some(source, 0)
+    with pytest.raises(SchemaMismatchError):
+        send_together({sender: None, second: {"unknown": torch.ones(1)}})
+    assert fingerprint(engine.loaded) == before
+    change_some(source, 1)
+    sender.send()
+    assert fingerprint(engine.loaded) == weights_of(source)
