@@ -13,10 +13,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from weight_update.engines.base import InferenceEngine
+from weight_update.engines.base import InferenceEngine, WeightChange
 from weight_update.errors import LifecycleError, SyncTimeoutError, UnsupportedSourceError
 
-_SECONDS_TO_NOTICE_THE_END = 0.5
+_SECONDS_TO_NOTICE_THE_END = 0.1
 _UPDATES_REMEMBERED = 1024
 
 Pause = Literal["wait", "keep", "abort"]
@@ -159,9 +159,7 @@ class TransformersEngine(InferenceEngine):
         """End generation; requests without an answer raise LifecycleError. May be called twice."""
         with self._changed:
             self._closed = True
-        if self._manager.is_running():
-            self._manager.stop(block=False, hard_stop=True)
-        self._resume()
+        self._stop()
         self._deliverer.join(self.timeout)
 
     def __enter__(self) -> TransformersEngine:
@@ -208,7 +206,7 @@ class TransformersEngine(InferenceEngine):
                 mine.copy_(value)
                 self._written.add(memory)
 
-    def load_changes(self, changes: Iterator[Any], base: int) -> None:
+    def load_changes(self, changes: Iterator[WeightChange], base: int) -> None:
         """Write the elements that changed into the model's tensors."""
         del base
         for change in changes:
@@ -244,7 +242,7 @@ class TransformersEngine(InferenceEngine):
 
     def _require_usable(self) -> int:
         if self._closed or not self._manager.is_running():
-            raise LifecycleError("generation has ended; make a new engine")
+            raise _ended(self._manager)
         if self.version is None:
             raise LifecycleError("this engine has no complete version of the weights; wait for an update")
         return self.version
@@ -254,7 +252,7 @@ class TransformersEngine(InferenceEngine):
         future.set_running_or_notify_cancel()  # cancel() has no effect
         request_id = self._manager.add_request(prompt, record_timestamps=True, **options)
         if request_id is None:
-            raise LifecycleError("generation has ended; make a new engine")
+            raise _ended(self._manager)
         self._requests[request_id] = _Request(future, version)
         return future
 
@@ -276,12 +274,17 @@ class TransformersEngine(InferenceEngine):
         """Hand out answers until generation ends, or the main thread."""
         while self._manager.is_running():
             if not threading.main_thread().is_alive():  # the interpreter waits for the manager's thread
-                self._manager.stop(block=False, hard_stop=True)
-                self._resume()
+                self._stop()
             self._resolve(self._manager.get_result(timeout=_SECONDS_TO_NOTICE_THE_END))
         while (output := self._manager.get_result(timeout=0)) is not None:
             self._resolve(output)
-        self._fail(LifecycleError("generation has ended; make a new engine"))
+        self._fail(_ended(self._manager))
+
+    def _stop(self) -> None:
+        self._fail(_ended(self._manager))
+        self._resume()
+        if self._manager.is_running():
+            self._manager.stop(timeout=self.timeout, hard_stop=True)
 
     def _resolve(self, output: Any) -> None:
         if output is None or not output.is_finished():
@@ -381,7 +384,7 @@ class _Held:
                 f"a decoding step took longer than {timeout:g} s (raise timeout= of the engine)"
             )
         if self._error is not None:
-            raise LifecycleError("generation has ended; make a new engine") from self._error
+            raise _ended(manager) from self._error
 
     def release(self) -> None:
         """End the pause."""
@@ -396,3 +399,8 @@ class _Held:
         except RuntimeError as error:  # there is no generation to pause
             self._error = error
             self._begun.set()
+
+
+def _ended(manager: Any) -> LifecycleError:
+    cause = manager.background_thread_status.fatal_error
+    return LifecycleError(f"generation has ended{f' ({cause})' if cause else ''}; make a new engine")
