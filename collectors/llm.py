@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
+import torchrl.collectors.llm
 from torchrl.envs import AsyncEnvPool
 
 from collectors.single import Collector
 from collectors.versions import FrameVersion, writes_version
 from weight_update import WeightSyncScheme
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # TorchRL's, about updaters of its own
-    import torchrl.collectors.llm
 
 
 class _WithSchemes(Collector):
