@@ -66,6 +66,7 @@ _INTERNAL = [  # classes and aliases that signatures show, but users do not name
     "weight_update.wire.frames.Kind",
 ]
 _OTHERS = [  # of TorchRL's signatures, not qualified there, and one that PyTorch's manual has no page for
+    "concurrent.futures._base.Future",
     "DEVICE_TYPING",
     "ExplorationType",
     "ReplayBuffer",

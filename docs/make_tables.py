@@ -143,7 +143,9 @@ def constants(text: str) -> dict[str, list[str]]:
 def versions() -> str:
     """Return the table of supported versions."""
     groups = constants((ROOT / "setup.py").read_text(encoding="utf-8"))
-    requirements = "\n".join(requirement.partition(";")[0] for group in groups.values() for requirement in group)
+    requirements = "\n".join(
+        requirement.partition(";")[0] for group in groups.values() for requirement in group
+    )
     bounds = dict(re.findall(r"^([\w-]+)(.*)$", requirements, re.MULTILINE))
     constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     tested = dict(re.findall(r"^([\w-]+)==(\S+)", constraints, re.MULTILINE))

@@ -19,8 +19,6 @@ from weight_update.errors import LifecycleError, SyncTimeoutError, UnsupportedSo
 _SECONDS_TO_NOTICE_THE_END = 0.1
 _UPDATES_REMEMBERED = 1024
 
-Pause = Literal["wait", "keep", "abort"]
-
 
 class Answer(NamedTuple):
     """An answer of a :class:`TransformersEngine` to one prompt.
@@ -97,14 +95,15 @@ class TransformersEngine(InferenceEngine):
         generation_config: Any = None,
         continuous_batching_config: Any = None,
         *,
-        pause: Pause = "wait",
+        pause: Literal["wait", "keep", "abort"] = "wait",
         loads_in_chunks: bool = False,
         timeout: float = 60.0,
     ) -> None:
         if pause not in ("wait", "keep", "abort"):
             raise ValueError(f"pause is 'wait', 'keep' or 'abort', not {pause!r}")
         self.loads_in_chunks: bool = loads_in_chunks
-        self.pause, self.timeout = pause, timeout
+        self.pause: str = pause
+        self.timeout: float = timeout
         self.version: int | None = None
         self._model = model
         hollow = [name for name, tensor in self.expected_weights().items() if tensor.is_meta]
