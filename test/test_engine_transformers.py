@@ -6,10 +6,12 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreters import run_python
 
 transformers = pytest.importorskip(
     "transformers", reason='transformers is not installed: pip install "weight-update[transformers]"'
@@ -340,3 +342,41 @@ def test_what_cannot_be_served() -> None:
     batching = transformers.ContinuousBatchingConfig(cpu_offload_space=1.0)
     with pytest.raises(ValueError, match="allow_block_sharing=False"):
         TransformersEngine(model_of(1), continuous_batching_config=batching, pause="keep")
+
+
+FORGETFUL = """
+import threading
+import transformers
+from test_engine_transformers import PROMPT, engine_of, model_of
+
+engine = engine_of(model_of(1), pause="keep")
+engine.begin_update(0)
+engine.load_weights(iter(model_of(2).state_dict().items()))
+engine.finish_update(0)
+running = engine.submit(PROMPT, max_new_tokens=100_000)
+engine.begin_update(1)
+raise SystemExit("the program ends during an update")
+"""
+
+
+@pytest.mark.slow
+def test_a_program_ends_that_does_not_close_its_engine(tmp_path: Path) -> None:
+    program = tmp_path / "forgetful.py"
+    program.write_text(FORGETFUL)
+    done = run_python(program, timeout=60.0, env={"PYTHONPATH": str(Path(__file__).parent)})
+    assert (done.returncode, done.stderr.strip()) == (1, "the program ends during an update")
+
+
+def test_a_request_that_transformers_cannot_answer(connected: Any) -> None:
+    mine = model_of(2)
+    engine = engine_of(mine)
+    connected(model_of(1), engine)
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("no memory left")
+
+    mine.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="did not answer: no memory left"):
+        engine.generate([PROMPT])
+    with pytest.raises(LifecycleError, match="generation has ended"):
+        engine.generate([PROMPT])

@@ -263,20 +263,30 @@ class TransformersEngine(InferenceEngine):
                     "update with pause='keep')"
                 )
 
-    def _take(self, request_id: str) -> _Request | None:
+    def _settle(self, output: Any) -> bool:
+        """Answer a request; return False if it has an answer."""
         with self._changed:
-            request = self._requests.pop(request_id, None)
+            request = self._requests.pop(output.request_id, None)
+            if request is None:
+                return False
+            if output.error is None:
+                request.future.set_result(self._answer(output, request))
+            else:
+                request.future.set_exception(RuntimeError(f"transformers did not answer: {output.error}"))
             self._changed.notify_all()
-        return request
+        return True
 
     def _deliver(self) -> None:
         """Hand out answers until generation ends, or the main thread."""
-        while self._manager.is_running():
-            if not threading.main_thread().is_alive():  # the interpreter waits for the manager's thread
-                self._stop()
-            self._resolve(self._manager.get_result(timeout=_SECONDS_TO_NOTICE_THE_END))
-        while (output := self._manager.get_result(timeout=0)) is not None:
-            self._resolve(output)
+        while True:
+            running = self._manager.is_running()
+            output = self._manager.get_result(timeout=_SECONDS_TO_NOTICE_THE_END)
+            if output is None and not running:
+                break
+            if output is not None and output.is_finished():
+                self._settle(output)
+            if running and not threading.main_thread().is_alive():
+                self._stop()  # the interpreter waits for the manager's thread
         self._fail(_ended(self._manager))
 
     def _stop(self) -> None:
@@ -284,15 +294,6 @@ class TransformersEngine(InferenceEngine):
         self._resume()
         if self._manager.is_running():
             self._manager.stop(timeout=self.timeout, hard_stop=True)
-
-    def _resolve(self, output: Any) -> None:
-        if output is None or not output.is_finished():
-            return
-        request = self._take(output.request_id)
-        if request is not None and output.error is None:
-            request.future.set_result(self._answer(output, request))
-        elif request is not None:
-            request.future.set_exception(RuntimeError(f"transformers did not answer: {output.error}"))
 
     def _answer(self, output: Any, request: _Request) -> Answer:
         times = output.timestamps
@@ -311,19 +312,17 @@ class TransformersEngine(InferenceEngine):
     def _fail(self, error: Exception) -> None:
         with self._changed:
             requests, self._requests = self._requests, {}
+            for request_id, request in requests.items():
+                self._manager.cancel_request(request_id)
+                request.future.set_exception(error)
             self._changed.notify_all()
-        for request_id, request in requests.items():
-            self._manager.cancel_request(request_id)
-            request.future.set_exception(error)
 
     def _answer_with_tokens_so_far(self) -> None:
         """Answer the requests that have begun; the others run with the new weights."""
         scheduler = self._manager.batch_processor.scheduler
         for request_id, state in {**scheduler.waiting_requests, **scheduler.active_requests}.items():
-            request = self._take(request_id)
-            if request is not None:
+            if self._settle(state.to_generation_output()):
                 self._manager.cancel_request(request_id)
-                request.future.set_result(self._answer(state.to_generation_output(), request))
 
     # -- pausing -----------------------------------------------------------------------------------
 
