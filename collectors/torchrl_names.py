@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import warnings
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from types import CodeType, FunctionType
@@ -132,6 +133,7 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
         "_weight_update_impl",
         "stop_remote_collectors",
     ),
+    ("torchrl.collectors.llm", "LLMCollector"): ("env", "policy", "policy_version_tracker"),
     ("torchrl.envs.llm.transforms", "PolicyVersion"): ("_step",),
 }
 """Methods that subclasses override and attributes that they read or set, by TorchRL's class."""
@@ -216,4 +218,6 @@ except ImportError as error:
 
 CollectorMeta: Any = type(Collector)
 MultiCollectorMeta: Any = type(MultiCollector)
-require_hooks(HOOKS)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # TorchRL's, about updaters for language models
+    require_hooks(HOOKS)
