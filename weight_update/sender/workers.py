@@ -21,9 +21,11 @@ from weight_update.transports.shared_memory.slots import may_run
 from weight_update.wire.frames import Step
 from weight_update.wire.schema import WeightSchema
 
-_CHECK_SECONDS = 0.2
+_CHECK_SECONDS = 0.05
 _MAX_FAILURES = 8
 _MAX_UPDATES = 4
+_BUSY_SECONDS = 0.25
+"""Seconds after which a worker that has not answered an update is waited for no longer."""
 
 
 class Outbox:
@@ -375,16 +377,17 @@ class GroupAssignment:
     def await_room(self, timeout: float) -> None:
         """Wait while so many updates are in use that one more would cost too much memory.
 
-        A worker that is overdue keeps up to two updates until it goes on: the limit grows with their number.
+        A worker that is busy, as in ``hold()``, keeps up to two updates until it goes on. The limit grows with
+        the number of such workers, so that they delay neither the caller nor other workers.
         """
-        deadline = time.monotonic() + timeout
+        deadline, busy = time.monotonic() + timeout, min(timeout, _BUSY_SECONDS)
         with self._table.changed:
             while (now := time.monotonic()) < deadline:
                 groups = self.all()
                 used = [one for group in groups for one in group.kept]
                 used += [one for worker in self._table for one in (worker.applied, worker.inflight) if one]
-                overdue = sum(one.inflight is not None and now - one.sent_at > timeout for one in self._table)
-                limit = _MAX_UPDATES + 2 * overdue + 2 * (len(groups) - 1)
+                slow = sum(one.inflight is not None and now - one.sent_at > busy for one in self._table)
+                limit = _MAX_UPDATES + 2 * slow + 2 * (len(groups) - 1)
                 if len({id(one.version_id) for one in used}) < limit:
                     return
                 self._table.changed.wait(_CHECK_SECONDS)
