@@ -156,7 +156,7 @@ class Admission:
                 worker.left = worker.leaving = worker.replaced = worker.absence_told = False
                 worker.failures.clear()  # they were of another process, or of an earlier connection
         _log.info("worker %d (process %d) joined", worker.idx, worker.pid)
-        self._table.observers.tell(WorkerEvent("joined", worker.idx, worker.version))
+        self._table.tell(WorkerEvent("joined", worker.idx, worker.version, late_joiner=worker.late))
         self._delivery.update(worker)
 
     def _refuse(self, worker: WorkerState, error: Exception) -> None:

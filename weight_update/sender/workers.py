@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from weight_update.encodings import DeltaEncoding, Encoding
+from weight_update.report import WorkerEvent
 from weight_update.sender.buffers import MIXED, ChunkWindow, EncodedUpdate, VersionId
 from weight_update.sender.groups.base import Borrow, FullGroup, SendGroup
 from weight_update.sender.groups.delta import DeltaGroup
@@ -91,6 +92,7 @@ class WorkerState:
         leaving: whether it is about to say goodbye, because its own ``connect()`` failed.
         lost: error by which its link ended.
         absence_told: whether observers were told, since it was last connected, of an update that it missed.
+        late_told: the ``sent_at`` of the update that observers were told it is late with.
         replaced: whether another receiver is about to join in its place.
         receiver: the receiver that was last admitted under this index.
         admitted_until: time, on the monotonic clock, by which an admitted connection reaches the link.
@@ -123,6 +125,7 @@ class WorkerState:
     sent_at: float = 0.0
     lost: Exception | None = None
     absence_told: bool = False
+    late_told: float = 0.0
     failures: dict[int, Exception] = field(default_factory=dict)
     apply_seconds: float = 0.0
     stall_seconds: float = 0.0
@@ -228,6 +231,7 @@ class WorkerTable:
         closed: whether the sender was shut down; no worker is admitted from then on.
         version: the newest version that a worker applied; None before.
         observers: functions that are told of changes of workers.
+        told: number of the newest update of which observers were told, or do not want to be told.
     """
 
     def __init__(self, states: Iterable[WorkerState]) -> None:
@@ -235,6 +239,7 @@ class WorkerTable:
         self.closed = False
         self.version: int | None = None
         self.observers = Observers()
+        self.told = -1
         self._states = {worker.idx: worker for worker in states}
         self._removed: weakref.WeakValueDictionary[int, WorkerState] = weakref.WeakValueDictionary()
 
@@ -246,6 +251,12 @@ class WorkerTable:
 
     def __getitem__(self, idx: int) -> WorkerState:
         return self._states[idx]
+
+    def tell(self, event: WorkerEvent) -> None:
+        """Tell observers of an event."""
+        self.observers.tell(event)
+        with self.changed:
+            self.changed.notify_all()  # their thread may wait for an update
 
     def add(self, worker: WorkerState) -> None:
         """Add a worker. Iterations that have begun do not meet it."""
@@ -377,8 +388,8 @@ class GroupAssignment:
     def await_room(self, timeout: float) -> None:
         """Wait while so many updates are in use that one more would cost too much memory.
 
-        A worker that is busy, as in ``hold()``, keeps up to two updates until it goes on. The limit grows with
-        the number of such workers, so that they delay neither the caller nor other workers.
+        A worker that is busy, as in ``hold()``, keeps up to two updates until it goes on. The limit grows
+        with the number of such workers, so that they delay neither the caller nor other workers.
         """
         deadline, busy = time.monotonic() + timeout, min(timeout, _BUSY_SECONDS)
         with self._table.changed:
