@@ -146,12 +146,13 @@ def test_a_busy_worker_delays_no_news(running: Any) -> None:
     assert [(list(one.apply_seconds), one.failures) for one in told.reports] == [([0], {})] * 2
     assert "ack" not in told.reports[0].seconds
     procs.workers[0].runner.kill()
-    wait_until(lambda: told.events() == [("lost", 0)])
+    wait_until(lambda: told.events("lost") == [("lost", 0)])
+    assert told.versions == [1, 2]
     procs.workers[1].call("release")
     wait_until(lambda: told.versions == [1, 2, 3])
     assert (list(told.reports[-1].apply_seconds), list(told.reports[-1].failures)) == ([0, 1], [])
     applied = [one for one in told if isinstance(one, WorkerEvent) and one.kind == "applied"]
-    assert [(one.worker, one.version) for one in applied] == [(1, 1)]
+    assert (1, 1) in [(one.worker, one.version) for one in applied]
 
 
 @pytest.mark.slow

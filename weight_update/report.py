@@ -96,9 +96,9 @@ class WorkerEvent:
             - ``"late"``: it did not apply an update in time.
             - ``"full_update"``: it was sent all weights instead of changes, because it lacks the version that
               the changes refer to.
-            - ``"applied"``: it applied a version of which no later report tells. A late joiner did so with its
-              first weights, a busy worker with an update whose report did not wait for it, and an explorer of
-              a :class:`~weight_update.Synchronizer` at a time of its own.
+            - ``"applied"``: it applied a version, and no report tells of that in time. This comes for the
+              first weights of a worker that joins during training, for workers that apply an update earlier
+              or later than a busy one, and for the explorers of a :class:`~weight_update.Synchronizer`.
 
         worker: index of the worker.
         version: number of the weights that it has, or of the update that it is late with or was sent; None if

@@ -159,10 +159,11 @@ class _Metrics:
         self._versions: dict[int, int] = {}
         self._gone: OrderedDict[int, bool] = OrderedDict()  # whether it was a late joiner, by worker
         self._stages: set[str] = set()
+        self._newest = -1
 
     def update(self, report: SyncReport) -> None:
         """Enter an update."""
-        self._set(self.version, report.version)
+        self._set_version(report.version)
         self.updates.labels(report.encoding).inc()
         self.sent_bytes.inc(report.wire_bytes)
         self._set(self.last_bytes, report.wire_bytes)
@@ -189,6 +190,7 @@ class _Metrics:
         if event.kind in ("joined", "applied"):
             self._gone.pop(event.worker, None)
             self._present(event.worker, event.version)
+            self._set_version(event.version)
         elif event.kind in ("left", "lost"):
             self._forget(event)
         elif event.kind == "late":
@@ -199,6 +201,12 @@ class _Metrics:
         self.frames.inc(lag.frames)
         self._set(self.policy_lag_mean, lag.mean)
         self._set(self.policy_lag_max, lag.max)
+
+    def _set_version(self, version: int | None) -> None:
+        """Enter a version, unless it is older than the newest one: busy workers apply some of these."""
+        if version is not None and version > self._newest:
+            self._newest = version
+            self._set(self.version, version)
 
     def _set(self, gauge: Any, value: float) -> None:
         """Set a gauge without labels; serve it from now on."""

@@ -338,7 +338,8 @@ class AnswerThreads:
                 worker.stall_seconds = float(header["stall_seconds"])
                 worker.set_update("applied", None if self._copies else update)
                 self._table.version = max(version, -1 if self._table.version is None else self._table.version)
-                if version <= self._table.told:  # no report will contain this worker
+                joins, worker.arrived = not worker.arrived and self._table.told >= 0, True
+                if joins or version <= self._table.told:  # a report may not contain this worker
                     self._table.tell(WorkerEvent("applied", worker.idx, version, late_joiner=worker.late))
             else:
                 for slot in update.slots if worker.link.capabilities.shares_memory else ():

@@ -11,8 +11,8 @@ from weight_update.report import Event, SyncReport, WorkerEvent
 from weight_update.sender.handle import Outcomes, Patience, is_settled, reason_of
 from weight_update.sender.workers import WorkerState
 
-_SUPERSEDED_SECONDS = 1.0
-"""Seconds after which the report of an update that newer ones follow waits for busy workers no longer."""
+_BUSY_SECONDS = 1.0
+"""Seconds that observers wait for busy workers, before they are told what the other workers have."""
 
 
 class ObservedUpdate:
@@ -22,41 +22,58 @@ class ObservedUpdate:
         outcomes: the sender.
         report: the report as far as it is known; it is not changed.
         workers: indices of the workers that are sent the update.
+
+    Attributes:
+        done: whether observers were told of the report.
     """
 
     def __init__(self, outcomes: Outcomes, report: SyncReport, workers: Sequence[int]) -> None:
         self._outcomes, self._report, self._workers = outcomes, report, workers
         self._sent = time.perf_counter()
         self._patience = Patience(outcomes.timeout)
-        self._superseded_at = time.monotonic() + _SUPERSEDED_SECONDS
+        self._due = time.monotonic() + _BUSY_SECONDS
+        self._begun = False  # whether observers know which workers have the update so far
+        self.done = False
 
     def settle(self, *, superseded: bool, stop: Callable[[], bool]) -> list[Event] | None:
         """Wait until every worker has applied the update, failed or left; return what observers are told.
 
-        Args:
-            superseded: whether newer updates follow. Busy workers are then waited for only a moment, and a
-                worker is reported as late once until it goes on. Observers are told of versions that
-                workers apply afterwards by events of their own.
-            stop: returns whether there is something else to tell; the result is then None.
+        Observers are told of workers that have the update after a moment, if other workers are busy. The
+        report comes then, too, if newer updates follow. A worker is reported as late with only one of them.
         """
         table, version, timeout = self._outcomes.table, self._report.version, self._outcomes.timeout
-        report = replace(self._report, seconds=dict(self._report.seconds), apply_seconds={}, stall_seconds={})
         with table.changed:
             states = table.known(self._workers)
-            limit = self._superseded_at if superseded else None
+            limit = self._due if superseded or not self._begun else None
             if not self._patience.wait(table.changed, states, self._is_settled, limit, stop):
                 return None
-            missing = [worker for worker in states if worker.reached < version and worker.missed]
-            in_time = superseded and time.monotonic() < self._patience.deadline
-            busy = [worker for worker in missing if in_time and not self._is_settled(worker)]
-            told = [worker for worker in missing if _is_told(worker, timeout, busy=worker in busy)]
-            failures = {worker.idx: reason_of(worker, version, timeout) for worker in told}
-            self._outcomes.fill(report, self._workers)
-            table.told = max(table.told, version)
+            table.told = max(table.told, version)  # from now on, events tell of workers that apply it
+            in_time = time.monotonic() < self._patience.deadline
+            busy = [worker for worker in states if in_time and not self._is_settled(worker)]
+            if busy and not superseded:
+                self._begun = True
+                return [
+                    WorkerEvent("applied", one.idx, version, late_joiner=one.late)
+                    for one in states
+                    if one.version == version
+                ]
+            return self._finish(states, busy, timeout)
+
+    def _finish(
+        self, states: Sequence[WorkerState], busy: Sequence[WorkerState], timeout: float
+    ) -> list[Event]:
+        """Return the report, and events of workers that are late."""
+        version, seconds = self._report.version, dict(self._report.seconds)
         if not busy:
-            report.seconds["ack"] = time.perf_counter() - self._sent
+            seconds["ack"] = time.perf_counter() - self._sent
+        report = replace(self._report, seconds=seconds, apply_seconds={}, stall_seconds={})
+        missing = [worker for worker in states if worker.reached < version and worker.missed]
+        told = [worker for worker in missing if _is_told(worker, timeout, busy=worker in busy)]
+        failures = {worker.idx: reason_of(worker, version, timeout) for worker in told}
+        self._outcomes.fill(report, self._workers)
         report.failures = {idx: str(error) for idx, error in failures.items()}
         late = [(idx, str(error)) for idx, error in failures.items() if isinstance(error, SyncTimeoutError)]
+        self.done = True
         return [report, *(WorkerEvent("late", idx, version, reason) for idx, reason in late)]
 
     def _is_settled(self, worker: WorkerState) -> bool:

@@ -19,10 +19,16 @@ _END_SECONDS = 5.0
 
 
 class PendingUpdate(Protocol):
-    """An update that observers are told of once it is settled."""
+    """An update that observers are told of once it is settled.
+
+    Attributes:
+        done: whether nothing is left to tell of it.
+    """
+
+    done: bool
 
     def settle(self, *, superseded: bool, stop: Callable[[], bool]) -> Sequence[Event] | None:
-        """Wait until the update is settled, and return what observers are told of it.
+        """Wait until there is something to tell of the update, and return it.
 
         Args:
             superseded: whether newer updates follow, so that it is not worth to wait long.
@@ -123,14 +129,14 @@ class Observers:
         self.functions = ()
 
     def _settle(self, waiting: deque[PendingUpdate]) -> bool:
-        """Tell the functions of the first update, unless there is other news; return whether that is done."""
-        events = waiting[0].settle(superseded=len(waiting) > 1, stop=lambda: not self._items.empty())
-        if events is None:
-            return False
-        del waiting[0]
-        for event in events:
+        """Tell the functions of the first update; return False if there is something else to tell."""
+        update = waiting[0]
+        events = update.settle(superseded=len(waiting) > 1, stop=lambda: not self._items.empty())
+        if update.done:
+            del waiting[0]
+        for event in events or ():
             self._call(event)
-        return True
+        return events is not None
 
     def _call(self, event: Event) -> None:
         for function in self.functions:

@@ -86,6 +86,7 @@ class WorkerState:
         window: the version it is being sent chunk by chunk.
         outbox: thread that writes to it; None until its link is one that may block.
         reached: the newest version it ever applied; kept when it leaves.
+        arrived: whether it has applied weights since it joined.
         failures: errors of the last few versions that it did not apply, by version.
         late: whether it is a late joiner; nobody waits for it once it has left.
         left: whether it said goodbye.
@@ -117,6 +118,7 @@ class WorkerState:
     group: SendGroup | None = None
     has: VersionId | None = None
     reached: int = -1
+    arrived: bool = False
     staged: int | None = None
     applied: EncodedUpdate | None = None
     inflight: EncodedUpdate | None = None
