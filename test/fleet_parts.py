@@ -29,8 +29,8 @@ from weight_update.testing.workers import RemoteObject
 MODEL_BYTES = 1 << 20
 LIMIT = 60.0
 """Seconds in which a fleet has to get an update, on a busy machine."""
-Watched = dict[int, tuple[str, int, int]]
-"""State, version and lag by worker index."""
+Watched = dict[int, tuple[bool, int, int]]
+"""Whether it is connected, version and lag by worker index."""
 _KEPT = ("WorkerState", "SendHandle", "SyncReport", "Transport", "Connection", "Stream", "SignedQueue")
 _FIELDS = ("pid", "index", "version", "hold", "torn", "failed")
 _POLL_SECONDS = 0.01
@@ -129,7 +129,7 @@ class Launcher:
 
 
 Usage = Counter[str]
-"""What the trainer holds: its memory, and numbers of descriptors, threads, lines of metrics and objects."""
+"""Memory of the trainer, and its numbers of descriptors, threads, lines of metrics and objects by class."""
 
 
 class Fleet:
@@ -194,7 +194,7 @@ class Fleet:
         wait_until(lambda: bool((self.board.version[places] == self.version).all()), LIMIT)
 
     def usage(self) -> Usage:
-        """Return what the trainer holds now."""
+        """Return the present usage of the trainer."""
         gc.collect()
         with contextlib.suppress(AttributeError, OSError):  # another C library
             ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -206,6 +206,6 @@ class Fleet:
         return used
 
     def watched(self) -> Watched:
-        """Return state, version and lag of each worker that ``weight-update watch`` lists."""
+        """Return the workers that ``weight-update watch`` lists; a late one is connected."""
         rows = document(call("watch", self.metrics.url, "--once", "--json"))["workers"]
-        return {row["worker"]: (row["state"], row["version"], row["lag"]) for row in rows}
+        return {row["worker"]: (row["state"] != "lost", row["version"], row["lag"]) for row in rows}

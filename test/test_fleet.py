@@ -52,8 +52,8 @@ def test_engines_that_come_and_go(
         trainer.submit(come_and_go, fleet, rng, restarts).result(LIMIT + restarts)
         fleet.send()
         fleet.reach(but=SLOW)
-        newest = {int(index): ("joined", fleet.version, 0) for index in fleet.board.index}
-        lag = {place: ("joined", version, fleet.version - version) for place, version in before.items()}
+        newest = {int(index): (True, fleet.version, 0) for index in fleet.board.index}
+        lag = {place: (True, version, fleet.version - version) for place, version in before.items()}
         await_watched(fleet, newest | lag)
         used.append(fleet.usage())
     # what lives on after a restart would grow with each of them
@@ -65,7 +65,7 @@ def test_engines_that_come_and_go(
     fleet.board.hold[:] = 0
     os.kill(fleet.board.pid[FROZEN], signal.SIGCONT)
     fleet.reach()
-    await_watched(fleet, {int(index): ("joined", fleet.version, 0) for index in fleet.board.index})
+    await_watched(fleet, {int(index): (True, fleet.version, 0) for index in fleet.board.index})
     assert (fleet.board.torn.sum(), fleet.board.failed.sum()) == (0, 0)
 
 
