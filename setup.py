@@ -84,7 +84,10 @@ setup(
         # Everything that runs anywhere. nvcomp is left out: it needs CUDA.
         "all": union(COLLECTORS, RAY, CLI, LZ4, ZSTD, PROMETHEUS, TENSORBOARD, BENCH, DOCS, TEST),
     },
-    entry_points={"console_scripts": ["weight-update = weight_update.cli:main"]},
+    entry_points={
+        "console_scripts": ["weight-update = weight_update.cli:main"],
+        "vllm.general_plugins": ["weight_update = weight_update.serving.vllm:register"],
+    },
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Developers",

@@ -1,0 +1,15 @@
+"""Settings for the tests against real engines, on machines without a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+os.environ.setdefault("VLLM_TARGET_DEVICE", "cuda" if torch.cuda.is_available() else "cpu")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+if not torch.accelerator.is_available():  # vLLM asks for it wherever a CUDA build of it runs
+    torch.accelerator.synchronize = lambda *args: None
+    torch.accelerator.empty_cache = lambda: None
