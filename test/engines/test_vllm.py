@@ -29,6 +29,7 @@ from weight_update import (
 )
 from weight_update.serving.vllm import Trainer, TrainerInitInfo, VLLMBackend, init_info
 from weight_update.serving.vllm.joining import connect_with
+from weight_update.serving.vllm.loader import ModelLoader
 
 PATCH = WeightStrategy("state_dict", encoding="patch")
 
@@ -59,13 +60,8 @@ def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def loaded_by_vllm(vllm_config: VllmConfig, policy: nn.Module) -> dict[str, torch.Tensor]:
-    """What vLLM's own loader makes of a checkpoint of ``policy``, in a model of its own."""
-    context = vllm_config.compilation_config.static_forward_context
-    layers = dict(context)
-    context.clear()  # a second model has layers of the same names
+    """Tensors that vLLM's own loader makes of a checkpoint of ``policy``, in a model of its own."""
     model = vllm_model(vllm_config)
-    context.clear()
-    context.update(layers)
     model.load_weights(policy.state_dict().items())
     return tensors(model)
 
@@ -179,8 +175,7 @@ def test_a_version_that_does_not_load_is_an_error_on_both_sides(
     train(policy, 0.01)
     with monkeypatch.context() as patched:
         patched.setattr(type(worker.model), "load_weights", _refuse)
-        patched.setattr(VLLMBackend, "supports_draft_weight_update", False)
-        worker.engine.loader.placements.drop("lm_head.weight")  # so that all weights are loaded
+        patched.setattr(ModelLoader, "takes_patches", False)  # so that all weights are loaded
         with pytest.raises(SyncFailedError, match="no room for"):
             trainer.send_weights()
     assert worker.engine.version is None
@@ -198,7 +193,7 @@ def _refuse(self: nn.Module, weights: Any) -> None:
 
 
 def test_an_update_waits_for_vllm(worker: OneWorker, policy: nn.Module) -> None:
-    with DistributedWeightSyncScheme(timeout=0.5) as scheme:
+    with DistributedWeightSyncScheme(strategy="state_dict", timeout=0.5) as scheme:
         join(scheme, worker, policy)
         before = tensors(worker.model)
         train(policy)
@@ -217,7 +212,7 @@ def test_calls_for_other_versions_are_errors(worker: OneWorker, policy: nn.Modul
         worker.update_weights({})
     with pytest.raises(ValueError, match="Invalid init_info"):
         worker.init_weight_transfer_engine({"packed": True})
-    with DistributedWeightSyncScheme() as scheme:
+    with DistributedWeightSyncScheme(strategy="state_dict") as scheme:
         join(scheme, worker, policy)
         worker.start_weight_update()
         with pytest.raises(SyncTimeoutError, match="version 7 did not arrive"):
@@ -257,7 +252,7 @@ def test_a_worker_that_starts_again_gets_the_newest_version(
 
 
 def test_a_lost_trainer_ends_the_wait(worker: OneWorker, policy: nn.Module) -> None:
-    scheme = DistributedWeightSyncScheme()
+    scheme = DistributedWeightSyncScheme(strategy="state_dict")
     join(scheme, worker, policy)
     scheme.shutdown()
     worker.start_weight_update()

@@ -41,10 +41,10 @@ TINY = {
 }
 
 
-def trainer_model(seed: int = 0) -> nn.Module:
+def trainer_model(**changes: int) -> nn.Module:
     """Hugging Face's Qwen3 with random weights: what a trainer has, in the format of a checkpoint."""
-    torch.manual_seed(seed)
-    return Qwen3ForCausalLM(Qwen3Config(**TINY)).to(torch.float32)
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(**{**TINY, **changes})).to(torch.float32)
 
 
 def config(directory: Path) -> VllmConfig:
@@ -72,6 +72,7 @@ def parallel_state(vllm_config: VllmConfig) -> Iterator[None]:
 
 def vllm_model(vllm_config: VllmConfig) -> nn.Module:
     """vLLM's Qwen3 as its loader leaves it: dummy weights, processed, ready for layerwise reloads."""
+    vllm_config.compilation_config.static_forward_context.clear()  # a second model has the same layers
     with set_current_vllm_config(vllm_config), torch.device("cpu"):
         model = initialize_model(vllm_config=vllm_config)
         record_metadata_for_reloading(model)

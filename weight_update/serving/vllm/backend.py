@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """What workers need to join a sender; :func:`~weight_update.serving.vllm.init_info` makes it."""
+    """Facts that workers need to join a sender; :func:`~weight_update.serving.vllm.init_info` makes it."""
 
     scheme: str
     address: str
@@ -100,9 +100,7 @@ class VLLMBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._turns = Turns()
         if init_info.control is not None and self.rank == 0:
             self._calls = LeadingCalls(init_info.control, init_info.pause)
-        engine = VLLMReceiver(
-            self.loader, self._turns, in_chunks=init_info.in_chunks, calls=self._calls
-        )
+        engine = VLLMReceiver(self.loader, self._turns, in_chunks=init_info.in_chunks, calls=self._calls)
         scheme = receiving_scheme(
             init_info.scheme,
             init_info.address,
@@ -144,5 +142,3 @@ class VLLMBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._calls is not None:
             self._calls.close()
             self._calls = None
-
-

@@ -9,7 +9,6 @@ import urllib.parse
 import urllib.request
 from typing import Any
 
-from weight_update.errors import TransportError
 from weight_update.schemes.base import WeightSyncScheme
 from weight_update.serving.vllm.joining import PauseMode, connect_with, init_info
 
@@ -28,7 +27,7 @@ class VLLMServer:
         timeout: seconds that each call may take.
 
     Raises:
-        TransportError: from all methods: the server cannot be reached, or answered with an error.
+        RuntimeError: from all methods: the server cannot be reached, or answered with an error.
     """
 
     def __init__(self, url: str, timeout: float = 300.0) -> None:
@@ -85,9 +84,9 @@ class VLLMServer:
                 return json.loads(answer.read() or b"null")
         except urllib.error.HTTPError as error:
             text = error.read(2000).decode(errors="replace")
-            raise TransportError(f"vLLM at {self.url} answered /{route} with {error.code}: {text}") from None
+            raise RuntimeError(f"vLLM at {self.url} answered /{route} with {error.code}: {text}") from None
         except OSError as error:
-            raise TransportError(f"vLLM at {self.url} did not answer /{route}: {error}") from None
+            raise RuntimeError(f"vLLM at {self.url} did not answer /{route}: {error}") from None
 
 
 class LocalLLM:
@@ -124,7 +123,9 @@ class LocalLLM:
         """
         self.llm.finish_weight_update(weight_version)
         if self.llm.reset_prefix_cache() is False:
-            raise RuntimeError("vLLM did not reset its prefix cache; is generate() running in another thread?")
+            raise RuntimeError(
+                "vLLM did not reset its prefix cache; is generate() running in another thread?"
+            )
 
     def update(self, version: int | None = None, timeout: float = 60.0) -> None:
         """Load a version that the trainer has sent, and drop cached prefixes.
@@ -185,13 +186,13 @@ def connect_servers(
     Args:
         scheme: the sender, after ``init_on_sender``.
         servers: the servers; their workers get consecutive indices in this order.
-        pause: mode of ``/pause``. ``"keep"`` keeps running requests and their caches, which were computed with
-            other weights.
+        pause: mode of ``/pause``. ``"keep"`` keeps running requests, and caches that were computed with other
+            weights.
         in_chunks: whether weights are loaded while their version arrives.
         first_worker: index of the first worker of the first server.
 
     Raises:
-        TransportError: a server did not answer, or its workers could not join.
+        RuntimeError: a server did not answer, or its workers could not join.
         SyncTimeoutError, SchemaMismatchError, SyncFailedError: as :meth:`WeightSyncScheme.connect`.
     """
     calls = []

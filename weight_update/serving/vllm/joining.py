@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
 
-from weight_update.errors import LifecycleError
+from weight_update.errors import LifecycleError, SyncFailedError
 from weight_update.schemes.base import WeightSyncScheme
 from weight_update.schemes.distributed import DistributedWeightSyncScheme
 from weight_update.schemes.ray import RayWeightSyncScheme
@@ -80,14 +80,17 @@ def receiving_scheme(
     Raises:
         ValueError: ``scheme`` is neither ``"shared"`` nor ``"distributed"``.
     """
-    limits = {"timeout": timeout, "connect_timeout": connect_timeout}
+    made: WeightSyncScheme
     if scheme == "shared":
-        return SharedMemWeightSyncScheme("state_dict", address=address, token=token, **limits)
-    if scheme == "distributed":
-        return DistributedWeightSyncScheme(
-            strategy="state_dict", address=address, port=port, token=token, **limits
+        made = SharedMemWeightSyncScheme("state_dict", address=address, token=token, timeout=timeout)
+    elif scheme == "distributed":
+        made = DistributedWeightSyncScheme(
+            strategy="state_dict", address=address, port=port, token=token, timeout=timeout
         )
-    raise ValueError(f"unknown scheme {scheme!r} in init_info (known: 'shared', 'distributed')")
+    else:
+        raise ValueError(f"unknown scheme {scheme!r} in init_info (known: 'shared', 'distributed')")
+    made.connect_timeout = connect_timeout
+    return made
 
 
 def connect_with(scheme: WeightSyncScheme, calls: Sequence[Callable[[], None]]) -> None:
@@ -96,8 +99,8 @@ def connect_with(scheme: WeightSyncScheme, calls: Sequence[Callable[[], None]]) 
     Each call runs in a thread of its own. If one raises, the wait for the workers ends.
 
     Raises:
-        SyncTimeoutError, SchemaMismatchError, SyncFailedError: as :meth:`WeightSyncScheme.connect`.
-        Exception: the first error of the calls, if there is one.
+        SyncTimeoutError, SchemaMismatchError: as :meth:`WeightSyncScheme.connect`.
+        Exception: the first error of the calls.
     """
     before = scheme.worker_alive
     with ThreadPoolExecutor(max(len(calls), 1), "weight_update-init-vllm") as threads:
@@ -106,11 +109,12 @@ def connect_with(scheme: WeightSyncScheme, calls: Sequence[Callable[[], None]]) 
         try:
             if not scheme.synchronized_on_sender:
                 scheme.connect()
+        except SyncFailedError as error:  # it says only that the call failed
+            for answer in filter(_failed, answers):
+                raise answer.exception() or error from error
+            raise
         finally:
             scheme.worker_alive = before
-            for answer in answers:
-                if _failed(answer):
-                    answer.result()
         for answer in answers:
             answer.result()
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from weight_update.engines.base import WeightChange
-from weight_update.serving.vllm.placement import Placements, find_placements
+from weight_update.serving.vllm.placement import Load, Placements, find_placements
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -54,6 +54,7 @@ class ModelLoader:
         self.placements: Placements | None = None
         self.last_patch: PatchCounts | None = None
         self._model, self._config, self._device = model, model_config, device
+        self._load_weights: Load = getattr(model, "load_weights")  # noqa: B009 - a method, not a parameter
         self._reloading = False
         self._shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self._samples: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # positions, values
@@ -88,7 +89,7 @@ class ModelLoader:
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
         with disable_mtp_completeness_check():
-            return self._model.load_weights(weights)
+            return self._load_weights(weights)
 
     def finish(self) -> None:
         """Complete the version: process what was not loaded completely, and let the model compute again."""
@@ -101,7 +102,7 @@ class ModelLoader:
                 self._find_placements()
 
     def abort(self) -> None:
-        """Make the model computable again after an error; its weights are a mixture until the next version."""
+        """Make the model computable again after an error; its weights are a mixture then."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         if self._reloading:
@@ -176,4 +177,5 @@ class ModelLoader:
 
         for layer in self._model.modules():
             if is_deferred_attention_layer(layer):
-                layer.process_weights_after_loading(self._config.dtype)
+                process: Any = layer.process_weights_after_loading
+                process(self._config.dtype)

@@ -74,8 +74,12 @@ class Placements:
 
     def drop(self, name: str) -> None:
         """Note that a weight is not stored one to one after all."""
-        del self.blocks[name]
-        self.others |= {name}
+        modules = {block.module for block in self.blocks.pop(name)}
+        shared = any(block.module in modules for blocks in self.blocks.values() for block in blocks)
+        if len(modules) == 1 and not shared:
+            self.alone[name] = modules.pop()
+        else:
+            self.others |= {name}
 
     def __str__(self) -> str:
         unused = sum(not blocks for blocks in self.blocks.values())
@@ -99,18 +103,21 @@ def find_placements(model: nn.Module, load: Load, weights: Shapes) -> Placements
         weights: shape and dtype of each weight, by name.
     """
     owners = _owners(model)
-    copies = _copies_of(load, weights, owners)
-    if copies is None:  # a weight spoils the others: one by one
-        copies = {name: _copies_of(load, {name: weights[name]}, owners) for name in weights}
-        found = {name: None if one is None else one[name] for name, one in copies.items()}
-    else:
-        found = dict(copies)
+    together = _copies_of(load, weights, owners)
+    found: dict[str, list[_Copy] | None] = {}
+    for name, one in weights.items():
+        if together is not None:
+            found[name] = together[name]
+        else:  # one of them spoils the others
+            by_itself = _copies_of(load, {name: one}, owners)
+            found[name] = None if by_itself is None else by_itself[name]
     plain = {name for name, module in model.named_modules() if _is_plain(module)}
-    blocks, strange = {}, {}
+    blocks: dict[str, tuple[Block, ...]] = {}
+    strange: dict[str, set[str] | None] = {}
     for name, made in found.items():
-        one = None if made is None else _blocks(made, weights[name][0], plain)
-        if one is not None:
-            blocks[name] = one
+        stored = None if made is None else _blocks(made, weights[name][0], plain)
+        if stored is not None:
+            blocks[name] = stored
         else:
             strange[name] = None if made is None else {copy.module for copy in made}
     users: dict[str, int] = {}
@@ -158,11 +165,11 @@ class _NotTracedError(Exception):
     """A loader did something else than plain copies of views."""
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records copies into parameters, and makes none."""
 
     def __init__(self, names: dict[int, str], owners: dict[int, str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._names, self._owners = names, owners
         self.copies: dict[str, list[_Copy]] = {name: [] for name in names.values()}
 

@@ -88,8 +88,8 @@ class VLLMReceiver(InferenceEngine):
         """Wait until vLLM asks for ``version``; make it ask, if that is this worker's task.
 
         Raises:
-            TransportError: the server could not be asked.
-            LinkClosedError: vLLM shut its weight transfer down.
+            RuntimeError: the server could not be asked.
+            LifecycleError: vLLM shut its weight transfer down.
         """
         self._error = None
         if self._calls is None or self._turns.is_inline:

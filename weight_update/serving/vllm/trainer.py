@@ -24,6 +24,9 @@ from weight_update.serving.vllm.joining import connect_with, init_info
 from weight_update.serving.vllm.plugin import BACKEND, register
 from weight_update.strategy.strategy import WeightStrategy
 
+_ANSWER_SECONDS = 5.0
+"""Seconds that workers have to state why they did not load an update, after vLLM's answer."""
+
 register()  # a trainer loads no plugins of vLLM
 
 
@@ -83,9 +86,7 @@ class Trainer(TrainerWeightTransferEngine[TrainerInitInfo]):
 
     init_info_cls = TrainerInitInfo
 
-    def __init__(
-        self, *, client: VLLMWeightSyncClient, source: WeightSource, info: TrainerInitInfo
-    ) -> None:
+    def __init__(self, *, client: VLLMWeightSyncClient, source: WeightSource, info: TrainerInitInfo) -> None:
         super().__init__(client=client, source=source, is_sender=info.is_sender, rank=info.rank)
         self.last_report: SyncReport | None = None
         self.scheme: WeightSyncScheme | None = info.make_scheme() if info.is_sender else None
@@ -107,7 +108,9 @@ class Trainer(TrainerWeightTransferEngine[TrainerInitInfo]):
             Exception: errors of the client, and those of :meth:`WeightSyncScheme.connect`.
         """
         if source is None:
-            raise ValueError("the backend weight_update needs a WeightSource; give source=ModuleSource(model)")
+            raise ValueError(
+                "the backend weight_update needs a WeightSource; give source=ModuleSource(model)"
+            )
         if not source.implements_iter_full():
             raise TypeError(f"{type(source).__name__} must implement iter_full(): full tensors are sent")
         trainer = cls(client=client, source=source, info=init_info)
@@ -141,10 +144,10 @@ class Trainer(TrainerWeightTransferEngine[TrainerInitInfo]):
             try:
                 update_in_session(self.client, handle.version)
             except Exception as error:
-                if failures := handle.failures():
-                    raise SyncFailedError(
-                        f"version {handle.version} was not applied: {error}", failures, handle.report
-                    ) from error
+                try:
+                    handle.wait(_ANSWER_SECONDS)
+                except SyncFailedError as failed:  # it names the workers, and has their errors
+                    raise failed from error
                 raise
             self.last_report = handle.wait()
         finally:
@@ -160,5 +163,3 @@ class Trainer(TrainerWeightTransferEngine[TrainerInitInfo]):
     def shutdown(self) -> None:
         if self.scheme is not None:
             self.scheme.shutdown()
-
-

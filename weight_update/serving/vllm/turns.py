@@ -7,9 +7,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
-from weight_update.errors import LifecycleError, LinkClosedError, SyncTimeoutError
+from weight_update.errors import LifecycleError, SyncTimeoutError
 
 _log = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.5
@@ -35,8 +36,7 @@ class Turns:
         self._anything = False  # whether it takes any version
         self._target: int | None = None  # the version it takes; None is the next one
         self._waiting: int | None = None  # the version in admit()
-        self._work: Callable[[], Any] | None = None
-        self._result: tuple[Any, BaseException | None] | None = None
+        self._work: tuple[Callable[[], Any], Future[Any]] | None = None
         self._error: BaseException | None = None
         self._reached = self._closed = False
 
@@ -51,7 +51,7 @@ class Turns:
         """Wait until vLLM asks for ``version``; ``check`` may raise an error that ends the wait.
 
         Raises:
-            LinkClosedError: :meth:`close` was called.
+            LifecycleError: :meth:`close` was called.
         """
         logged, since = False, time.monotonic()
         with self._changed:
@@ -60,7 +60,7 @@ class Turns:
             try:
                 while not self._takes(version):
                     if self._closed:
-                        raise LinkClosedError("vLLM shut its weight transfer down")
+                        raise LifecycleError("vLLM shut its weight transfer down")
                     check()
                     if not logged and time.monotonic() - since > _PATIENCE_SECONDS:
                         logged = True
@@ -86,19 +86,15 @@ class Turns:
         """
         if self._owner == threading.get_ident():
             return work()
+        answer: Future[Any] = Future()
         with self._changed:
-            if self._owner is None:
-                raise LifecycleError("vLLM's update_weights() ended before its update was loaded")
-            self._work, self._result = work, None
+            self._work = work, answer
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._result is not None or self._owner is None)
-            if self._result is None:
+            self._changed.wait_for(lambda: answer.done() or self._owner is None)
+            if not answer.done():
                 self._work = None
                 raise LifecycleError("vLLM's update_weights() ended before its update was loaded")
-            value, error = self._result
-        if error is not None:
-            raise error
-        return value
+        return answer.result()
 
     def settle(self, version: int | None, error: BaseException | None = None) -> None:
         """Note that ``version`` was loaded; with None, that loading failed with ``error``."""
@@ -165,17 +161,15 @@ class Turns:
         return self.version == target
 
     def _call(self) -> None:
-        work, self._work = self._work, None
-        assert work is not None
-        # The lock is free meanwhile, so that close() does not wait.
-        self._changed.release()
+        assert self._work is not None
+        (work, answer), self._work = self._work, None
+        self._changed.release()  # close() does not wait for the work
         try:
-            result: tuple[Any, BaseException | None] = (work(), None)
+            answer.set_result(work())
         except BaseException as error:  # noqa: BLE001 - the receiver's thread raises it
-            result = (None, error)
+            answer.set_exception(error)
         finally:
             self._changed.acquire()
-        self._result = result
         self._changed.notify_all()
 
     def close(self) -> None:
