@@ -36,6 +36,7 @@ LZ4 = ["lz4>=4.0"]
 ZSTD = ["zstandard>=0.19"]
 TENSORBOARD = ["tensorboard>=2.16"]
 NVCOMP = ["nvidia-nvcomp-cu12>=5.2"]
+VLLM = ["vllm>=0.33,<0.34"]
 EXAMPLES = union(COLLECTORS, ["matplotlib>=3.8", "tqdm>=4.66"])
 BENCH = union(EXAMPLES, RAY, ["psutil>=5.9"])
 DOCS = ["sphinx>=8.0", "furo>=2024.8.6"]
@@ -77,11 +78,12 @@ setup(
         "zstd": ZSTD,
         "prometheus": PROMETHEUS,
         "tensorboard": TENSORBOARD,
+        "vllm": VLLM,
         "examples": EXAMPLES,
         "bench": BENCH,
         "docs": DOCS,
         "test": TEST,
-        # Everything that runs anywhere. nvcomp is left out: it needs CUDA.
+        # Everything that runs anywhere. nvcomp and vllm are left out: they need CUDA.
         "all": union(COLLECTORS, RAY, CLI, LZ4, ZSTD, PROMETHEUS, TENSORBOARD, BENCH, DOCS, TEST),
     },
     entry_points={

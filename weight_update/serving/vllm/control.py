@@ -38,7 +38,7 @@ class VLLMServer:
         return int(self._call("GET", "get_world_size")["world_size"])
 
     def weight_version(self) -> str:
-        """Return the version that the server states with its answers."""
+        """Return the version that :meth:`finish_weight_update` was given last; ``"default"`` before."""
         return str(self._call("GET", "weight_info")["weight_version"])
 
     def pause(self, mode: PauseMode = "wait") -> None:

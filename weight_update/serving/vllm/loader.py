@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from weight_update.engines.base import WeightChange
-from weight_update.serving.vllm.placement import Load, Placements, find_placements
+from weight_update.serving.vllm.placement import Placements, find_placements
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -54,7 +54,6 @@ class ModelLoader:
         self.placements: Placements | None = None
         self.last_patch: PatchCounts | None = None
         self._model, self._config, self._device = model, model_config, device
-        self._load_weights: Load = getattr(model, "load_weights")  # noqa: B009 - a method, not a parameter
         self._reloading = False
         self._shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self._samples: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # positions, values
@@ -89,7 +88,8 @@ class ModelLoader:
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
         with disable_mtp_completeness_check():
-            return self._load_weights(weights)
+            model: Any = self._model  # a module whose attributes are not typed
+            return model.load_weights(weights)
 
     def finish(self) -> None:
         """Complete the version: process what was not loaded completely, and let the model compute again."""
