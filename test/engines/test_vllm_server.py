@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -91,8 +92,8 @@ def engine(worker: OneWorker) -> EngineClient:
     return EngineClient(worker)
 
 
-@pytest.fixture
-def url(engine: EngineClient) -> Iterator[str]:
+@contextlib.contextmanager
+def serving(engine: EngineClient) -> Iterator[str]:
     """A server with vLLM's routes."""
     app = FastAPI()
     app.include_router(rl_router)
@@ -105,6 +106,12 @@ def url(engine: EngineClient) -> Iterator[str]:
     yield f"http://127.0.0.1:{listening.getsockname()[1]}"
     server.should_exit = True
     thread.join(20)
+
+
+@pytest.fixture
+def url(engine: EngineClient) -> Iterator[str]:
+    with serving(engine) as found:
+        yield found
 
 
 @pytest.fixture
@@ -134,6 +141,29 @@ def test_send_alone_updates_a_server(
             assert server.weight_version() == str(version)
             assert_same(engine.worker.model, loaded_by_vllm(vllm_config, policy))
     assert server.reset_prefix_cache() is True
+
+
+def test_a_server_is_added_while_another_one_runs(
+    vllm_config: VllmConfig,
+    url: str,
+    engine: EngineClient,
+    policy: nn.Module,
+) -> None:
+    second = OneWorker(vllm_config, vllm_model(vllm_config))
+    with DistributedWeightSyncScheme(strategy=PATCH) as scheme, serving(EngineClient(second)) as other:
+        scheme.init_on_sender(model=policy, num_workers=1)
+        connect_servers(scheme, VLLMServer(url))
+        train(policy)
+        scheme.send()
+        connect_servers(scheme, VLLMServer(other), first_worker=1)
+        assert second.engine.version == 1
+        train(policy, 0.01)
+        scheme.send()
+        assert scheme.worker_versions == {0: 2, 1: 2}
+        expected = loaded_by_vllm(vllm_config, policy)
+        assert_same(engine.worker.model, expected)
+        assert_same(second.model, expected)
+        second.close()
 
 
 def test_a_server_stays_paused_after_an_update_that_failed(

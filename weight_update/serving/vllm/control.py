@@ -193,7 +193,7 @@ def connect_servers(
 
     Raises:
         RuntimeError: a server did not answer, or its workers could not join.
-        SyncTimeoutError, SchemaMismatchError, SyncFailedError: as :meth:`WeightSyncScheme.connect`.
+        SyncTimeoutError, SchemaMismatchError: as :meth:`~weight_update.WeightSyncScheme.connect`.
     """
     calls = []
     for server in servers:

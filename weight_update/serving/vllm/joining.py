@@ -99,7 +99,7 @@ def connect_with(scheme: WeightSyncScheme, calls: Sequence[Callable[[], None]]) 
     Each call runs in a thread of its own. If one raises, the wait for the workers ends.
 
     Raises:
-        SyncTimeoutError, SchemaMismatchError: as :meth:`WeightSyncScheme.connect`.
+        SyncTimeoutError, SchemaMismatchError: as :meth:`~weight_update.WeightSyncScheme.connect`.
         Exception: the first error of the calls.
     """
     before = scheme.worker_alive

@@ -105,7 +105,7 @@ class Trainer(TrainerWeightTransferEngine[TrainerInitInfo]):
         Raises:
             ValueError: there is no source.
             TypeError: the source does not yield full tensors.
-            Exception: errors of the client, and those of :meth:`WeightSyncScheme.connect`.
+            Exception: errors of the client, and those of :meth:`~weight_update.WeightSyncScheme.connect`.
         """
         if source is None:
             raise ValueError(
