@@ -3,6 +3,7 @@
 #   make demo     train a policy on CartPole, its workers kept current by this library
 #   make test     run the tests                        make test ARGS="-k patch -x" JOBS=1
 #   make test-all run the slow tests, too
+#   make test-engines  run the tests that need vLLM
 #   make soak     updates under random faults          make soak ARGS="--scheme shared_mem --seconds 600"
 #   make check    format, lint and types, as CI runs them
 #   make format   rewrite the files as `make check` wants them
@@ -22,7 +23,7 @@ INSTALL := $(BIN)/python -m pip install -c constraints.txt
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.ready-docs
 
-.PHONY: demo test test-all soak check format bench docs setup clean
+.PHONY: demo test test-all test-engines soak check format bench docs setup clean
 .DEFAULT_GOAL := test
 
 setup: $(READY)
@@ -46,6 +47,19 @@ test-all: JOBS = 2  # limits of time are tighter there
 test-all: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "" $(ARGS)
 
+# vLLM comes without the packages that it names, which are its CUDA stack. PyTorch is that of constraints.txt.
+VLLM := .venv-engines-vllm
+VLLM_PYTEST := $(VLLM)/bin/python -m pytest -W default
+
+$(VLLM)/.ready: test/engines/requirements-vllm.txt constraints.txt setup.py
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install -c constraints.txt -r test/engines/requirements-vllm.txt
+	$(VLLM)/bin/python -m pip install --no-deps vllm==0.33.0 -e .
+	touch $@
+
+test-engines: $(VLLM)/.ready
+	$(VLLM_PYTEST) test/engines/test_vllm*.py $(ARGS)
+
 soak: $(READY)
 	$(BIN)/python test/soak $(ARGS)
 
@@ -65,5 +79,5 @@ docs: $(DOCS_READY)
 	$(BIN)/python -m sphinx -W -E --keep-going -b html docs docs/_build/html $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(VLLM) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

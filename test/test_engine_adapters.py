@@ -1,7 +1,7 @@
-"""The adapters for vLLM and SGLang.
+"""The adapter for SGLang, and engines in which generation and updates take turns.
 
-Neither package is installed here. The stand-ins below have the methods of their documented interfaces, with
-the same names, arguments and answers, and no more; vLLM's workers are processes, as they are there.
+SGLang is not installed here. The stand-in below has the methods of its documented interface, with the same
+names, arguments and answers, and no more.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from weight_update import (
     SyncTimeoutError,
     WeightStrategy,
 )
-from weight_update.engines import ExclusiveEngine, SGLangEngine, VLLMEngine, WorkerExtension
+from weight_update.engines import ExclusiveEngine, SGLangEngine
 from weight_update.testing import fingerprint, mlp, scramble
-from weight_update.testing.workers import RemoteObject
 
 WAIT = 20.0
 
@@ -34,7 +33,7 @@ WAIT = 20.0
 
 
 class StandInModel:
-    """``load_weights(weights: Iterable[tuple[str, Tensor]])``, as vLLM's and SGLang's models have it."""
+    """``load_weights(weights: Iterable[tuple[str, Tensor]])``, as SGLang's models have it."""
 
     def __init__(self) -> None:
         self.weights: dict[str, torch.Tensor] = {}
@@ -48,68 +47,6 @@ class StandInModel:
             self.weights[name] = tensor
             names.add(name)
         return names
-
-
-class StandInWorker(WorkerExtension):
-    """A worker of vLLM, into which it mixes ``worker_extension_cls``."""
-
-    def __init__(self) -> None:
-        self.model_runner = SimpleNamespace(model=StandInModel())
-        self.device = torch.device("cpu")
-
-    def fingerprint(self) -> dict[str, str]:
-        return fingerprint(self.model_runner.model.weights)
-
-    def refuse(self, name: str | None) -> None:
-        self.model_runner.model.refuses = name
-
-    def end(self) -> None:
-        """Do nothing; the process ends."""
-
-
-class StandInLLM:
-    """``vllm.LLM`` with two workers.
-
-    It has ``collective_rpc(method, timeout, args, kwargs)``, ``reset_prefix_cache()`` and ``generate(...)``.
-    """
-
-    def __init__(self) -> None:
-        self.workers = [RemoteObject(StandInWorker) for _ in range(2)]
-        self.calls: list[str] = []
-        self.resets = True
-
-    def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        self.calls.append(method)
-        for worker in self.workers:
-            worker.post(method, *args, **(kwargs or {}))
-        if any(worker.busy(timeout) for worker in self.workers):
-            raise TimeoutError(method)
-        errors, values = [], []
-        for worker in self.workers:
-            try:
-                values.append(worker.answer())
-            except ValueError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
-        return values
-
-    def reset_prefix_cache(self) -> bool:
-        self.calls.append("reset_prefix_cache")
-        return self.resets
-
-    def generate(self, prompts: Any, sampling_params: Any = None) -> list[str]:
-        return [f"{prompt}, {sampling_params}" for prompt in prompts]
-
-    def close(self) -> None:
-        for worker in self.workers:
-            worker.stop()
 
 
 class StandInSGLang:
@@ -151,13 +88,6 @@ class StandInSGLang:
 
 
 @pytest.fixture
-def llm() -> Iterator[StandInLLM]:
-    stand_in = StandInLLM()
-    yield stand_in
-    stand_in.close()
-
-
-@pytest.fixture
 def connected() -> Iterator[Any]:
     schemes = []
 
@@ -184,45 +114,6 @@ def tensors_of(source: Any) -> dict[str, str]:
 
 
 # -- tests ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("in_chunks", [False, True], ids=["staged", "in chunks"])
-@pytest.mark.parametrize("batch_bytes", [1, 150, 1 << 20])
-def test_vllm(llm: StandInLLM, connected: Any, batch_bytes: int, in_chunks: bool) -> None:
-    source = mlp(1)
-    engine = VLLMEngine(llm, batch_bytes=batch_bytes, loads_in_chunks=in_chunks)
-    with pytest.raises(LifecycleError, match="no complete version"):
-        engine.generate(["hello"])
-    scheme = connected(source, engine, limit=2 if in_chunks else None)
-    for seed in range(2, 4):
-        scramble(source, seed, finite=True)
-        llm.calls.clear()
-        scheme.send()
-        assert llm.calls[-1] == "reset_prefix_cache"
-        assert set(llm.calls[:-1]) == {"load_shared_weights"}
-        assert llm.collective_rpc("fingerprint") == [tensors_of(source)] * 2
-    assert engine.generate(["hello"], "greedy") == ["hello, greedy"]
-    assert engine.version == 2
-
-
-def test_vllm_that_does_not_know_a_weight(llm: StandInLLM, connected: Any) -> None:
-    engine = VLLMEngine(llm)
-    scheme = connected(mlp(1), engine)
-    llm.collective_rpc("refuse", args=("2.weight",))
-    with pytest.raises(SyncFailedError, match=r"no parameter named '2\.weight'"):
-        scheme.send()
-    with pytest.raises(LifecycleError, match="no complete version"):
-        engine.generate(["hello"])
-    llm.collective_rpc("refuse", args=(None,))
-    scheme.send()
-    assert engine.generate(["hello"]) == ["hello, None"]
-
-
-def test_vllm_that_keeps_its_cache(llm: StandInLLM, connected: Any) -> None:
-    scheme = connected(mlp(1), VLLMEngine(llm))
-    llm.resets = False
-    with pytest.raises(SyncFailedError, match="did not reset its prefix cache"):
-        scheme.send()
 
 
 @pytest.mark.parametrize("in_chunks", [False, True], ids=["staged", "in chunks"])
