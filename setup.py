@@ -38,6 +38,8 @@ TENSORBOARD = ["tensorboard>=2.16"]
 NVCOMP = ["nvidia-nvcomp-cu12>=5.2"]
 TRANSFORMERS = ["transformers>=5.23,<5.24; python_version >= '3.11'"]  # it uses internals of the cache
 VLLM = ["vllm>=0.33,<0.34"]
+# test/engines runs with 0.5.23; sessions of weight updates are a recent part of its interface.
+SGLANG = ["sglang>=0.5.23,<0.6"]
 EXAMPLES = union(COLLECTORS, TRANSFORMERS, ["matplotlib>=3.8", "tqdm>=4.66"])
 BENCH = union(EXAMPLES, RAY, ["psutil>=5.9"])
 DOCS = ["sphinx>=8.0", "furo>=2024.8.6"]
@@ -86,6 +88,7 @@ setup(
         "ray": RAY,
         "cli": CLI,
         "nvcomp": NVCOMP,
+        "sglang": SGLANG,
         "lz4": LZ4,
         "zstd": ZSTD,
         "prometheus": PROMETHEUS,
@@ -96,7 +99,7 @@ setup(
         "bench": BENCH,
         "docs": DOCS,
         "test": TEST,
-        # Everything that runs anywhere. nvcomp and vllm are left out: they need CUDA.
+        # Everything that runs anywhere. nvcomp, vllm and sglang are left out: they need CUDA.
         "all": union(COLLECTORS, RAY, CLI, LZ4, ZSTD, PROMETHEUS, TENSORBOARD, BENCH, DOCS, TEST),
     },
     entry_points={
