@@ -247,11 +247,8 @@ class Sender(Outcomes):
     def follow(self, report: SyncReport, workers: Sequence[int]) -> None:
         """Tell observers of an update once every worker has applied it, failed or left."""
         with self.table.changed:
-            if self.table.observers.functions:
-                self.table.observers.follow(ObservedUpdate(self, report, workers))
-                self.table.changed.notify_all()  # their thread may wait for an earlier update
-            else:
-                self.table.told = max(self.table.told, report.version)
+            self.table.observers.follow(ObservedUpdate(self, report, workers))
+            self.table.changed.notify_all()  # their thread may wait for an earlier update
 
     def continue_from(self, version: int) -> None:
         """Give the next update a number above ``version``."""
