@@ -32,7 +32,7 @@ def stack() -> Iterator[ExitStack]:
 @pytest.mark.parametrize(
     ("kind", "engines", "count", "restarts"),
     [
-        pytest.param(SharedMemWeightSyncScheme, None, 8, 6, id="shared_mem, 8"),
+        slow(SharedMemWeightSyncScheme, None, 8, 6),
         slow(DistributedWeightSyncScheme, None, 8, 6),
         slow(SharedMemWeightSyncScheme, None, 100, 60),
         slow(DistributedWeightSyncScheme, None, 100, 60),

@@ -282,6 +282,7 @@ def publish(sender: Any, version: int, policy: Any) -> None:
         sender.connect(weights=weights)
 
 
+@pytest.mark.slow
 def test_a_learner_sends_the_policy() -> None:
     policy = make_policy(1.0)
     collector = make(policy)
@@ -301,6 +302,7 @@ def test_a_learner_sends_the_policy() -> None:
     collector.shutdown()
 
 
+@pytest.mark.slow
 def test_a_collector_that_a_learner_cannot_serve() -> None:
     collector = make(make_policy(), actors=1)
     collector.update_policy_weights_()

@@ -134,6 +134,7 @@ def test_writing(width: int, wide: bool, relative: bool, monkeypatch: pytest.Mon
     assert not torch.equal(results[0], old)
 
 
+@pytest.mark.slow
 def test_switched_off_by_the_environment() -> None:
     program = "from weight_update.encodings.patch import kernels; print(kernels.library)"
     environment = {**os.environ, "WEIGHT_UPDATE_KERNELS": "0"}
