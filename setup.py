@@ -36,7 +36,8 @@ LZ4 = ["lz4>=4.0"]
 ZSTD = ["zstandard>=0.19"]
 TENSORBOARD = ["tensorboard>=2.16"]
 NVCOMP = ["nvidia-nvcomp-cu12>=5.2"]
-EXAMPLES = union(COLLECTORS, ["matplotlib>=3.8", "tqdm>=4.66"])
+TRANSFORMERS = ["transformers>=5.23,<5.24; python_version >= '3.11'"]  # it uses internals of the cache
+EXAMPLES = union(COLLECTORS, TRANSFORMERS, ["matplotlib>=3.8", "tqdm>=4.66"])
 BENCH = union(EXAMPLES, RAY, ["psutil>=5.9"])
 DOCS = ["sphinx>=8.0", "furo>=2024.8.6"]
 TEST = union(
@@ -87,6 +88,7 @@ setup(
         "lz4": LZ4,
         "zstd": ZSTD,
         "prometheus": PROMETHEUS,
+        "transformers": TRANSFORMERS,
         "tensorboard": TENSORBOARD,
         "examples": EXAMPLES,
         "bench": BENCH,

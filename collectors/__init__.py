@@ -15,6 +15,7 @@ from torchrl.collectors import (
 )
 
 from collectors.distributed import DistributedCollector, DistributedSyncCollector
+from collectors.llm import LLMCollector
 from collectors.multi import AsyncCollector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from collectors.ray import RayCollector
 from collectors.rpc import RPCCollector
@@ -38,6 +39,7 @@ __all__ = [
     "DistributedSyncCollector",
     "DistributedWeightUpdater",
     "Evaluator",
+    "LLMCollector",
     "MultiAsyncCollector",
     "MultiCollector",
     "MultiProcessedWeightUpdater",

@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torchrl.collectors
-
 from collectors.torchrl_names import (
     CollectorMeta,
     contextual_backend_error,
@@ -20,13 +18,14 @@ class BackendChoice(CollectorMeta):
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        """The parameters of the class, followed by TorchRL's that it passes on."""
+        """The parameters of the class, followed by those of TorchRL's class that it passes on."""
         ours: Any = super().__signature__
         passes_on = [one for one in ours.parameters.values() if one.kind is one.VAR_KEYWORD]
         if not passes_on:
             return ours  # type: ignore[no-any-return]
         own = {name: one for name, one in ours.parameters.items() if one not in passes_on}
-        theirs = inspect.signature(torchrl.collectors.Collector).parameters
+        base = next(one for one in cls.__mro__ if one.__module__.startswith("torchrl."))
+        theirs = inspect.signature(base).parameters
         return ours.replace(  # type: ignore[no-any-return]
             parameters=[*own.values(), *(one for name, one in theirs.items() if name not in own)]
         )

@@ -13,9 +13,10 @@ import torchrl.collectors.distributed as torchrl_distributed
 from tensordict import TensorDictBase
 
 from collectors.closing import close_all
+from collectors.ray_learner import LearnerSender, hand_over
 from collectors.remote import Remote
 from collectors.requests import Request
-from weight_update import RayWeightSyncScheme, SyncReport, WeightSyncScheme
+from weight_update import LifecycleError, RayWeightSyncScheme, SyncReport, WeightSyncScheme
 
 _LOOK_SECONDS = 0.5
 
@@ -40,9 +41,12 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
         ImportError: Ray is not installed.
     """
 
+    _weight_sync_initialized: bool
+
     def _begin(self, create_env_fn: Any, policy: Any, **options: Any) -> None:
         self._remote_collectors: list[Any] = []
         self._runtime_lease: Any = None
+        self._learner: LearnerSender | None = None
         if find_spec("ray") is None:
             raise ImportError('RayCollector needs Ray: pip install "weight-update[ray]"', name="ray")
         given = options["collector_kwargs"]  # TorchRL writes into these
@@ -66,8 +70,35 @@ class RayCollector(Remote, torchrl_distributed.RayCollector):
         return super().update_policy_weights_(policy_or_weights, **options)
 
     def _update(self, request: Request) -> SyncReport | dict[str, SyncReport]:
+        if self._learner is not None:
+            raise LifecycleError("the learner of the trainer sends the policy of this collector")
         self._lazy_initialize_weight_sync()
         return super()._update(request)
+
+    def _learner_weight_sync(self, *, new_generation: bool = False) -> Any:
+        """Return the sender of the policy for a trainer of TorchRL whose learners are Ray actors.
+
+        The trainer calls this again, with ``new_generation``, when it has started new learners.
+
+        Raises:
+            LifecycleError: this collector has sent its policy itself.
+            TypeError: the scheme of the policy is no :class:`~weight_update.RayWeightSyncScheme`.
+        """
+        if self._policy_service is not None:  # TorchRL's, with TorchRL's scheme
+            return super()._learner_weight_sync(new_generation=new_generation)
+        if self._learner is not None and not new_generation:
+            return self._learner
+        if self._learner is None and self._weight_sync_initialized:
+            raise LifecycleError("this collector sends its policy itself; give the trainer a new collector")
+        scheme = self._schemes.get("policy")
+        if not isinstance(scheme, RayWeightSyncScheme):
+            raise TypeError(
+                f"the scheme of the policy is {scheme!r:.60}; learners in Ray actors need a "
+                "RayWeightSyncScheme"
+            )
+        self._external_weight_sender = self._weight_sync_initialized = True
+        self._learner = hand_over(scheme, self.remote_collectors)
+        return self._learner
 
     # -- data --------------------------------------------------------------------------------------
 

@@ -133,6 +133,11 @@ class Collector(Updating, torchrl.collectors.Collector, metaclass=BackendChoice)
                     scheme.continue_from(int(version))
             self._versions.restore(int(version))
 
+    def _set_received_policy_version(self, model_version: int | None) -> None:
+        super()._set_received_policy_version(model_version)
+        if model_version is not None:  # of a learner that has just connected
+            self._versions.restore(model_version)
+
     @property
     def _stamps(self) -> bool:
         return isinstance(self.policy_version_tracker, FrameVersion)

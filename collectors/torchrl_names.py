@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import warnings
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from types import CodeType, FunctionType
@@ -53,7 +54,11 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
         "register_scheme_receiver",
         "rollout",
     ),
-    ("torchrl.collectors", "BaseCollector"): ("register_collector", "weight_updater"),
+    ("torchrl.collectors", "BaseCollector"): (
+        "_set_received_policy_version",
+        "register_collector",
+        "weight_updater",
+    ),
     ("torchrl.collectors", "MultiAsyncCollector"): ("_queue_len",),
     ("torchrl.collectors", "MultiCollector"): (
         "_add_collector_outputs_to_fake_td",
@@ -116,16 +121,19 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
     ("torchrl.collectors.distributed", "RayCollector"): (
         "_async_iterator",
         "_collection_thread",
+        "_external_weight_sender",
         "_lazy_initialize_weight_sync",
         "_policy_service",
         "_remote_collectors",
         "_runtime_lease",
         "_stop_event",
         "_sync_iterator",
+        "_weight_sync_initialized",
         "_weight_sync_schemes",
         "_weight_update_impl",
         "stop_remote_collectors",
     ),
+    ("torchrl.collectors.llm", "LLMCollector"): ("env", "policy", "policy_version_tracker"),
     ("torchrl.envs.llm.transforms", "PolicyVersion"): ("_step",),
 }
 """Methods that subclasses override and attributes that they read or set, by TorchRL's class."""
@@ -210,4 +218,6 @@ except ImportError as error:
 
 CollectorMeta: Any = type(Collector)
 MultiCollectorMeta: Any = type(MultiCollector)
-require_hooks(HOOKS)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # TorchRL's, about updaters for language models
+    require_hooks(HOOKS)

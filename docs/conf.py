@@ -65,11 +65,12 @@ _INTERNAL = [  # classes and aliases that signatures show, but users do not name
     "weight_update.synchronizer.state.TrainerState",
     "weight_update.wire.frames.Kind",
 ]
-_OTHERS = [  # of TorchRL's signatures, not qualified there, and one that PyTorch's manual has no page for
+_OTHERS = [  # of TorchRL's signatures, not qualified there, and two that other manuals have no page for
     "DEVICE_TYPING",
     "ExplorationType",
     "ReplayBuffer",
     "WeightUpdaterBase",
+    "concurrent.futures._base.Future",
     "torch.distributed.distributed_c10d.ProcessGroup",
 ]
 nitpick_ignore = [("py:class", name) for name in [*_INTERNAL, *_OTHERS]]

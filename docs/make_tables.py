@@ -84,6 +84,7 @@ _PACKAGES = {
     "ray": "``RayWeightSyncScheme``, ``RayCollector``",
     "lz4": '``compression="lz4"``',
     "zstandard": '``compression="zstd"``',
+    "transformers": "``TransformersEngine``, ``examples/llm_rollout.py``",
     "nvidia-nvcomp-cu12": '``compression="nvcomp_lz4"``, on a GPU',
 }
 
@@ -142,7 +143,9 @@ def constants(text: str) -> dict[str, list[str]]:
 def versions() -> str:
     """Return the table of supported versions."""
     groups = constants((ROOT / "setup.py").read_text(encoding="utf-8"))
-    requirements = "\n".join(requirement for group in groups.values() for requirement in group)
+    requirements = "\n".join(
+        requirement.partition(";")[0] for group in groups.values() for requirement in group
+    )
     bounds = dict(re.findall(r"^([\w-]+)(.*)$", requirements, re.MULTILINE))
     constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     tested = dict(re.findall(r"^([\w-]+)==(\S+)", constraints, re.MULTILINE))

@@ -27,15 +27,18 @@ def snippets(page: str) -> list[str]:
         slow("converters.rst", 8),
         slow("pipeline.rst", 1),
         slow("engines.rst", 1),
+        slow("engine_transformers.rst", 1),
         slow("synchronizer.rst", 2),
         ("transports.rst", 3),
     ],
 )
 def test_the_snippets_of_the_page_run_one_after_the_other(page: str, at_least: int, tmp_path: Path) -> None:
+    if page == "engine_transformers.rst":
+        pytest.importorskip("transformers", reason="the extra transformers is not installed")
     found = snippets(page)
     assert len(found) >= at_least
     program = tmp_path / "page.py"
-    program.write_text("\n".join([*found, "print('all of it ran')"]))
+    program.write_text("\n".join([*found, "if __name__ == '__main__':\n    print('all of it ran')"]))
     done = run_python("-W", "error", program)
     assert done.returncode == 0, done.stderr
     assert (done.stdout, done.stderr) == ("all of it ran\n", "")

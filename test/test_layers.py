@@ -14,7 +14,7 @@ LIBRARY = "weight_update"
 PACKAGES = (LIBRARY, "collectors", "benchmarks")
 
 # Not imported at the top of any module, because users may not have them.
-OPTIONAL = {"torchrl", "ray", "gymnasium", "vllm", "sglang"}
+OPTIONAL = {"torchrl", "ray", "gymnasium", "vllm", "sglang", "transformers"}
 
 # [floors] From the top down. A package imports from itself and from floors below its own.
 FLOORS: list[set[str]] = [

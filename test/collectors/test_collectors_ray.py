@@ -14,6 +14,7 @@ import pytest
 import torch
 import torchrl.collectors.distributed as torchrl_distributed
 from collector_parts import OPTIONS, Env, fill, make_policy, policy_of_nine, weights_of
+from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.data import Unbounded
 from torchrl.envs import TransformedEnv
@@ -269,3 +270,44 @@ def test_module_of_a_transform_through_a_collector() -> None:
     ours = RayModuleTransformScheme(model=make_other_scorer(), connect_timeout=30.0)
     with ours, pytest.raises(SchemaMismatchError, match="weight"):
         RayModuleTransform(module_factory=make_scorer, weight_sync_scheme=ours)
+
+
+def publish(sender: Any, version: int, policy: Any) -> None:
+    """Call ``sender`` as TorchRL's learner does."""
+    sender._set_model_version(version)
+    weights = TensorDict.from_module(policy).data
+    if sender.synchronized_on_sender:
+        sender.send(weights=weights)
+    else:
+        sender.connect(weights=weights)
+
+
+def test_a_learner_sends_the_policy() -> None:
+    policy = make_policy(1.0)
+    collector = make(policy)
+    frames = iter(collector)
+    for new_generation, (first, second) in ((False, (3, 7)), (True, (7, 9))):  # learners may start again
+        sender = collector._learner_weight_sync(new_generation=new_generation)
+        assert collector._learner_weight_sync() is sender
+        sender = ray.cloudpickle.loads(ray.cloudpickle.dumps(sender))  # it goes to another process
+        sender.init_on_sender(model_id="policy", remote_collectors=sender._remote_collectors, num_workers=2)
+        for version in (first, second):
+            publish(sender, version, fill(policy, float(version)))
+            assert seen(next(frames)) == ({version}, {float(version)})
+        with pytest.raises(LifecycleError, match="the learner of the trainer sends"):
+            collector.update_policy_weights_()
+        sender.shutdown()
+    assert seen(next(frames)) == ({9}, {9.0})
+    collector.shutdown()
+
+
+def test_a_collector_that_a_learner_cannot_serve() -> None:
+    collector = make(make_policy(), actors=1)
+    collector.update_policy_weights_()
+    with pytest.raises(LifecycleError, match="sends its policy itself"):
+        collector._learner_weight_sync()
+    collector.shutdown()
+    collector = make(make_policy(), actors=1, weight_sync_schemes={})
+    with pytest.raises(TypeError, match="need a RayWeightSyncScheme"):
+        collector._learner_weight_sync()
+    collector.shutdown()

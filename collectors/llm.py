@@ -1,0 +1,87 @@
+"""The collector of one process for language models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torchrl.collectors.llm
+from torchrl.envs import AsyncEnvPool
+
+from collectors.single import Collector
+from collectors.versions import FrameVersion, writes_version
+from weight_update import WeightSyncScheme
+
+
+class _WithSchemes(Collector):
+    """The next class after TorchRL's ``LLMCollector``, which passes no schemes on."""
+
+    _given_schemes: dict[str, WeightSyncScheme] | None
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(
+            **options,
+            weight_sync_schemes=self._given_schemes,
+            track_policy_version=False,  # TorchRL's LLMCollector sets it up
+            auto_register_policy_transforms=False,  # and has no such option, but TorchRL warns without it
+        )
+
+
+class LLMCollector(torchrl.collectors.llm.LLMCollector, _WithSchemes):
+    """TorchRL's ``LLMCollector``, with schemes, and with the exact version of the policy in its data.
+
+    A call of the policy, which generates a whole answer, sees one version of the weights. An update that
+    arrives meanwhile waits for its end.
+
+    Args:
+        env: as in TorchRL.
+        policy: as in TorchRL, such as a ``TransformersWrapper``. With a scheme for ``"policy"``, the
+            collector runs a copy of it. A scheme for ``"policy.model"`` updates the ``transformers`` model
+            inside the wrapper, by the names of that model, without a copy.
+        track_policy_version: as for :class:`~collectors.Collector`. With an ``AsyncEnvPool``, True has no
+            effect.
+        weight_sync_schemes: as for :class:`~collectors.Collector`.
+        weight_updater: as for :class:`~collectors.Collector`.
+        options: all other options of TorchRL's ``LLMCollector``.
+    """
+
+    policy_version = Collector.policy_version
+    increment_version = Collector.increment_version
+
+    def __init__(
+        self,
+        env: Any,
+        *,
+        policy: Any = None,
+        track_policy_version: Any = True,
+        weight_sync_schemes: dict[str, WeightSyncScheme] | None = None,
+        weight_updater: Any = None,
+        **options: Any,
+    ) -> None:
+        if track_policy_version is True:
+            untracked = writes_version(policy) or isinstance(env, AsyncEnvPool)
+            track_policy_version = False if untracked else FrameVersion()
+        self._given_schemes = weight_sync_schemes
+        collector: Any = super()
+        collector.__init__(
+            env,
+            policy=policy,
+            track_policy_version=track_policy_version,
+            weight_updater=weight_updater,
+            **options,
+        )
+
+    @property
+    def rollout(self) -> Any:
+        """The function that collects a batch, as in TorchRL."""
+        connected = self._connected()
+        if connected != self._installed:
+            self._install_policy_call(connected)
+        return super().rollout
+
+    def get_model(self, model_id: str) -> Any:
+        """Return a model by id, as in TorchRL."""
+        return self._wrapped_policy_uncompiled if model_id == "policy" else super().get_model(model_id)
+
+    def _install_policy_call(self, schemes: dict[str, WeightSyncScheme]) -> None:
+        super()._install_policy_call(schemes)
+        self.policy = self._wrapped_policy_maybe_compiled  # which TorchRL's LLMCollector calls

@@ -1,0 +1,75 @@
+"""The sender of a policy when a trainer of TorchRL learns in Ray actors."""
+
+from __future__ import annotations
+
+import copy
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from weight_update import RayWeightSyncScheme
+
+
+class LearnerSender:
+    """Sends the policy of a :class:`~collectors.RayCollector` from the actor that learns.
+
+    TorchRL's trainers with ``learner_backend="ray"`` pass it to that actor, which calls it like TorchRL's
+    scheme.
+
+    Args:
+        scheme: a scheme that is not initialized.
+        actors: handles of the actors that collect, in the order of their indices.
+    """
+
+    def __init__(self, scheme: RayWeightSyncScheme, actors: Sequence[Any]) -> None:
+        self._scheme = scheme
+        self._remote_collectors = list(actors)
+        self._version = 0
+
+    @property
+    def synchronized_on_sender(self) -> bool:
+        """Whether :meth:`connect` succeeded."""
+        return self._scheme.synchronized_on_sender
+
+    def init_on_sender(self, **options: Any) -> None:
+        """Do nothing: the learner gives weights to :meth:`connect`, which initializes the scheme."""
+
+    def _set_model_version(self, version: int) -> None:
+        self._version = version
+
+    def connect(self, weights: Any) -> None:
+        """Connect the actors, and give them the first weights. Their frames get the learner's version."""
+        import ray
+
+        scheme, actors = self._scheme, self._remote_collectors
+        scheme.init_on_sender(weights=weights, remote_collectors=actors)
+        calls = [actor._connect_weights_scheme.remote(model_version=self._version) for actor in actors]
+        scheme.connect()
+        ray.get(calls, timeout=scheme.timeout)
+        scheme.continue_from(self._version)
+
+    def send(self, weights: Any) -> None:
+        """Send an update that has the learner's version, or the next number if that version was sent."""
+        self._scheme.continue_from(self._version - 1)
+        self._scheme.send(weights)
+
+    def shutdown(self) -> None:
+        """Shut down the scheme."""
+        self._scheme.shutdown()
+
+
+def hand_over(scheme: RayWeightSyncScheme, actors: Sequence[Any]) -> LearnerSender:
+    """End ``scheme`` in this process, and prepare the actors for a sender in another process."""
+    import ray
+
+    scheme.shutdown()
+    receiver = copy.copy(scheme)
+    receiver.name = f"{scheme.name}-{uuid.uuid4().hex[:8]}"  # of a sender before it, the actor may still end
+    calls = [
+        actor.register_scheme_receiver.remote({"policy": receiver}, synchronize_weights=False)
+        for actor in actors
+    ]
+    ray.get(calls, timeout=scheme.connect_timeout)
+    sender = copy.copy(receiver)
+    sender.strategy = scheme.strategy  # the receivers' is only a part of it
+    return LearnerSender(sender, actors)

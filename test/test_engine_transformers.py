@@ -1,0 +1,382 @@
+"""The engine for transformers, with a tiny Qwen3 of random weights."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from interpreters import run_python
+
+transformers = pytest.importorskip(
+    "transformers", reason='transformers is not installed: pip install "weight-update[transformers]"'
+)
+
+from weight_update import (  # noqa: E402
+    BucketEncoding,
+    LifecycleError,
+    MemoryWeightSyncScheme,
+    PatchEncoding,
+    SchemaMismatchError,
+    SyncFailedError,
+    UnsupportedSourceError,
+    WeightStrategy,
+)
+from weight_update.engines import TransformersEngine  # noqa: E402
+
+WAIT = 20.0
+PAGE = 4
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+LONG = 60
+
+
+def model_of(seed: int, *, tied: bool = True, dtype: torch.dtype = torch.float32) -> Any:
+    """Return a model whose greedy answers differ from seed to seed, and do not repeat one token."""
+    config = transformers.Qwen3Config(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        initializer_range=0.5,
+        tie_word_embeddings=tied,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(seed)
+    return transformers.Qwen3ForCausalLM(config).to(dtype).eval()
+
+
+def engine_of(model: Any, **options: Any) -> TransformersEngine:
+    generation = transformers.GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1)
+    batching = transformers.ContinuousBatchingConfig(page_size=PAGE, num_blocks=256, max_batch_tokens=64)
+    return TransformersEngine(model, generation, batching, **{"timeout": WAIT, **options})
+
+
+@torch.no_grad()
+def continued(*phases: tuple[Any, int]) -> list[int]:
+    """Return the greedy answer to PROMPT, so many tokens by each model, which share one key-value cache."""
+    cache = transformers.DynamicCache(config=phases[0][0].config)
+    todo, answer = PROMPT, []
+    for model, count in phases:
+        for _ in range(count):
+            logits = model(torch.tensor([todo]), past_key_values=cache, use_cache=True).logits
+            todo = [int(logits[0, -1].argmax())]
+            answer += todo
+    return answer
+
+
+class Steps:
+    """Counts the forward passes of a model; at the one of number ``stop_at`` it waits until ``go`` is set."""
+
+    def __init__(self, model: Any, stop_at: int) -> None:
+        self.count, self.stop_at = 0, stop_at
+        self.reached, self.go = threading.Event(), threading.Event()
+        model.register_forward_pre_hook(self._before)
+
+    def _before(self, *_: Any) -> None:
+        self.count += 1
+        if self.count == self.stop_at:
+            self.reached.set()
+            assert self.go.wait(WAIT)
+
+
+@pytest.fixture
+def connected() -> Iterator[Callable[..., MemoryWeightSyncScheme]]:
+    """Return a function that connects a sender of weights to an engine."""
+    ends: list[Callable[[], None]] = []
+
+    def connect(source: Any, engine: TransformersEngine, **options: Any) -> MemoryWeightSyncScheme:
+        ends.append(engine.close)
+        scheme = MemoryWeightSyncScheme(WeightStrategy("state_dict", **options), timeout=WAIT)
+        scheme.init_on_sender(model=source, num_workers=1)
+        receiver = copy.copy(scheme)
+        receiver.init_on_receiver(model=engine, worker_idx=0)
+        ends.extend([scheme.shutdown, receiver.shutdown])
+        with ThreadPoolExecutor(1) as pool:
+            joining = pool.submit(receiver.connect)
+            scheme.connect()
+            joining.result(WAIT)
+        return scheme
+
+    yield connect
+    for end in reversed(ends):
+        end()
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    ("encoding", "in_chunks"),
+    [("dense", False), (BucketEncoding(bucket_size=2048), True)],
+    ids=["dense", "bucket"],
+)
+def test_answers_are_those_of_the_trainers_model(
+    connected: Any, tied: bool, encoding: Any, in_chunks: bool
+) -> None:
+    trainer, mine = model_of(1, tied=tied), model_of(2, tied=tied, dtype=torch.bfloat16)
+    engine = engine_of(mine, loads_in_chunks=in_chunks)
+    with pytest.raises(LifecycleError, match="no complete version"):
+        engine.generate([PROMPT])
+    scheme = connected(trainer, engine, encoding=encoding)
+    places = [parameter.data_ptr() for parameter in mine.parameters()]
+    for seed in range(3, 5):
+        trainer.load_state_dict(model_of(seed, tied=tied).state_dict())
+        report = scheme.send()
+        held = mine.state_dict()
+        assert all(torch.equal(held[name], value.bfloat16()) for name, value in trainer.state_dict().items())
+        (answer,) = engine.generate([PROMPT])
+        assert answer.tokens == continued((copy.deepcopy(trainer).bfloat16(), 8))
+        assert answer.versions == [engine.version] * 8 == [report.version] * 8
+        assert answer.finished
+    assert places == [parameter.data_ptr() for parameter in mine.parameters()]
+    assert (mine.lm_head.weight is mine.model.embed_tokens.weight) == tied
+
+
+def test_a_patch_writes_what_changed(connected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, mine = model_of(1), model_of(2)
+    engine = engine_of(mine)
+    scheme = connected(trainer, engine, encoding=PatchEncoding())
+    monkeypatch.setattr(engine, "load_weights", None)
+    written: dict[str, Any] = {}
+    load_changes = engine.load_changes
+
+    def noted(changes: Any, base: int) -> None:
+        found = list(changes)
+        written.update({change.name: change.positions.tolist() for change in found}, base=base)
+        load_changes(iter(found), base)
+
+    monkeypatch.setattr(engine, "load_changes", noted)
+    with torch.no_grad():
+        trainer.model.embed_tokens.weight.view(-1)[[5, 70]] = torch.tensor([1.5, -2.5])
+        trainer.model.norm.weight[3] = 0.25
+    scheme.send()
+    assert written.pop("base") == 0
+    assert written["model.embed_tokens.weight"] == [5, 70]
+    assert written["model.norm.weight"] == [3]
+    assert set(written) <= {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    assert all(torch.equal(mine.state_dict()[name], value) for name, value in trainer.state_dict().items())
+    assert engine.generate([PROMPT])[0].tokens == continued((trainer, 8))
+
+
+def test_tied_weights_are_sent_once(connected: Any) -> None:
+    trainer, mine = model_of(1), model_of(2)
+    report = connected(trainer, engine_of(mine)).send()
+    assert report.wire_bytes < sum(weight.nbytes for weight in trainer.parameters()) + 4096
+
+
+def test_keep_continues_with_the_new_weights_and_the_old_cache(connected: Any) -> None:
+    trainer, mine = model_of(1), model_of(2)
+    steps = Steps(mine, stop_at=10)
+    engine = engine_of(mine, pause="keep")
+    scheme = connected(trainer, engine)
+    before = copy.deepcopy(trainer)
+    future = engine.submit(PROMPT, max_new_tokens=LONG)
+    assert steps.reached.wait(WAIT)
+    trainer.load_state_dict(model_of(3).state_dict())
+    sending = scheme.send_async()
+    steps.go.set()
+    sending.wait(WAIT)
+    answer = future.result(WAIT)
+    old = answer.versions.index(1)
+    assert answer.versions == [0] * old + [1] * (LONG - old)
+    assert 10 <= old < LONG
+    assert answer.tokens == continued((before, old), (trainer, LONG - old))
+    assert answer.tokens != continued((before, LONG))
+
+
+def test_wait_finishes_running_requests_first(connected: Any) -> None:
+    trainer, mine = model_of(1), model_of(2)
+    steps = Steps(mine, stop_at=10)
+    engine = engine_of(mine, pause="wait")
+    scheme = connected(trainer, engine)
+    before = copy.deepcopy(trainer)
+    running = engine.submit(PROMPT, max_new_tokens=LONG)
+    assert steps.reached.wait(WAIT)
+    trainer.load_state_dict(model_of(3).state_dict())
+    sending = scheme.send_async()
+    steps.go.set()
+    sending.wait(WAIT)
+    assert running.done(), "the update came before the end of the request"
+    assert running.result(0).versions == [0] * LONG
+    assert running.result(0).tokens == continued((before, LONG))
+    (later,) = engine.generate([PROMPT])
+    assert (later.tokens, later.versions) == (continued((trainer, 8)), [1] * 8)
+
+
+def test_requests_wait_for_an_update_that_has_begun(connected: Any) -> None:
+    trainer, mine = model_of(1), model_of(2)
+    engine = engine_of(mine)
+    connected(trainer, engine)
+    answers: list[Any] = []
+    engine.begin_update(1)
+    asking = threading.Thread(target=lambda: answers.extend(engine.generate([PROMPT] * 3)))
+    asking.start()
+    asking.join(0.2)
+    assert asking.is_alive(), "it was answered during the update"
+    engine.load_weights(iter(model_of(3).state_dict().items()))
+    engine.finish_update(1)
+    asking.join(WAIT)
+    assert [answer.versions for answer in answers] == [[1] * 8] * 3
+    assert answers[0].tokens == continued((model_of(3), 8))
+
+
+def test_abort_answers_with_the_tokens_so_far(connected: Any) -> None:
+    trainer, mine = model_of(1), model_of(2)
+    steps = Steps(mine, stop_at=10)
+    engine = engine_of(mine, pause="abort")
+    scheme = connected(trainer, engine)
+    before = copy.deepcopy(trainer)
+    future = engine.submit(PROMPT, max_new_tokens=LONG)
+    assert steps.reached.wait(WAIT)
+    trainer.load_state_dict(model_of(3).state_dict())
+    sending = scheme.send_async()
+    steps.go.set()
+    sending.wait(WAIT)
+    answer = future.result(WAIT)
+    assert not answer.finished
+    count = len(answer.tokens)
+    assert 10 <= count < LONG
+    assert (answer.tokens, answer.versions) == (continued((before, count)), [0] * count)
+    assert engine.generate([PROMPT])[0].tokens == continued((trainer, 8))
+
+
+@pytest.mark.parametrize("pause", ["wait", "keep"])
+def test_no_request_shares_a_prefix_of_former_weights(connected: Any, pause: Any) -> None:
+    trainer, mine = model_of(1), model_of(2)
+    steps = Steps(mine, stop_at=30)
+    engine = engine_of(mine, pause=pause)
+    scheme = connected(trainer, engine)
+    (first,) = engine.generate([PROMPT])  # 8 steps
+    running = engine.submit(PROMPT, max_new_tokens=LONG)
+    assert steps.reached.wait(WAIT)
+    trainer.load_state_dict(model_of(3).state_dict())
+    sending = scheme.send_async()
+    steps.go.set()
+    sending.wait(WAIT)
+    whole = PROMPT + running.result(WAIT).tokens
+    for length in (len(PROMPT), len(PROMPT) + 10, len(whole)):
+        (answer,) = engine.generate([whole[:length]])
+        fresh = trainer.generate(torch.tensor([whole[:length]]), max_new_tokens=8, do_sample=False)
+        assert answer.tokens == fresh[0, length:].tolist(), "it read keys and values of former weights"
+    assert first.versions == [0] * 8
+
+
+def test_an_update_that_fails_midway(connected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, mine = model_of(1), model_of(2)
+    steps = Steps(mine, stop_at=10)
+    engine = engine_of(mine, pause="keep")
+    scheme = connected(trainer, engine)
+    running = engine.submit(PROMPT, max_new_tokens=LONG)
+    assert steps.reached.wait(WAIT)
+    load_weights = engine.load_weights
+    monkeypatch.setattr(engine, "load_weights", lambda weights: [load_weights(iter([next(weights)])), 1 / 0])
+    sending = scheme.send_async()
+    steps.go.set()
+    with pytest.raises(SyncFailedError, match="ZeroDivisionError"):
+        sending.wait(WAIT)
+    with pytest.raises(LifecycleError, match="failed midway"):
+        running.result(WAIT)
+    with pytest.raises(LifecycleError, match="no complete version"):
+        engine.submit(PROMPT)
+    monkeypatch.undo()
+    scheme.send()
+    assert engine.generate([PROMPT])[0].tokens == continued((trainer, 8))
+
+
+def test_a_request_that_is_longer_than_the_timeout(connected: Any) -> None:
+    trainer, mine = model_of(1), model_of(2)
+    steps = Steps(mine, stop_at=10)
+    engine = engine_of(mine)
+    scheme = connected(trainer, engine)
+    running = engine.submit(PROMPT, max_new_tokens=LONG)
+    assert steps.reached.wait(WAIT)
+    for pause, message in (("wait", "1 requests ran longer"), ("keep", "a decoding step took longer")):
+        engine.pause, engine.timeout = pause, 0.05
+        with pytest.raises(SyncFailedError, match=message):
+            scheme.send()
+    engine.timeout = WAIT
+    steps.go.set()
+    assert running.result(WAIT).versions == [0] * LONG
+    scheme.send()
+    assert set(engine.generate([PROMPT])[0].versions) == {engine.version}
+
+
+def test_differences_are_found_in_connect(connected: Any) -> None:
+    with pytest.raises(SchemaMismatchError, match=r"lm_head\.weight"):
+        connected(model_of(1, tied=False), engine_of(model_of(2, tied=True)))
+
+
+def test_after_close(connected: Any) -> None:
+    mine = model_of(2)
+    steps = Steps(mine, stop_at=10)
+    engine = engine_of(mine)
+    scheme = connected(model_of(1), engine)
+    running = engine.submit(PROMPT, max_new_tokens=LONG)
+    assert steps.reached.wait(WAIT)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    steps.go.set()
+    closing.join(WAIT)
+    with pytest.raises(LifecycleError, match="generation has ended"):
+        running.result(WAIT)
+    with pytest.raises(LifecycleError, match="generation has ended"):
+        engine.generate([PROMPT])
+    with pytest.raises(SyncFailedError, match="generation has ended"):
+        scheme.send()
+
+
+def test_what_cannot_be_served() -> None:
+    with pytest.raises(ValueError, match="'wait', 'keep' or 'abort', not 'hold'"):
+        TransformersEngine(model_of(1), pause="hold")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="give generate\\(\\) the prompt several times"):
+        TransformersEngine(model_of(1), transformers.GenerationConfig(num_return_sequences=2, do_sample=True))
+    with torch.device("meta"), pytest.raises(UnsupportedSourceError, match=r"model\.embed_tokens\.weight"):
+        TransformersEngine(model_of(1))
+    batching = transformers.ContinuousBatchingConfig(cpu_offload_space=1.0)
+    with pytest.raises(ValueError, match="allow_block_sharing=False"):
+        TransformersEngine(model_of(1), continuous_batching_config=batching, pause="keep")
+
+
+FORGETFUL = """
+import threading
+import transformers
+from test_engine_transformers import PROMPT, engine_of, model_of
+
+engine = engine_of(model_of(1), pause="keep")
+engine.begin_update(0)
+engine.load_weights(iter(model_of(2).state_dict().items()))
+engine.finish_update(0)
+running = engine.submit(PROMPT, max_new_tokens=100_000)
+engine.begin_update(1)
+raise SystemExit("the program ends during an update")
+"""
+
+
+@pytest.mark.slow
+def test_a_program_ends_that_does_not_close_its_engine(tmp_path: Path) -> None:
+    program = tmp_path / "forgetful.py"
+    program.write_text(FORGETFUL)
+    done = run_python(program, timeout=60.0, env={"PYTHONPATH": str(Path(__file__).parent)})
+    assert (done.returncode, done.stderr.strip()) == (1, "the program ends during an update")
+
+
+def test_a_request_that_transformers_cannot_answer(connected: Any) -> None:
+    mine = model_of(2)
+    engine = engine_of(mine)
+    connected(model_of(1), engine)
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("no memory left")
+
+    mine.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="did not answer: no memory left"):
+        engine.generate([PROMPT])
+    with pytest.raises(LifecycleError, match="generation has ended"):
+        engine.generate([PROMPT])

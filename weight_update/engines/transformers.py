@@ -1,0 +1,404 @@
+"""Engine for a ``transformers`` model and its continuous batching."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from bisect import bisect
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from weight_update.engines.base import InferenceEngine, WeightChange
+from weight_update.errors import LifecycleError, SyncTimeoutError, UnsupportedSourceError
+
+_SECONDS_TO_NOTICE_THE_END = 0.1
+_UPDATES_REMEMBERED = 1024
+
+
+class Answer(NamedTuple):
+    """An answer of a :class:`TransformersEngine` to one prompt.
+
+    Attributes:
+        tokens: the generated tokens, without the prompt; with the token that ended the answer, if any.
+        logprobs: log probability of each token; empty without ``return_logprobs=True`` in the
+            ``ContinuousBatchingConfig``.
+        versions: version of the weights that computed each token.
+        finished: whether the answer is complete. It is not if an update with ``pause="abort"`` ended it.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finished: bool
+
+
+class _Request(NamedTuple):
+    """A request that has no answer yet; it was made while ``version`` was in force."""
+
+    future: Future[Answer]
+    version: int
+
+
+class TransformersEngine(InferenceEngine):
+    """Generates with a ``transformers`` model, and receives its weights between two decoding steps.
+
+    Example::
+
+        engine = TransformersEngine(model, GenerationConfig(max_new_tokens=64), pause="keep")
+        scheme.init_on_receiver(model=engine, worker_idx=0)
+        scheme.connect()
+        with engine:
+            for answer in engine.generate([[1, 2, 3], [4, 5]]):
+                print(answer.tokens, answer.versions)
+
+    Weights have the names of ``model.state_dict()``, and are copied into the model's tensors, on whatever
+    device these are. Tied weights are sent once and written once. The calling threads share one
+    continuous-batching manager, which this engine owns: use neither ``model.generate_batch`` nor another
+    manager of the same model meanwhile.
+
+    Each update drops the key-value cache of prefixes, which later requests would share. A running request
+    keeps its own key-value cache, with the values of former weights.
+
+    Source: ``ContinuousBatchingManager`` in ``generation/continuous_batching/continuous_api.py`` of
+    transformers, whose ``pause()`` stops generation between two steps; the names of the pause modes are those
+    of ``pause_generation`` in vLLM.
+
+    Args:
+        model: a ``PreTrainedModel`` with weights, not on the meta device.
+        generation_config: ``GenerationConfig`` of all requests; None for that of the model.
+        continuous_batching_config: ``ContinuousBatchingConfig``; None for the defaults of transformers, which
+            take most of the free memory for the cache.
+        pause: what an update does with running requests. ``"wait"`` finishes them first. ``"keep"`` continues
+            them afterwards, with the new weights. ``"abort"`` ends them; their answers have the tokens so
+            far, and ``finished=False``. Requests that arrive during an update begin after it.
+        loads_in_chunks: as :attr:`~weight_update.InferenceEngine.loads_in_chunks`.
+        timeout: seconds that an update waits for generation to pause, and a request for an update to end.
+
+    Attributes:
+        version: version of the loaded weights; None before the first, and after an update that failed.
+
+    Raises:
+        UnsupportedSourceError: weights of the model are on the meta device.
+        ValueError: ``pause`` is none of the three, or the configurations cannot be combined with it.
+    """
+
+    loads_changes = True
+
+    def __init__(
+        self,
+        model: Any,
+        generation_config: Any = None,
+        continuous_batching_config: Any = None,
+        *,
+        pause: Literal["wait", "keep", "abort"] = "wait",
+        loads_in_chunks: bool = False,
+        timeout: float = 60.0,
+    ) -> None:
+        if pause not in ("wait", "keep", "abort"):
+            raise ValueError(f"pause is 'wait', 'keep' or 'abort', not {pause!r}")
+        self.loads_in_chunks: bool = loads_in_chunks
+        self.pause: str = pause
+        self.timeout: float = timeout
+        self.version: int | None = None
+        self._model = model
+        hollow = [name for name, tensor in self.expected_weights().items() if tensor.is_meta]
+        if hollow:
+            raise UnsupportedSourceError(
+                f"on the meta device: {', '.join(hollow[:10])}; load the model, or call to_empty()"
+            )
+        self._manager = model.init_continuous_batching(generation_config, continuous_batching_config)
+        self._require_supported()
+        self._requests: dict[str, _Request] = {}
+        self._switches: deque[tuple[float, int]] = deque(maxlen=_UPDATES_REMEMBERED)
+        self._changed = threading.Condition()
+        self._updating = self._closed = False
+        self._held: _Held | None = None
+        self._weights: Mapping[str, torch.Tensor] = {}
+        self._written: set[tuple[int, int]] = set()
+        self._manager.start()
+        self._deliverer = threading.Thread(target=self._deliver, name="weight_update-answers", daemon=True)
+        self._deliverer.start()
+
+    # -- generation --------------------------------------------------------------------------------
+
+    def submit(self, prompt: Sequence[int], **options: Any) -> Future[Answer]:
+        """Begin to answer a prompt, after an update that is under way.
+
+        Args:
+            prompt: token ids.
+            options: arguments of ``ContinuousBatchingManager.add_request``, such as ``max_new_tokens``.
+
+        Raises:
+            SyncTimeoutError: an update took longer than ``timeout`` seconds.
+            LifecycleError: there is no complete version of the weights, or generation has ended.
+        """
+        return self._submit([prompt], options)[0]
+
+    def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[Answer]:
+        """Answer several prompts; with ``pause="wait"``, by the same version of the weights.
+
+        Args:
+            prompts: token ids of each prompt.
+            options: as for :meth:`submit`.
+
+        Raises:
+            SyncTimeoutError: an update took longer than ``timeout`` seconds.
+            LifecycleError: there is no complete version of the weights, an update failed meanwhile, or
+                generation has ended.
+            RuntimeError: transformers failed to answer a prompt; its message is included.
+        """
+        return [future.result() for future in self._submit(prompts, options)]
+
+    def close(self) -> None:
+        """End generation; requests without an answer raise LifecycleError. May be called twice."""
+        with self._changed:
+            self._closed = True
+        self._stop()
+        self._deliverer.join(self.timeout)
+
+    def __enter__(self) -> TransformersEngine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # -- updates -----------------------------------------------------------------------------------
+
+    def expected_weights(self) -> Mapping[str, torch.Tensor]:
+        """Return the tensors of ``model.state_dict()``, under all their names."""
+        state = self._model.state_dict()
+        return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+    def begin_update(self, version: int) -> None:
+        """Pause generation between two decoding steps, in the way of ``pause``; keep new requests waiting.
+
+        Raises:
+            SyncTimeoutError: generation did not pause within ``timeout`` seconds.
+            LifecycleError: generation has ended.
+        """
+        deadline = time.monotonic() + self.timeout
+        with self._changed:
+            self._updating = True
+        try:
+            if self.pause == "wait":
+                self._wait_for_answers(deadline)
+            self._held = _Held(self._manager, max(deadline - time.monotonic(), 0.0))
+        except BaseException:
+            self._resume()
+            raise
+        if self.pause == "abort":
+            self._answer_with_tokens_so_far()
+        self._weights = self.expected_weights()
+        self._written.clear()
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Copy ``weights`` into the model; RuntimeError or KeyError if they are not those of the model."""
+        for name, value in weights:
+            mine = self._weights[name]
+            memory = mine.data_ptr(), mine.nbytes
+            if memory not in self._written:  # else tied to a weight that is written already
+                mine.copy_(value)
+                self._written.add(memory)
+
+    def load_changes(self, changes: Iterator[WeightChange], base: int) -> None:
+        """Write the elements that changed into the model's tensors."""
+        del base
+        for change in changes:
+            mine = self._weights[change.name]
+            if change.positions is None or not mine.is_contiguous():
+                mine.copy_(change.weight)
+            else:
+                device = mine.device
+                mine.view(-1)[change.positions.to(device)] = change.values.to(device)
+
+    def finish_update(self, version: int) -> None:
+        """Drop cached prefixes, and continue generation with ``version``."""
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)  # generation has a stream of its own
+        self._forget_prefixes()
+        self._switches.append((time.perf_counter(), version))
+        self.version = version
+        self._resume()
+
+    def abort_update(self, version: int) -> None:
+        """Fail running requests, and let new ones fail until an update succeeds."""
+        self.version = None
+        self._fail(LifecycleError(f"version {version} of the weights failed midway; wait for another update"))
+        self._resume()
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def _submit(self, prompts: Sequence[Sequence[int]], options: dict[str, Any]) -> list[Future[Answer]]:
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._updating, self.timeout):
+                raise SyncTimeoutError(f"an update took longer than {self.timeout:g} s (raise timeout=)")
+            return [self._add(list(prompt), self._require_usable(), options) for prompt in prompts]
+
+    def _require_usable(self) -> int:
+        if self._closed or not self._manager.is_running():
+            raise _ended(self._manager)
+        if self.version is None:
+            raise LifecycleError("this engine has no complete version of the weights; wait for an update")
+        return self.version
+
+    def _add(self, prompt: list[int], version: int, options: dict[str, Any]) -> Future[Answer]:
+        future: Future[Answer] = Future()
+        future.set_running_or_notify_cancel()  # cancel() has no effect
+        request_id = self._manager.add_request(prompt, record_timestamps=True, **options)
+        if request_id is None:
+            raise _ended(self._manager)
+        self._requests[request_id] = _Request(future, version)
+        return future
+
+    def _wait_for_answers(self, deadline: float) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._requests, max(deadline - time.monotonic(), 0.0)):
+                raise SyncTimeoutError(
+                    f"{len(self._requests)} requests ran longer than {self.timeout:g} s (raise timeout=, or "
+                    "update with pause='keep')"
+                )
+
+    def _settle(self, output: Any) -> bool:
+        """Answer a request; return False if it has an answer."""
+        with self._changed:
+            request = self._requests.pop(output.request_id, None)
+            if request is None:
+                return False
+            if output.error is None:
+                request.future.set_result(self._answer(output, request))
+            else:
+                request.future.set_exception(RuntimeError(f"transformers did not answer: {output.error}"))
+            self._changed.notify_all()
+        return True
+
+    def _deliver(self) -> None:
+        """Hand out answers until generation ends, or the main thread."""
+        while True:
+            running = self._manager.is_running()
+            output = self._manager.get_result(timeout=_SECONDS_TO_NOTICE_THE_END)
+            if output is None and not running:
+                break
+            if output is not None and output.is_finished():
+                self._settle(output)
+            if running and not threading.main_thread().is_alive():
+                self._stop()  # the interpreter waits for the manager's thread
+        self._fail(_ended(self._manager))
+
+    def _stop(self) -> None:
+        self._fail(_ended(self._manager))
+        self._resume()
+        if self._manager.is_running():
+            self._manager.stop(timeout=self.timeout, hard_stop=True)
+
+    def _answer(self, output: Any, request: _Request) -> Answer:
+        times = output.timestamps
+        if self._manager.continuous_batching_config.use_async_batching:
+            # The time is noted one step later there, so the time before is that of a token's computation.
+            times = [output.lifespan[0], *times][: len(times)]
+        tokens = output.generated_tokens
+        # transformers forgets the times of a request that it puts off when the cache is full
+        versions = [request.version] * (len(tokens) - len(times)) + [*map(self._version_at, times)]
+        return Answer(tokens, output.logprobs, versions, output.is_finished())
+
+    def _version_at(self, when: float) -> int:
+        """Return the version in force at a time of ``time.perf_counter``."""
+        return self._switches[max(bisect(self._switches, when, key=lambda one: one[0]) - 1, 0)][1]
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            requests, self._requests = self._requests, {}
+            for request_id, request in requests.items():
+                self._manager.cancel_request(request_id)
+                request.future.set_exception(error)
+            self._changed.notify_all()
+
+    def _answer_with_tokens_so_far(self) -> None:
+        """Answer the requests that have begun; the others run with the new weights."""
+        scheduler = self._manager.batch_processor.scheduler
+        for request_id, state in {**scheduler.waiting_requests, **scheduler.active_requests}.items():
+            if self._settle(state.to_generation_output()):
+                self._manager.cancel_request(request_id)
+
+    # -- pausing -----------------------------------------------------------------------------------
+
+    def _require_supported(self) -> None:
+        config = self._manager.continuous_batching_config
+        problem = None
+        if self._manager.num_return_sequences != 1:
+            problem = "num_return_sequences is not 1; give generate() the prompt several times"
+        elif self.pause == "keep" and config.allow_block_sharing and config.cpu_offload_space != 0:
+            problem = "cpu_offload_space with pause='keep' needs allow_block_sharing=False"
+        if problem:
+            raise ValueError(problem)
+
+    def _resume(self) -> None:
+        """Let generation and new requests continue."""
+        held, self._held = self._held, None
+        if held is not None:
+            held.release()
+        with self._changed:
+            self._updating = False
+            self._changed.notify_all()
+
+    def _forget_prefixes(self) -> None:
+        """Have no later request share key-value blocks of former weights."""
+        cache = self._manager.batch_processor.cache
+        cache.evict_cached_blocks()
+        for allocator in cache.cache_allocators.values():
+            if allocator.use_block_sharing:
+                ledger = allocator.ledger
+                ledger.hash_to_block.clear()
+                ledger.block_to_hash.clear()
+                # Blocks of running requests get hashes that no prompt has. The hash of a later block of the
+                # same request is computed from them. Without one, a block is hashed when it becomes full.
+                for block in {block for blocks in allocator.block_table.values() for block in blocks}:
+                    ledger.block_to_hash[block] = fresh = secrets.randbits(64)
+                    ledger.hash_to_block[fresh] = block
+
+
+class _Held:
+    """A pause of a manager's generation, held by a thread of its own; ``pause()`` itself waits without limit.
+
+    Raises:
+        SyncTimeoutError: the pause did not begin in ``timeout`` seconds.
+        LifecycleError: generation has ended.
+    """
+
+    def __init__(self, manager: Any, timeout: float) -> None:
+        self._begun, self._over = threading.Event(), threading.Event()
+        self._error: RuntimeError | None = None
+        self._thread = threading.Thread(
+            target=self._hold, args=(manager,), name="weight_update-pause", daemon=True
+        )
+        self._thread.start()
+        if not self._begun.wait(timeout):
+            self._over.set()
+            raise SyncTimeoutError(
+                f"a decoding step took longer than {timeout:g} s (raise timeout= of the engine)"
+            )
+        if self._error is not None:
+            raise _ended(manager) from self._error
+
+    def release(self) -> None:
+        """End the pause."""
+        self._over.set()
+        self._thread.join()
+
+    def _hold(self, manager: Any) -> None:
+        try:
+            with manager.pause():
+                self._begun.set()
+                self._over.wait()
+        except RuntimeError as error:  # there is no generation to pause
+            self._error = error
+            self._begun.set()
+
+
+def _ended(manager: Any) -> LifecycleError:
+    cause = manager.background_thread_status.fatal_error
+    return LifecycleError(f"generation has ended{f' ({cause})' if cause else ''}; make a new engine")
