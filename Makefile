@@ -3,6 +3,7 @@
 #   make demo     train a policy on CartPole, its workers kept current by this library
 #   make test     run the tests                        make test ARGS="-k patch -x" JOBS=1
 #   make test-all run the slow tests, too
+#   make test-engines  run the tests with vLLM and SGLang, on the CPU
 #   make soak     updates under random faults          make soak ARGS="--scheme shared_mem --seconds 600"
 #   make check    format, lint and types, as CI runs them
 #   make format   rewrite the files as `make check` wants them
@@ -22,7 +23,7 @@ INSTALL := $(BIN)/python -m pip install -c constraints.txt
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.ready-docs
 
-.PHONY: demo test test-all soak check format bench docs setup clean
+.PHONY: demo test test-all test-engines test-engines-vllm test-engines-sglang soak check format bench docs setup clean
 .DEFAULT_GOAL := test
 
 setup: $(READY)
@@ -46,6 +47,33 @@ test-all: JOBS = 2  # limits of time are tighter there
 test-all: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "" $(ARGS)
 
+# vLLM comes without the packages that it names, which are its CUDA stack. PyTorch is that of constraints.txt.
+VLLM := .venv-engines-vllm
+VLLM_PYTEST := $(VLLM)/bin/python -m pytest -W default
+
+$(VLLM)/.ready: test/engines/requirements-vllm.txt constraints.txt setup.py
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install -c constraints.txt -r test/engines/requirements-vllm.txt
+	$(VLLM)/bin/python -m pip install --no-deps vllm==0.33.0 -e .
+	touch $@
+
+test-engines: test-engines-vllm test-engines-sglang
+
+test-engines-vllm: $(VLLM)/.ready
+	$(VLLM_PYTEST) test/engines/test_vllm*.py $(ARGS)
+
+# SGLang comes without the packages that it names, which are its CUDA stack; without_gpu stands for two of them.
+SGLANG := .venv-engines-sglang
+
+$(SGLANG)/.ready: test/engines/requirements-sglang.txt
+	$(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/python -m pip install --no-deps -r test/engines/requirements-sglang.txt
+	touch $@
+
+test-engines-sglang: $(SGLANG)/.ready
+	PYTHONPATH=test/engines/without_gpu SGLANG_USE_CPU_ENGINE=1 \
+	$(SGLANG)/bin/python -m pytest -W ignore test/engines/test_sglang*.py $(ARGS)
+
 soak: $(READY)
 	$(BIN)/python test/soak $(ARGS)
 
@@ -65,5 +93,5 @@ docs: $(DOCS_READY)
 	$(BIN)/python -m sphinx -W -E --keep-going -b html docs docs/_build/html $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(VLLM) $(SGLANG) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -37,6 +37,9 @@ ZSTD = ["zstandard>=0.19"]
 TENSORBOARD = ["tensorboard>=2.16"]
 NVCOMP = ["nvidia-nvcomp-cu12>=5.2"]
 TRANSFORMERS = ["transformers>=5.23,<5.24; python_version >= '3.11'"]  # it uses internals of the cache
+VLLM = ["vllm>=0.33,<0.34"]
+# test/engines runs with 0.5.23; sessions of weight updates are a recent part of its interface.
+SGLANG = ["sglang>=0.5.23,<0.6"]
 EXAMPLES = union(COLLECTORS, TRANSFORMERS, ["matplotlib>=3.8", "tqdm>=4.66"])
 BENCH = union(EXAMPLES, RAY, ["psutil>=5.9"])
 DOCS = ["sphinx>=8.0", "furo>=2024.8.6"]
@@ -85,19 +88,24 @@ setup(
         "ray": RAY,
         "cli": CLI,
         "nvcomp": NVCOMP,
+        "sglang": SGLANG,
         "lz4": LZ4,
         "zstd": ZSTD,
         "prometheus": PROMETHEUS,
         "transformers": TRANSFORMERS,
         "tensorboard": TENSORBOARD,
+        "vllm": VLLM,
         "examples": EXAMPLES,
         "bench": BENCH,
         "docs": DOCS,
         "test": TEST,
-        # Everything that runs anywhere. nvcomp is left out: it needs CUDA.
+        # Everything that runs anywhere. nvcomp, vllm and sglang are left out: they need CUDA.
         "all": union(COLLECTORS, RAY, CLI, LZ4, ZSTD, PROMETHEUS, TENSORBOARD, BENCH, DOCS, TEST),
     },
-    entry_points={"console_scripts": ["weight-update = weight_update.cli:main"]},
+    entry_points={
+        "console_scripts": ["weight-update = weight_update.cli:main"],
+        "vllm.general_plugins": ["weight_update = weight_update.serving.vllm:register"],
+    },
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Developers",

@@ -25,6 +25,7 @@ from weight_update import (
     SchemaMismatchError,
     SharedMemWeightSyncScheme,
     SyncFailedError,
+    SyncTimeoutError,
     UnsupportedSourceError,
     WeightSchema,
     WeightStrategy,
@@ -33,6 +34,7 @@ from weight_update import (
     send_together,
 )
 from weight_update.encodings.bucket import Joiner
+from weight_update.engines import ExclusiveEngine
 from weight_update.testing import Apart, WorkerProcesses, Zoo, fingerprint, mlp, random_bits, scramble
 from weight_update.testing.worker_processes import context_of
 from weight_update.testing.workers import Method
@@ -455,6 +457,24 @@ def test_a_worker_killed_midway_and_started_again(hire: Any, kind: str) -> None:
 
 
 # -- tensors put together from parts -------------------------------------------------------------------
+
+
+class Idle(ExclusiveEngine):
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self.loaded = dict(weights)
+
+
+def test_generation_and_updates_take_turns() -> None:
+    engine = Idle(timeout=0.05)
+    engine.begin_update(0)
+    with pytest.raises(SyncTimeoutError, match="an update took longer"), engine.generating():
+        pass
+    engine.finish_update(0)
+    with engine.generating(), pytest.raises(SyncTimeoutError, match="generation took longer"):
+        engine.begin_update(1)
+    engine.begin_update(1)
+    engine.finish_update(1)
+    assert engine.version == 1
 
 
 @pytest.mark.parametrize("seed", range(6))

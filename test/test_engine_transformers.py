@@ -113,15 +113,20 @@ def connected() -> Iterator[Callable[..., MemoryWeightSyncScheme]]:
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(
-    ("encoding", "in_chunks"),
-    [("dense", False), (BucketEncoding(bucket_size=2048), True)],
-    ids=["dense", "bucket"],
+    ("encoding", "options"),
+    [
+        ("dense", {}),
+        ("patch", {}),
+        ("dense", {"stable_addresses": True}),
+        (BucketEncoding(bucket_size=2048), {"loads_in_chunks": True}),
+    ],
+    ids=["dense", "patch", "dense, copied", "in chunks"],
 )
 def test_answers_are_those_of_the_trainers_model(
-    connected: Any, tied: bool, encoding: Any, in_chunks: bool
+    connected: Any, tied: bool, encoding: Any, options: dict[str, bool]
 ) -> None:
     trainer, mine = model_of(1, tied=tied), model_of(2, tied=tied, dtype=torch.bfloat16)
-    engine = engine_of(mine, loads_in_chunks=in_chunks)
+    engine = engine_of(mine, **options)
     with pytest.raises(LifecycleError, match="no complete version"):
         engine.generate([PROMPT])
     scheme = connected(trainer, engine, encoding=encoding)
@@ -135,13 +140,15 @@ def test_answers_are_those_of_the_trainers_model(
         assert answer.tokens == continued((copy.deepcopy(trainer).bfloat16(), 8))
         assert answer.versions == [engine.version] * 8 == [report.version] * 8
         assert answer.finished
-    assert places == [parameter.data_ptr() for parameter in mine.parameters()]
+    assert engine.keeps_tensors is not bool(options)
+    if options:
+        assert places == [parameter.data_ptr() for parameter in mine.parameters()]
     assert (mine.lm_head.weight is mine.model.embed_tokens.weight) == tied
 
 
 def test_a_patch_writes_what_changed(connected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, mine = model_of(1), model_of(2)
-    engine = engine_of(mine)
+    engine = engine_of(mine, stable_addresses=True)
     scheme = connected(trainer, engine, encoding=PatchEncoding())
     monkeypatch.setattr(engine, "load_weights", None)
     written: dict[str, Any] = {}
@@ -333,6 +340,8 @@ def test_after_close(connected: Any) -> None:
 
 
 def test_what_cannot_be_served() -> None:
+    with pytest.raises(ValueError, match="cannot be combined with loads_in_chunks"):
+        TransformersEngine(model_of(1), loads_in_chunks=True, stable_addresses=False)
     with pytest.raises(ValueError, match="'wait', 'keep' or 'abort', not 'hold'"):
         TransformersEngine(model_of(1), pause="hold")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="give generate\\(\\) the prompt several times"):

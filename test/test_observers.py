@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -130,6 +132,58 @@ def test_a_late_worker(running: Any) -> None:
     procs.workers[1].runner.kill()
     wait_until(lambda: scheme.worker_versions[1] is None)
     assert len(told) == 2
+
+
+def test_a_busy_worker_delays_no_news(running: Any) -> None:
+    """Reports leave it out while newer updates follow; an event tells the version that it applies later."""
+    scheme, told = SharedMemWeightSyncScheme(), Told()
+    procs = running(scheme, mlp(1))
+    scheme.add_observer(told)
+    procs.workers[1].call("hold")
+    for _ in range(3):
+        scheme.send_async()
+    wait_until(lambda: told.versions == [1, 2])
+    assert [(list(one.apply_seconds), one.failures) for one in told.reports] == [([0], {})] * 2
+    assert "ack" not in told.reports[0].seconds
+    procs.workers[0].runner.kill()
+    wait_until(lambda: told.events("lost") == [("lost", 0)])
+    assert told.versions == [1, 2]
+    procs.workers[1].call("release")
+    wait_until(lambda: told.versions == [1, 2, 3])
+    assert (list(told.reports[-1].apply_seconds), list(told.reports[-1].failures)) == ([0, 1], [])
+    applied = [one for one in told if isinstance(one, WorkerEvent) and one.kind == "applied"]
+    assert (1, 1) in [(one.worker, one.version) for one in applied]
+
+
+@pytest.mark.slow
+def test_a_late_worker_is_told_of_once_while_updates_go_on(running: Any) -> None:
+    scheme, told = SharedMemWeightSyncScheme(timeout=2.0), Told()
+    procs = running(scheme, mlp(1))
+    scheme.add_observer(told)
+    pid = procs.workers[1].runner.pid
+    for _ in range(2):
+        told.clear()
+        freeze(pid)
+        for _ in range(100):
+            scheme.send_async()
+            time.sleep(0.05)
+        assert [list(one.failures) for one in told.reports if one.failures] == [[1]]
+        assert told.events("late") == [("late", 1)]
+        os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: ("applied", 1) in told.events())
+        scheme.send()
+
+
+def test_the_first_version_of_a_late_joiner(running: Any) -> None:
+    """Observers learn of it without another update."""
+    scheme, told = SharedMemWeightSyncScheme(), Told()
+    procs = running(scheme, mlp(1))
+    scheme.add_observer(told)
+    scheme.send()
+    procs.hire(5, mlp(2)).call("connect")
+    wait_until(lambda: ("applied", 5) in told.events())
+    assert told.events() == [("applied", 5), ("joined", 5)]
+    assert told[-1].version == 1
 
 
 def test_all_weights_instead_of_a_patch(running: Any) -> None:

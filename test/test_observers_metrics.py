@@ -128,6 +128,25 @@ def test_prometheus_serves_the_state_of_workers(prometheus: Any) -> None:
     assert [found[f"worker_{name}{{worker=0}}"] for name in ("up", "version", "late")] == [1, 6, 0]
 
 
+@pytest.mark.parametrize("kind", ["left", "lost"])
+def test_prometheus_forgets_late_joiners(prometheus: Any, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each engine of a fleet may join under an index of its own."""
+    monkeypatch.setattr("weight_update.observers.prometheus._MAX_GONE", 4)
+    with PrometheusObserver() as observer:
+        observer(WorkerEvent("joined", 0, 4))
+        for idx in range(1, 20):
+            observer(WorkerEvent("joined", idx, late_joiner=True))
+            observer(report_of(4, apply_seconds={0: 0.1, idx: 0.1}, failures={idx: "it is late"}))
+            observer(WorkerEvent(kind, idx, 4, late_joiner=True))
+            observer(report_of(5, apply_seconds={0: 0.1, idx: 0.1}, failures={idx: "it is lost"}))
+        found = read(observer.url)
+        assert [key for key in found if "{worker=" in key and "{worker=0}" not in key] == []
+        assert found[f"worker_events_total{{kind={kind}}}"] == 19
+        observer(WorkerEvent("joined", 1, 5, late_joiner=True))
+        assert read(observer.url)["worker_up{worker=1}"] == 1
+        assert len(observer._metrics._gone) == 4
+
+
 def test_prometheus_serves_policy_lag(prometheus: Any) -> None:
     with PrometheusObserver() as observer:
         assert "policy_lag_mean" not in read(observer.url)

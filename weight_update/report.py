@@ -96,14 +96,17 @@ class WorkerEvent:
             - ``"late"``: it did not apply an update in time.
             - ``"full_update"``: it was sent all weights instead of changes, because it lacks the version that
               the changes refer to.
-            - ``"applied"``: it applied a version. Only a :class:`~weight_update.Synchronizer` tells this,
-              because its explorers take versions at times of their own.
+            - ``"applied"``: it applied a version, and no report tells of that in time. This comes for the
+              first weights of a worker that joins during training, for workers that apply an update earlier
+              or later than a busy one, and for the explorers of a :class:`~weight_update.Synchronizer`.
 
         worker: index of the worker.
         version: number of the weights that it has, or of the update that it is late with or was sent; None if
             unknown.
         reason: error, as text; empty for ``"joined"`` and ``"left"``.
         time: time of the event, in seconds since the epoch.
+        late_joiner: whether the sender forgets the worker once it has left or was lost, because
+            ``init_on_sender`` was not told of it.
     """
 
     kind: Literal["joined", "left", "lost", "late", "full_update", "applied"]
@@ -111,6 +114,7 @@ class WorkerEvent:
     version: int | None = None
     reason: str = ""
     time: float = field(default_factory=time.time)
+    late_joiner: bool = False
 
     def __str__(self) -> str:
         version = "" if self.version is None else f", version {self.version}"

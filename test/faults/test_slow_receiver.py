@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -92,6 +94,32 @@ def test_the_fast_workers_do_not_wait_for_a_held_one(kind, procs: Processes) -> 
     assert held.call(version_of) == 0
     held.call(let_go)
     assert held.call(wait_version, 30, 5.0) == 30
+
+
+@quick_over("shared_mem")
+def test_held_workers_do_not_delay_updates(kind, procs: Processes) -> None:
+    """Workers that hold different versions use different slots; the sender does not wait for any of them."""
+    scheme, model = procs.scheme(kind, timeout=60.0), Stripes(8, 1024)
+    *held, fast = procs.launch(scheme, model, lambda: Stripes(8, 1024), 5)
+    numbers = itertools.count(1)
+
+    def update(count: int) -> int:
+        for version in itertools.islice(numbers, count):
+            scheme.send_async(fill(model, version))
+            assert fast.call(wait_version, version, 5.0) == version
+        return version
+
+    with ThreadPoolExecutor(1) as pool:
+        for worker in held:
+            worker.call(hold)
+            newest = pool.submit(update, 3).result(20.0)
+        newest = pool.submit(update, 20).result(20.0)
+        assert [worker.call(version_of) for worker in held] == [0, 3, 6, 9]
+        for worker in held:
+            worker.call(let_go)
+        assert [worker.call(wait_version, newest, 5.0) for worker in held] == [newest] * 4
+        pool.submit(update, 20).result(20.0)
+    assert slot_bytes() <= 4 * 8 * 1024 * 4
 
 
 def leave_inside_hold(me: Worker) -> tuple[float, list[str]]:

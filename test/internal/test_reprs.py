@@ -18,7 +18,7 @@ from weight_update.sender.buffers import EncodedUpdate, VersionId
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.wire.frames import Kind
 
-NOT_NEEDED = {"weight_update.cli", "weight_update.testing", "weight_update.__main__"}  # need more packages
+MORE = {"cli", "testing", "__main__", "serving.vllm."}  # they need more packages
 PAYLOAD = torch.arange(100, dtype=torch.uint8)
 
 
@@ -27,7 +27,7 @@ def records() -> list[Any]:
     found = {}
     for package in (weight_update, collectors):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if not any(module.name.startswith(name) for name in NOT_NEEDED):
+            if not any(module.name.startswith(f"weight_update.{name}") for name in MORE):
                 for one in vars(importlib.import_module(module.name)).values():
                     if isinstance(one, type) and dataclasses.is_dataclass(one):
                         found[f"{one.__module__}.{one.__qualname__}"] = one

@@ -56,10 +56,9 @@ class TransformersEngine(InferenceEngine):
             for answer in engine.generate([[1, 2, 3], [4, 5]]):
                 print(answer.tokens, answer.versions)
 
-    Weights have the names of ``model.state_dict()``, and are copied into the model's tensors, on whatever
-    device these are. Tied weights are sent once and written once. The calling threads share one
-    continuous-batching manager, which this engine owns: use neither ``model.generate_batch`` nor another
-    manager of the same model meanwhile.
+    Weights have the names of ``model.state_dict()``. Tied weights are sent once and written once. The calling
+    threads share one continuous-batching manager, which this engine owns: use neither
+    ``model.generate_batch`` nor another manager of the same model meanwhile.
 
     Each update drops the key-value cache of prefixes, which later requests would share. A running request
     keeps its own key-value cache, with the values of former weights.
@@ -77,6 +76,9 @@ class TransformersEngine(InferenceEngine):
             them afterwards, with the new weights. ``"abort"`` ends them; their answers have the tokens so
             far, and ``finished=False``. Requests that arrive during an update begin after it.
         loads_in_chunks: as :attr:`~weight_update.InferenceEngine.loads_in_chunks`.
+        stable_addresses: whether weights are copied into the model's tensors. False makes the model's tensors
+            refer to the received memory, which takes less than a millisecond; the model must be on the CPU.
+            None is False on the CPU, unless weights are loaded in chunks, and True elsewhere.
         timeout: seconds that an update waits for generation to pause, and a request for an update to end.
 
     Attributes:
@@ -97,6 +99,7 @@ class TransformersEngine(InferenceEngine):
         *,
         pause: Literal["wait", "keep", "abort"] = "wait",
         loads_in_chunks: bool = False,
+        stable_addresses: bool | None = None,
         timeout: float = 60.0,
     ) -> None:
         if pause not in ("wait", "keep", "abort"):
@@ -106,6 +109,12 @@ class TransformersEngine(InferenceEngine):
         self.timeout: float = timeout
         self.version: int | None = None
         self._model = model
+        may_keep = model.device.type == "cpu" and not loads_in_chunks
+        if stable_addresses is False and not may_keep:
+            raise ValueError(
+                "stable_addresses=False needs a model on the CPU, and cannot be combined with loads_in_chunks"
+            )
+        self.keeps_tensors: bool = may_keep and not stable_addresses
         hollow = [name for name, tensor in self.expected_weights().items() if tensor.is_meta]
         if hollow:
             raise UnsupportedSourceError(
@@ -193,13 +202,16 @@ class TransformersEngine(InferenceEngine):
             raise
         if self.pause == "abort":
             self._answer_with_tokens_so_far()
-        self._weights = self.expected_weights()
+        self._weights = self._own_tensors() if self.keeps_tensors else self.expected_weights()
         self._written.clear()
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Copy ``weights`` into the model; RuntimeError or KeyError if they are not those of the model."""
+        """Give ``weights`` to the model; RuntimeError or KeyError if they are not those of the model."""
         for name, value in weights:
             mine = self._weights[name]
+            if self.keeps_tensors:
+                mine.data = value
+                continue
             memory = mine.data_ptr(), mine.nbytes
             if memory not in self._written:  # else tied to a weight that is written already
                 mine.copy_(value)
@@ -230,6 +242,14 @@ class TransformersEngine(InferenceEngine):
         self.version = None
         self._fail(LifecycleError(f"version {version} of the weights failed midway; wait for another update"))
         self._resume()
+
+    def _own_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the model's parameters and buffers, under all their names."""
+        model = self._model
+        return {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **dict(model.named_buffers(remove_duplicate=False)),
+        }
 
     # -- requests ----------------------------------------------------------------------------------
 

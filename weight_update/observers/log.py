@@ -11,7 +11,7 @@ class LogObserver:
     """Observer that logs each update, each event of a worker, and the policy lag of each batch.
 
     Failures of an update, and workers that are lost or late, are logged as warnings or above. The policy lag,
-    and the versions that a :class:`~weight_update.Synchronizer`'s explorers apply, have the level DEBUG.
+    and events of the kind ``"applied"``, have the level DEBUG.
 
     Args:
         logger: destination; None takes the logger ``"weight_update"``.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,6 +15,8 @@ BUCKETS = tuple(
     round(digit * 10.0**power, 6) for power in range(-4, 2) for digit in (1, 2.5, 5)
 )  # 0.1 ms to 50 s
 WORKER = ("worker",)
+_MAX_GONE = 1024
+"""Number of workers that have gone which are remembered, until the reports of their updates have come."""
 
 
 class PrometheusObserver(AbstractContextManager["PrometheusObserver"]):
@@ -154,12 +157,13 @@ class _Metrics:
         self._state: tuple[Any, ...] = (self.apply_seconds, self.stall_seconds, self.worker_version)
         self._state += (self.worker_up, self.worker_late)
         self._versions: dict[int, int] = {}
-        self._gone: set[int] = set()  # the report of an update may come after a worker has gone
+        self._gone: OrderedDict[int, bool] = OrderedDict()  # whether it was a late joiner, by worker
         self._stages: set[str] = set()
+        self._newest = -1
 
     def update(self, report: SyncReport) -> None:
         """Enter an update."""
-        self._set(self.version, report.version)
+        self._set_version(report.version)
         self.updates.labels(report.encoding).inc()
         self.sent_bytes.inc(report.wire_bytes)
         self._set(self.last_bytes, report.wire_bytes)
@@ -171,24 +175,24 @@ class _Metrics:
         for stage, seconds in report.seconds.items():
             self.stage_seconds.labels(stage).observe(seconds)
             self.last_stages.labels(stage).set(seconds)
-        for worker in report.apply_seconds.keys() - self._gone:
+        # the report of an update may come after a worker has gone
+        for worker in report.apply_seconds.keys() - self._gone.keys():
             self.apply_seconds.labels(worker).set(report.apply_seconds[worker])
             self.stall_seconds.labels(worker).set(report.stall_seconds.get(worker, 0.0))
             self._present(worker, max(report.version, self._versions.get(worker, -1)))
         for worker in report.failures:
-            self.failures.labels(worker).inc()
+            if not self._gone.get(worker):
+                self.failures.labels(worker).inc()
 
     def event(self, event: WorkerEvent) -> None:
         """Enter an event of a worker."""
         self.events.labels(event.kind).inc()
         if event.kind in ("joined", "applied"):
-            self._gone.discard(event.worker)
+            self._gone.pop(event.worker, None)
             self._present(event.worker, event.version)
+            self._set_version(event.version)
         elif event.kind in ("left", "lost"):
-            self._gone.add(event.worker)
-            self._forget(event.worker)
-            if event.kind == "lost":
-                self.worker_up.labels(event.worker).set(0)
+            self._forget(event)
         elif event.kind == "late":
             self.worker_late.labels(event.worker).set(1)
 
@@ -197,6 +201,12 @@ class _Metrics:
         self.frames.inc(lag.frames)
         self._set(self.policy_lag_mean, lag.mean)
         self._set(self.policy_lag_max, lag.max)
+
+    def _set_version(self, version: int | None) -> None:
+        """Enter a version, unless it is older than the newest one: busy workers apply some of these."""
+        if version is not None and version > self._newest:
+            self._newest = version
+            self._set(self.version, version)
 
     def _set(self, gauge: Any, value: float) -> None:
         """Set a gauge without labels; serve it from now on."""
@@ -213,9 +223,15 @@ class _Metrics:
             self._versions[worker] = version
             self.worker_version.labels(worker).set(version)
 
-    def _forget(self, worker: int) -> None:
-        """Remove the present state of a worker that has gone."""
+    def _forget(self, event: WorkerEvent) -> None:
+        """Remove the present state of a worker that has gone, and all of a late joiner."""
+        worker = event.worker
+        self._gone[worker] = event.late_joiner
+        if len(self._gone) > _MAX_GONE:
+            self._gone.popitem(last=False)
         self._versions.pop(worker, None)
-        for metric in self._state:
+        for metric in (*self._state, *((self.failures,) if event.late_joiner else ())):
             with contextlib.suppress(KeyError):  # it has no such value
                 metric.remove(worker)
+        if event.kind == "lost" and not event.late_joiner:
+            self.worker_up.labels(worker).set(0)

@@ -111,7 +111,7 @@ class SchemeUpdates(SchemeLifecycle):
     def tell_observers(self, handle: SendHandle) -> None:
         """Tell the observers of an update once it is settled, on the rank that serves workers."""
         if self._observers.functions and isinstance(sender := self._sender, Sender):
-            self._observers.follow(sender.wait_for_observers, handle.report, handle.workers)
+            sender.follow(handle.report, handle.workers)
 
     def continue_from(self, version: int) -> None:
         """Give the next update a number above ``version``, as after a restart from a checkpoint.

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Literal
 
 import torch
 
@@ -158,8 +159,8 @@ class Delivery:
         if departed:
             _log.info("worker %d (process %d) %s", worker.idx, pid, "left" if left else f"was lost: {error}")
             reason = "" if left else str(error)
-            event = WorkerEvent("left" if left else "lost", worker.idx, version, reason)
-            self._table.observers.tell(event)
+            kind: Literal["left", "lost"] = "left" if left else "lost"
+            self._table.tell(WorkerEvent(kind, worker.idx, version, reason, late_joiner=worker.late))
         if not isinstance(error, TransportError):
             worker.link.disconnect()
 
@@ -176,7 +177,7 @@ class Delivery:
 
     def tell_full(self, worker: WorkerState, version: int, reason: str) -> None:
         """Tell observers that a worker is sent all weights instead of changes."""
-        self._table.observers.tell(WorkerEvent("full_update", worker.idx, version, reason))
+        self._table.tell(WorkerEvent("full_update", worker.idx, version, reason))
 
     def close(self) -> None:
         """Note that workers which leave from now on do so because the sender was shut down."""
@@ -337,6 +338,9 @@ class AnswerThreads:
                 worker.stall_seconds = float(header["stall_seconds"])
                 worker.set_update("applied", None if self._copies else update)
                 self._table.version = max(version, -1 if self._table.version is None else self._table.version)
+                joins, worker.arrived = not worker.arrived and self._table.told >= 0, True
+                if joins or version <= self._table.told:  # a report may not contain this worker
+                    self._table.tell(WorkerEvent("applied", worker.idx, version, late_joiner=worker.late))
             else:
                 for slot in update.slots if worker.link.capabilities.shares_memory else ():
                     slot.abandoned = True  # it may have failed after the switch, and read this memory now

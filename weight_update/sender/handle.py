@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
@@ -104,6 +105,8 @@ def failed(version: int, failures: Mapping[int, Exception], report: SyncReport |
     return SyncFailedError(f"version {version} was not applied by:{lines}", failures, report)
 
 
+_Test = Callable[[WorkerState], bool]
+
 Outcome = tuple[bool, dict[int, Exception]]
 """Whether an update is settled, and the errors by worker index that are known by now."""
 
@@ -139,31 +142,16 @@ class Outcomes:
         The times that workers report are entered into ``report``. A ``timeout`` of None takes the sender's,
         counted from when all was sent.
         """
-
-        def applied(worker: WorkerState) -> bool:
-            return worker.reached >= report.version
-
-        def done(worker: WorkerState) -> bool:
-            return applied(worker) or not worker.awaited or worker.failure(report.version) is not None
-
-        limit = self.timeout if timeout is None else timeout
-        failures = self._wait(report.version, workers, limit, done, applied, patient=timeout is None)
-        self._fill(report, workers)
-        return failures
-
-    def wait_for_observers(
-        self, report: SyncReport, workers: Sequence[int], timeout: float | None
-    ) -> dict[int, Exception]:
-        """Wait as :meth:`wait` does; return the errors that observers are told of.
-
-        Of the updates that a worker misses while it is not connected, only the first is reported.
-        """
-        failures = Outcomes.wait(self, report, workers, timeout)  # Leader.wait is a step of all ranks
-        with self.table.changed:
-            for worker in self.table.known(failures):
-                if worker.absence_told:
-                    del failures[worker.idx]
-                worker.absence_told = not worker.joined
+        version = report.version
+        patience = Patience(self.timeout if timeout is None else timeout, patient=timeout is None)
+        failures = self._wait(
+            version,
+            workers,
+            patience,
+            lambda worker: is_settled(worker, version),
+            lambda worker: worker.reached >= version,
+        )
+        self.fill(report, workers)
         return failures
 
     def wait_staged(self, version: int, workers: Sequence[int]) -> dict[int, Exception]:
@@ -175,39 +163,17 @@ class Outcomes:
         def done(worker: WorkerState) -> bool:
             return staged(worker) or not worker.joined or version in worker.failures
 
-        return self._wait(version, workers, self.timeout, done, staged, patient=True)
+        return self._wait(version, workers, Patience(self.timeout), done, staged)
 
     def _wait(
-        self,
-        version: int,
-        workers: Iterable[int],
-        timeout: float,
-        done: Callable[[WorkerState], bool],
-        good: Callable[[WorkerState], bool],
-        *,
-        patient: bool,
+        self, version: int, workers: Iterable[int], patience: Patience, done: _Test, good: _Test
     ) -> dict[int, Exception]:
-        """Wait until workers are ``done``; return the errors of those that are not ``good``.
-
-        ``patient`` leaves out, for each worker, the time during which something is still written to it. That
-        time counts if the worker joins again meanwhile.
-        """
-        states, changed = self.table.known(workers), self.table.changed
-        deadline = time.monotonic() + timeout
-        later: dict[int, tuple[int, float]] = {}  # connection and deadline of workers that are written to
-        with changed:
-            while waited_for := [worker for worker in states if not done(worker)]:
-                now = time.monotonic()
-                for worker in waited_for if patient else ():
-                    mine = later.get(worker.idx, (worker.connections,))[0] == worker.connections
-                    if worker.writing and worker.window is None and mine:
-                        later[worker.idx] = worker.connections, now + timeout
-                last = max(_deadline_of(worker, later, deadline) for worker in waited_for)
-                if now >= last:
-                    break
-                changed.wait(last - now)
+        """Wait until workers are ``done``; return the errors of those that are not ``good``."""
+        states = self.table.known(workers)
+        with self.table.changed:
+            patience.wait(self.table.changed, states, done)
             bad = [worker for worker in states if not good(worker) and worker.missed]
-            return {worker.idx: _reason(worker, version, timeout) for worker in bad}
+            return {worker.idx: reason_of(worker, version, patience.timeout) for worker in bad}
 
     def failures(self, version: int, workers: Sequence[int]) -> dict[int, Exception]:
         """Return the errors known by now of workers that will not apply ``version``, without waiting."""
@@ -235,7 +201,7 @@ class Outcomes:
         failures = [self.failures(version, workers) for version, workers in updates]
         return list(zip(settled, failures, strict=True))
 
-    def _fill(self, report: SyncReport, workers: Iterable[int]) -> None:
+    def fill(self, report: SyncReport, workers: Iterable[int]) -> None:
         """Enter the times that workers reported into ``report``."""
         with self.table.changed:
             for worker in self.table.known(workers):
@@ -244,13 +210,63 @@ class Outcomes:
                     report.stall_seconds[worker.idx] = worker.stall_seconds
 
 
-def _deadline_of(worker: WorkerState, later: Mapping[int, tuple[int, float]], deadline: float) -> float:
-    """Return the deadline of a worker: that in ``later`` if it is of the present connection."""
-    connection, extended = later.get(worker.idx, (worker.connections, deadline))
-    return extended if connection == worker.connections else deadline
+class Patience:
+    """The time for which workers are waited for.
+
+    Args:
+        timeout: seconds from now on.
+        patient: whether to leave out, for each worker, the time during which something is still written to
+            it. That time counts if the worker joins again meanwhile.
+
+    Attributes:
+        deadline: end of the wait on the monotonic clock, for workers that nothing is written to.
+    """
+
+    def __init__(self, timeout: float, *, patient: bool = True) -> None:
+        self.timeout = timeout
+        self.deadline: float = time.monotonic() + timeout
+        self._patient = patient
+        self._later: dict[int, tuple[int, float]] = {}  # connection and deadline of workers written to
+
+    def wait(
+        self,
+        changed: threading.Condition,
+        states: Sequence[WorkerState],
+        done: _Test,
+        limit: float | None = None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Wait until workers are ``done``, or it takes too long; return False if ``stop()`` ended the wait.
+
+        ``limit`` is an earlier end, on the monotonic clock. The caller holds the lock of ``changed``.
+        """
+        while waited_for := [worker for worker in states if not done(worker)]:
+            now = time.monotonic()
+            last = max(self._deadline_of(worker, now) for worker in waited_for)
+            if limit is not None:
+                last = min(last, limit)
+            if now >= last:
+                break
+            if stop():
+                return False
+            changed.wait(last - now)
+        return True
+
+    def _deadline_of(self, worker: WorkerState, now: float) -> float:
+        connection, extended = self._later.get(worker.idx, (worker.connections, self.deadline))
+        mine = connection == worker.connections
+        if self._patient and mine and worker.writing and worker.window is None:
+            extended = now + self.timeout
+            self._later[worker.idx] = worker.connections, extended
+        return extended if mine else self.deadline
 
 
-def _reason(worker: WorkerState, version: int, timeout: float) -> Exception:
+def is_settled(worker: WorkerState, version: int) -> bool:
+    """Return whether a worker has applied ``version`` or a newer one, failed or left."""
+    return worker.reached >= version or not worker.awaited or worker.failure(version) is not None
+
+
+def reason_of(worker: WorkerState, version: int, timeout: float) -> Exception:
     """Return the reason why a worker does not have ``version`` after so many seconds."""
     if (error := worker.failure(version)) is not None:
         return error

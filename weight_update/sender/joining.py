@@ -154,9 +154,10 @@ class Admission:
             with self._table.changed:
                 worker.joined, worker.lost, worker.pid = True, None, header["pid"]
                 worker.left = worker.leaving = worker.replaced = worker.absence_told = False
+                worker.arrived = False
                 worker.failures.clear()  # they were of another process, or of an earlier connection
         _log.info("worker %d (process %d) joined", worker.idx, worker.pid)
-        self._table.observers.tell(WorkerEvent("joined", worker.idx, worker.version))
+        self._table.tell(WorkerEvent("joined", worker.idx, worker.version, late_joiner=worker.late))
         self._delivery.update(worker)
 
     def _refuse(self, worker: WorkerState, error: Exception) -> None:

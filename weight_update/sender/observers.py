@@ -5,36 +5,42 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from typing import NamedTuple
+from typing import Protocol
 
-from weight_update.errors import LifecycleError, SyncTimeoutError
-from weight_update.report import Event, Observer, SyncReport, WorkerEvent
+from weight_update.errors import LifecycleError
+from weight_update.report import Event, Observer, PolicyLag, SyncReport, WorkerEvent
 from weight_update.transports.rate_limit import RateLimitedLog
 
 _log = RateLimitedLog(logging.getLogger(__name__))
 _END_SECONDS = 5.0
 
-Wait = Callable[[SyncReport, Sequence[int], float | None], dict[int, Exception]]
-"""``Outcomes.wait_for_observers``: waits for an update, enters times of workers and returns their errors."""
 
+class PendingUpdate(Protocol):
+    """An update that observers are told of once it is settled.
 
-class _Update(NamedTuple):
-    """An update that is on its way."""
+    Attributes:
+        done: whether nothing is left to tell of it.
+    """
 
-    wait: Wait
-    report: SyncReport
-    workers: Sequence[int]
-    sent: float  # time, by time.perf_counter
+    done: bool
+
+    def settle(self, *, superseded: bool, stop: Callable[[], bool]) -> Sequence[Event] | None:
+        """Wait until there is something to tell of the update, and return it.
+
+        Args:
+            superseded: whether newer updates follow, so that it is not worth to wait long.
+            stop: returns whether there is something else to tell; the result is then None.
+        """
 
 
 class Observers:
-    """Functions that are told of each update and event, in order, in a thread of their own.
+    """Functions that are told of each update and event, in a thread of their own.
 
-    The thread starts with the first function. As long as there is none, nothing is kept or computed.
+    Updates are told in their order, and events in theirs. An update that waits for workers does not delay
+    events. The thread starts with the first function. As long as there is none, nothing is kept or computed.
 
     Args:
         sources: ``add_observer`` of each scheme whose updates and events the functions are told of, too.
@@ -46,7 +52,9 @@ class Observers:
     def __init__(self, *sources: Callable[[Observer], Callable[[], None]]) -> None:
         self.functions: tuple[Observer, ...] = ()
         self._sources, self._removes = sources, ExitStack()
-        self._items: queue.SimpleQueue[_Update | Event | None] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[PendingUpdate | SyncReport | WorkerEvent | PolicyLag | None] = (
+            queue.SimpleQueue()
+        )
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -89,16 +97,10 @@ class Observers:
         if self.functions:
             self._items.put(event)
 
-    def follow(self, wait: Wait, report: SyncReport, workers: Sequence[int]) -> None:
-        """Tell all functions of an update as soon as all workers have applied it, failed or left.
-
-        Args:
-            wait: waits for the update, as ``Outcomes.wait_for_observers``.
-            report: the report as far as it is known; it is not changed.
-            workers: indices of the workers that are sent the update.
-        """
+    def follow(self, update: PendingUpdate) -> None:
+        """Tell all functions of an update as soon as all workers have applied it, failed or left."""
         if self.functions:
-            self._items.put(_Update(wait, report, workers, time.perf_counter()))
+            self._items.put(update)
 
     def close(self) -> None:
         """Tell the functions what is left to tell, and end the thread."""
@@ -111,25 +113,30 @@ class Observers:
             self.functions = ()
 
     def _run(self) -> None:
-        while (item := self._items.get()) is not None:
-            if isinstance(item, _Update):
-                self._settle(item)
-            else:
+        waiting: deque[PendingUpdate] = deque()
+        closed = False
+        while waiting or not closed:
+            if waiting and self._settle(waiting):
+                continue
+            item = self._items.get()
+            if item is None:
+                closed = True
+            elif isinstance(item, SyncReport | WorkerEvent | PolicyLag):
                 self._call(item)
+            else:
+                waiting.append(item)
             del item  # it keeps the sender alive
         self.functions = ()
 
-    def _settle(self, update: _Update) -> None:
-        report = replace(
-            update.report, seconds=dict(update.report.seconds), apply_seconds={}, stall_seconds={}
-        )
-        failures = update.wait(report, update.workers, None)
-        report.seconds["ack"] = time.perf_counter() - update.sent
-        report.failures = {idx: str(error) for idx, error in failures.items()}
-        self._call(report)
-        for idx, error in failures.items():
-            if isinstance(error, SyncTimeoutError):
-                self._call(WorkerEvent("late", idx, report.version, str(error)))
+    def _settle(self, waiting: deque[PendingUpdate]) -> bool:
+        """Tell the functions of the first update; return False if there is something else to tell."""
+        update = waiting[0]
+        events = update.settle(superseded=len(waiting) > 1, stop=lambda: not self._items.empty())
+        if update.done:
+            del waiting[0]
+        for event in events or ():
+            self._call(event)
+        return events is not None
 
     def _call(self, event: Event) -> None:
         for function in self.functions:

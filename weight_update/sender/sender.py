@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
 from weight_update.encodings import DeltaEncoding
@@ -17,6 +17,7 @@ from weight_update.sender.delivery import AnswerThreads, Delivery
 from weight_update.sender.groups.base import SendGroup, UpdateStats
 from weight_update.sender.handle import Outcomes
 from weight_update.sender.joining import Admission, absent, require_weights, wait_for_none, without_weights
+from weight_update.sender.observed import ObservedUpdate
 from weight_update.sender.pipeline import PipelineSender
 from weight_update.sender.workers import GroupAssignment, WorkerState, WorkerTable
 from weight_update.strategy.named_weights import NamedWeights
@@ -169,7 +170,8 @@ class Sender(Outcomes):
             with self._publishing:
                 self._end_connect(weights)
             report.dense_bytes = sum(group.schema.dense_bytes for group in self._groups.all())
-        self._fill(report, weights)
+        self.fill(report, weights)
+        self.table.told = report.version
         return report
 
     def _end_connect(self, weights: Mapping[int, NamedWeights]) -> None:
@@ -241,6 +243,12 @@ class Sender(Outcomes):
                     if self._shares_memory:
                         shared.add(id(chunk.payload))
             return report
+
+    def follow(self, report: SyncReport, workers: Sequence[int]) -> None:
+        """Tell observers of an update once every worker has applied it, failed or left."""
+        with self.table.changed:
+            self.table.observers.follow(ObservedUpdate(self, report, workers))
+            self.table.changed.notify_all()  # their thread may wait for an earlier update
 
     def continue_from(self, version: int) -> None:
         """Give the next update a number above ``version``."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from weight_update.encodings import DeltaEncoding, Encoding
+from weight_update.report import WorkerEvent
 from weight_update.sender.buffers import MIXED, ChunkWindow, EncodedUpdate, VersionId
 from weight_update.sender.groups.base import Borrow, FullGroup, SendGroup
 from weight_update.sender.groups.delta import DeltaGroup
@@ -21,9 +22,11 @@ from weight_update.transports.shared_memory.slots import may_run
 from weight_update.wire.frames import Step
 from weight_update.wire.schema import WeightSchema
 
-_CHECK_SECONDS = 0.2
+_CHECK_SECONDS = 0.05
 _MAX_FAILURES = 8
 _MAX_UPDATES = 4
+_BUSY_SECONDS = 0.25
+"""Seconds after which a worker that has not answered an update is waited for no longer."""
 
 
 class Outbox:
@@ -83,12 +86,14 @@ class WorkerState:
         window: the version it is being sent chunk by chunk.
         outbox: thread that writes to it; None until its link is one that may block.
         reached: the newest version it ever applied; kept when it leaves.
+        arrived: whether it has applied weights since it joined.
         failures: errors of the last few versions that it did not apply, by version.
         late: whether it is a late joiner; nobody waits for it once it has left.
         left: whether it said goodbye.
         leaving: whether it is about to say goodbye, because its own ``connect()`` failed.
         lost: error by which its link ended.
         absence_told: whether observers were told, since it was last connected, of an update that it missed.
+        late_told: the ``sent_at`` of the update that observers were told it is late with.
         replaced: whether another receiver is about to join in its place.
         receiver: the receiver that was last admitted under this index.
         admitted_until: time, on the monotonic clock, by which an admitted connection reaches the link.
@@ -113,6 +118,7 @@ class WorkerState:
     group: SendGroup | None = None
     has: VersionId | None = None
     reached: int = -1
+    arrived: bool = False
     staged: int | None = None
     applied: EncodedUpdate | None = None
     inflight: EncodedUpdate | None = None
@@ -121,6 +127,7 @@ class WorkerState:
     sent_at: float = 0.0
     lost: Exception | None = None
     absence_told: bool = False
+    late_told: float = 0.0
     failures: dict[int, Exception] = field(default_factory=dict)
     apply_seconds: float = 0.0
     stall_seconds: float = 0.0
@@ -226,6 +233,7 @@ class WorkerTable:
         closed: whether the sender was shut down; no worker is admitted from then on.
         version: the newest version that a worker applied; None before.
         observers: functions that are told of changes of workers.
+        told: number of the newest update of which observers were told, or do not want to be told.
     """
 
     def __init__(self, states: Iterable[WorkerState]) -> None:
@@ -233,6 +241,7 @@ class WorkerTable:
         self.closed = False
         self.version: int | None = None
         self.observers = Observers()
+        self.told = -1
         self._states = {worker.idx: worker for worker in states}
         self._removed: weakref.WeakValueDictionary[int, WorkerState] = weakref.WeakValueDictionary()
 
@@ -244,6 +253,12 @@ class WorkerTable:
 
     def __getitem__(self, idx: int) -> WorkerState:
         return self._states[idx]
+
+    def tell(self, event: WorkerEvent) -> None:
+        """Tell observers of an event."""
+        self.observers.tell(event)
+        with self.changed:
+            self.changed.notify_all()  # their thread may wait for an update
 
     def add(self, worker: WorkerState) -> None:
         """Add a worker. Iterations that have begun do not meet it."""
@@ -375,16 +390,17 @@ class GroupAssignment:
     def await_room(self, timeout: float) -> None:
         """Wait while so many updates are in use that one more would cost too much memory.
 
-        A worker that is overdue keeps up to two updates until it goes on: the limit grows with their number.
+        A worker that is busy, as in ``hold()``, keeps up to two updates until it goes on. The limit grows
+        with the number of such workers, so that they delay neither the caller nor other workers.
         """
-        deadline = time.monotonic() + timeout
+        deadline, busy = time.monotonic() + timeout, min(timeout, _BUSY_SECONDS)
         with self._table.changed:
             while (now := time.monotonic()) < deadline:
                 groups = self.all()
                 used = [one for group in groups for one in group.kept]
                 used += [one for worker in self._table for one in (worker.applied, worker.inflight) if one]
-                overdue = sum(one.inflight is not None and now - one.sent_at > timeout for one in self._table)
-                limit = _MAX_UPDATES + 2 * overdue + 2 * (len(groups) - 1)
+                slow = sum(one.inflight is not None and now - one.sent_at > busy for one in self._table)
+                limit = _MAX_UPDATES + 2 * slow + 2 * (len(groups) - 1)
                 if len({id(one.version_id) for one in used}) < limit:
                     return
                 self._table.changed.wait(_CHECK_SECONDS)

@@ -3,6 +3,8 @@
    Nothing here allocates memory or trusts counts: callers give arrays that are large enough, and
    wu_join_* checks what it reads. */
 
+#define Py_LIMITED_API 0x030a0000
+#include <Python.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -265,3 +267,11 @@ JOINS(int64_t)
 
 WRITES(int32_t)
 WRITES(int64_t)
+
+/* An empty module, so that tools that import every module of a package can import this one. */
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_kernels", NULL, -1, NULL, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__kernels(void)
+{
+    return PyModule_Create(&module);
+}

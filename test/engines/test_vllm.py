@@ -1,0 +1,270 @@
+"""vLLM's workers as receivers: its factory, configuration, worker methods and model code, without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="make test-engines installs vLLM")
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
+from vllm_parts import OneWorker, config, parallel_state, trainer_model, vllm_model
+
+from weight_update import (
+    BucketEncoding,
+    DistributedWeightSyncScheme,
+    LifecycleError,
+    LinkClosedError,
+    PatchEncoding,
+    SharedMemWeightSyncScheme,
+    SyncFailedError,
+    SyncTimeoutError,
+    WeightStrategy,
+    WeightSyncScheme,
+)
+from weight_update.serving.vllm import Trainer, TrainerInitInfo, VLLMBackend, init_info
+from weight_update.serving.vllm.joining import connect_with
+from weight_update.serving.vllm.loader import ModelLoader
+
+PATCH = WeightStrategy("state_dict", encoding="patch")
+
+
+@pytest.fixture(scope="module")
+def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
+    found = config(tmp_path_factory.mktemp("model"))
+    state = parallel_state(found)
+    next(state)
+    yield found
+    next(state, None)
+
+
+@pytest.fixture
+def worker(vllm_config: VllmConfig) -> Iterator[OneWorker]:
+    made = OneWorker(vllm_config, vllm_model(vllm_config))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def policy() -> nn.Module:
+    return trainer_model()
+
+
+def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in (*model.named_parameters(), *model.named_buffers())}
+
+
+def loaded_by_vllm(vllm_config: VllmConfig, policy: nn.Module) -> dict[str, torch.Tensor]:
+    """Tensors that vLLM's own loader makes of a checkpoint of ``policy``, in a model of its own."""
+    model = vllm_model(vllm_config)
+    model.load_weights(policy.state_dict().items())
+    return tensors(model)
+
+
+def assert_same(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    for name, value in tensors(model).items():
+        assert torch.equal(value, expected[name]), name
+
+
+@torch.no_grad()
+def train(policy: nn.Module, share: float = 1.0) -> None:
+    """Change a share of the elements of every weight."""
+    for parameter in policy.parameters():
+        chosen = torch.rand_like(parameter) < share
+        parameter.view(-1)[0] += 1.0
+        parameter[chosen] += 0.25
+
+
+def join(scheme: WeightSyncScheme, worker: OneWorker, policy: nn.Module, **options: Any) -> None:
+    scheme.init_on_sender(model=policy, num_workers=1)
+    info = init_info(scheme, **options)
+    connect_with(scheme, [lambda: worker.init_weight_transfer_engine(info)])
+
+
+def send(scheme: WeightSyncScheme, worker: OneWorker) -> None:
+    handle = scheme.send_async()
+    worker.start_weight_update()
+    worker.update_weights({"version": handle.version})
+    worker.finish_weight_update()
+    handle.wait(10.0)
+
+
+def test_the_backend_comes_from_the_entry_point(worker: OneWorker) -> None:
+    assert type(worker.engine) is VLLMBackend
+
+
+def test_a_program_for_vllm_changes_one_line(
+    vllm_config: VllmConfig, worker: OneWorker, policy: nn.Module
+) -> None:
+    info = TrainerInitInfo(rank=0, world_size=2)  # was NCCLTrainerInitInfo(...)
+    trainer = WeightTransferTrainerFactory.trainer_init(info, client=worker, source=ModuleSource(policy))
+    assert isinstance(trainer, Trainer)
+    assert worker.engine.version == 0
+    assert_same(worker.model, loaded_by_vllm(vllm_config, policy))
+    train(policy)
+    trainer.send_weights()
+    assert (worker.engine.version, worker.weight_version) == (1, "1")
+    assert_same(worker.model, loaded_by_vllm(vllm_config, policy))
+    trainer.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["shared", "distributed"])
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_any_scheme_sends_the_same_bits(
+    vllm_config: VllmConfig, worker: OneWorker, policy: nn.Module, kind: str, in_chunks: bool
+) -> None:
+    strategy = WeightStrategy("state_dict", encoding=BucketEncoding(bucket_size=20_000))
+    made = {"shared": SharedMemWeightSyncScheme, "distributed": DistributedWeightSyncScheme}[kind]
+    with made(strategy=strategy) as scheme:
+        join(scheme, worker, policy, in_chunks=in_chunks)
+        train(policy)
+        send(scheme, worker)
+        assert_same(worker.model, loaded_by_vllm(vllm_config, policy))
+
+
+def test_a_patch_is_written_in_place(vllm_config: VllmConfig, worker: OneWorker, policy: nn.Module) -> None:
+    with DistributedWeightSyncScheme(strategy=PATCH) as scheme:
+        join(scheme, worker, policy)
+        before = {name: value.data_ptr() for name, value in worker.model.named_parameters()}
+        for version in (1, 2, 3):
+            train(policy, 0.01)
+            send(scheme, worker)
+            assert worker.engine.version == version
+            assert_same(worker.model, loaded_by_vllm(vllm_config, policy))
+        counts = worker.engine.loader.last_patch
+        assert (counts.in_place, counts.reloaded) == (len(policy.state_dict()), 0)
+        assert counts.elements < 0.05 * sum(p.numel() for p in policy.parameters())
+        assert {name: value.data_ptr() for name, value in worker.model.named_parameters()} == before
+
+
+def test_weights_in_another_form_are_loaded_as_a_whole(
+    vllm_config: VllmConfig, policy: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = vllm_model(vllm_config)
+    process = type(model.lm_head.quant_method).process_weights_after_loading
+
+    def negate(self: Any, layer: nn.Module) -> None:
+        process(self, layer)
+        if layer is model.lm_head:  # as kernels do that want weights in their own form
+            layer.weight.data.neg_()
+
+    monkeypatch.setattr(type(model.lm_head.quant_method), "process_weights_after_loading", negate)
+    worker = OneWorker(vllm_config, model)
+    with DistributedWeightSyncScheme(strategy=PATCH) as scheme:
+        join(scheme, worker, policy)
+        assert worker.engine.loader.placements.alone.keys() == {"lm_head.weight"}
+        train(policy, 0.01)
+        send(scheme, worker)
+        counts = worker.engine.loader.last_patch
+        assert (counts.in_place, counts.reloaded) == (len(policy.state_dict()) - 1, 1)
+        assert torch.equal(model.lm_head.weight[:96], -policy.lm_head.weight)
+        assert torch.equal(model.model.norm.weight, policy.model.norm.weight)
+    worker.close()
+
+
+def test_a_version_that_does_not_load_is_an_error_on_both_sides(
+    vllm_config: VllmConfig, worker: OneWorker, policy: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = TrainerInitInfo(rank=0, world_size=2, strategy=PATCH)
+    trainer = WeightTransferTrainerFactory.trainer_init(info, client=worker, source=ModuleSource(policy))
+    train(policy, 0.01)
+    with monkeypatch.context() as patched:
+        patched.setattr(type(worker.model), "load_weights", _refuse)
+        patched.setattr(ModelLoader, "takes_patches", False)  # so that all weights are loaded
+        with pytest.raises(SyncFailedError, match="no room for"):
+            trainer.send_weights()
+    assert worker.engine.version is None
+    assert worker.weight_version == "default"
+    train(policy, 0.01)
+    trainer.send_weights()
+    assert worker.engine.version == 2
+    assert_same(worker.model, loaded_by_vllm(vllm_config, policy))
+    trainer.shutdown()
+
+
+def _refuse(self: nn.Module, weights: Any) -> None:
+    name, _ = next(iter(weights))
+    raise ValueError(f"no room for {name}")
+
+
+def test_an_update_waits_for_vllm(worker: OneWorker, policy: nn.Module) -> None:
+    with DistributedWeightSyncScheme(strategy="state_dict", timeout=0.5) as scheme:
+        join(scheme, worker, policy)
+        before = tensors(worker.model)
+        train(policy)
+        with pytest.raises(SyncFailedError):
+            scheme.send()
+        assert_same(worker.model, before)
+        worker.start_weight_update()
+        worker.update_weights({"timeout": 20.0})  # the next version, whichever it is
+        worker.finish_weight_update()
+        assert worker.engine.version == 1
+
+
+def test_calls_for_other_versions_are_errors(worker: OneWorker, policy: nn.Module) -> None:
+    worker.start_weight_update()
+    with pytest.raises(RuntimeError, match="call init_weight_transfer_engine"):
+        worker.update_weights({})
+    with pytest.raises(ValueError, match="Invalid init_info"):
+        worker.init_weight_transfer_engine({"packed": True})
+    with DistributedWeightSyncScheme(strategy="state_dict") as scheme:
+        join(scheme, worker, policy)
+        worker.start_weight_update()
+        with pytest.raises(SyncTimeoutError, match="version 7 did not arrive"):
+            worker.update_weights({"version": 7, "timeout": 0.2})
+        handle = scheme.send_async()
+        worker.start_weight_update()
+        with pytest.raises(LifecycleError, match="has version 1; call update_weights with version 1"):
+            worker.update_weights({"version": 0, "timeout": 20.0} if _arrived(worker) else {})
+        worker.start_weight_update()
+        worker.update_weights({"version": 1})
+        handle.wait(10.0)
+
+
+def _arrived(worker: OneWorker) -> bool:
+    """Wait until an update waits for vLLM."""
+    turns = worker.engine._turns
+    with turns._changed:
+        return turns._changed.wait_for(lambda: turns._waiting is not None, 20.0)
+
+
+def test_a_worker_that_starts_again_gets_the_newest_version(
+    vllm_config: VllmConfig, worker: OneWorker, policy: nn.Module
+) -> None:
+    with DistributedWeightSyncScheme(strategy=PATCH) as scheme:
+        join(scheme, worker, policy)
+        train(policy)
+        send(scheme, worker)
+        worker.close()
+        again = OneWorker(vllm_config, worker.model)
+        again.init_weight_transfer_engine(init_info(scheme))
+        assert again.engine.version == 1
+        train(policy, 0.01)
+        send(scheme, again)
+        assert_same(again.model, loaded_by_vllm(vllm_config, policy))
+        assert again.engine.loader.last_patch.reloaded == 0
+        again.close()
+
+
+def test_a_lost_trainer_ends_the_wait(worker: OneWorker, policy: nn.Module) -> None:
+    scheme = DistributedWeightSyncScheme(strategy="state_dict")
+    join(scheme, worker, policy)
+    scheme.shutdown()
+    worker.start_weight_update()
+    with pytest.raises(LinkClosedError):
+        worker.update_weights({"version": 1, "timeout": 50.0})
+
+
+def test_bf16_patches(vllm_config: VllmConfig, worker: OneWorker, policy: nn.Module) -> None:
+    policy.to(torch.bfloat16)  # the worker computes in fp32
+    strategy = WeightStrategy("state_dict", encoding=PatchEncoding())
+    with SharedMemWeightSyncScheme(strategy) as scheme:
+        join(scheme, worker, policy)
+        train(policy, 0.01)
+        send(scheme, worker)
+        assert_same(worker.model, loaded_by_vllm(vllm_config, policy))

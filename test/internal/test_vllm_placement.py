@@ -1,0 +1,124 @@
+"""How a model stores the weights of a checkpoint, found out by a load that writes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import nn
+
+from weight_update.serving.vllm.placement import find_placements
+
+WEIGHTS = {
+    "q": torch.randn(6, 4),
+    "k": torch.randn(2, 4),
+    "cut": torch.randn(4, 6),
+    "turned": torch.randn(3, 5),
+    "norm": torch.randn(4),
+    "padded": torch.randn(5, 2),
+    "quantized": torch.randn(4, 4),
+    "unused": torch.randn(3),
+}
+SHAPES = {name: (weight.shape, weight.dtype) for name, weight in WEIGHTS.items()}
+
+
+class Quantized(nn.Module):
+    quant_method = object()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 4))
+
+
+class Rank1(nn.Module):
+    """The second of two tensor-parallel ranks, with loaders such as those of vLLM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+        self.cut = nn.Linear(3, 4, bias=False)
+        self.turned = nn.Linear(3, 5, bias=False)
+        self.norm = nn.LayerNorm(4, bias=False)
+        self.padded = nn.Embedding(8, 2)
+        self.quantized = Quantized()
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, weight in weights:
+            if name == "q":
+                self.qk.weight.data.narrow(0, 0, 3).copy_(weight.narrow(0, 3, 3))
+            elif name == "k":
+                self.qk.weight.data.narrow(0, 3, 1).copy_(weight[1:2])
+            elif name == "cut":
+                self.cut.weight.data.copy_(weight.narrow(1, 3, 3))
+            elif name == "turned":
+                self.turned.weight.data.copy_(weight.t())
+            elif name == "norm":
+                self.norm.weight.data.copy_(weight)
+            elif name == "padded":
+                self.padded.weight[:5].data.copy_(weight)
+                self.padded.weight[5:].data.fill_(0)
+            elif name == "quantized":
+                self.quantized.weight.data.copy_(weight)
+
+
+def test_finding_out_changes_nothing_and_names_each_weight() -> None:
+    model = Rank1()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = find_placements(model, model.load_weights, SHAPES)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert set(found.blocks) == {"q", "k", "cut", "norm", "padded", "unused"}
+    assert found.blocks["unused"] == ()
+    assert found.alone == {"turned": "turned", "quantized": "quantized"}
+    assert found.others == frozenset()
+    assert str(found) == "5 in place, 2 reloaded (quantized, turned), 1 not used by this worker"
+
+
+@pytest.mark.parametrize("name", ["q", "k", "cut", "norm", "padded"])
+def test_changed_elements_are_written_where_a_load_puts_them(name: str) -> None:
+    model, expected = Rank1(), Rank1()
+    model.load_weights(WEIGHTS.items())
+    (block,) = find_placements(model, model.load_weights, SHAPES).blocks[name]
+    weight = WEIGHTS[name].clone()
+    positions = torch.randperm(weight.numel())[: weight.numel() // 2].sort().values
+    weight.view(-1)[positions] += 1.0
+    block.write(weight.shape, positions, weight.view(-1)[positions])
+    expected.load_weights({**WEIGHTS, name: weight}.items())
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, expected.state_dict()[key]), key
+    everything = torch.arange(weight.numel())
+    assert block.has(weight.shape, everything, weight.view(-1))
+    assert torch.equal(block.of(weight).to(block.stored.dtype), block.stored)
+
+
+def test_a_block_tells_other_values_apart() -> None:
+    model = Rank1()
+    model.load_weights(WEIGHTS.items())
+    (block,) = find_placements(model, model.load_weights, SHAPES).blocks["cut"]
+    everything = torch.arange(24)
+    model.cut.weight.data.copy_(model.cut.weight.data.flip(0))  # as a kernel's own form
+    assert not block.has(WEIGHTS["cut"].shape, everything, WEIGHTS["cut"].view(-1))
+
+
+def test_a_loader_that_computes_spoils_its_own_weight_only() -> None:
+    model = Rank1()
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, weight in weights:
+            if name == "k":
+                model.qk.weight.data[3:].add_(weight[1:2])
+            else:
+                model.load_weights([(name, weight)])
+
+    found = find_placements(model, load, SHAPES)
+    assert "q" in found.blocks
+    assert found.others == {"k"}
+
+
+def test_a_weight_that_is_dropped_is_loaded_with_its_module() -> None:
+    model = Rank1()
+    found = find_placements(model, model.load_weights, SHAPES)
+    found.drop("norm")
+    found.drop("k")  # shares its module with q
+    assert found.alone["norm"] == "norm"
+    assert found.others == {"k"}

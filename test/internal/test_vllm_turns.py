@@ -1,0 +1,100 @@
+"""Updates wait for the thread that runs the model, and are loaded in it."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from weight_update import LifecycleError, SyncTimeoutError
+from weight_update.serving.vllm.turns import Turns
+
+WAIT = 20.0
+
+
+def nothing() -> None: ...
+
+
+def load(turns: Turns, version: int) -> int:
+    turns.admit(version)
+    thread: int = turns.run(threading.get_ident)
+    turns.settle(version)
+    return thread
+
+
+def test_loading_runs_in_the_thread_that_serves() -> None:
+    turns = Turns()
+    with ThreadPoolExecutor() as threads:
+        loaded = [threads.submit(load, turns, 4)]
+        assert turns.serve(4, WAIT, nothing) == 4
+        assert loaded[0].result(WAIT) == threading.get_ident()
+        assert turns.serve(4, WAIT, nothing) == 4  # it is in force
+
+
+def test_versions_up_to_the_named_one_are_loaded_in_one_call() -> None:
+    turns = Turns()
+    with ThreadPoolExecutor() as threads:
+        loaded = threads.submit(lambda: [load(turns, version) for version in (2, 3)])
+        assert turns.serve(3, WAIT, nothing) == 3
+        loaded.result(WAIT)
+
+
+def test_a_newer_version_is_refused_and_waits() -> None:
+    turns = Turns()
+    with ThreadPoolExecutor() as threads:
+        loaded = threads.submit(load, turns, 5)
+        with pytest.raises(LifecycleError, match="call update_weights with version 5"):
+            turns.serve(4, WAIT, nothing)
+        assert turns.serve(None, WAIT, nothing) == 5
+        loaded.result(WAIT)
+
+
+def test_errors_reach_both_threads() -> None:
+    turns = Turns()
+
+    def fail() -> None:
+        turns.admit(1)
+        try:
+            turns.run(lambda: 1 // 0)
+        except ZeroDivisionError as error:
+            turns.settle(None, error)
+            raise
+
+    with ThreadPoolExecutor() as threads:
+        failed = threads.submit(fail)
+        with pytest.raises(ZeroDivisionError):
+            turns.serve(1, WAIT, nothing)
+        with pytest.raises(ZeroDivisionError):
+            failed.result(WAIT)
+        assert turns.version is None
+
+
+def test_waits_end() -> None:
+    turns = Turns()
+    with pytest.raises(SyncTimeoutError, match=r"version 1 did not arrive within 0\.01 s"):
+        turns.serve(1, 0.01, nothing)
+    with pytest.raises(SyncTimeoutError, match="no update arrived"):
+        turns.serve(None, 0.01, nothing)
+    with pytest.raises(LifecycleError, match="ended before its update was loaded"):
+        turns.run(nothing)
+    with pytest.raises(OSError, match="gone"):
+        turns.admit(1, gone)
+    with pytest.raises(OSError, match="gone"):
+        turns.serve(1, WAIT, gone)
+    turns.close()
+    with pytest.raises(LifecycleError, match="shut its weight transfer down"):
+        turns.admit(1)
+
+
+def gone() -> None:
+    raise OSError("gone")
+
+
+def test_one_thread_may_do_both() -> None:
+    turns = Turns()
+    assert not turns.is_inline
+    with turns.inline():
+        assert turns.is_inline
+        assert load(turns, 7) == threading.get_ident()
+    assert turns.serve(7, WAIT, nothing) == 7

@@ -1,0 +1,425 @@
+"""The adapters for SGLang, without SGLang; test/engines has tests with the real package.
+
+The stand-ins have the methods and routes of SGLang 0.5.23 that the adapters use, with the same arguments and
+answers. They load by the real function of ours, into a model that fuses weights as SGLang's models do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import copy
+import http.server
+import json
+import pickle
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from weight_update import (
+    BucketEncoding,
+    LifecycleError,
+    MemoryWeightSyncScheme,
+    PatchEncoding,
+    SyncFailedError,
+    SyncTimeoutError,
+    TransportError,
+    UnreachableMemoryError,
+    WeightStrategy,
+)
+from weight_update.engines import SGLangEngine, SGLangServer
+from weight_update.engines.sglang import load
+
+WAIT = 20.0
+LOADER = "weight_update.engines.sglang.load"
+
+
+class Model(nn.Module):
+    """Stores q and k as one parameter, out as it is, and a half of split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Module() for _ in range(2)])
+        for layer in self.layers:
+            layer.qk = nn.Parameter(torch.zeros(12, 6))
+            layer.out = nn.Parameter(torch.zeros(6, 6))
+            layer.split = nn.Parameter(torch.zeros(4, 6))
+        self.loads: list[str] = []
+
+    def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        for name, weight in weights:
+            self.loads.append(name)
+            layer, kind = self.layers[int(name.split(".")[1])], name.split(".")[2]
+            if kind in "qk":
+                rows = slice(0, 8) if kind == "q" else slice(8, 12)
+                layer.qk.data[rows].copy_(weight)
+            elif kind == "split":
+                layer.split.data.copy_(weight[:4])
+            else:
+                layer.out.data.copy_(weight)
+
+
+class Source(nn.Module):
+    """The trainer's weights, each by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        shapes = {"q": (8, 6), "k": (4, 6), "out": (6, 6), "split": (8, 6)}
+        self.layers = nn.ModuleList(
+            nn.ParameterDict({kind: nn.Parameter(torch.randn(shape)) for kind, shape in shapes.items()})
+            for _ in range(2)
+        )
+
+    def change(self) -> None:
+        """Change one element of each weight."""
+        with torch.no_grad():
+            for weight in self.parameters():
+                weight.view(-1)[torch.randint(20, ())] += 1.0
+
+
+class StandInScheduler:
+    """An SGLang scheduler, in one process."""
+
+    def __init__(self) -> None:
+        self.model, self.calls, self.session = Model(), [], False
+        self.weight_version, self.fails, self.transforms = "default", "", False
+        self.info = {"version": "0.5.23", "tp_size": 1, "custom_weight_loader": [LOADER]}
+
+    def call(self, name: str, **body: Any) -> tuple[bool, str]:
+        self.calls.append(name)
+        if name == self.fails:
+            return False, f"{name} does not work today"
+        if name == "begin_weight_update":
+            if self.session:
+                return False, "a weight-update session is already open; call end_weight_update() first"
+            self.session = True
+        elif name == "end_weight_update":
+            if not self.session:
+                return False, "no weight-update session is open; call begin_weight_update() first"
+            self.session = False
+            if self.transforms:
+                self.model.layers[0].out.data.copy_(self.model.layers[0].out.data.flip(0))
+        elif name == "update_weights_from_tensor":
+            assert self.session
+            assert body["load_format"] == LOADER
+            assert not body["flush_cache"]
+            load(self.model, body["named_tensors"])
+        elif name == "update_weight_version":
+            assert body["abort_all_requests"] is False
+            self.weight_version = body["new_version"]
+        return True, "Success"
+
+
+class StandInEngine(StandInScheduler):
+    """``sglang.Engine``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop, self.tokenizer_manager = asyncio.new_event_loop(), self
+
+    def get_server_info(self) -> dict[str, Any]:
+        return self.info
+
+    def begin_weight_update(self, selector: str = "all") -> tuple[bool, str]:
+        return self.call("begin_weight_update")
+
+    def end_weight_update(self) -> tuple[bool, str]:
+        return self.call("end_weight_update")
+
+    def update_weights_from_tensor(
+        self, named_tensors: Any, load_format: str | None = None, flush_cache: bool = True
+    ) -> tuple[bool, str]:
+        named = pickle.loads(pickle.dumps(named_tensors))
+        return self.call(
+            "update_weights_from_tensor",
+            named_tensors=named,
+            load_format=load_format,
+            flush_cache=flush_cache,
+        )
+
+    def flush_cache(self) -> SimpleNamespace:
+        success, _ = self.call("flush_cache")
+        return SimpleNamespace(success=success, message="")
+
+    async def update_weight_version(self, request: Any) -> None:
+        self.call("update_weight_version", **vars(request))
+
+    def generate(self, prompt: Any) -> dict[str, str]:
+        return {"text": prompt}
+
+
+class StandInServer(StandInScheduler):
+    """SGLang's HTTP server with an API key for updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paused, self.mode, self.held = False, None, threading.Event()
+        scheduler = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def log_message(self, *args: Any) -> None:
+                """Say nothing."""
+
+            def reply(self, status: int, content: Any) -> None:
+                text = json.dumps(content).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            def do_GET(self) -> None:
+                self.reply(200, scheduler.info) if self.path == "/server_info" else self.reply(
+                    404, "Not Found"
+                )
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if self.headers.get("Authorization") != "Bearer secret":
+                    return self.reply(401, {"error": "Unauthorized"})
+                route = self.path.lstrip("/").partition("?")[0]
+                # With a timeout, SGLang waits for all requests, in vain for those that were retracted.
+                scheduler.mode = body.get("mode", scheduler.mode)
+                assert ("timeout=" in self.path) is (route == "flush_cache" and scheduler.mode == "abort")
+                if route == "flush_cache" and scheduler.fails == "hangs":
+                    scheduler.held.wait(WAIT)
+                if route in ("pause_generation", "continue_generation"):
+                    scheduler.paused = route == "pause_generation"
+                    scheduler.calls.append(route)
+                    return self.reply(200, {"status": "ok"})
+                if "serialized_named_tensors" in body:
+                    one, *_ = body.pop("serialized_named_tensors")
+                    body["named_tensors"] = pickle.loads(base64.b64decode(one, validate=True))
+                assert scheduler.paused
+                success, message = scheduler.call(route, **body)
+                return self.reply(200 if success else 400, {"success": success, "message": message})
+
+        self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self.held.set()
+        self.http.shutdown()
+        self.http.server_close()
+
+
+@pytest.fixture
+def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    io_struct = types.ModuleType("sglang.srt.managers.io_struct")
+    io_struct.UpdateWeightVersionReqInput = SimpleNamespace  # type: ignore[attr-defined]
+    for name in ("sglang", "sglang.srt", "sglang.srt.managers"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", io_struct)
+    made = StandInEngine() if request.param == "engine" else StandInServer()
+    yield made
+    made.loop.close() if request.param == "engine" else made.close()
+
+
+def adapter(stand_in: Any, **options: Any) -> Any:
+    if isinstance(stand_in, StandInServer):
+        return SGLangServer(stand_in.url, **{"admin_api_key": "secret", "timeout": WAIT, **options})
+    return SGLangEngine(stand_in, **options)
+
+
+@pytest.fixture
+def connected() -> Iterator[Any]:
+    schemes = []
+
+    def connect(source: Any, engine: Any, encoding: Any, **options: Any) -> Any:
+        scheme = MemoryWeightSyncScheme(
+            WeightStrategy("state_dict", encoding=encoding, **options), timeout=WAIT
+        )
+        scheme.init_on_sender(model=source, num_workers=1)
+        receiver = copy.copy(scheme)
+        receiver.init_on_receiver(model=engine, worker_idx=0)
+        schemes.extend([receiver, scheme])
+        thread = threading.Thread(target=receiver.connect)
+        thread.start()
+        scheme.connect()
+        thread.join(WAIT)
+        return scheme
+
+    yield connect
+    for scheme in schemes:
+        scheme.shutdown()
+
+
+def assert_loaded(model: Model, source: Source) -> None:
+    expected = Model()
+    expected.load_weights(list(source.state_dict().items()))
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, expected.state_dict()[name]), name
+
+
+both = pytest.mark.parametrize("stand_in", ["engine", "server"], indirect=True)
+
+
+@both
+@pytest.mark.parametrize("batch_bytes", [1, 300, 1 << 20])
+def test_patches_are_written_in_place(stand_in: Any, connected: Any, batch_bytes: int) -> None:
+    source, engine = Source(), adapter(stand_in, batch_bytes=batch_bytes)
+    scheme = connected(source, engine, PatchEncoding())
+    assert_loaded(stand_in.model, source)
+    for version in range(1, 4):
+        stand_in.model.loads.clear()
+        source.change()
+        assert scheme.send().encoding == "patch"
+        assert_loaded(stand_in.model, source)
+        assert engine.last_patch == {name: not name.endswith("split") for name in source.state_dict()}
+        assert stand_in.model.loads == ["layers.0.split", "layers.1.split"]
+        assert (engine.version, stand_in.weight_version) == (version, str(version))
+
+
+@both
+@pytest.mark.parametrize("in_chunks", [False, True], ids=["staged", "in chunks"])
+def test_the_calls_of_an_update(stand_in: Any, connected: Any, in_chunks: bool) -> None:
+    source, engine = Source(), adapter(stand_in, loads_in_chunks=in_chunks)
+    scheme = connected(source, engine, BucketEncoding(64), max_in_flight=2 if in_chunks else None)
+    stand_in.calls.clear()
+    source.change()
+    scheme.send()
+    assert_loaded(stand_in.model, source)
+    calls = [call for call in stand_in.calls if call != "update_weights_from_tensor"]
+    expected = ["begin_weight_update", "end_weight_update", "flush_cache", "update_weight_version"]
+    if isinstance(stand_in, StandInServer):
+        expected = ["pause_generation", *expected, "continue_generation"]
+    assert calls == expected
+
+
+@both
+def test_a_load_that_fails(stand_in: Any, connected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, engine = Source(), adapter(stand_in)
+    scheme = connected(source, engine, PatchEncoding())
+
+    def broken(weights: Any) -> None:
+        raise ZeroDivisionError("no such layer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stand_in.model, "load_weights", broken)
+        source.change()
+        with pytest.raises(SyncFailedError, match="ZeroDivisionError: no such layer"):
+            scheme.send()
+    assert engine.version is None
+    assert not stand_in.session
+    if isinstance(stand_in, StandInServer):
+        assert stand_in.paused, "a mixture of weights is not used"
+    else:
+        with pytest.raises(LifecycleError, match="no complete version"):
+            engine.generate("hello")
+    scheme.send()
+    assert_loaded(stand_in.model, source)
+    assert engine.version == 2
+    if isinstance(stand_in, StandInEngine):
+        assert engine.generate("hello") == {"text": "hello"}
+    else:
+        assert not stand_in.paused
+
+
+@both
+def test_an_update_that_does_not_begin(stand_in: Any, connected: Any) -> None:
+    source, engine = Source(), adapter(stand_in)
+    scheme = connected(source, engine, PatchEncoding())
+    stand_in.fails = "begin_weight_update"
+    with pytest.raises(SyncFailedError, match="begin_weight_update does not work today"):
+        scheme.send()
+    assert engine.version == 0, "the version before stays in force"
+    stand_in.fails = ""
+    source.change()
+    scheme.send()
+    assert_loaded(stand_in.model, source)
+
+
+@both
+def test_a_cache_that_is_not_flushed(stand_in: Any, connected: Any) -> None:
+    scheme = connected(Source(), adapter(stand_in), PatchEncoding())
+    stand_in.fails = "flush_cache"
+    with pytest.raises(SyncFailedError, match="flush_cache"):
+        scheme.send()
+
+
+@both
+def test_a_session_that_another_receiver_left_open(stand_in: Any, connected: Any) -> None:
+    source = Source()
+    stand_in.session = True
+    connected(source, adapter(stand_in), PatchEncoding())
+    assert_loaded(stand_in.model, source)
+
+
+@both
+def test_weights_that_sglang_transforms(stand_in: Any, connected: Any) -> None:
+    """A patch is refused before an element is written; the next update carries all weights."""
+    stand_in.transforms = True
+    source = Source()
+    scheme = connected(source, adapter(stand_in), PatchEncoding())
+    source.change()
+    with pytest.raises(SyncFailedError, match=r"no patches: layers\.0\.out;.*loads_changes=False"):
+        scheme.send()
+
+
+@both
+def test_a_server_that_was_started_again(stand_in: Any, connected: Any) -> None:
+    source = Source()
+    scheme = connected(source, adapter(stand_in), PatchEncoding())
+    stand_in.model = Model()
+    source.change()
+    with pytest.raises(SyncFailedError, match="started again"):
+        scheme.send()
+    scheme.send()
+    assert_loaded(stand_in.model, source)
+
+
+@both
+def test_a_server_without_our_loader(stand_in: Any) -> None:
+    stand_in.info["custom_weight_loader"] = []
+    with pytest.raises(RuntimeError, match=f"--custom-weight-loader {LOADER}"):
+        adapter(stand_in)
+
+
+@both
+def test_ranks_that_do_not_answer(stand_in: Any) -> None:
+    stand_in.info["tp_size"] = 2
+    engine = adapter(stand_in)
+    engine.begin_update(0)
+    with pytest.raises(UnreachableMemoryError, match=r"1 of SGLang's 2 processes.*same container"):
+        engine.load_weights(iter([("layers.0.out", torch.ones(6, 6))]))
+    engine.abort_update(0)
+
+
+@pytest.mark.parametrize("stand_in", ["server"], indirect=True)
+def test_errors_of_the_server(stand_in: Any) -> None:
+    engine = adapter(stand_in, admin_api_key="wrong")
+    with pytest.raises(RuntimeError, match=r"pause_generation answered 401: give .*admin_api_key="):
+        engine.begin_update(0)
+    with pytest.raises(RuntimeError, match=r"answered 404: .*SGLang 0\.5\.23 or newer"):
+        SGLangServer(f"{stand_in.url}/elsewhere")
+    with pytest.raises(ValueError, match="pause='in_place'"):
+        SGLangServer(stand_in.url, pause="in_place")  # type: ignore[arg-type]
+    stand_in.close()
+    with pytest.raises(TransportError, match=r"no SGLang server answers at .*refused"):
+        SGLangServer(stand_in.url)
+
+
+@pytest.mark.parametrize("stand_in", ["server"], indirect=True)
+def test_a_server_that_hangs(stand_in: Any) -> None:
+    engine = adapter(stand_in, timeout=0.2)
+    stand_in.fails = "hangs"
+    engine.begin_update(0)
+    with pytest.raises(SyncTimeoutError, match=r"flush_cache.* took longer than 0\.2 s \(raise timeout=\)"):
+        engine.finish_update(0)
+
+
+def test_an_order_for_another_file(tmp_path: Any) -> None:
+    """The loader opens nothing but our memory, and does not raise: SGLang would end the server."""
+    victim = tmp_path / "victim"
+    victim.write_text("")
+    order = {"kind": "remember", "schema": {}, "data": str(victim), "answers": str(victim)}
+    load(Model(), [(json.dumps(order), torch.empty(0))])
+    assert victim.read_text() == ""

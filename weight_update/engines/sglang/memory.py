@@ -1,0 +1,89 @@
+"""Memory in which weights reach SGLang's scheduler processes, and the answers come back."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from weight_update.wire.schema import WeightSchema
+
+NAME = "weight_update_sglang"
+PATH = re.compile(r"/proc/\d+/fd/\d+")
+
+
+class SharedBatch:
+    """Anonymous memory with a batch of tensors, and a second one to which each reader appends its answer.
+
+    Processes of the same user and pid namespace open both. They end with the process that made them.
+    """
+
+    def __init__(self) -> None:
+        self._data, self._answers = os.memfd_create(NAME), os.memfd_create(NAME)
+        for fd in (self._data, self._answers):
+            os.fchmod(fd, 0o600)
+
+    def close(self) -> None:
+        """Free the memory."""
+        os.close(self._data)
+        os.close(self._answers)
+
+    def write(self, kind: str, named: Mapping[str, torch.Tensor]) -> str:
+        """Replace the tensors, and drop all answers; return the order by which :func:`read` finds both."""
+        schema = WeightSchema.of(named)
+        os.ftruncate(self._data, max(os.fstat(self._data).st_size, schema.nbytes))
+        os.ftruncate(self._answers, 0)
+        for view, tensor in zip(
+            schema.views(_mapped(self._data, schema.nbytes)), named.values(), strict=True
+        ):
+            view.copy_(tensor)
+        here = f"/proc/{os.getpid()}/fd"
+        order = {"data": f"{here}/{self._data}", "answers": f"{here}/{self._answers}"}
+        return json.dumps({"kind": kind, "schema": schema.to_header(), **order})
+
+    def answers(self) -> list[dict[str, Any]]:
+        """Return the answers to the last order."""
+        text = os.pread(self._answers, os.fstat(self._answers).st_size, 0)
+        return [json.loads(line) for line in text.splitlines()]
+
+
+def read(order: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of an order, as private copies of the pages that are written to.
+
+    Raises:
+        ValueError: the order names a file that is not such memory.
+    """
+    schema = WeightSchema.from_header(order["schema"])
+    fd = _opened(order["data"], os.O_RDONLY)
+    try:
+        flat = _mapped(fd, schema.nbytes, mmap.ACCESS_COPY)
+    finally:
+        os.close(fd)
+    return dict(zip(schema.names, schema.views(flat), strict=True))
+
+
+def answer(order: Mapping[str, Any], content: Mapping[str, Any]) -> None:
+    """Append an answer to an order; several processes may do so at once."""
+    fd = _opened(order["answers"], os.O_WRONLY | os.O_APPEND)
+    try:
+        os.write(fd, json.dumps(content).encode() + b"\n")
+    finally:
+        os.close(fd)
+
+
+def _opened(path: str, flags: int) -> int:
+    if PATH.fullmatch(path) is None or not os.readlink(path).startswith(f"/memfd:{NAME}"):
+        raise ValueError(f"{path} is not memory of weight_update")
+    return os.open(path, flags | os.O_CLOEXEC)
+
+
+def _mapped(fd: int, nbytes: int, access: int = mmap.ACCESS_DEFAULT) -> torch.Tensor:
+    """Return the first bytes of a file, mapped for as long as the tensor is used."""
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(fd, nbytes, access=access), dtype=torch.uint8)

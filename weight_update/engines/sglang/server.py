@@ -1,0 +1,181 @@
+"""Adapter for SGLang's HTTP server."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+
+from weight_update.engines.base import InferenceEngine, WeightChange
+from weight_update.engines.sglang.session import LOADER, Session, SGLangCalls
+from weight_update.errors import SyncTimeoutError, TransportError
+
+
+class SGLangServer(InferenceEngine):
+    """Loads weights into a server of SGLang on this host, under Hugging Face's names.
+
+    Run it in a process beside the server, as the same user and in the same container; clients go on sending
+    requests to the server itself::
+
+        engine = SGLangServer("http://127.0.0.1:30000")
+        scheme.init_on_receiver(model=engine, worker_idx=0)
+        scheme.connect()
+
+    For each update the server is paused, gets the weights through shared memory, drops cached prefixes, has
+    its ``weight_version`` set to the scheme's version, and continues. If an update fails midway, the server
+    stays paused, with a mixture of weights, until an update succeeds. Source: the routes of
+    ``sglang/srt/entrypoints/http_server.py``.
+
+    Args:
+        url: address of the server.
+        api_key: the server's ``--api-key``, if it has one.
+        admin_api_key: the server's ``--admin-api-key``, if it has one.
+        pause: what happens to requests that are running: ``"retract"`` computes their prefix again with the
+            new weights and goes on, so one answer may come from several versions; ``"abort"`` ends them.
+        batch_bytes: bytes of shared memory, unless a single weight is larger.
+        loads_changes: as :attr:`~weight_update.InferenceEngine.loads_changes`.
+        loads_in_chunks: as :attr:`~weight_update.InferenceEngine.loads_in_chunks`.
+        timeout: seconds that one call of the server may take.
+
+    Attributes:
+        version: version of the loaded weights; None before the first, and after an update that failed.
+        last_patch: as for :class:`SGLangEngine`.
+
+    Raises:
+        RuntimeError: the server was not started with our loader, or refuses the key.
+        TransportError: no server answers at ``url``.
+        SyncTimeoutError: the server takes longer than ``timeout``.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        admin_api_key: str | None = None,
+        pause: Literal["retract", "abort"] = "retract",
+        batch_bytes: int = 256 << 20,
+        loads_changes: bool = True,
+        loads_in_chunks: bool = False,
+        timeout: float = 60.0,
+    ) -> None:
+        if pause not in ("retract", "abort"):
+            raise ValueError(f"pause={pause!r} is neither 'retract' nor 'abort'")
+        self.loads_changes: bool = loads_changes
+        self.loads_in_chunks: bool = loads_in_chunks
+        self.version: int | None = None
+        self.last_patch: dict[str, bool] = {}
+        self._calls = _ServerCalls(url, api_key, admin_api_key, pause, timeout)
+        self._session = Session(self._calls, batch_bytes)
+
+    def begin_update(self, version: int) -> None:
+        """Pause the server, and open an update; let the server continue if that fails."""
+        self._calls.pause()
+        try:
+            self._session.open()
+        except BaseException:
+            if self.version is not None:
+                self._calls.post("continue_generation", {})
+            raise
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self._session.load(weights)
+
+    def load_changes(self, changes: Iterator[WeightChange], base: int) -> None:
+        self.last_patch = self._session.load_changes(changes)
+
+    def finish_update(self, version: int) -> None:
+        """End the update, and let the server continue."""
+        self._session.close(version)
+        self._calls.post("continue_generation", {})
+        self.version = version
+
+    def abort_update(self, version: int) -> None:
+        """End the update; the server stays paused, because its weights are a mixture."""
+        self.version = None
+        self._session.abort()
+
+
+class _ServerCalls(SGLangCalls):
+    def __init__(
+        self, url: str, api_key: str | None, admin_key: str | None, pause: str, timeout: float
+    ) -> None:
+        self._url, self._pause, self._timeout = url.rstrip("/"), pause, timeout
+        # With both keys, SGLang's routes for updates take the second, and its other routes the first.
+        self._keys = {"GET": api_key, "POST": admin_key if admin_key is not None else api_key}
+        self._ranks = 1
+
+    def info(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self._request("GET", "server_info", None))
+        self._ranks = int(found["tp_size"])
+        return found
+
+    def pause(self) -> None:
+        self.post("pause_generation", {"mode": self._pause})
+
+    def begin(self) -> None:
+        self.post("begin_weight_update", {})
+
+    def load(self, order: str) -> None:
+        # One for each rank. SGLang's unpickler takes tensors, strings, lists and tuples.
+        content = base64.b64encode(pickle.dumps([(order, torch.empty(0))])).decode()
+        body = {"serialized_named_tensors": [content] * self._ranks, "load_format": LOADER}
+        self.post("update_weights_from_tensor", {**body, "flush_cache": False})
+
+    def end(self) -> None:
+        self.post("end_weight_update", {})
+
+    def flush(self) -> None:
+        # With a timeout, SGLang waits until no request is left. Those that were retracted stay.
+        self.post(f"flush_cache?timeout={self._timeout:g}" if self._pause == "abort" else "flush_cache", {})
+
+    def set_version(self, version: int) -> None:
+        self.post("update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    def post(self, route: str, body: dict[str, Any]) -> None:
+        """Call a route.
+
+        Raises:
+            RuntimeError: the server refuses, or reports a failure.
+            TransportError: no server answers.
+            SyncTimeoutError: the server takes longer than the timeout.
+        """
+        self._request("POST", route, json.dumps(body).encode())
+
+    def _request(self, method: str, route: str, body: bytes | None) -> bytes:
+        url = f"{self._url}/{route}"
+        headers = {"Content-Type": "application/json"}
+        if (key := self._keys[method]) is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        request = urllib.request.Request(url, body, headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout) as response:
+                content: bytes = response.read()
+                return content
+        except urllib.error.HTTPError as error:
+            with error:
+                text = error.read().decode(errors="replace")
+            raise RuntimeError(f"{url} answered {error.code}: {_remedy(error.code)}{text}") from error
+        except (TimeoutError, urllib.error.URLError, ConnectionError) as error:
+            reason = getattr(error, "reason", error)
+            if isinstance(reason, TimeoutError):
+                raise SyncTimeoutError(
+                    f"{url} took longer than {self._timeout:g} s (raise timeout=)"
+                ) from error
+            raise TransportError(
+                f"no SGLang server answers at {self._url} ({reason}); start it, or correct the address"
+            ) from error
+
+
+def _remedy(status: int) -> str:
+    if status in (401, 403):
+        return "give api_key= and admin_api_key= the keys that the server was started with; "
+    if status == 404:
+        return "this needs a server of SGLang 0.5.23 or newer; "
+    return ""

@@ -1,0 +1,139 @@
+"""One update of SGLang's weights, of an engine in this process or of a server."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from weight_update.engines.base import WeightChange
+from weight_update.engines.exclusive import batches
+from weight_update.engines.sglang.loader import pack
+from weight_update.engines.sglang.memory import SharedBatch
+from weight_update.errors import UnreachableMemoryError
+
+LOADER = "weight_update.engines.sglang.load"
+
+_log = logging.getLogger(__name__)
+
+
+class SGLangCalls(ABC):
+    """The calls of SGLang that an update needs; each raises RuntimeError if SGLang reports a failure."""
+
+    @abstractmethod
+    def info(self) -> dict[str, Any]:
+        """Return SGLang's options, and its version."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Open a session of weight updates."""
+
+    @abstractmethod
+    def load(self, order: str) -> None:
+        """Have each scheduler process carry out ``order`` by our loader."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Close the session; SGLang then transforms weights that it stores in another form."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Drop cached prefixes."""
+
+    @abstractmethod
+    def set_version(self, version: int) -> None:
+        """Set SGLang's ``weight_version``."""
+
+
+class Session:
+    """Loads versions into SGLang.
+
+    Args:
+        calls: how SGLang is called.
+        batch_bytes: bytes of shared memory, unless a single weight is larger.
+
+    Raises:
+        RuntimeError: SGLang was not started with our loader.
+    """
+
+    def __init__(self, calls: SGLangCalls, batch_bytes: int) -> None:
+        self._calls, self._batch_bytes = calls, batch_bytes
+        info = calls.info()
+        if LOADER not in (info.get("custom_weight_loader") or ()):
+            raise RuntimeError(
+                f"SGLang {info.get('version')} runs without our weight loader; start the server with "
+                f"--custom-weight-loader {LOADER}, or the engine with custom_weight_loader=[{LOADER!r}]"
+            )
+        self._ranks = int(info["tp_size"])
+        self._loaded = False  # whole weights, in this update
+        self._memory = SharedBatch()
+        weakref.finalize(self, self._memory.close)
+
+    def open(self) -> None:
+        """Open a session; end one that a receiver before this one has left."""
+        self._loaded = False
+        try:
+            self._calls.begin()
+        except RuntimeError as error:
+            if "already open" not in str(error):
+                raise
+            self._calls.end()
+            self._calls.begin()
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load whole weights; raise RuntimeError with SGLang's traceback if that failed."""
+        for batch in batches(weights, self._batch_bytes):
+            self._order("weights", batch)
+        self._loaded = True
+
+    def load_changes(self, changes: Iterator[WeightChange]) -> dict[str, bool]:
+        """Load changes; return for each weight whether its elements were written in place."""
+        whole: dict[str, torch.Tensor] = {}
+        in_place: dict[str, bool] = {}
+
+        def elements() -> Iterator[tuple[str, torch.Tensor]]:
+            for change in changes:
+                whole[change.name] = change.weight
+                in_place[change.name] = change.positions is not None
+                if change.positions is not None:
+                    yield change.name, pack(change.positions, change.values)
+
+        for batch in batches(elements(), self._batch_bytes):
+            in_place.update(dict.fromkeys(self._order("elements", batch), False))
+        left = [(name, whole[name]) for name, good in in_place.items() if not good]
+        for batch in batches(left, self._batch_bytes):
+            self._order("weights", batch)
+        _log.debug("%d of %d changed weights written in place", sum(in_place.values()), len(in_place))
+        return in_place
+
+    def close(self, version: int) -> None:
+        """End the session, drop cached prefixes, which belong to other weights, and set the version."""
+        if self._loaded:
+            self._order("remember", [])
+        self._calls.end()
+        self._calls.flush()
+        self._calls.set_version(version)
+
+    def abort(self) -> None:
+        """End the session of an update that failed."""
+        self._calls.end()
+
+    def _order(self, kind: str, batch: list[tuple[str, torch.Tensor]]) -> set[str]:
+        """Send a batch; return the names that some process did not take."""
+        self._calls.load(self._memory.write(kind, dict(batch)))
+        answers = self._memory.answers()
+        for content in answers:
+            if "error" in content:
+                which = f"{batch[0][0]!r} to {batch[-1][0]!r}" if batch else "a version"
+                raise RuntimeError(f"SGLang did not load {which}:\n{content['error']}")
+        if len(answers) < self._ranks:
+            raise UnreachableMemoryError(
+                f"{len(answers)} of SGLang's {self._ranks} processes read the weights; the others cannot "
+                "open this process's memory: run the receiver as the same user, on the same host and in the "
+                "same container as the server"
+            )
+        return {name for content in answers for name in content["kept"]}

@@ -1,0 +1,1 @@
+"""Plugins of inference servers, by which their workers are receivers."""

@@ -1,0 +1,211 @@
+"""Calls of vLLM's control plane: a server's HTTP routes, and the methods of an ``LLM``."""
+
+from __future__ import annotations
+
+import functools
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import Any
+
+from weight_update.schemes.base import WeightSyncScheme
+from weight_update.serving.vllm.joining import PauseMode, connect_with, init_info
+
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # servers of this job, not the web
+
+
+class VLLMServer:
+    """Calls the routes of a ``vllm serve`` that was started with ``VLLM_SERVER_DEV_MODE=1``.
+
+    It has the methods of vLLM's ``VLLMWeightSyncClient``, so a ``TrainerWeightTransferEngine`` takes it, and
+    needs no vLLM in the trainer's environment. Source: ``vllm/entrypoints/rl/online/api_router.py`` and
+    ``vllm/entrypoints/serve/dev/cache/api_router.py`` of vLLM 0.33.
+
+    Args:
+        url: such as ``"http://10.0.0.6:8000"``.
+        timeout: seconds that each call may take.
+
+    Raises:
+        RuntimeError: from all methods: the server cannot be reached, or answered with an error.
+    """
+
+    def __init__(self, url: str, timeout: float = 300.0) -> None:
+        self.url, self.timeout = url.rstrip("/"), timeout
+
+    def world_size(self) -> int:
+        """Return the number of the server's workers, over all of its replicas (data parallel)."""
+        return int(self._call("GET", "get_world_size")["world_size"])
+
+    def weight_version(self) -> str:
+        """Return the version that :meth:`finish_weight_update` was given last; ``"default"`` before."""
+        return str(self._call("GET", "weight_info")["weight_version"])
+
+    def pause(self, mode: PauseMode = "wait") -> None:
+        """Pause generation; ``"abort"`` and ``"wait"`` also drop all cached prefixes."""
+        self._call("POST", f"pause?{urllib.parse.urlencode({'mode': mode})}")
+
+    def resume(self) -> None:
+        """Continue generation."""
+        self._call("POST", "resume")
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop all cached prefixes; return False if running requests use some of them."""
+        return bool(self._call("POST", "reset_prefix_cache")["success"])
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Have the server's workers join a sender."""
+        self._call("POST", "init_weight_transfer_engine", {"init_info": init_info})
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        """Have the server's workers leave their sender."""
+        self._call("POST", "shutdown_weight_transfer_engine")
+
+    def start_weight_update(self) -> None:
+        """Begin an update."""
+        self._call("POST", "start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Have all workers load the version of ``update_info``, between two steps."""
+        self._call("POST", "update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """End the update, after which the server states ``weight_version``."""
+        body = None if weight_version is None else {"weight_version": weight_version}
+        self._call("POST", "finish_weight_update", body)
+
+    def _call(self, method: str, route: str, body: dict[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            f"{self.url}/{route}", data, {"Content-Type": "application/json"}, method=method
+        )
+        try:
+            with _OPENER.open(request, timeout=self.timeout) as answer:
+                return json.loads(answer.read() or b"null")
+        except urllib.error.HTTPError as error:
+            text = error.read(2000).decode(errors="replace")
+            raise RuntimeError(f"vLLM at {self.url} answered /{route} with {error.code}: {text}") from None
+        except OSError as error:
+            raise RuntimeError(f"vLLM at {self.url} did not answer /{route}: {error}") from None
+
+
+class LocalLLM:
+    """Calls a ``vllm.LLM`` of this process, as :class:`VLLMServer` calls a server.
+
+    Call it from the thread that calls ``generate``, and not during ``generate``. Source:
+    ``vllm/entrypoints/rl/offline.py`` of vLLM 0.33.
+
+    Args:
+        llm: the ``vllm.LLM``, made with ``weight_transfer_config``.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Have the workers join a sender, and load its weights."""
+        self.llm.init_weight_transfer_engine({"init_info": init_info})
+        self.llm.reset_prefix_cache()
+
+    def start_weight_update(self) -> None:
+        """Begin an update."""
+        self.llm.start_weight_update()
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Have all workers load the version of ``update_info``."""
+        self.llm.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """End the update, after which answers state ``weight_version``, and drop cached prefixes.
+
+        Raises:
+            RuntimeError: vLLM did not drop them; requests are running.
+        """
+        self.llm.finish_weight_update(weight_version)
+        if self.llm.reset_prefix_cache() is False:
+            raise RuntimeError(
+                "vLLM did not reset its prefix cache; is generate() running in another thread?"
+            )
+
+    def update(self, version: int | None = None, timeout: float = 60.0) -> None:
+        """Load a version that the trainer has sent, and drop cached prefixes.
+
+        Args:
+            version: number of the version. None takes the next one; it needs a model of a single worker.
+            timeout: seconds to wait for it.
+        """
+        update_in_session(self, version, timeout)
+
+
+def update_in_session(client: Any, version: int | None, timeout: float | None = None) -> None:
+    """Call a client's ``start_weight_update``, ``update_weights`` and ``finish_weight_update``.
+
+    If loading fails, ``finish_weight_update`` is called, too: vLLM would else refuse the next update.
+    """
+    info = {"version": version, "timeout": timeout}
+    client.start_weight_update()
+    try:
+        client.update_weights({key: value for key, value in info.items() if value is not None})
+    except BaseException:
+        end_session(client)
+        raise
+    client.finish_weight_update(None if version is None else str(version))
+
+
+def end_session(client: Any) -> None:
+    """End a session in which loading failed, on those workers that still have one."""
+    try:
+        client.finish_weight_update()
+    except Exception as expected:  # noqa: BLE001 - from workers whose session ended with their error
+        del expected
+
+
+def connect_servers(
+    scheme: WeightSyncScheme,
+    *servers: VLLMServer,
+    pause: PauseMode = "wait",
+    in_chunks: bool = False,
+    first_worker: int = 0,
+) -> None:
+    """Connect a sender with all workers of vLLM servers; ``scheme.send()`` alone updates them from then on.
+
+    ::
+
+        server = VLLMServer("http://10.0.0.6:8000")
+        scheme.init_on_sender(model=policy, num_workers=server.world_size())
+        connect_servers(scheme, server)
+        ...
+        scheme.send()
+
+    For each update, the worker of rank 0 of each server calls its server: ``/pause``, the three calls of an
+    update, and ``/resume``. If an update fails, the server stays paused until one succeeds.
+
+    If a server was started again, or is added, call this on the connected ``scheme`` with that server alone,
+    and the ``first_worker`` of its workers.
+
+    Args:
+        scheme: the sender, after ``init_on_sender``.
+        servers: the servers; their workers get consecutive indices in this order.
+        pause: mode of ``/pause``. ``"keep"`` keeps running requests, and caches that were computed with other
+            weights.
+        in_chunks: whether weights are loaded while their version arrives.
+        first_worker: index of the first worker of the first server.
+
+    Raises:
+        RuntimeError: a server did not answer, or its workers could not join.
+        SyncTimeoutError, SchemaMismatchError: as :meth:`~weight_update.WeightSyncScheme.connect`.
+    """
+    calls = []
+    for server in servers:
+        info = init_info(
+            scheme, first_worker=first_worker, in_chunks=in_chunks, control=server.url, pause=pause
+        )
+        first_worker += server.world_size()
+        calls.append(functools.partial(_init, server, info, pause))
+    connect_with(scheme, calls)
+
+
+def _init(server: VLLMServer, info: dict[str, Any], pause: PauseMode) -> None:
+    server.pause(pause)
+    server.init_weight_transfer_engine(info)
+    server.resume()

@@ -1,0 +1,123 @@
+"""How vLLM's workers find the sender: a dict that goes through vLLM as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Literal
+
+from weight_update.errors import LifecycleError, SyncFailedError
+from weight_update.schemes.base import WeightSyncScheme
+from weight_update.schemes.distributed import DistributedWeightSyncScheme
+from weight_update.schemes.ray import RayWeightSyncScheme
+from weight_update.schemes.remote import RemoteWeightSyncScheme
+from weight_update.schemes.shared_mem import SharedMemWeightSyncScheme
+
+PauseMode = Literal["abort", "wait", "keep"]
+"""How vLLM treats running requests; see ``/pause`` of its server."""
+
+
+def init_info(
+    scheme: WeightSyncScheme,
+    *,
+    first_worker: int = 0,
+    in_chunks: bool = False,
+    control: str | None = None,
+    pause: PauseMode = "wait",
+) -> dict[str, Any]:
+    """Return the ``init_info`` with which vLLM's workers join ``scheme``.
+
+    It has only values that JSON has. It contains the token of the scheme in clear text: send it only over
+    connections that you trust.
+
+    Args:
+        scheme: the sender, after ``init_on_sender``.
+        first_worker: index of vLLM's worker of rank 0; the others follow in the order of their ranks.
+        in_chunks: whether weights are loaded while their version arrives, as
+            :attr:`~weight_update.InferenceEngine.loads_in_chunks`.
+        control: URL of vLLM's server. The worker of rank 0 then calls that server for each update, so that
+            the trainer calls ``scheme.send()`` and nothing else. None leaves the calls to the trainer.
+        pause: mode of ``/pause``, with ``control``.
+
+    Raises:
+        LifecycleError: the scheme was not initialized as a sender.
+        TypeError: processes of other programs cannot join such a scheme.
+    """
+    if not scheme.initialized_on_sender:
+        raise LifecycleError("this scheme is not a sender yet; call init_on_sender() first")
+    where: dict[str, Any]
+    if isinstance(scheme, SharedMemWeightSyncScheme):
+        where = {"scheme": "shared", "address": scheme.address}
+    elif isinstance(scheme, RemoteWeightSyncScheme) and not _in_object_store(scheme):
+        where = {"scheme": "distributed", "address": scheme.address, "port": scheme.port}
+    else:
+        raise TypeError(
+            f"vLLM's workers cannot join {type(scheme).__name__}: they are processes of another program; use "
+            "SharedMemWeightSyncScheme, DistributedWeightSyncScheme, RPCWeightSyncScheme or "
+            "RayWeightSyncScheme(data='torch')"
+        )
+    return {
+        **where,
+        "token": scheme.token,
+        "timeout": scheme.timeout,
+        "connect_timeout": scheme.connect_timeout,
+        "first_worker": first_worker,
+        "in_chunks": in_chunks,
+        "control": control,
+        "pause": pause,
+    }
+
+
+def _in_object_store(scheme: RemoteWeightSyncScheme) -> bool:
+    return isinstance(scheme, RayWeightSyncScheme) and scheme.data == "object_store"
+
+
+def receiving_scheme(
+    scheme: str, address: str, port: int, token: str, timeout: float, connect_timeout: float
+) -> WeightSyncScheme:
+    """Return the scheme of a worker, not initialized yet, from fields of :func:`init_info`.
+
+    Raises:
+        ValueError: ``scheme`` is neither ``"shared"`` nor ``"distributed"``.
+    """
+    made: WeightSyncScheme
+    if scheme == "shared":
+        made = SharedMemWeightSyncScheme("state_dict", address=address, token=token, timeout=timeout)
+    elif scheme == "distributed":
+        made = DistributedWeightSyncScheme(
+            strategy="state_dict", address=address, port=port, token=token, timeout=timeout
+        )
+    else:
+        raise ValueError(f"unknown scheme {scheme!r} in init_info (known: 'shared', 'distributed')")
+    made.connect_timeout = connect_timeout
+    return made
+
+
+def connect_with(scheme: WeightSyncScheme, calls: Sequence[Callable[[], None]]) -> None:
+    """Connect a sender, unless it is connected already, while ``calls`` have vLLM's workers join it.
+
+    Each call runs in a thread of its own. If one raises, the wait for the workers ends.
+
+    Raises:
+        SyncTimeoutError, SchemaMismatchError: as :meth:`~weight_update.WeightSyncScheme.connect`.
+        Exception: the first error of the calls.
+    """
+    before = scheme.worker_alive
+    with ThreadPoolExecutor(max(len(calls), 1), "weight_update-init-vllm") as threads:
+        answers: list[Future[None]] = [threads.submit(call) for call in calls]
+        scheme.worker_alive = lambda _: not any(map(_failed, answers))
+        try:
+            if not scheme.synchronized_on_sender:
+                scheme.connect()
+        except SyncFailedError as error:  # it says only that the call failed
+            for answer in filter(_failed, answers):
+                raise answer.exception() or error from error
+            raise
+        finally:
+            scheme.worker_alive = before
+        for answer in answers:
+            answer.result()
+
+
+def _failed(answer: Future[None]) -> bool:
+    return answer.done() and answer.exception() is not None

@@ -1,0 +1,181 @@
+"""Loading whole versions and patches into a model of vLLM. Imports vLLM when it is used."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from weight_update.engines.base import WeightChange
+from weight_update.serving.vllm.placement import Placements, find_placements
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+_log = logging.getLogger(__name__)
+_SAMPLES = 256
+"""Number of elements of each weight that are compared with what the model stores."""
+
+
+@dataclass(frozen=True)
+class PatchCounts:
+    """Account of one patch.
+
+    Attributes:
+        in_place: number of weights of which the changed elements were written in place.
+        elements: number of these elements.
+        reloaded: number of weights that were loaded as a whole.
+    """
+
+    in_place: int
+    elements: int
+    reloaded: int
+
+    def __str__(self) -> str:
+        return f"{self.in_place} weights in place ({self.elements:,} elements), {self.reloaded} reloaded"
+
+
+class ModelLoader:
+    """Loads weights in checkpoint format into a model of vLLM.
+
+    Whole versions go through vLLM's layerwise reload, which keeps the addresses of the parameters and
+    processes quantized weights again. Source: ``vllm/model_executor/model_loader/reload`` of vLLM 0.33.
+
+    Attributes:
+        placements: how the model stores each weight; None before the first whole version.
+        last_patch: account of the last patch; None before the first.
+    """
+
+    def __init__(self, model: nn.Module, model_config: ModelConfig, device: torch.device) -> None:
+        self.placements: Placements | None = None
+        self.last_patch: PatchCounts | None = None
+        self._model, self._config, self._device = model, model_config, device
+        self._reloading = False
+        self._shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        self._samples: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # positions, values
+
+    @torch.no_grad()
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load some weights of a whole version; :meth:`finish` ends the version."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        if not self._reloading:
+            self._reloading = True
+            self._shapes, self._samples = {}, {}
+            initialize_layerwise_reload(self._model)
+        self._load_into_model(self._on_device(weights))
+
+    def _on_device(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in weights:
+            self._note(name, weight)
+            # A copy: vLLM keeps the weights of a layer until the layer is complete.
+            yield name, weight.to(self._device, copy=True)
+
+    def _note(self, name: str, weight: torch.Tensor) -> None:
+        """Remember what :meth:`_find_placements` has to know of a weight."""
+        if self.placements is None:
+            self._shapes[name] = weight.shape, weight.dtype
+            if weight.numel():
+                positions = torch.randint(weight.numel(), (_SAMPLES,))
+                index = torch.unravel_index(positions, weight.shape)
+                self._samples[name] = positions, weight[index].clone()
+
+    def _load_into_model(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+
+        with disable_mtp_completeness_check():
+            model: Any = self._model  # a module whose attributes are not typed
+            return model.load_weights(weights)
+
+    def finish(self) -> None:
+        """Complete the version: process what was not loaded completely, and let the model compute again."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        if self._reloading:
+            self._reloading = False
+            finalize_layerwise_reload(self._model, self._config)
+            if self.placements is None:
+                self._find_placements()
+
+    def abort(self) -> None:
+        """Make the model computable again after an error; its weights are a mixture then."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        if self._reloading:
+            self._reloading = False
+            finalize_layerwise_reload(self._model, self._config)
+
+    def _find_placements(self) -> None:
+        """Find out how weights are stored, and check it with elements of the version just loaded."""
+        self.placements = find_placements(self._model, self._load_into_model, self._shapes)
+        for name, (positions, values) in self._samples.items():
+            blocks = self.placements.blocks.get(name, ())
+            if not all(block.has(self._shapes[name][0], positions, values) for block in blocks):
+                self.placements.drop(name)
+        self._shapes, self._samples = {}, {}
+        _log.info("how patches are loaded, in weights of the trainer: %s", self.placements)
+        if self.placements.others:
+            _log.warning(
+                "patches reload all weights: %d weights are stored in another form, together with others",
+                len(self.placements.others),
+            )
+
+    @property
+    def takes_patches(self) -> bool:
+        """Whether :meth:`patch` can be called; else a patch is loaded as a whole version."""
+        return self.placements is not None and not self.placements.others
+
+    @torch.no_grad()
+    def patch(self, changes: Iterable[WeightChange]) -> PatchCounts:
+        """Load a patch, each weight in place or as a whole, and return the account of it."""
+        assert self.placements is not None
+        in_place, elements, reloaded = 0, 0, 0
+        for change in changes:
+            if self._patch_in_place(change, self.placements):
+                in_place += 1
+                elements += change.values.numel()
+            else:
+                self._reload(change)
+                reloaded += 1
+        self._process_attention()
+        self.last_patch = PatchCounts(in_place, elements, reloaded)
+        return self.last_patch
+
+    def _patch_in_place(self, change: WeightChange, placements: Placements) -> bool:
+        blocks = placements.blocks.get(change.name)
+        if blocks is None:
+            return False
+        for block in blocks:
+            if change.positions is None:
+                block.stored.copy_(block.of(change.weight))
+            else:
+                block.write(change.weight.shape, change.positions, change.values)
+        return True
+
+    def _reload(self, change: WeightChange) -> None:
+        """Load one weight and process its module again."""
+        from vllm.model_executor.model_loader.reload import (
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
+
+        assert self.placements is not None
+        module = self._model.get_submodule(self.placements.alone[change.name])
+        initialize_layerwise_reload(module)
+        try:
+            self._load_into_model([(change.name, change.weight.to(self._device, copy=True))])
+        finally:
+            finalize_layerwise_reload(module, self._config)
+
+    def _process_attention(self) -> None:
+        """Derive again what attention layers derive from weights of other layers, as a reload ends with."""
+        from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+        for layer in self._model.modules():
+            if is_deferred_attention_layer(layer):
+                process: Any = layer.process_weights_after_loading
+                process(self._config.dtype)

@@ -1,0 +1,146 @@
+"""One worker of vLLM as the engine of a receiver."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar, cast
+
+import torch
+
+from weight_update.engines.base import InferenceEngine, WeightChange
+from weight_update.serving.vllm.control import VLLMServer, end_session
+from weight_update.serving.vllm.joining import PauseMode
+from weight_update.serving.vllm.loader import ModelLoader
+from weight_update.serving.vllm.turns import Turns
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+class LeadingCalls:
+    """The calls of a server for each update, made by the worker of rank 0 when the update has come.
+
+    Args:
+        url: URL of the server.
+        pause: mode of its ``/pause``.
+    """
+
+    def __init__(self, url: str, pause: PauseMode) -> None:
+        self._server, self._pause = VLLMServer(url), pause
+        self._thread = ThreadPoolExecutor(1, "weight_update-vllm-calls")
+        self._update: Future[None] | None = None
+
+    def begin(self, version: int) -> None:
+        """Pause the server and have all of its workers load ``version``."""
+        self._server.pause(self._pause)
+        self._server.start_weight_update()
+        self._update = self._thread.submit(self._server.update_weights, {"version": version})
+
+    def check(self) -> None:
+        """Raise the error of the server's answer, if there is one."""
+        if self._update is not None and self._update.done():
+            self._update.result()
+
+    def finish(self, version: int) -> None:
+        """Wait until all workers have loaded ``version``; then state it, and generate again."""
+        update, self._update = self._update, None
+        assert update is not None
+        update.result()
+        self._server.finish_weight_update(str(version))
+        self._server.resume()
+
+    def abort(self) -> None:
+        """End an update that failed. The server stays paused: its weights are a mixture."""
+        self._update = None
+        end_session(self._server)
+
+    def close(self) -> None:
+        """End the thread of the calls."""
+        self._thread.shutdown(wait=False)
+
+
+class VLLMReceiver(InferenceEngine):
+    """Loads what a receiver gets into the model of one worker of vLLM, in the thread that runs the model.
+
+    Args:
+        loader: loads into the model.
+        turns: waits for vLLM to ask for updates.
+        in_chunks: as :attr:`~weight_update.InferenceEngine.loads_in_chunks`.
+        calls: has the server ask for each update; None leaves that to the trainer.
+    """
+
+    def __init__(
+        self, loader: ModelLoader, turns: Turns, *, in_chunks: bool, calls: LeadingCalls | None
+    ) -> None:
+        self.loads_in_chunks: bool = in_chunks
+        self._loader, self._turns = loader, turns
+        self._calls, self._leads = calls, False
+        self._error: BaseException | None = None
+
+    @property
+    def loads_changes(self) -> bool:  # type: ignore[override]
+        """Whether patches are loaded weight by weight; see :class:`ModelLoader`."""
+        return self._loader.takes_patches
+
+    def begin_update(self, version: int) -> None:
+        """Wait until vLLM asks for ``version``; make it ask, if that is this worker's task.
+
+        Raises:
+            RuntimeError: the server could not be asked.
+            LifecycleError: vLLM shut its weight transfer down.
+        """
+        self._error = None
+        if self._calls is None or self._turns.is_inline:
+            self._turns.admit(version)
+        else:
+            self._ask_server(self._calls, version)
+        self._in_turn(self._loader.abort)  # of a version whose call ended too early
+
+    def _ask_server(self, calls: LeadingCalls, version: int) -> None:
+        calls.begin(version)
+        try:
+            self._turns.admit(version, calls.check)
+        except BaseException:
+            calls.abort()
+            raise
+        self._leads = True
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Load weights of a whole version."""
+        self._in_turn(lambda: self._loader.load(weights))
+
+    def load_changes(self, changes: Iterator[WeightChange], base: int) -> None:
+        """Load a patch, and log how."""
+        counts = self._in_turn(lambda: self._loader.patch(changes))
+        _log.info("patch of version %d: %s", base, counts)
+
+    def finish_update(self, version: int) -> None:
+        """Put ``version`` in force."""
+        self._in_turn(self._loader.finish)
+        self._turns.settle(version)
+        if self._leads:
+            assert self._calls is not None
+            self._calls.finish(version)
+            self._leads = False
+        _log.info("version %d is in force", version)
+
+    def abort_update(self, version: int) -> None:
+        """Make the model computable again, and have vLLM's call fail."""
+        error = self._error or RuntimeError(f"version {version} was not loaded; the trainer knows the reason")
+        try:
+            self._turns.run(self._loader.abort)
+        finally:
+            self._turns.settle(None, error)
+            if self._leads:
+                assert self._calls is not None
+                self._leads = False
+                self._calls.abort()
+
+    def _in_turn(self, work: Callable[[], _T]) -> _T:
+        try:
+            return cast(_T, self._turns.run(work))
+        except BaseException as error:
+            self._error = error
+            raise

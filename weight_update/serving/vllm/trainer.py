@@ -1,0 +1,165 @@
+"""The trainer's side of the backend, for programs written for vLLM's API."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    TrainerInitInfo as VLLMTrainerInitInfo,
+)
+from vllm.distributed.weight_transfer.base import (
+    TrainerWeightTransferEngine,
+    VLLMWeightSyncClient,
+    WeightSource,
+)
+
+from weight_update.errors import SyncFailedError
+from weight_update.report import SyncReport
+from weight_update.schemes.base import WeightSyncScheme
+from weight_update.schemes.distributed import DistributedWeightSyncScheme
+from weight_update.serving.vllm.control import update_in_session
+from weight_update.serving.vllm.joining import connect_with, init_info
+from weight_update.serving.vllm.plugin import BACKEND, register
+from weight_update.strategy.strategy import WeightStrategy
+
+_ANSWER_SECONDS = 5.0
+"""Seconds that workers have to state why they did not load an update, after vLLM's answer."""
+
+register()  # a trainer loads no plugins of vLLM
+
+
+@dataclass
+class TrainerInitInfo(VLLMTrainerInitInfo):
+    """Takes the place of ``NCCLTrainerInitInfo``; nothing else of a program changes.
+
+    Attributes:
+        master_address: address of the trainer's interface, on which it listens.
+        master_port: port on which it listens; 0 takes a free one.
+        world_size: number of vLLM's workers, plus one.
+        strategy: strategy of the scheme, such as one with ``encoding="patch"``.
+        token: secret that workers must know; None makes one.
+        timeout: seconds that an update may take.
+        connect_timeout: seconds that workers may take to join.
+        in_chunks: whether weights are loaded while their version arrives.
+        scheme: another scheme, not initialized; address, port, strategy, token and timeouts are then its own.
+        rank: rank of this process among the trainer's; rank 0 sends.
+    """
+
+    backend: ClassVar[str] = BACKEND
+
+    master_address: str = "127.0.0.1"
+    master_port: int = 0
+    world_size: int = 2
+    strategy: str | WeightStrategy = "state_dict"
+    token: str | None = None
+    timeout: float = 300.0
+    connect_timeout: float = 300.0
+    in_chunks: bool = False
+    scheme: WeightSyncScheme | None = field(default=None)
+
+    def make_scheme(self) -> WeightSyncScheme:
+        """Return the scheme, not initialized."""
+        if self.scheme is not None:
+            return self.scheme
+        return DistributedWeightSyncScheme(
+            strategy=self.strategy,
+            address=self.master_address,
+            port=self.master_port,
+            token=self.token,
+            timeout=self.timeout,
+            connect_timeout=self.connect_timeout,
+        )
+
+
+class Trainer(TrainerWeightTransferEngine[TrainerInitInfo]):
+    """Sends the weights of a ``WeightSource`` by a scheme, and calls vLLM for each update.
+
+    All ranks of a trainer make one and call :meth:`send_weights`. Rank 0 holds all weights while it sends
+    them; the other ranks only gather.
+
+    Attributes:
+        scheme: the scheme; None on ranks above 0.
+        last_report: report of the last update; None before.
+    """
+
+    init_info_cls = TrainerInitInfo
+
+    def __init__(self, *, client: VLLMWeightSyncClient, source: WeightSource, info: TrainerInitInfo) -> None:
+        super().__init__(client=client, source=source, is_sender=info.is_sender, rank=info.rank)
+        self.last_report: SyncReport | None = None
+        self.scheme: WeightSyncScheme | None = info.make_scheme() if info.is_sender else None
+        self._weights: dict[str, torch.Tensor] = {}
+
+    @classmethod
+    def trainer_init(
+        cls,
+        init_info: TrainerInitInfo,
+        *,
+        client: VLLMWeightSyncClient,
+        source: WeightSource | None = None,
+    ) -> Trainer:
+        """Have vLLM's workers join, and send them the first weights.
+
+        Raises:
+            ValueError: there is no source.
+            TypeError: the source does not yield full tensors.
+            Exception: errors of the client, and those of :meth:`~weight_update.WeightSyncScheme.connect`.
+        """
+        if source is None:
+            raise ValueError(
+                "the backend weight_update needs a WeightSource; give source=ModuleSource(model)"
+            )
+        if not source.implements_iter_full():
+            raise TypeError(f"{type(source).__name__} must implement iter_full(): full tensors are sent")
+        trainer = cls(client=client, source=source, info=init_info)
+        trainer._connect(init_info)
+        return trainer
+
+    def _connect(self, info: TrainerInitInfo) -> None:
+        self._read()
+        if self.scheme is None:
+            return
+        try:
+            self.scheme.init_on_sender(weights=lambda: self._weights, num_workers=info.world_size - 1)
+            joining = init_info(self.scheme, in_chunks=info.in_chunks)
+            connect_with(self.scheme, [lambda: self.client.init_weight_transfer_engine(joining)])
+        finally:
+            self._weights = {}
+
+    def send_weights(self) -> None:
+        """Send the source's weights and have vLLM load them; vLLM then states their version.
+
+        Raises:
+            SyncFailedError: workers did not load them; it has their errors.
+            Exception: an error of the client.
+        """
+        self._read()
+        scheme = self.scheme
+        if scheme is None:
+            return
+        try:
+            handle = scheme.send_async(self._weights)
+            try:
+                update_in_session(self.client, handle.version)
+            except Exception as error:
+                try:
+                    handle.wait(_ANSWER_SECONDS)
+                except SyncFailedError as failed:  # it names the workers, and has their errors
+                    raise failed from error
+                raise
+            self.last_report = handle.wait()
+        finally:
+            self._weights = {}
+
+    def _read(self) -> None:
+        """Iterate the source, which may gather; only the sender keeps the weights."""
+        assert self.source is not None
+        for name, weight in self.source.iter_full():
+            if self.is_sender:
+                self._weights[name] = weight.detach()
+
+    def shutdown(self) -> None:
+        if self.scheme is not None:
+            self.scheme.shutdown()

@@ -1,0 +1,185 @@
+"""Turns of two threads: the receiver's has weights, and vLLM's runs the model that they are loaded into."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+from weight_update.errors import LifecycleError, SyncTimeoutError
+
+_log = logging.getLogger(__name__)
+_LOOK_SECONDS = 0.5
+"""Interval at which a wait looks whether the sender still lives."""
+_PATIENCE_SECONDS = 30.0
+"""Seconds after which an update that vLLM did not ask for is logged."""
+
+
+class Turns:
+    """Loads updates in the thread that runs the model, when that thread asks for them.
+
+    Workers of one model must change versions between the same two steps. Therefore an update waits in
+    :meth:`admit` until vLLM's call of ``update_weights``, which reaches all workers between two steps.
+
+    Attributes:
+        version: version that was loaded last; None before the first, and after one that failed.
+    """
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self._changed = threading.Condition()
+        self._owner: int | None = None  # the thread that serves now
+        self._anything = False  # whether it takes any version
+        self._target: int | None = None  # the version it takes; None is the next one
+        self._waiting: int | None = None  # the version in admit()
+        self._work: tuple[Callable[[], Any], Future[Any]] | None = None
+        self._error: BaseException | None = None
+        self._reached = self._closed = False
+
+    @property
+    def is_inline(self) -> bool:
+        """Whether the calling thread both receives and runs the model."""
+        return self._anything and self._owner == threading.get_ident()
+
+    # -- in the receiver's thread ------------------------------------------------------------------
+
+    def admit(self, version: int, check: Callable[[], None] = lambda: None) -> None:
+        """Wait until vLLM asks for ``version``; ``check`` may raise an error that ends the wait.
+
+        Raises:
+            LifecycleError: :meth:`close` was called.
+        """
+        logged, since = False, time.monotonic()
+        with self._changed:
+            self._waiting = version
+            self._changed.notify_all()
+            try:
+                while not self._takes(version):
+                    if self._closed:
+                        raise LifecycleError("vLLM shut its weight transfer down")
+                    check()
+                    if not logged and time.monotonic() - since > _PATIENCE_SECONDS:
+                        logged = True
+                        _log.warning(
+                            "version %d waits for vLLM's update_weights(); the trainer must call it, or give "
+                            "init_info(control=<URL of the server>)",
+                            version,
+                        )
+                    self._changed.wait(_LOOK_SECONDS)
+            finally:
+                self._waiting = None
+
+    def _takes(self, version: int) -> bool:
+        if self._closed or self._owner is None:
+            return False
+        return self._anything or self._target is None or version <= self._target
+
+    def run(self, work: Callable[[], Any]) -> Any:
+        """Return the result of ``work``, called in the thread that serves.
+
+        Raises:
+            LifecycleError: no thread serves; the call of ``update_weights`` ended before its update did.
+        """
+        if self._owner == threading.get_ident():
+            return work()
+        answer: Future[Any] = Future()
+        with self._changed:
+            self._work = work, answer
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: answer.done() or self._owner is None)
+            if not answer.done():
+                self._work = None
+                raise LifecycleError("vLLM's update_weights() ended before its update was loaded")
+        return answer.result()
+
+    def settle(self, version: int | None, error: BaseException | None = None) -> None:
+        """Note that ``version`` was loaded; with None, that loading failed with ``error``."""
+        with self._changed:
+            self.version, self._error = version, error
+            self._reached = True
+            self._changed.notify_all()
+
+    # -- in the thread that runs the model ---------------------------------------------------------
+
+    @contextlib.contextmanager
+    def inline(self) -> Iterator[None]:
+        """Return a context manager in which this thread is the receiver's, too, and takes any version."""
+        self._owner, self._anything = threading.get_ident(), True
+        try:
+            yield
+        finally:
+            self._owner, self._anything = None, False
+
+    def serve(self, target: int | None, timeout: float, check: Callable[[], None]) -> int:
+        """Load updates until ``target`` is in force, or the next one if it is None; return its number.
+
+        Args:
+            target: number of the version.
+            timeout: seconds to wait for the version to arrive and load.
+            check: called now and then; it raises an error if no update can come.
+
+        Raises:
+            LifecycleError: a newer version than ``target`` has come, or is in force.
+            SyncTimeoutError: the version did not come in time.
+            Exception: loading failed.
+        """
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            self._owner, self._target = threading.get_ident(), target
+            self._error, self._reached = None, False
+            self._changed.notify_all()
+            try:
+                while not self._is_done(target):
+                    if self._work is not None:
+                        self._call()
+                        continue
+                    check()
+                    if time.monotonic() > deadline:
+                        raise SyncTimeoutError(_late(target, timeout))
+                    self._changed.wait(_LOOK_SECONDS)
+            finally:
+                self._owner = None
+                self._changed.notify_all()
+            assert self.version is not None
+            return self.version
+
+    def _is_done(self, target: int | None) -> bool:
+        if self._error is not None:
+            raise self._error
+        if target is None:
+            return self._reached and self.version is not None
+        ahead = self._waiting if self._waiting is not None else self.version
+        if ahead is not None and ahead > target:
+            raise LifecycleError(
+                f"vLLM was asked for version {target}, but this worker has version {ahead}; call "
+                f"update_weights with version {ahead}, and send nothing before it returns"
+            )
+        return self.version == target
+
+    def _call(self) -> None:
+        assert self._work is not None
+        (work, answer), self._work = self._work, None
+        self._changed.release()  # close() does not wait for the work
+        try:
+            answer.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - the receiver's thread raises it
+            answer.set_exception(error)
+        finally:
+            self._changed.acquire()
+        self._changed.notify_all()
+
+    def close(self) -> None:
+        """End all waits."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+def _late(target: int | None, timeout: float) -> str:
+    what = "no update" if target is None else f"version {target} did not"
+    verb = " arrived" if target is None else " arrive"
+    return f"{what}{verb} within {timeout:g} s; has the trainer called send()? (or raise timeout=)"
