@@ -12,7 +12,7 @@ import torch
 import torch.multiprocessing as mp
 
 from benchmarks.processes import Process
-from benchmarks.report import Figure, Table, Unable, chosen, machine, ratio, say, show_ratio
+from benchmarks.report import Figure, Table, Unable, chosen, machine, ratio, say
 from benchmarks.targets import Target, target, targets_table
 from benchmarks.updates import Weights, change
 from weight_update import (
@@ -28,7 +28,7 @@ from weight_update.wire.memory import digest
 
 QUICK = "40 MB, 2 turns"
 
-LOADED, ENGINE, PATCHED = "dense, load_state_dict()", "dense, TransformersEngine", "patch, TransformersEngine"
+LOADED, PATCHED = "dense, load_state_dict()", "patch, TransformersEngine"
 _LINKS = {"1 Gbit/s": 1e9 / 8, "10 Gbit/s": 10e9 / 8}
 _VOCABULARY, _LAYERS = 32_000, 24
 _WARM = 2
@@ -81,7 +81,6 @@ class Receiver:
     """A process with one engine."""
 
     def __init__(self, name: str, scheme: WeightSyncScheme, megabytes: float) -> None:
-        torch.set_num_threads(max(1, torch.get_num_threads()))
         self._model, self._scheme = make_model(megabytes), scheme
         self._engine: Any = Loader(self._model) if name == LOADED else self._transformers_engine()
         scheme.init_on_receiver(model=self._engine, worker_idx=0)
@@ -191,7 +190,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     ]
     yield Table(
         f"A Qwen3 model of {size:g} MB in bfloat16, {fraction:.1%} of its elements changed",
-        "Milliseconds, median (min .. max), from ``send()`` on the trainer until the engine may continue. *on "
+        "Milliseconds, median (min .. max), from ``send()`` in the trainer until the engine may go on. *on "
         "one host*: measured, over shared memory. *at 1 (10) Gbit/s*: the same, plus the time that the link "
         "needs for the bytes. *pause*: time in which the engine may not generate.",
         ["update", "MB", "on one host", *(f"at {link}" for link in _LINKS), "pause"],
