@@ -272,13 +272,14 @@ def test_an_aborted_step_leaves_the_kept_tensors(connect: Connect) -> None:
     sender, _ = connect(source, engine, schemes[0])
     second, _ = connect(net(2), Notebook(), schemes[1])
     for seed in range(4):
-        before = dict(engine.loaded)
+        before, state = dict(engine.loaded), copy.deepcopy(source.state_dict())
         change_some(source, seed)
         with pytest.raises(SchemaMismatchError):
             send_together({sender: None, second: {"unknown": torch.ones(1)}})
         engine.require_unchanged()
         assert engine.loaded == before
-        change_some(source, seed)
+        source.load_state_dict(state)  # the next patch does not overwrite what was aborted
+        change_some(source, seed + 10)
         report = sender.send()
         assert report.encoding == "patch"
         assert engine.loaded == weights_of(source)

@@ -36,7 +36,6 @@ def stack() -> Iterator[ExitStack]:
         slow(DistributedWeightSyncScheme, None, 8, 6),
         slow(SharedMemWeightSyncScheme, None, 100, 60),
         slow(DistributedWeightSyncScheme, None, 100, 60),
-        slow(DistributedWeightSyncScheme, {"host": "another"}, 24, 40),
     ],
 )
 @pytest.mark.timeout(600)

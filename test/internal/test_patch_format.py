@@ -53,6 +53,17 @@ def test_every_element_of_every_shape(
     case.applied(case.encode(chosen))
 
 
+@pytest.mark.parametrize("chosen", ALL_OPTIONS)
+def test_a_kept_patch_survives_its_payload(chosen: PatchOptions) -> None:
+    case = bf16_case(1 << 16, 0.02)
+    payload = case.encode(chosen)
+    kept = decode_patch(payload, case.schema).kept()
+    payload.fill_(77)
+    flat = case.old.clone()
+    kept.write(flat)
+    assert torch.equal(flat, case.new)
+
+
 def test_changes_of_nothing() -> None:
     case = Case(
         WeightSchema.of({}), torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8), Changes()

@@ -160,6 +160,9 @@ class Delta(Protocol):
     def touched(self, schema: WeightSchema) -> list[int]:
         """Return the positions of the schema entries that change, in ascending order."""
 
+    def kept(self) -> Delta:
+        """Return the same delta without views into its payload, whose memory is used again."""
+
     def elements_of(self, meta: TensorMeta) -> torch.Tensor | None:
         """Return flat indices of the elements of an entry that change, int64, ascending; None for all."""
 

@@ -16,9 +16,6 @@ from weight_update.receiver.targets import EngineTarget, StagedUpdate, Target
 from weight_update.strategy.binding import Binding
 from weight_update.wire.schema import WeightSchema
 
-Elements = tuple[int, torch.Tensor | None]
-"""Position of a schema entry, and flat indices of some of its elements, int64; None for all."""
-
 
 class EngineCopy(OwnCopy):
     """A copy of all weights, for an engine that copies what it is given.
@@ -60,18 +57,18 @@ class DoubleBuffer(OwnCopy):
         self, schema: WeightSchema, binding: Binding | None, owns: Callable[[torch.Tensor], bool]
     ) -> None:
         super().__init__(schema, binding, owns)
-        self._spare: tuple[torch.Tensor, list[torch.Tensor]] | None = None
-        self._differing: list[Elements] = []  # the elements in which the spare copy may differ
+        self._spare: tuple[torch.Tensor, list[torch.Tensor]] | None = None  # None if its content is unknown
+        self._staged: list[Delta] = []
+        self._behind: list[Delta] = []  # changes that the spare copy lacks
 
     def stage(self, update: StagedUpdate, target: Target) -> None:
         super().stage(update, target)
         if update.base is None:
             return
-        changing = elements_of(update.deltas, self.schema)
-        flat, views = self._spare = self._equal_spare()
-        self._differing = changing
+        flat, views = self._equal_spare()
         for delta in update.deltas:
             delta.write(flat)
+        self._staged = [delta.kept() for delta in update.deltas]
         self._next, update.values, update.deltas = (flat, views), list(views), []
 
     def begin(self, update: StagedUpdate, target: Target, replaced: bool) -> None:
@@ -80,43 +77,36 @@ class DoubleBuffer(OwnCopy):
     def switch(self, update: StagedUpdate, target: Target) -> None:
         target.write(self.schema.names, update.values, update.version)
         assert self._next is not None
-        self._spare = None
         if update.base is not None and self._flat is not None:
-            self._spare = self._flat, self.values
+            self._spare, self._behind = (self._flat, self.values), self._staged
+        else:
+            self._spare = None
         (self._flat, self.values), self._next = self._next, None
         self._version = update.version
 
+    def settle(self) -> None:
+        if self._spare is not None:
+            self._spare = self._equal_spare()
+
     def _equal_spare(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Make the spare copy equal to the copy in force, and return it."""
-        if self._spare is None:
+        """Return a copy that equals the one in force, and that is not spare until :meth:`switch`."""
+        spare, self._spare = self._spare, None
+        if spare is None:
             flat = self._allocate()
-            views = self.schema.views(flat)
-            copy_all(views, self.values)
-            return flat, views
-        for i, positions in self._differing:
-            to, of = _bits(self._spare[1][i]), _bits(self.values[i])
-            if positions is None:
-                to[:] = of
-            else:
-                to[positions.numpy()] = np.take(of, positions.numpy())
-        return self._spare
+            spare = flat, self.schema.views(flat)
+            copy_all(spare[1], self.values)
+        else:
+            self._catch_up(spare[0])
+        return spare
+
+    def _catch_up(self, flat: torch.Tensor) -> None:
+        behind, self._behind = self._behind, []
+        for delta in behind:
+            delta.write(flat)
 
 
 def _takes_changes(target: Target) -> bool:
     return isinstance(target, EngineTarget) and target.loads_changes
-
-
-def elements_of(deltas: Sequence[Delta], schema: WeightSchema) -> list[Elements]:
-    """Return the elements that ``deltas`` change."""
-    touched = sorted({i for delta in deltas for i in delta.touched(schema)})
-    return [(i, _union([delta.elements_of(schema.tensors[i]) for delta in deltas])) for i in touched]
-
-
-def _union(found: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    if len(found) == 1:
-        return found[0]
-    arrays = [one.numpy() for one in found if one is not None]
-    return torch.from_numpy(np.unique(np.concatenate(arrays))) if len(arrays) == len(found) else None
 
 
 def changes_of(
@@ -124,16 +114,23 @@ def changes_of(
 ) -> list[WeightChange]:
     """Return what ``deltas`` changed; ``values`` has the new value of each schema entry, on the CPU."""
 
-    def change(elements: Elements) -> WeightChange:
-        i, positions = elements
-        weight = values[i]
+    def change(i: int) -> WeightChange:
+        name, weight = schema.names[i], values[i]
+        positions = _union([delta.elements_of(schema.tensors[i]) for delta in deltas])
         if positions is None:
-            return WeightChange(schema.names[i], None, weight, weight)
+            return WeightChange(name, None, weight, weight)
         bits = torch.from_numpy(np.take(_bits(weight), positions.numpy()))
-        return WeightChange(schema.names[i], positions, bits.view(weight.dtype), weight)
+        return WeightChange(name, positions, bits.view(weight.dtype), weight)
 
-    elements = elements_of(deltas, schema)
-    return in_threads(change, elements, threads_for(sum(values[i].numel() for i, _ in elements)))
+    touched = sorted({i for delta in deltas for i in delta.touched(schema)})
+    return in_threads(change, touched, threads_for(sum(values[i].numel() for i in touched)))
+
+
+def _union(found: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    if len(found) == 1:
+        return found[0]
+    arrays = [one.numpy() for one in found if one is not None]
+    return torch.from_numpy(np.unique(np.concatenate(arrays))) if len(arrays) == len(found) else None
 
 
 # Not torch: its threads hang in forked processes.

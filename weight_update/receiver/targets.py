@@ -279,6 +279,9 @@ class Storage:
         if replaced:
             update.values = target.prepare(self.schema.names, update.values)
 
+    def settle(self) -> None:
+        """Do work for the next update, after the sender was told that this one is in force."""
+
     def switch(self, update: StagedUpdate, target: Target) -> None:
         """Put the update in force; only an engine may still raise."""
         target.write(self.schema.names, update.values, update.version)

@@ -228,6 +228,7 @@ class UpdateHandler:
             "stall_seconds": stall,
         }
         self._answer(Kind.APPLIED, applied)
+        update.storage.settle()
         leftovers = [*update.used_up, *(before.payloads if before is not None else ())]
         self.leftovers = [memory for memory in leftovers if all(memory is not one for one in update.payloads)]
 

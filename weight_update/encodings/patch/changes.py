@@ -136,9 +136,11 @@ class Changes:
         ends = np.array([metas[i].offset + metas[i].nbytes for i in order])
         hit = np.zeros(len(order), dtype=bool)
         for part in self.sparse:
-            bytes_at = part.positions.numpy() * part.width
-            counts = np.searchsorted(bytes_at, ends) - np.searchsorted(bytes_at, starts)
-            hit |= counts > 0
+            bounds = -(
+                -np.stack([starts, ends]) // part.width
+            )  # the first element that begins there or later
+            first, last = np.searchsorted(part.positions.numpy(), bounds)
+            hit |= first < last
         for one in self.ranges:
             hit |= (starts < one.start + one.data.numel()) & (one.start < ends)
         return sorted(order[int(i)] for i in np.flatnonzero(hit))
@@ -155,7 +157,8 @@ class Changes:
             first, last = np.searchsorted(positions, (-(-start // part.width), -(-end // part.width)))
             if first < last and part.width > size:
                 return None
-            found.append((positions[first:last] * part.width - start) // size)
+            here = positions[first:last]
+            found.append(here - start // size if part.width == size else (here * part.width - start) // size)
         for one in self.ranges:
             low, high = max(one.start, start), min(one.start + one.data.numel(), end)
             if (low, high) == (start, end):

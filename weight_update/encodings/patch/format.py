@@ -112,6 +112,9 @@ class Patch(Delta):
     def touched(self, schema: WeightSchema) -> list[int]:
         return self.changes.touched(schema)
 
+    def kept(self) -> Patch:
+        return Patch(self.base, self.version, self.changes.map(torch.clone))
+
     def elements_of(self, meta: TensorMeta) -> torch.Tensor | None:
         return self.changes.elements_of(meta)
 
