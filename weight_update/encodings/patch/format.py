@@ -11,7 +11,7 @@ schema before it allocates or writes memory.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -113,7 +113,13 @@ class Patch(Delta):
         return self.changes.touched(schema)
 
     def kept(self) -> Patch:
-        return Patch(self.base, self.version, self.changes.map(torch.clone))
+        changes = self.changes
+        sparse = tuple(  # positions are decoded, so no views
+            replace(part, segments=tuple(replace(one, values=one.values.clone()) for one in part.segments))
+            for part in changes.sparse
+        )
+        ranges = tuple(replace(one, data=one.data.clone()) for one in changes.ranges)
+        return Patch(self.base, self.version, Changes(sparse, ranges))
 
     def elements_of(self, meta: TensorMeta) -> torch.Tensor | None:
         return self.changes.elements_of(meta)
