@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import numpy as np
@@ -158,10 +159,9 @@ def add_options(known: argparse.ArgumentParser) -> None:
 def facts(options: argparse.Namespace) -> list[str]:
     del options
     try:
-        import transformers
-    except ImportError:
+        return machine(["torch", "tensordict", "transformers"], threads=torch.get_num_threads())
+    except PackageNotFoundError:
         raise Unable('transformers is not installed: pip install "weight-update[transformers]"') from None
-    return [*machine(["torch", "tensordict"]), f"transformers {transformers.__version__}"]
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:

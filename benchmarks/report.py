@@ -145,8 +145,8 @@ class Table:
     verdicts: Sequence[tuple[str, str]] = ()
 
 
-def machine(names: Sequence[str] = ("torch", "tensordict", "torchrl")) -> list[str]:
-    """Return date, machine and versions of ``names``, one fact a line."""
+def machine(names: Sequence[str] = ("torch", "tensordict", "torchrl"), threads: int = 1) -> list[str]:
+    """Return date, machine, versions of ``names``, and the threads of a worker; one fact a line."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return [
         f"Date: {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
@@ -154,7 +154,7 @@ def machine(names: Sequence[str] = ("torch", "tensordict", "torchrl")) -> list[s
         f"{platform.system()} {platform.release()} {platform.machine()}",
         f"Python {platform.python_version()}, "
         + ", ".join(f"{name} {version(name)}" for name in names)
-        + f", {torch.get_num_threads()} threads in the sender, 1 in each worker",
+        + f", {torch.get_num_threads()} threads in the sender, {threads} in each worker",
     ]
 
 

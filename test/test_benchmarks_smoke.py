@@ -247,6 +247,19 @@ def test_methods_and_styles_of_a_synchronizer(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_patches_into_an_engine(tmp_path):
+    pytest.importorskip("transformers", reason="the benchmark updates its models")
+    file = tmp_path / "engines.rst"
+    _run("engines", "--quick", "--rst", str(file))
+    title = "A Qwen3 model of 40 MB in bfloat16, 1.0% of its elements changed"
+    tables = _tables(file.read_text(), [title, "Targets"])
+    dense, patch = _cells(tables[title])
+    assert _numbers(patch["MB"])[0] < _numbers(dense["MB"])[0] / 20
+    assert all(row["met"] != "not measured" for row in _require_verdicts(tables["Targets"]).values())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_cost_of_observers(tmp_path):
     pytest.importorskip("torchrl", reason="the benchmark observes with its loggers")
     file = tmp_path / "observers.rst"
