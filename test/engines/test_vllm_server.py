@@ -202,7 +202,7 @@ def test_a_server_that_is_gone_is_named(worker: OneWorker, policy: nn.Module) ->
         scheme.init_on_sender(model=policy, num_workers=1)
         info = init_info(scheme, control=nobody)
         connect_with(scheme, [lambda: worker.init_weight_transfer_engine(info)])
-        with pytest.raises(SyncFailedError, match="no server answers at .*/pause"):
+        with pytest.raises(SyncFailedError, match=r"no server answers at .*/pause"):
             scheme.send()
         assert worker.engine.version == 0  # the version before stays in force
 
