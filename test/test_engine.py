@@ -300,7 +300,7 @@ def test_an_engine_is_not_written_past_its_scheme(hire: Any) -> None:
 
 # -- failures ------------------------------------------------------------------------------------------
 
-ROADS = {
+WAYS = {
     "staged dense": (False, "dense", None),
     "staged patch": (False, PatchEncoding(), None),
     "staged, sent in chunks": (False, SMALL, 2),
@@ -310,9 +310,9 @@ ROADS = {
 
 
 @pytest.mark.parametrize("place", quick_for([0, 3, "finish"], 3))
-@pytest.mark.parametrize("road", ROADS)
-def test_an_engine_that_fails(hire: Any, road: str, place: int | str) -> None:
-    in_chunks, encoding, limit = ROADS[road]
+@pytest.mark.parametrize("way", WAYS)
+def test_an_engine_that_fails(hire: Any, way: str, place: int | str) -> None:
+    in_chunks, encoding, limit = WAYS[way]
     source, engines = mlp(1), [Notebook(in_chunks) for _ in range(2)]
     procs = hire(source, *engines, strategy=strategy(encoding, limit))
     procs.ask("run", calls)
@@ -341,9 +341,9 @@ def test_an_engine_that_fails(hire: Any, road: str, place: int | str) -> None:
     assert procs.workers[0].call("run", received, 0.0) == {}
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_an_engine_that_does_not_begin_keeps_its_version(hire: Any, road: str) -> None:
-    in_chunks, encoding, limit = ROADS[road]
+@pytest.mark.parametrize("way", WAYS)
+def test_an_engine_that_does_not_begin_keeps_its_version(hire: Any, way: str) -> None:
+    in_chunks, encoding, limit = WAYS[way]
     source = mlp(1)
     procs = hire(source, Notebook(in_chunks), kind="memory", strategy=strategy(encoding, limit))
     before = procs.ask("run", loaded)
@@ -358,10 +358,10 @@ def test_an_engine_that_does_not_begin_keeps_its_version(hire: Any, road: str) -
 
 
 @pytest.mark.parametrize("place", ["begin", 3, "finish"])
-@pytest.mark.parametrize("road", ROADS)
-def test_an_engine_whose_server_is_gone(hire: Any, road: str, place: int | str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_an_engine_whose_server_is_gone(hire: Any, way: str, place: int | str) -> None:
     """An engine's TransportError is an error of the update, and not of the link to the sender."""
-    in_chunks, encoding, limit = ROADS[road]
+    in_chunks, encoding, limit = WAYS[way]
     source = mlp(1)
     procs = hire(source, Notebook(in_chunks), kind="memory", strategy=strategy(encoding, limit))
     procs.workers[0].call("run", set_in_engine, "fails", place)
