@@ -109,7 +109,7 @@ def test_a_server_takes_the_update_after_one_that_did_not_begin(starts: bool) ->
     with ThreadPoolExecutor() as threads, contextlib.closing(turns):
         begun = threads.submit(receiver.begin_update, 1)
         threads.submit(turns.serve, 1, WAIT, nothing)
-        with pytest.raises(RuntimeError, match="took too long|loader broke"):
+        with pytest.raises(RuntimeError, match=r"took too long|loader broke"):
             begun.result(WAIT)
     assert not calls.open
 

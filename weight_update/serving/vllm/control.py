@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import urllib.parse
 from typing import Any
@@ -140,11 +141,9 @@ def update_in_session(client: Any, version: int | None, timeout: float | None = 
 
 
 def end_session(client: Any) -> None:
-    """End a session in which loading failed, on those workers that still have one."""
-    try:
+    """End a session in which loading failed; workers whose session ended with their error raise again."""
+    with contextlib.suppress(Exception):
         client.finish_weight_update()
-    except Exception as expected:  # noqa: BLE001 - from workers whose session ended with their error
-        del expected
 
 
 def connect_servers(
