@@ -24,6 +24,7 @@ class Notebook(InferenceEngine):
         calls: what was called, in order; of ``load_weights`` and ``load_changes`` the names.
         loaded: copies of the weights, by name.
         fails: the call that fails once: ``"begin"``, ``"finish"``, or the number of a weight.
+        error: type of the error that is raised then.
         stays: number of the weight at which it waits, once, for half a minute.
         skips: the number of weights that it leaves, once.
     """
@@ -38,6 +39,7 @@ class Notebook(InferenceEngine):
         self.calls: list[tuple[str, Any]] = []
         self.loaded: dict[str, torch.Tensor] = {}
         self.fails: str | int | None = None
+        self.error: type[Exception] = ZeroDivisionError
         self.stays: int | None = None
         self.skips = 0
         self._seen = 0
@@ -91,7 +93,7 @@ class Notebook(InferenceEngine):
     def _fail_at(self, place: str | int) -> None:
         if self.fails == place:
             self.fails = None
-            raise ZeroDivisionError(f"the engine broke at {place}")
+            raise self.error(f"the engine broke at {place}")
 
 
 class Pointing(InferenceEngine):

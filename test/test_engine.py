@@ -26,6 +26,7 @@ from weight_update import (
     SharedMemWeightSyncScheme,
     SyncFailedError,
     SyncTimeoutError,
+    TransportError,
     UnsupportedSourceError,
     WeightSchema,
     WeightStrategy,
@@ -299,7 +300,7 @@ def test_an_engine_is_not_written_past_its_scheme(hire: Any) -> None:
 
 # -- failures ------------------------------------------------------------------------------------------
 
-ROADS = {
+WAYS = {
     "staged dense": (False, "dense", None),
     "staged patch": (False, PatchEncoding(), None),
     "staged, sent in chunks": (False, SMALL, 2),
@@ -309,9 +310,9 @@ ROADS = {
 
 
 @pytest.mark.parametrize("place", quick_for([0, 3, "finish"], 3))
-@pytest.mark.parametrize("road", ROADS)
-def test_an_engine_that_fails(hire: Any, road: str, place: int | str) -> None:
-    in_chunks, encoding, limit = ROADS[road]
+@pytest.mark.parametrize("way", WAYS)
+def test_an_engine_that_fails(hire: Any, way: str, place: int | str) -> None:
+    in_chunks, encoding, limit = WAYS[way]
     source, engines = mlp(1), [Notebook(in_chunks) for _ in range(2)]
     procs = hire(source, *engines, strategy=strategy(encoding, limit))
     procs.ask("run", calls)
@@ -340,9 +341,9 @@ def test_an_engine_that_fails(hire: Any, road: str, place: int | str) -> None:
     assert procs.workers[0].call("run", received, 0.0) == {}
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_an_engine_that_does_not_begin_keeps_its_version(hire: Any, road: str) -> None:
-    in_chunks, encoding, limit = ROADS[road]
+@pytest.mark.parametrize("way", WAYS)
+def test_an_engine_that_does_not_begin_keeps_its_version(hire: Any, way: str) -> None:
+    in_chunks, encoding, limit = WAYS[way]
     source = mlp(1)
     procs = hire(source, Notebook(in_chunks), kind="memory", strategy=strategy(encoding, limit))
     before = procs.ask("run", loaded)
@@ -352,6 +353,24 @@ def test_an_engine_that_does_not_begin_keeps_its_version(hire: Any, road: str) -
     with pytest.raises(SyncFailedError, match="the engine broke at begin"):
         procs.scheme.send()
     assert (procs.ask("run", calls), procs.ask("version"), procs.ask("run", loaded)) == ([[]], [0], before)
+    procs.scheme.send()
+    assert procs.ask("run", loaded) == [tensors_of(source)]
+
+
+@pytest.mark.parametrize("place", ["begin", 3, "finish"])
+@pytest.mark.parametrize("way", WAYS)
+def test_an_engine_whose_server_is_gone(hire: Any, way: str, place: int | str) -> None:
+    """An engine's TransportError is an error of the update, and not of the link to the sender."""
+    in_chunks, encoding, limit = WAYS[way]
+    source = mlp(1)
+    procs = hire(source, Notebook(in_chunks), kind="memory", strategy=strategy(encoding, limit))
+    procs.workers[0].call("run", set_in_engine, "fails", place)
+    procs.workers[0].call("run", set_in_engine, "error", TransportError)
+    with torch.no_grad():
+        source[0].weight[0, :2] += 1.0
+    with pytest.raises(SyncFailedError, match=f"TransportError: the engine broke at {place}"):
+        procs.scheme.send()
+    assert procs.ask("version") == [0 if place == "begin" else None]
     procs.scheme.send()
     assert procs.ask("run", loaded) == [tensors_of(source)]
 

@@ -15,6 +15,7 @@ import pickle
 import sys
 import threading
 import types
+import urllib.request
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,7 @@ from weight_update import (
     SyncTimeoutError,
     TransportError,
     UnreachableMemoryError,
+    WeightChange,
     WeightStrategy,
 )
 from weight_update.engines import SGLangEngine, SGLangServer
@@ -193,6 +195,8 @@ class StandInServer(StandInScheduler):
                 if route in ("pause_generation", "continue_generation"):
                     scheduler.paused = route == "pause_generation"
                     scheduler.calls.append(route)
+                    if (route, scheduler.fails) == ("pause_generation", "pause hangs"):
+                        scheduler.held.wait(WAIT)
                     return self.reply(200, {"status": "ok"})
                 if "serialized_named_tensors" in body:
                     one, *_ = body.pop("serialized_named_tensors")
@@ -403,7 +407,7 @@ def test_errors_of_the_server(stand_in: Any) -> None:
     with pytest.raises(ValueError, match="pause='in_place'"):
         SGLangServer(stand_in.url, pause="in_place")  # type: ignore[arg-type]
     stand_in.close()
-    with pytest.raises(TransportError, match=r"no SGLang server answers at .*refused"):
+    with pytest.raises(TransportError, match=r"no server answers at .*refused"):
         SGLangServer(stand_in.url)
 
 
@@ -423,3 +427,61 @@ def test_an_order_for_another_file(tmp_path: Any) -> None:
     order = {"kind": "remember", "schema": {}, "data": str(victim), "answers": str(victim)}
     load(Model(), [(json.dumps(order), torch.empty(0))])
     assert victim.read_text() == ""
+
+
+@both
+def test_an_engine_that_takes_whole_weights_only(stand_in: Any, connected: Any) -> None:
+    """The remedy that the error for transformed weights names."""
+    stand_in.transforms = True
+    source, engine = Source(), adapter(stand_in, loads_changes=False)
+    scheme = connected(source, engine, PatchEncoding())
+    stand_in.model.loads.clear()
+    source.change()
+    assert scheme.send().encoding == "patch"
+    assert stand_in.model.loads == list(source.state_dict())
+
+
+@both
+@pytest.mark.parametrize("transforms", [False, True])
+def test_patches_of_whole_weights(stand_in: Any, connected: Any, transforms: bool) -> None:
+    """Before the first patch SGLang's weights are checked, also if the patch changes no single elements."""
+    stand_in.transforms = transforms
+    engine = adapter(stand_in)
+    connected(Source(), engine, PatchEncoding())
+    name, weight = "layers.0.out", torch.ones(6, 6)
+    engine.begin_update(1)
+    if transforms:
+        with pytest.raises(RuntimeError, match=r"no patches: layers\.0\.out;"):
+            engine.load_changes(iter([WeightChange(name, None, weight, weight)]), 0)
+        engine.abort_update(1)
+        return
+    engine.load_changes(iter([WeightChange(name, None, weight, weight)]), 0)
+    engine.finish_update(1)
+    assert engine.last_patch == {name: False}
+    weight[2, 3] = 7.0
+    engine.begin_update(2)
+    engine.load_changes(iter([WeightChange(name, torch.tensor([15]), torch.tensor([7.0]), weight)]), 1)
+    engine.finish_update(2)
+    assert torch.equal(stand_in.model.layers[0].out, weight)
+
+
+@pytest.mark.parametrize("stand_in", ["server"], indirect=True)
+def test_a_pause_that_takes_too_long(stand_in: Any) -> None:
+    """The server may pause after the timeout; it continues with the version before."""
+    engine = adapter(stand_in)
+    engine.begin_update(0)
+    engine.finish_update(0)
+    stand_in.fails, engine._calls._timeout = "pause hangs", 0.2
+    with pytest.raises(SyncTimeoutError, match="pause_generation took longer"):
+        engine.begin_update(1)
+    assert stand_in.calls[-2:] == ["pause_generation", "continue_generation"]
+    assert engine.version == 0
+
+
+@pytest.mark.parametrize("stand_in", ["server"], indirect=True)
+def test_a_proxy_for_the_web_is_not_used(stand_in: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(urllib.request, "_opener", None)  # it would keep the proxies of an earlier test
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    assert adapter(stand_in).version is None

@@ -389,3 +389,33 @@ def test_a_request_that_transformers_cannot_answer(connected: Any) -> None:
         engine.generate([PROMPT])
     with pytest.raises(LifecycleError, match="generation has ended"):
         engine.generate([PROMPT])
+
+
+def test_an_update_that_fails_after_the_pause_began(connected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, engine = model_of(1), engine_of(model_of(2), stable_addresses=True, timeout=3.0)
+    scheme = connected(trainer, engine)
+
+    def fail() -> None:
+        raise ZeroDivisionError("the model has no weights today")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "expected_weights", fail)
+        with pytest.raises(SyncFailedError, match="no weights today"):
+            scheme.send()
+    assert engine.version == 0
+    assert engine.generate([PROMPT])[0].tokens == continued((trainer, 8)), "generation goes on"
+
+
+def test_an_answer_that_cannot_be_read(connected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that hands out answers does not leave their callers waiting."""
+    engine = engine_of(model_of(2))
+    connected(model_of(1), engine)
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("an answer of another form")
+
+    monkeypatch.setattr(engine, "_answer", fail)
+    with pytest.raises(ZeroDivisionError, match="another form"):
+        engine.submit(PROMPT).result(WAIT)
+    with pytest.raises(LifecycleError, match="generation has ended"):
+        engine.generate([PROMPT])

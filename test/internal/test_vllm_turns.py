@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from weight_update import LifecycleError, SyncTimeoutError
+from weight_update.serving.vllm.loader import ModelLoader
+from weight_update.serving.vllm.receiving import LeadingCalls, VLLMReceiver
 from weight_update.serving.vllm.turns import Turns
+from weight_update.testing.processes import wait_until
 
 WAIT = 20.0
 
@@ -48,6 +54,64 @@ def test_a_newer_version_is_refused_and_waits() -> None:
             turns.serve(4, WAIT, nothing)
         assert turns.serve(None, WAIT, nothing) == 5
         loaded.result(WAIT)
+
+
+def test_a_newer_version_that_waits_does_not_spoil_the_named_one() -> None:
+    """The sender may send version 5 as soon as this worker has answered that it has version 4."""
+    turns = Turns()
+    turns.settle(4)
+    with ThreadPoolExecutor() as threads, contextlib.closing(turns):
+        waiting = threads.submit(load, turns, 5)
+        wait_until(lambda: turns._waiting == 5, WAIT)
+        assert turns.serve(4, WAIT, nothing) == 4
+        assert turns.serve(5, WAIT, nothing) == 5
+        waiting.result(WAIT)
+
+
+def test_closing_ends_a_call_that_waits() -> None:
+    turns = Turns()
+    with ThreadPoolExecutor() as threads:
+        serving = threads.submit(turns.serve, 1, WAIT, nothing)
+        wait_until(lambda: turns._owner is not None, WAIT)
+        turns.close()
+        with pytest.raises(LifecycleError, match="shut its weight transfer down"):
+            serving.result(WAIT / 2)
+
+
+class Calls(LeadingCalls):
+    """Calls of a server, which refuses an update as long as another one has not ended."""
+
+    def __init__(self, starts: bool) -> None:
+        self.starts, self.open = starts, False
+
+    def begin(self, version: int) -> None:
+        assert not self.open
+        self.open = True
+        if not self.starts:
+            raise RuntimeError("start_weight_update took too long")
+
+    def check(self) -> None:
+        """Find no answer yet."""
+
+    def abort(self) -> None:
+        self.open = False
+
+
+@pytest.mark.parametrize("starts", [False, True])
+def test_a_server_takes_the_update_after_one_that_did_not_begin(starts: bool) -> None:
+    turns, calls = Turns(), Calls(starts)
+
+    def broken() -> None:
+        raise RuntimeError("the loader broke")
+
+    loader = cast("ModelLoader", SimpleNamespace(abort=broken))
+    receiver = VLLMReceiver(loader, turns, in_chunks=False, calls=calls)
+    with ThreadPoolExecutor() as threads, contextlib.closing(turns):
+        begun = threads.submit(receiver.begin_update, 1)
+        threads.submit(turns.serve, 1, WAIT, nothing)
+        with pytest.raises(RuntimeError, match=r"took too long|loader broke"):
+            begun.result(WAIT)
+    assert not calls.open
 
 
 def test_errors_reach_both_threads() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,7 +11,7 @@ import torch
 
 from weight_update.encodings import Decoder
 from weight_update.engines.base import InferenceEngine, WeightChange
-from weight_update.errors import FormatError, SchemaMismatchError
+from weight_update.errors import FormatError, SchemaMismatchError, TransportError, WorkerError
 from weight_update.wire.frames import WeightChunk, payloads_of
 from weight_update.wire.schema import WeightSchema
 
@@ -28,7 +29,8 @@ class Loading:
         self._engine, self._version, self._dtypes = engine, version, dtypes
         self.since = time.perf_counter()
         self.count = 0
-        engine.begin_update(version)
+        with _engine_errors():
+            engine.begin_update(version)
 
     @property
     def seconds(self) -> float:
@@ -39,7 +41,8 @@ class Loading:
     def load(self, items: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Have the engine load some weights; raise SchemaMismatchError if it did not take all of them."""
         weights = self._converted(items)
-        self._engine.load_weights(weights)
+        with _engine_errors():
+            self._engine.load_weights(weights)
         left = tuple(name for name, _ in weights)
         if left:
             raise SchemaMismatchError("load_weights() returned before it took all weights; it left:", left)
@@ -48,7 +51,8 @@ class Loading:
     def load_changes(self, changes: Iterable[WeightChange], base: int) -> None:
         """Have the engine load a patch; raise SchemaMismatchError if it did not take all changes."""
         offered = map(self._converted_change, changes)
-        self._engine.load_changes(offered, base)
+        with _engine_errors():
+            self._engine.load_changes(offered, base)
         if left := tuple(change.name for change in offered):
             raise SchemaMismatchError("load_changes() returned before it took all changes; it left:", left)
 
@@ -63,7 +67,8 @@ class Loading:
 
     def finish(self) -> None:
         """Tell the engine that the version is complete."""
-        self._engine.finish_update(self._version)
+        with _engine_errors():
+            self._engine.finish_update(self._version)
 
     def abort(self) -> None:
         """Tell the engine that the version will not be completed; log an exception of the engine."""
@@ -80,3 +85,12 @@ class Loading:
     def _converted_change(self, change: WeightChange) -> WeightChange:
         dtype = self._dtypes.get(change.name, change.weight.dtype)
         return change._replace(values=change.values.to(dtype), weight=change.weight.to(dtype))
+
+
+@contextlib.contextmanager
+def _engine_errors() -> Iterator[None]:
+    """Return a context manager for an engine's calls: a TransportError of its own is not one of our link."""
+    try:
+        yield
+    except TransportError as error:
+        raise WorkerError(f"{type(error).__name__}: {error}") from error

@@ -197,13 +197,13 @@ class TransformersEngine(InferenceEngine):
             if self.pause == "wait":
                 self._wait_for_answers(deadline)
             self._held = _Held(self._manager, max(deadline - time.monotonic(), 0.0))
+            self._weights = self._own_tensors() if self.keeps_tensors else self.expected_weights()
+            self._written.clear()
+            if self.pause == "abort":
+                self._answer_with_tokens_so_far()
         except BaseException:
             self._resume()
             raise
-        if self.pause == "abort":
-            self._answer_with_tokens_so_far()
-        self._weights = self._own_tensors() if self.keeps_tensors else self.expected_weights()
-        self._written.clear()
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Give ``weights`` to the model; RuntimeError or KeyError if they are not those of the model."""
@@ -286,17 +286,28 @@ class TransformersEngine(InferenceEngine):
     def _settle(self, output: Any) -> bool:
         """Answer a request; return False if it has an answer."""
         with self._changed:
-            request = self._requests.pop(output.request_id, None)
+            request = self._requests.get(output.request_id)
             if request is None:
                 return False
-            if output.error is None:
-                request.future.set_result(self._answer(output, request))
+            answer = self._answer(output, request) if output.error is None else None
+            del self._requests[output.request_id]
+            if answer is not None:
+                request.future.set_result(answer)
             else:
                 request.future.set_exception(RuntimeError(f"transformers did not answer: {output.error}"))
             self._changed.notify_all()
         return True
 
     def _deliver(self) -> None:
+        """Hand out answers until generation ends; requests without an answer get the error that ended it."""
+        try:
+            self._hand_out_answers()
+        except Exception as error:  # noqa: BLE001 - the callers that wait get it
+            self._fail(error)
+            self._stop()
+        self._fail(_ended(self._manager))
+
+    def _hand_out_answers(self) -> None:
         """Hand out answers until generation ends, or the main thread."""
         while True:
             running = self._manager.is_running()
@@ -307,7 +318,6 @@ class TransformersEngine(InferenceEngine):
                 self._settle(output)
             if running and not threading.main_thread().is_alive():
                 self._stop()  # the interpreter waits for the manager's thread
-        self._fail(_ended(self._manager))
 
     def _stop(self) -> None:
         self._fail(_ended(self._manager))

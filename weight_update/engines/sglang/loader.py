@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from weight_update.encodings.patch.changes import BITS
+from weight_update.engines.base import WeightChange
 from weight_update.engines.sglang.memory import answer, read
 
 PROBES = 8  # elements that are compared before all are
@@ -128,9 +129,11 @@ _PERFORM: Mapping[str, Callable[[nn.Module, Mapping[str, torch.Tensor]], list[st
 }
 
 
-def pack(positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return flat positions and their values as one tensor of bytes."""
-    return torch.cat([positions.to(torch.int64).view(torch.uint8), values.contiguous().view(torch.uint8)])
+def pack(change: WeightChange) -> torch.Tensor:
+    """Return flat positions and their values as one tensor of bytes; an empty one if all elements changed."""
+    if change.positions is None:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.cat([change.positions.view(torch.uint8), change.values.contiguous().view(torch.uint8)])
 
 
 def _write(parameter: torch.Tensor, start: int, packed: torch.Tensor) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import base64
-import json
+import contextlib
 import pickle
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 
 from weight_update.engines.base import InferenceEngine, WeightChange
+from weight_update.engines.http import call
 from weight_update.engines.sglang.session import LOADER, Session, SGLangCalls
-from weight_update.errors import SyncTimeoutError, TransportError
+from weight_update.errors import WeightSyncError
 
 
 class SGLangServer(InferenceEngine):
@@ -76,12 +75,13 @@ class SGLangServer(InferenceEngine):
 
     def begin_update(self, version: int) -> None:
         """Pause the server, and open an update; let the server continue if that fails."""
-        self._calls.pause()
         try:
+            self._calls.pause()
             self._session.open()
         except BaseException:
             if self.version is not None:
-                self._calls.post("continue_generation", {})
+                with contextlib.suppress(RuntimeError, WeightSyncError):  # the first error says more
+                    self._calls.post("continue_generation", {})
             raise
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -112,7 +112,7 @@ class _ServerCalls(SGLangCalls):
         self._ranks = 1
 
     def info(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self._request("GET", "server_info", None))
+        found: dict[str, Any] = self._call("GET", "server_info", None)
         self._ranks = int(found["tp_size"])
         return found
 
@@ -139,38 +139,12 @@ class _ServerCalls(SGLangCalls):
         self.post("update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     def post(self, route: str, body: dict[str, Any]) -> None:
-        """Call a route.
+        """Call a route; raise as :func:`~weight_update.engines.http.call`."""
+        self._call("POST", route, body)
 
-        Raises:
-            RuntimeError: the server refuses, or reports a failure.
-            TransportError: no server answers.
-            SyncTimeoutError: the server takes longer than the timeout.
-        """
-        self._request("POST", route, json.dumps(body).encode())
-
-    def _request(self, method: str, route: str, body: bytes | None) -> bytes:
-        url = f"{self._url}/{route}"
-        headers = {"Content-Type": "application/json"}
-        if (key := self._keys[method]) is not None:
-            headers["Authorization"] = f"Bearer {key}"
-        request = urllib.request.Request(url, body, headers, method=method)
-        try:
-            with urllib.request.urlopen(request, timeout=self._timeout) as response:
-                content: bytes = response.read()
-                return content
-        except urllib.error.HTTPError as error:
-            with error:
-                text = error.read().decode(errors="replace")
-            raise RuntimeError(f"{url} answered {error.code}: {_remedy(error.code)}{text}") from error
-        except (TimeoutError, urllib.error.URLError, ConnectionError) as error:
-            reason = getattr(error, "reason", error)
-            if isinstance(reason, TimeoutError):
-                raise SyncTimeoutError(
-                    f"{url} took longer than {self._timeout:g} s (raise timeout=)"
-                ) from error
-            raise TransportError(
-                f"no SGLang server answers at {self._url} ({reason}); start it, or correct the address"
-            ) from error
+    def _call(self, method: str, route: str, body: dict[str, Any] | None) -> Any:
+        key = self._keys[method]
+        return call(method, f"{self._url}/{route}", body, self._timeout, key=key, remedy=_remedy)
 
 
 def _remedy(status: int) -> str:

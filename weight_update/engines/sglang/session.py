@@ -99,8 +99,7 @@ class Session:
             for change in changes:
                 whole[change.name] = change.weight
                 in_place[change.name] = change.positions is not None
-                if change.positions is not None:
-                    yield change.name, pack(change.positions, change.values)
+                yield change.name, pack(change)
 
         for batch in batches(elements(), self._batch_bytes):
             in_place.update(dict.fromkeys(self._order("elements", batch), False))

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import json
-import urllib.error
 import urllib.parse
-import urllib.request
 from typing import Any
 
+from weight_update.engines.http import call
 from weight_update.schemes.base import WeightSyncScheme
 from weight_update.serving.vllm.joining import PauseMode, connect_with, init_info
-
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # servers of this job, not the web
 
 
 class VLLMServer:
@@ -27,7 +24,9 @@ class VLLMServer:
         timeout: seconds that each call may take.
 
     Raises:
-        RuntimeError: from all methods: the server cannot be reached, or answered with an error.
+        RuntimeError: from all methods: the server answered with an error.
+        TransportError: from all methods: no server answers.
+        SyncTimeoutError: from all methods: the server took longer than ``timeout``.
     """
 
     def __init__(self, url: str, timeout: float = 300.0) -> None:
@@ -75,18 +74,7 @@ class VLLMServer:
         self._call("POST", "finish_weight_update", body)
 
     def _call(self, method: str, route: str, body: dict[str, Any] | None = None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"{self.url}/{route}", data, {"Content-Type": "application/json"}, method=method
-        )
-        try:
-            with _OPENER.open(request, timeout=self.timeout) as answer:
-                return json.loads(answer.read() or b"null")
-        except urllib.error.HTTPError as error:
-            text = error.read(2000).decode(errors="replace")
-            raise RuntimeError(f"vLLM at {self.url} answered /{route} with {error.code}: {text}") from None
-        except OSError as error:
-            raise RuntimeError(f"vLLM at {self.url} did not answer /{route}: {error}") from None
+        return call(method, f"{self.url}/{route}", body, self.timeout)
 
 
 class LocalLLM:
@@ -153,11 +141,9 @@ def update_in_session(client: Any, version: int | None, timeout: float | None = 
 
 
 def end_session(client: Any) -> None:
-    """End a session in which loading failed, on those workers that still have one."""
-    try:
+    """End a session in which loading failed; workers whose session ended with their error raise again."""
+    with contextlib.suppress(Exception):
         client.finish_weight_update()
-    except Exception as expected:  # noqa: BLE001 - from workers whose session ended with their error
-        del expected
 
 
 def connect_servers(
@@ -192,7 +178,8 @@ def connect_servers(
         first_worker: index of the first worker of the first server.
 
     Raises:
-        RuntimeError: a server did not answer, or its workers could not join.
+        RuntimeError: a server refused, or its workers could not join.
+        TransportError: no server answers.
         SyncTimeoutError, SchemaMismatchError: as :meth:`~weight_update.WeightSyncScheme.connect`.
     """
     calls = []

@@ -76,7 +76,8 @@ class VLLMReceiver(InferenceEngine):
     ) -> None:
         self.loads_in_chunks: bool = in_chunks
         self._loader, self._turns = loader, turns
-        self._calls, self._leads = calls, False
+        self._calls = calls
+        self._leading: LeadingCalls | None = None  # during an update that this worker makes the server load
         self._error: BaseException | None = None
 
     @property
@@ -88,24 +89,21 @@ class VLLMReceiver(InferenceEngine):
         """Wait until vLLM asks for ``version``; make it ask, if that is this worker's task.
 
         Raises:
-            RuntimeError: the server could not be asked.
+            RuntimeError, TransportError, SyncTimeoutError: the server could not be asked.
             LifecycleError: vLLM shut its weight transfer down.
         """
         self._error = None
-        if self._calls is None or self._turns.is_inline:
-            self._turns.admit(version)
-        else:
-            self._ask_server(self._calls, version)
-        self._in_turn(self._loader.abort)  # of a version whose call ended too early
-
-    def _ask_server(self, calls: LeadingCalls, version: int) -> None:
-        calls.begin(version)
+        self._leading = leading = None if self._turns.is_inline else self._calls
         try:
-            self._turns.admit(version, calls.check)
+            if leading is None:
+                self._turns.admit(version)
+            else:
+                leading.begin(version)
+                self._turns.admit(version, leading.check)
+            self._in_turn(self._loader.abort)  # of a version whose call ended too early
         except BaseException:
-            calls.abort()
+            self._stop_leading()
             raise
-        self._leads = True
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Load weights of a whole version."""
@@ -120,10 +118,9 @@ class VLLMReceiver(InferenceEngine):
         """Put ``version`` in force."""
         self._in_turn(self._loader.finish)
         self._turns.settle(version)
-        if self._leads:
-            assert self._calls is not None
-            self._calls.finish(version)
-            self._leads = False
+        if self._leading is not None:
+            self._leading.finish(version)
+            self._leading = None
         _log.info("version %d is in force", version)
 
     def abort_update(self, version: int) -> None:
@@ -133,10 +130,12 @@ class VLLMReceiver(InferenceEngine):
             self._turns.run(self._loader.abort)
         finally:
             self._turns.settle(None, error)
-            if self._leads:
-                assert self._calls is not None
-                self._leads = False
-                self._calls.abort()
+            self._stop_leading()
+
+    def _stop_leading(self) -> None:
+        leading, self._leading = self._leading, None
+        if leading is not None:
+            leading.abort()
 
     def _in_turn(self, work: Callable[[], _T]) -> _T:
         try:

@@ -156,9 +156,11 @@ class Trainer(TrainerWeightTransferEngine[TrainerInitInfo]):
     def _read(self) -> None:
         """Iterate the source, which may gather; only the sender keeps the weights."""
         assert self.source is not None
+        weights = {}  # of this call: nothing stays of an iteration that raises
         for name, weight in self.source.iter_full():
             if self.is_sender:
-                self._weights[name] = weight.detach()
+                weights[name] = weight.detach()
+        self._weights = weights
 
     def shutdown(self) -> None:
         if self.scheme is not None:

@@ -17,6 +17,7 @@ _LOOK_SECONDS = 0.5
 """Interval at which a wait looks whether the sender still lives."""
 _PATIENCE_SECONDS = 30.0
 """Seconds after which an update that vLLM did not ask for is logged."""
+_CLOSED = "vLLM shut its weight transfer down"
 
 
 class Turns:
@@ -60,7 +61,7 @@ class Turns:
             try:
                 while not self._takes(version):
                     if self._closed:
-                        raise LifecycleError("vLLM shut its weight transfer down")
+                        raise LifecycleError(_CLOSED)
                     check()
                     if not logged and time.monotonic() - since > _PATIENCE_SECONDS:
                         logged = True
@@ -123,7 +124,7 @@ class Turns:
             check: called now and then; it raises an error if no update can come.
 
         Raises:
-            LifecycleError: a newer version than ``target`` has come, or is in force.
+            LifecycleError: a newer version has come or is in force, or :meth:`close` was called.
             SyncTimeoutError: the version did not come in time.
             Exception: loading failed.
         """
@@ -150,15 +151,19 @@ class Turns:
     def _is_done(self, target: int | None) -> bool:
         if self._error is not None:
             raise self._error
+        if self._closed:
+            raise LifecycleError(_CLOSED)
         if target is None:
             return self._reached and self.version is not None
+        if self.version == target:
+            return True
         ahead = self._waiting if self._waiting is not None else self.version
         if ahead is not None and ahead > target:
             raise LifecycleError(
                 f"vLLM was asked for version {target}, but this worker has version {ahead}; call "
                 f"update_weights with version {ahead}, and send nothing before it returns"
             )
-        return self.version == target
+        return False
 
     def _call(self) -> None:
         assert self._work is not None
