@@ -68,6 +68,17 @@ class Model(nn.Module):
                 layer.out.data.copy_(weight)
 
 
+class Deriving(Model):
+    """Computes from its weights when they are loaded, as SGLang's models with latent attention do."""
+
+    def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights(weights)
+        self.post_load_weights()
+
+    def post_load_weights(self) -> None:
+        self.derived = self.layers[0].out.detach() * 2
+
+
 class Source(nn.Module):
     """The trainer's weights, each by itself."""
 
@@ -366,6 +377,18 @@ def test_weights_that_sglang_transforms(stand_in: Any, connected: Any) -> None:
     source.change()
     with pytest.raises(SyncFailedError, match=r"no patches: layers\.0\.out;.*loads_changes=False"):
         scheme.send()
+
+
+@both
+def test_models_that_compute_from_their_weights(stand_in: Any, connected: Any) -> None:
+    """SGLang computes again only in load_weights(), so nothing is written past it."""
+    stand_in.model = Deriving()
+    source, engine = Source(), adapter(stand_in)
+    scheme = connected(source, engine, PatchEncoding())
+    source.change()
+    assert scheme.send().encoding == "patch"
+    assert torch.equal(stand_in.model.derived, source.layers[0]["out"] * 2)
+    assert not any(engine.last_patch.values())
 
 
 @both

@@ -50,7 +50,8 @@ def load(model: nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) ->
     weight, its bits are looked for in the parameters of its layer. Elements that change later are written in
     place if the weight was found exactly once, as consecutive elements of one parameter: so also in
     parameters that SGLang fuses. Of other weights, such as those of which a process has only a part, the
-    answer gives the names, and the sender sends them as a whole. Before the first patch, all parameters must
+    answer gives the names, and the sender sends them as a whole; so it does with all weights of a model that
+    has ``post_load_weights``, which computes from them. Before the first patch, all parameters must
     still have the bits that they had when they were loaded, which is not so if SGLang transforms them.
 
     Args:
@@ -89,7 +90,7 @@ def _load_elements(model: nn.Module, packed: Mapping[str, torch.Tensor]) -> list
     """Write elements in place; return the names of the weights where that is not possible."""
     _check_unchanged(model)
     parameters = dict(model.named_parameters())
-    places = _places.get(model, {})
+    places = {} if _derives(model) else _places.get(model, {})
     left = []
     for name, content in packed.items():
         place = places.get(name)
@@ -98,6 +99,15 @@ def _load_elements(model: nn.Module, packed: Mapping[str, torch.Tensor]) -> list
         else:
             _write(parameters[place.parameter], place.start, content)
     return left
+
+
+def _derives(model: nn.Module) -> bool:
+    """Return whether ``load_weights`` computes from the weights, such as ``w_kc`` of latent attention.
+
+    SGLang does not compute it again at the end of an update in which it has called a loader. Source:
+    ``end_weight_update`` in ``sglang/srt/managers/scheduler_components/weight_updater.py``.
+    """
+    return any(getattr(module, "post_load_weights", None) is not None for module in model.modules())
 
 
 def _remember(model: nn.Module, nothing: Mapping[str, torch.Tensor]) -> list[str]:
