@@ -279,6 +279,18 @@ def test_patches_are_written_in_place(stand_in: Any, connected: Any, batch_bytes
 
 
 @both
+def test_without_loads_changes_each_update_loads_all_weights(stand_in: Any, connected: Any) -> None:
+    stand_in.transforms = True  # which patches would not survive
+    source, engine = Source(), adapter(stand_in, loads_changes=False)
+    scheme = connected(source, engine, PatchEncoding())
+    stand_in.model.loads.clear()
+    source.change()
+    assert scheme.send().encoding == "patch"
+    assert stand_in.model.loads == list(source.state_dict())
+    assert engine.last_patch == {}
+
+
+@both
 @pytest.mark.parametrize("in_chunks", [False, True], ids=["staged", "in chunks"])
 def test_the_calls_of_an_update(stand_in: Any, connected: Any, in_chunks: bool) -> None:
     source, engine = Source(), adapter(stand_in, loads_in_chunks=in_chunks)

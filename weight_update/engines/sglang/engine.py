@@ -46,17 +46,17 @@ class SGLangEngine(ExclusiveEngine):
         RuntimeError: the engine was not started with our loader.
     """
 
-    loads_changes = True
-
     def __init__(
         self,
         engine: Any,
         *,
         batch_bytes: int = 256 << 20,
+        loads_changes: bool = True,
         loads_in_chunks: bool = False,
         timeout: float = 60.0,
     ) -> None:
         super().__init__(loads_in_chunks=loads_in_chunks, timeout=timeout)
+        self.loads_changes: bool = loads_changes
         self._engine = engine
         self._session = Session(_EngineCalls(engine), batch_bytes)
         self.last_patch: dict[str, bool] = {}

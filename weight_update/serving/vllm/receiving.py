@@ -77,6 +77,7 @@ class VLLMReceiver(InferenceEngine):
         self.loads_in_chunks: bool = in_chunks
         self._loader, self._turns = loader, turns
         self._calls, self._leads = calls, False
+        self._version = 0  # that is loaded, or was last
         self._error: BaseException | None = None
 
     @property
@@ -91,7 +92,7 @@ class VLLMReceiver(InferenceEngine):
             RuntimeError: the server could not be asked.
             LifecycleError: vLLM shut its weight transfer down.
         """
-        self._error = None
+        self._error, self._version = None, version
         if self._calls is None or self._turns.is_inline:
             self._turns.admit(version)
         else:
@@ -113,8 +114,9 @@ class VLLMReceiver(InferenceEngine):
 
     def load_changes(self, changes: Iterator[WeightChange], base: int) -> None:
         """Load a patch, and log how."""
+        del base
         counts = self._in_turn(lambda: self._loader.patch(changes))
-        _log.info("patch of version %d: %s", base, counts)
+        _log.info("patch to version %d: %s", self._version, counts)
 
     def finish_update(self, version: int) -> None:
         """Put ``version`` in force."""
