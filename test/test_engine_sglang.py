@@ -415,7 +415,17 @@ def test_errors_of_the_server(stand_in: Any) -> None:
     with pytest.raises(ValueError, match="pause='in_place'"):
         SGLangServer(stand_in.url, pause="in_place")  # type: ignore[arg-type]
     stand_in.close()
-    with pytest.raises(TransportError, match=r"no SGLang server answers at .*refused"):
+    with pytest.raises(TransportError, match=r"no SGLang server answers at .*refused.*http://host:30000"):
+        SGLangServer(stand_in.url)
+    with pytest.raises(TransportError, match="give a URL such as http://host:30000"):
+        SGLangServer("localhost")
+
+
+@pytest.mark.parametrize("stand_in", ["server"], indirect=True)
+@pytest.mark.parametrize("info", [{}, [], "hello"])
+def test_a_server_that_is_not_sglang(stand_in: Any, info: Any) -> None:
+    stand_in.info = info
+    with pytest.raises(RuntimeError, match=r"http://127.* answered, but is not SGLang"):
         SGLangServer(stand_in.url)
 
 

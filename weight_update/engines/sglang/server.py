@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import json
 import pickle
 import urllib.error
@@ -48,7 +49,7 @@ class SGLangServer(InferenceEngine):
         last_patch: as for :class:`SGLangEngine`.
 
     Raises:
-        RuntimeError: the server was not started with our loader, or refuses the key.
+        RuntimeError: the server was not started with our loader, refuses the key, or is not SGLang.
         TransportError: no server answers at ``url``.
         SyncTimeoutError: the server takes longer than ``timeout``.
     """
@@ -112,8 +113,12 @@ class _ServerCalls(SGLangCalls):
         self._ranks = 1
 
     def info(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self._request("GET", "server_info", None))
-        self._ranks = int(found["tp_size"])
+        content = self._request("GET", "server_info", None)
+        try:
+            found: dict[str, Any] = json.loads(content)
+            self._ranks = int(found["tp_size"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise RuntimeError(f"{self._url} answered, but is not SGLang; correct the URL") from error
         return found
 
     def pause(self) -> None:
@@ -153,8 +158,8 @@ class _ServerCalls(SGLangCalls):
         headers = {"Content-Type": "application/json"}
         if (key := self._keys[method]) is not None:
             headers["Authorization"] = f"Bearer {key}"
-        request = urllib.request.Request(url, body, headers, method=method)
         try:
+            request = urllib.request.Request(url, body, headers, method=method)
             with urllib.request.urlopen(request, timeout=self._timeout) as response:
                 content: bytes = response.read()
                 return content
@@ -162,14 +167,15 @@ class _ServerCalls(SGLangCalls):
             with error:
                 text = error.read().decode(errors="replace")
             raise RuntimeError(f"{url} answered {error.code}: {_remedy(error.code)}{text}") from error
-        except (TimeoutError, urllib.error.URLError, ConnectionError) as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: of the URL
             reason = getattr(error, "reason", error)
             if isinstance(reason, TimeoutError):
                 raise SyncTimeoutError(
                     f"{url} took longer than {self._timeout:g} s (raise timeout=)"
                 ) from error
             raise TransportError(
-                f"no SGLang server answers at {self._url} ({reason}); start it, or correct the address"
+                f"no SGLang server answers at {self._url} ({reason}); start it, or give a URL such as "
+                "http://host:30000"
             ) from error
 
 

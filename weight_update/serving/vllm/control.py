@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import http.client
 import json
 import urllib.error
 import urllib.parse
@@ -27,7 +28,7 @@ class VLLMServer:
         timeout: seconds that each call may take.
 
     Raises:
-        RuntimeError: from all methods: the server cannot be reached, or answered with an error.
+        RuntimeError: from all methods: the server cannot be reached, is not vLLM, or answered with an error.
     """
 
     def __init__(self, url: str, timeout: float = 300.0) -> None:
@@ -75,18 +76,29 @@ class VLLMServer:
         self._call("POST", "finish_weight_update", body)
 
     def _call(self, method: str, route: str, body: dict[str, Any] | None = None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"{self.url}/{route}", data, {"Content-Type": "application/json"}, method=method
-        )
+        content = self._content(method, route, None if body is None else json.dumps(body).encode())
         try:
+            return json.loads(content or b"null")
+        except ValueError:
+            raise RuntimeError(f"{self.url} answered /{route}, but is not vLLM; correct the URL") from None
+
+    def _content(self, method: str, route: str, data: bytes | None) -> bytes:
+        headers = {"Content-Type": "application/json"}
+        try:
+            request = urllib.request.Request(f"{self.url}/{route}", data, headers, method=method)
             with _OPENER.open(request, timeout=self.timeout) as answer:
-                return json.loads(answer.read() or b"null")
+                content: bytes = answer.read()
+                return content
         except urllib.error.HTTPError as error:
             text = error.read(2000).decode(errors="replace")
-            raise RuntimeError(f"vLLM at {self.url} answered /{route} with {error.code}: {text}") from None
-        except OSError as error:
-            raise RuntimeError(f"vLLM at {self.url} did not answer /{route}: {error}") from None
+            cure = "start vLLM with VLLM_SERVER_DEV_MODE=1; " if error.code == 404 else ""
+            raise RuntimeError(
+                f"vLLM at {self.url} answered /{route} with {error.code}: {cure}{text}"
+            ) from None
+        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: of the URL
+            late = isinstance(getattr(error, "reason", error), TimeoutError)
+            cure = "raise timeout=" if late else "start it, or give a URL such as http://host:8000"
+            raise RuntimeError(f"vLLM at {self.url} did not answer /{route}: {error}; {cure}") from None
 
 
 class LocalLLM:
@@ -192,9 +204,16 @@ def connect_servers(
         first_worker: index of the first worker of the first server.
 
     Raises:
+        ValueError: no server was given.
+        TypeError: a server is not a :class:`VLLMServer`.
         RuntimeError: a server did not answer, or its workers could not join.
         SyncTimeoutError, SchemaMismatchError: as :meth:`~weight_update.WeightSyncScheme.connect`.
     """
+    if not servers:
+        raise ValueError("no server; give connect_servers(scheme, VLLMServer(url))")
+    for server in servers:
+        if not isinstance(server, VLLMServer):
+            raise TypeError(f"give VLLMServer(url), not {server!r}")
     calls = []
     for server in servers:
         info = init_info(
