@@ -1,4 +1,4 @@
-"""What a worker of vLLM logs of an update, without vLLM."""
+"""The log of an update in a worker of vLLM, without vLLM."""
 
 from __future__ import annotations
 
