@@ -294,6 +294,18 @@ def test_patches_are_written_in_place(stand_in: Any, connected: Any, batch_bytes
 
 
 @both
+def test_without_loads_changes_each_update_loads_all_weights(stand_in: Any, connected: Any) -> None:
+    stand_in.transforms = True  # which patches would not survive
+    source, engine = Source(), adapter(stand_in, loads_changes=False)
+    scheme = connected(source, engine, PatchEncoding())
+    stand_in.model.loads.clear()
+    source.change()
+    assert scheme.send().encoding == "patch"
+    assert stand_in.model.loads == list(source.state_dict())
+    assert engine.last_patch == {}
+
+
+@both
 @pytest.mark.parametrize("in_chunks", [False, True], ids=["staged", "in chunks"])
 def test_the_calls_of_an_update(stand_in: Any, connected: Any, in_chunks: bool) -> None:
     source, engine = Source(), adapter(stand_in, loads_in_chunks=in_chunks)
@@ -430,7 +442,17 @@ def test_errors_of_the_server(stand_in: Any) -> None:
     with pytest.raises(ValueError, match="pause='in_place'"):
         SGLangServer(stand_in.url, pause="in_place")  # type: ignore[arg-type]
     stand_in.close()
-    with pytest.raises(TransportError, match=r"no server answers at .*refused"):
+    with pytest.raises(TransportError, match=r"no SGLang server answers at .*refused.*http://host:8000"):
+        SGLangServer(stand_in.url)
+    with pytest.raises(TransportError, match="give a URL such as http://host:8000"):
+        SGLangServer("localhost")
+
+
+@pytest.mark.parametrize("stand_in", ["server"], indirect=True)
+@pytest.mark.parametrize("info", [{}, [], "hello"])
+def test_a_server_that_is_not_sglang(stand_in: Any, info: Any) -> None:
+    stand_in.info = info
+    with pytest.raises(RuntimeError, match=r"http://127.* answered, but is not SGLang"):
         SGLangServer(stand_in.url)
 
 

@@ -339,7 +339,16 @@ def test_after_close(connected: Any) -> None:
         scheme.send()
 
 
+def test_prompts_that_are_no_lists_of_token_ids() -> None:
+    with engine_of(model_of(1)) as engine:
+        for prompts in ([1, 2, 3], ["text"], "text"):
+            with pytest.raises(TypeError, match="prompts is a list of lists of token ids"):
+                engine.generate(prompts)  # type: ignore[arg-type]
+
+
 def test_what_cannot_be_served() -> None:
+    with pytest.raises(TypeError, match="give a PreTrainedModel, not 'Qwen/Qwen3-8B'"):
+        TransformersEngine("Qwen/Qwen3-8B")
     with pytest.raises(ValueError, match="cannot be combined with loads_in_chunks"):
         TransformersEngine(model_of(1), loads_in_chunks=True, stable_addresses=False)
     with pytest.raises(ValueError, match="'wait', 'keep' or 'abort', not 'hold'"):

@@ -20,13 +20,15 @@ def call(
     body: Any,
     timeout: float,
     *,
+    engine: str,
     key: str | None = None,
     remedy: Callable[[int], str] = lambda status: "",
 ) -> Any:
     """Call a route of a server, and return its answer; both are JSON. Without ``body``, nothing is sent.
 
     Raises:
-        RuntimeError: the server refuses, or reports a failure; the message has ``remedy(status)``.
+        RuntimeError: the server refuses, or reports a failure; the message has ``remedy(status)``. Or its
+            answer is not JSON, so that it is no server of ``engine``.
         TransportError: no server answers.
         SyncTimeoutError: the server takes longer than ``timeout`` seconds.
     """
@@ -34,18 +36,27 @@ def call(
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, headers, method=method)
     try:
+        request = urllib.request.Request(url, data, headers, method=method)
         with _OPENER.open(request, timeout=timeout) as response:
-            return json.loads(response.read() or b"null")
+            content = response.read()
     except urllib.error.HTTPError as error:
         with error:
             text = error.read().decode(errors="replace")
         raise RuntimeError(f"{url} answered {error.code}: {remedy(error.code)}{text}") from error
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: of the URL
         reason = getattr(error, "reason", error)
         if isinstance(reason, TimeoutError):
             raise SyncTimeoutError(f"{url} took longer than {timeout:g} s (raise timeout=)") from error
         raise TransportError(
-            f"no server answers at {url} ({reason}); start it, or correct the URL"
+            f"no {engine} server answers at {url} ({reason}); start it, or give a URL such as http://host:8000"
         ) from error
+    try:
+        return json.loads(content or b"null")
+    except ValueError:
+        raise not_a_server(url, engine) from None
+
+
+def not_a_server(url: str, engine: str) -> RuntimeError:
+    """Return the error for an answer that no server of ``engine`` gives."""
+    return RuntimeError(f"{url} answered, but is not {engine}; correct the URL")

@@ -85,6 +85,7 @@ class TransformersEngine(InferenceEngine):
         version: version of the loaded weights; None before the first, and after an update that failed.
 
     Raises:
+        TypeError: ``model`` is not a ``PreTrainedModel``.
         UnsupportedSourceError: weights of the model are on the meta device.
         ValueError: ``pause`` is none of the three, or the configurations cannot be combined with it.
     """
@@ -104,6 +105,8 @@ class TransformersEngine(InferenceEngine):
     ) -> None:
         if pause not in ("wait", "keep", "abort"):
             raise ValueError(f"pause is 'wait', 'keep' or 'abort', not {pause!r}")
+        if not hasattr(model, "init_continuous_batching"):
+            raise TypeError(f"give a PreTrainedModel, not {model!r}")
         self.loads_in_chunks: bool = loads_in_chunks
         self.pause: str = pause
         self.timeout: float = timeout
@@ -156,11 +159,14 @@ class TransformersEngine(InferenceEngine):
             options: as for :meth:`submit`.
 
         Raises:
+            TypeError: ``prompts`` is a single prompt, or text.
             SyncTimeoutError: an update took longer than ``timeout`` seconds.
             LifecycleError: there is no complete version of the weights, an update failed meanwhile, or
                 generation has ended.
             RuntimeError: transformers failed to answer a prompt; its message is included.
         """
+        if any(isinstance(prompt, (int, str)) for prompt in prompts):
+            raise TypeError("prompts is a list of lists of token ids")
         return [future.result() for future in self._submit(prompts, options)]
 
     def close(self) -> None:

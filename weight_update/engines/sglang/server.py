@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from weight_update.engines.base import InferenceEngine, WeightChange
-from weight_update.engines.http import call
+from weight_update.engines.http import call, not_a_server
 from weight_update.engines.sglang.session import LOADER, Session, SGLangCalls
 from weight_update.errors import WeightSyncError
 
@@ -47,7 +47,7 @@ class SGLangServer(InferenceEngine):
         last_patch: as for :class:`SGLangEngine`.
 
     Raises:
-        RuntimeError: the server was not started with our loader, or refuses the key.
+        RuntimeError: the server was not started with our loader, refuses the key, or is not SGLang.
         TransportError: no server answers at ``url``.
         SyncTimeoutError: the server takes longer than ``timeout``.
     """
@@ -113,7 +113,10 @@ class _ServerCalls(SGLangCalls):
 
     def info(self) -> dict[str, Any]:
         found: dict[str, Any] = self._call("GET", "server_info", None)
-        self._ranks = int(found["tp_size"])
+        try:
+            self._ranks = int(found["tp_size"])
+        except (LookupError, TypeError, ValueError) as error:
+            raise not_a_server(self._url, "SGLang") from error
         return found
 
     def pause(self) -> None:
@@ -144,7 +147,8 @@ class _ServerCalls(SGLangCalls):
 
     def _call(self, method: str, route: str, body: dict[str, Any] | None) -> Any:
         key = self._keys[method]
-        return call(method, f"{self._url}/{route}", body, self._timeout, key=key, remedy=_remedy)
+        url = f"{self._url}/{route}"
+        return call(method, url, body, self._timeout, engine="SGLang", key=key, remedy=_remedy)
 
 
 def _remedy(status: int) -> str:

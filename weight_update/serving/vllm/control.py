@@ -74,7 +74,11 @@ class VLLMServer:
         self._call("POST", "finish_weight_update", body)
 
     def _call(self, method: str, route: str, body: dict[str, Any] | None = None) -> Any:
-        return call(method, f"{self.url}/{route}", body, self.timeout)
+        return call(method, f"{self.url}/{route}", body, self.timeout, engine="vLLM", remedy=_remedy)
+
+
+def _remedy(status: int) -> str:
+    return "start vLLM with VLLM_SERVER_DEV_MODE=1; " if status == 404 else ""
 
 
 class LocalLLM:
@@ -178,10 +182,17 @@ def connect_servers(
         first_worker: index of the first worker of the first server.
 
     Raises:
+        ValueError: no server was given.
+        TypeError: a server is not a :class:`VLLMServer`.
         RuntimeError: a server refused, or its workers could not join.
         TransportError: no server answers.
         SyncTimeoutError, SchemaMismatchError: as :meth:`~weight_update.WeightSyncScheme.connect`.
     """
+    if not servers:
+        raise ValueError("no server; give connect_servers(scheme, VLLMServer(url))")
+    for server in servers:
+        if not isinstance(server, VLLMServer):
+            raise TypeError(f"give VLLMServer(url), not {server!r}")
     calls = []
     for server in servers:
         info = init_info(

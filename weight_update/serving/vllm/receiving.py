@@ -79,6 +79,7 @@ class VLLMReceiver(InferenceEngine):
         self._calls = calls
         self._leading: LeadingCalls | None = None  # during an update that this worker makes the server load
         self._error: BaseException | None = None
+        self._version = 0  # that is loaded, or was last
 
     @property
     def loads_changes(self) -> bool:  # type: ignore[override]
@@ -92,7 +93,7 @@ class VLLMReceiver(InferenceEngine):
             RuntimeError, TransportError, SyncTimeoutError: the server could not be asked.
             LifecycleError: vLLM shut its weight transfer down.
         """
-        self._error = None
+        self._error, self._version = None, version
         self._leading = leading = None if self._turns.is_inline else self._calls
         try:
             if leading is None:
@@ -111,8 +112,9 @@ class VLLMReceiver(InferenceEngine):
 
     def load_changes(self, changes: Iterator[WeightChange], base: int) -> None:
         """Load a patch, and log how."""
+        del base
         counts = self._in_turn(lambda: self._loader.patch(changes))
-        _log.info("patch of version %d: %s", base, counts)
+        _log.info("patch to version %d: %s", self._version, counts)
 
     def finish_update(self, version: int) -> None:
         """Put ``version`` in force."""

@@ -1,0 +1,22 @@
+"""The log of an update in a worker of vLLM, without vLLM."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from weight_update.serving.vllm.loader import PatchCounts
+from weight_update.serving.vllm.receiving import VLLMReceiver
+
+
+def test_the_log_has_the_version_that_a_patch_leads_to(caplog: pytest.LogCaptureFixture) -> None:
+    loader: Any = SimpleNamespace(abort=lambda: None, patch=lambda changes: PatchCounts(2, 3, 1))
+    turns: Any = SimpleNamespace(is_inline=False, admit=lambda version: None, run=lambda work: work())
+    receiver = VLLMReceiver(loader, turns, in_chunks=False, calls=None)
+    with caplog.at_level(logging.INFO, "weight_update.serving.vllm.receiving"):
+        receiver.begin_update(7)
+        receiver.load_changes(iter([]), 5)
+    assert caplog.messages == ["patch to version 7: 2 weights in place (3 elements), 1 reloaded"]

@@ -1,0 +1,76 @@
+"""Errors of calls of vLLM's server, without vLLM; test/engines has tests with the real package."""
+
+from __future__ import annotations
+
+import http.server
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch import nn
+
+from weight_update import SharedMemWeightSyncScheme, SyncTimeoutError, TransportError
+from weight_update.serving.vllm import VLLMServer, connect_servers
+
+WAIT = 20.0
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """A server that has one route, whose answer is not JSON."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *args: Any) -> None:
+            """Say nothing."""
+
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/get_world_size" else 404)
+            self.end_headers()
+            self.wfile.write(b"<html>")
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        serving.join(WAIT)
+
+
+def test_a_server_that_is_not_vllm(url: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"{url}/get_world_size answered, but is not vLLM"):
+        VLLMServer(url).world_size()
+
+
+def test_a_server_without_the_routes(url: str) -> None:
+    with pytest.raises(
+        RuntimeError, match="/weight_info answered 404: start vLLM with VLLM_SERVER_DEV_MODE=1"
+    ):
+        VLLMServer(url).weight_version()
+
+
+def test_a_server_that_does_not_answer_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        server = VLLMServer(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout=0.1)
+        with pytest.raises(
+            SyncTimeoutError, match=r"/get_world_size took longer than 0.1 s \(raise timeout=\)"
+        ):
+            server.world_size()
+
+
+def test_no_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        nobody = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    for url in (nobody, "127.0.0.1:8000", "localhost", "http://localhost:port"):
+        with pytest.raises(TransportError, match="start it, or give a URL such as http://host:8000"):
+            VLLMServer(url).world_size()
+
+
+def test_connect_servers_needs_servers() -> None:
+    with SharedMemWeightSyncScheme("state_dict") as scheme:
+        scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
+        with pytest.raises(ValueError, match=r"no server; give connect_servers\(scheme, VLLMServer\(url\)\)"):
+            connect_servers(scheme)
+        with pytest.raises(TypeError, match=r"give VLLMServer\(url\), not 'http://10.0.0.6:8000'"):
+            connect_servers(scheme, "http://10.0.0.6:8000")  # type: ignore[arg-type]
