@@ -339,11 +339,13 @@ def test_after_close(connected: Any) -> None:
         scheme.send()
 
 
-def test_prompts_that_are_no_lists_of_token_ids() -> None:
-    with engine_of(model_of(1)) as engine:
-        for prompts in ([1, 2, 3], ["text"], "text"):
-            with pytest.raises(TypeError, match="prompts is a list of lists of token ids"):
-                engine.generate(prompts)  # type: ignore[arg-type]
+def test_prompts_that_are_no_lists_of_token_ids(connected: Any) -> None:
+    engine = engine_of(model_of(2))
+    connected(model_of(1), engine)
+    for prompts in ([1, 2, 3], ["text"], "text"):
+        with pytest.raises(TypeError, match="prompts is a list of lists of token ids"):
+            engine.generate(prompts)  # type: ignore[arg-type]
+    assert len(engine.generate([PROMPT])) == 1
 
 
 def test_what_cannot_be_served() -> None:
