@@ -54,7 +54,7 @@ VLLM_PYTEST := $(VLLM)/bin/python -m pytest -W default
 $(VLLM)/.ready: test/engines/requirements-vllm.txt constraints.txt setup.py
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install -c constraints.txt -r test/engines/requirements-vllm.txt
-	$(VLLM)/bin/python -m pip install --no-deps vllm==0.33.0 -e .
+	$(VLLM)/bin/python -m pip install --no-deps vllm==0.33.0 transformers==5.20.2 -e .
 	touch $@
 
 test-engines: test-engines-vllm test-engines-sglang

@@ -182,7 +182,7 @@ class StandInServer(StandInScheduler):
                 """Say nothing."""
 
             def reply(self, status: int, content: Any) -> None:
-                text = json.dumps(content).encode()
+                text = (content if isinstance(content, str) else json.dumps(content)).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()
@@ -214,6 +214,8 @@ class StandInServer(StandInScheduler):
                     body["named_tensors"] = pickle.loads(base64.b64decode(one, validate=True))
                 assert scheduler.paused
                 success, message = scheduler.call(route, **body)
+                if success and route == "flush_cache":
+                    return self.reply(200, "Cache flushed.\n")  # no JSON
                 return self.reply(200 if success else 400, {"success": success, "message": message})
 
         self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)

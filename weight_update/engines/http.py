@@ -24,11 +24,13 @@ def call(
     key: str | None = None,
     remedy: Callable[[int], str] = lambda status: "",
 ) -> Any:
-    """Call a route of a server, and return its answer; both are JSON. Without ``body``, nothing is sent.
+    """Call a route of a server with ``body`` as JSON, if there is one; return its answer.
+
+    The answer is what its JSON says. A POST may also be answered with a text.
 
     Raises:
         RuntimeError: the server refuses, or reports a failure; the message has ``remedy(status)``. Or its
-            answer is not JSON, so that it is no server of ``engine``.
+            answer to a GET is not JSON, so that it is no server of ``engine``.
         TransportError: no server answers.
         SyncTimeoutError: the server takes longer than ``timeout`` seconds.
     """
@@ -54,6 +56,8 @@ def call(
     try:
         return json.loads(content or b"null")
     except ValueError:
+        if method == "POST":
+            return content.decode(errors="replace")
         raise not_a_server(url, engine) from None
 
 
