@@ -169,6 +169,13 @@ class StandInEngine(StandInScheduler):
         return {"text": prompt}
 
 
+def answer_of(route: str, success: bool, message: str) -> tuple[int, Any]:
+    """Return status and content of SGLang's answer; that of ``/flush_cache`` is no JSON."""
+    if success and route == "flush_cache":
+        return 200, "Cache flushed.\n"
+    return 200 if success else 400, {"success": success, "message": message}
+
+
 class StandInServer(StandInScheduler):
     """SGLang's HTTP server with an API key for updates."""
 
@@ -213,10 +220,7 @@ class StandInServer(StandInScheduler):
                     one, *_ = body.pop("serialized_named_tensors")
                     body["named_tensors"] = pickle.loads(base64.b64decode(one, validate=True))
                 assert scheduler.paused
-                success, message = scheduler.call(route, **body)
-                if success and route == "flush_cache":
-                    return self.reply(200, "Cache flushed.\n")  # no JSON
-                return self.reply(200 if success else 400, {"success": success, "message": message})
+                return self.reply(*answer_of(route, *scheduler.call(route, **body)))
 
         self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}"
