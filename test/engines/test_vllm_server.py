@@ -196,13 +196,13 @@ def test_a_server_stays_paused_after_an_update_that_failed(
 def test_a_server_that_is_gone_is_named(worker: OneWorker, policy: nn.Module) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         nobody = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    with pytest.raises(TransportError, match=f"no server answers at {nobody}/get_world_size"):
+    with pytest.raises(TransportError, match=f"no vLLM server answers at {nobody}/get_world_size"):
         VLLMServer(nobody).world_size()
     with DistributedWeightSyncScheme(strategy=PATCH) as scheme:
         scheme.init_on_sender(model=policy, num_workers=1)
         info = init_info(scheme, control=nobody)
         connect_with(scheme, [lambda: worker.init_weight_transfer_engine(info)])
-        with pytest.raises(SyncFailedError, match=r"no server answers at .*/pause"):
+        with pytest.raises(SyncFailedError, match=r"no vLLM server answers at .*/pause"):
             scheme.send()
         assert worker.engine.version == 0  # the version before stays in force
 
