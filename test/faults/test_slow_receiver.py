@@ -14,6 +14,7 @@ from faults_tools import (
     Processes,
     Stripes,
     Worker,
+    eventually,
     fill,
     hold,
     let_go,
@@ -119,7 +120,7 @@ def test_held_workers_do_not_delay_updates(kind, procs: Processes) -> None:
             worker.call(let_go)
         assert [worker.call(wait_version, newest, 5.0) for worker in held] == [newest] * 4
         pool.submit(update, 20).result(20.0)
-    assert slot_bytes() <= 4 * 8 * 1024 * 4
+    assert eventually(lambda: slot_bytes() <= 4 * 8 * 1024 * 4)  # slow workers release slots later
 
 
 def leave_inside_hold(me: Worker) -> tuple[float, list[str]]:
