@@ -6,7 +6,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 
@@ -14,13 +14,10 @@ from weight_update.errors import JoinRefusedError, LinkClosedError
 from weight_update.testing import TransportContract, greet
 from weight_update.testing.chunks import (
     Ends,
-    assert_same,
-    exchange,
     hello,
     in_background,
     must_receive,
     number,
-    update_of,
 )
 from weight_update.transports import (
     DistributedTransport,
@@ -29,10 +26,10 @@ from weight_update.transports import (
     RPCTransport,
     SharedMemTransport,
 )
-from weight_update.transports.distributed import transport as distributed_transport
-from weight_update.transports.distributed.signed_queue import SignedQueue, find_store, open_store
+from weight_update.transports.distributed.rendezvous import SenderStore
 from weight_update.transports.distributed.transport import DistributedListener
 from weight_update.transports.shared_memory.transport import SharedMemListener
+from weight_update.transports.shared_memory.unix_stream import SocketStream
 from weight_update.wire.frames import Kind, WeightChunk
 
 
@@ -93,21 +90,17 @@ class TestDistributedTransport(TransportContract):
     token = "token"
 
     def make_ends(self) -> Ends:
-        store = open_store("127.0.0.1")
+        store = SenderStore("127.0.0.1", 0)
         self.port = store.port
-        sender = self.sender_class(token=self.token, address="127.0.0.1", host=self.hosts[0])
-        self.listener = DistributedListener(store, self.token, {0: sender}, nobody_else)
+        sender = self.sender_class(token=self.token, host=self.hosts[0])
+        self.listener = DistributedListener(store, self.hosts[0], self.token, {0: sender}, nobody_else)
         self.listener.start()
         receiver = self.make_successor()
         greet(sender, receiver, self.token)
         return sender, receiver
 
     def make_successor(self) -> DistributedTransport:
-        return DistributedTransport(
-            lambda timeout: find_store("127.0.0.1", self.port, timeout),
-            token=self.token,
-            host=self.hosts[1],
-        )
+        return DistributedTransport("127.0.0.1", self.port, token=self.token, host=self.hosts[1])
 
     def teardown_method(self) -> None:
         self.listener.close()
@@ -183,27 +176,19 @@ def test_the_token_does_not_cross_the_network(monkeypatch: pytest.MonkeyPatch) -
     case = TestDistributedTransportAcrossHosts()
     case.token = "confidential"
     sent: list[bytes] = []
-    put = SignedQueue.put
+    send = SocketStream.send
 
-    def overheard(self: SignedQueue, message: bytes, **options: Any) -> None:
-        sent.append(message)
-        put(self, message, **options)
+    def overheard(self: SocketStream, data: bytes | memoryview, deadline: float | None) -> None:
+        sent.append(bytes(data))
+        send(self, data, deadline)
 
-    monkeypatch.setattr(SignedQueue, "put", overheard)
+    monkeypatch.setattr(SocketStream, "send", overheard)
     with opened(case) as (sender, receiver):
         again = hello("confidential", version=7)
         receiver.send_chunk(again, 10.0)
         assert must_receive(sender).header == again.header
     assert any(b'"version": 7' in message or b'"version":7' in message for message in sent)
     assert not any(b"confidential" in message for message in sent)
-
-
-def test_a_worker_whose_local_listener_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strangers fill its backlog: frames then go through the store."""
-    monkeypatch.setattr(distributed_transport, "call_local", lambda name, token: None)
-    with opened(TestDistributedTransport()) as (sender, receiver):
-        sent = update_of(sender, 1 << 20)
-        assert_same(exchange(sender, receiver, sent), sent)
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,11 @@ from weight_update import (
     SyncTimeoutError,
     TrainerClient,
 )
-from weight_update.synchronizer.rpc import CONTEXT, RpcConnection, SocketChannel
+from weight_update.synchronizer.rpc import CONTEXT, SocketChannel
 from weight_update.testing.processes import freeze
 from weight_update.transports.listener import Listener
 from weight_update.transports.shared_memory.unix_stream import SocketStream, seconds_left
+from weight_update.transports.signed_stream import SignedStream
 
 TIMEOUT = 0.5
 SOON = 8 * TIMEOUT  # other programs run on this machine, too
@@ -130,14 +131,14 @@ def test_a_host_that_lives_may_take_longer_than_the_timeout() -> None:
 
 
 @contextmanager
-def server_that(answers: Callable[[SocketStream, RpcConnection, bytes], None]) -> Iterator[SocketChannel]:
+def server_that(answers: Callable[[SocketStream, SignedStream, bytes], None]) -> Iterator[SocketChannel]:
     """Yield the channel to a server that runs ``answers`` on each connection, with the bytes of the reply."""
     sock = socket.create_server(("127.0.0.1", 0))
     address = "{}:{}".format(*sock.getsockname())
 
     def serve(stream: SocketStream, key: bytes, deadline: float) -> None:
-        wire = RpcConnection(stream, key, server=True)
-        wire.receive(seconds_left(deadline))
+        wire = SignedStream(stream, key, listener=True)
+        wire.receive_json(seconds_left(deadline))
         answers(stream, wire, reply_of(key))
         stream.wait_readable(10.0)  # the client ends the connection
         stream.close()
@@ -152,7 +153,7 @@ def reply_of(key: bytes) -> bytes:
     """Return the first reply of a server, as it travels."""
     left, right = socket.socketpair()
     with left, right:
-        RpcConnection(SocketStream(left), key, server=True).send({"done": True})
+        SignedStream(SocketStream(left), key, listener=True).send_json({"done": True}, 5.0)
         return right.recv(1000)
 
 
@@ -169,7 +170,7 @@ def test_a_host_that_stops_in_the_middle_of_a_reply_is_given_up_in_time(sent: in
 
 @pytest.mark.slow
 def test_a_reply_that_comes_in_two_parts_is_whole() -> None:
-    def in_two(stream: SocketStream, wire: RpcConnection, reply: bytes) -> None:
+    def in_two(stream: SocketStream, wire: SignedStream, reply: bytes) -> None:
         stream.send(reply[:20], None)
         time.sleep(1.2)  # longer than the first look of a client that has 2 s, and may wait longer
         stream.send(reply[20:], None)
@@ -181,8 +182,8 @@ def test_a_reply_that_comes_in_two_parts_is_whole() -> None:
 def test_a_host_that_does_not_read_is_given_up_in_time() -> None:
     left, right = socket.socketpair()
     with left, right:
-        wire = RpcConnection(SocketStream(left), bytes(32), server=False)
+        wire = SignedStream(SocketStream(left), bytes(32), listener=False)
         began = time.monotonic()
         with pytest.raises(SyncTimeoutError):
-            wire.send({"text": " " * (1 << 20)}, 0.1)
+            wire.send_json({"text": " " * (1 << 20)}, 0.1)
         assert time.monotonic() - began < SOON

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -14,8 +13,12 @@ from weight_update.schemes.sources import port_number
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.distributed.relay.nccl import require_backend
-from weight_update.transports.distributed.signed_queue import find_store, open_store
-from weight_update.transports.distributed.transport import DistributedListener, DistributedTransport
+from weight_update.transports.distributed.rendezvous import SenderStore
+from weight_update.transports.distributed.transport import (
+    DistributedListener,
+    DistributedTransport,
+    this_host,
+)
 
 _TOKEN = "WEIGHT_UPDATE_TOKEN"
 _HOST = "WEIGHT_UPDATE_HOST"
@@ -117,10 +120,15 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
         del ctx
-        store = open_store(self.address, self.port)
-        self.port = store.port
         links = {idx: self.sender_end(idx) for idx in workers}
-        listener = DistributedListener(store, self._token, links, self.newcomers())
+        store = SenderStore(self.address, self.port)
+        self.port = store.port
+        host = self.host_name() or this_host()
+        try:
+            listener = DistributedListener(store, host, self._token, links, self.newcomers())
+        except BaseException:
+            store.close()
+            raise
         try:
             self.announce(Whereabouts(self.address, self.port, self._token))
         except BaseException:
@@ -132,8 +140,13 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
         if end == "sender":
             return self.sender_end(worker_idx)
-        find = functools.partial(find_store, self.address, self.port)
-        return DistributedTransport(find, token=self._token, host=self.host_name(), directory=self.directory)
+        return DistributedTransport(
+            self.address,
+            self.port,
+            token=self._token,
+            host=self.host_name(),
+            directory=self.directory,
+        )
 
     def _find_sender(self, timeout: float) -> None:
         if self.port == 0:
@@ -154,7 +167,6 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         """Return the arguments of the sender's end of any link."""
         return {
             "token": self._token,
-            "address": self.address,
             "host": self.host_name(),
             "directory": self.directory,
             "backend": self.backend,

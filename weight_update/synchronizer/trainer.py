@@ -20,7 +20,7 @@ from weight_update.synchronizer.plan import RunningStatus, SyncMethod, SyncStyle
 from weight_update.synchronizer.rpc import Channel
 from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.transfer import Endpoint, require_reachable
-from weight_update.transports.distributed.relay.nccl import group_class
+from weight_update.transports.distributed.relay.nccl import require_known
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class BlockingTrainer(ClientBase):
         if address is not None:
             require_reachable(address)
         self._method: TrainerMethod | None = None
-        group_class(backend)  # raises if it is unknown
+        require_known(backend)
         if not callable(source) or isinstance(source, nn.Module):
             self.strategy.named(source)  # a client that cannot send takes no other one's place
         reply = self._introduce()

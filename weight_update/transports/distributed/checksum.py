@@ -26,19 +26,33 @@ class Checksum:
 
     def __init__(self) -> None:
         self._digest = hashlib.blake2b(digest_size=16)
+        self._sums = np.zeros(_LANES, dtype=np.uint64)
+        self._filled = 0  # bytes of the block that is being summed
 
-    def add(self, block: torch.Tensor) -> None:
-        """Add the next block: 1-D uint8 on the CPU, :data:`BLOCK` bytes; only the last one may be shorter."""
-        data = block.numpy()  # not torch: its threads hang in forked processes
+    def add(self, piece: torch.Tensor) -> None:
+        """Add the next bytes: 1-D uint8 on the CPU.
+
+        The length is a multiple of 2048 and divides :data:`BLOCK`; only the last piece may have another one.
+        """
+        data = piece.numpy()  # not torch: its threads hang in forked processes
         whole = data.size // _ROW * _ROW
         rows = data[:whole].view(np.uint64).reshape(-1, _LANES)
-        sums = np.add.reduce(rows, axis=0, dtype=np.uint64)
+        self._sums += np.add.reduce(rows, axis=0, dtype=np.uint64)
         if whole < data.size:
             rest = np.zeros(_ROW, dtype=np.uint8)
             rest[: data.size - whole] = data[whole:]
-            sums += rest.view(np.uint64)
-        self._digest.update(sums.astype("<u8", copy=False).tobytes())
+            self._sums += rest.view(np.uint64)
+        self._filled += data.size
+        if self._filled == BLOCK:
+            self._end_block()
 
     def hex(self) -> str:
-        """Return the digest of all blocks so far."""
+        """Return the digest of all blocks; nothing can be added after it."""
+        if self._filled:
+            self._end_block()
         return self._digest.hexdigest()
+
+    def _end_block(self) -> None:
+        self._digest.update(self._sums.astype("<u8", copy=False).tobytes())
+        self._sums[:] = 0
+        self._filled = 0

@@ -1,43 +1,38 @@
-"""Links through torch.distributed; their way of transfer depends on the hosts of the two ends."""
+"""Links to workers on this host and on others, which find the sender through a TCPStore."""
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, TransportError
+from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError
 from weight_update.transports.base import Capabilities, TransportBackend
-from weight_update.transports.buffer import Buffer
 from weight_update.transports.distributed.connection import (
     INLINE_BYTES,
     Connection,
     RemoteConnection,
     WorkerConnection,
 )
-from weight_update.transports.distributed.join_requests import JOIN_QUEUE, read_join_request
-from weight_update.transports.distributed.local_connection import LocalConnection
-from weight_update.transports.distributed.local_rendezvous import LocalCall, call_local
-from weight_update.transports.distributed.relay.gloo import address_towards
 from weight_update.transports.distributed.relay.router import Router
-from weight_update.transports.distributed.signed_queue import SignedQueue, UnsignedError
-from weight_update.transports.distributed.store import REPLY_SECONDS, Store
-from weight_update.transports.join_listener import BACK_OFF_SECONDS, JoinListener, refusal_of
-from weight_update.transports.reconnecting import ReconnectingLink
-from weight_update.transports.shared_memory.slots import SharedBuffer, SlotTable
-from weight_update.wire.frames import WeightChunk
+from weight_update.transports.distributed.rendezvous import Announcement, SenderStore, find_sender
+from weight_update.transports.join_listener import refusal_of
+from weight_update.transports.listener import Listener
+from weight_update.transports.rate_limit import Refusals
+from weight_update.transports.reconnecting import LinkConnection
+from weight_update.transports.shared_memory.transport import SharedMemListener, SharedMemTransport
+from weight_update.transports.shared_memory.unix_stream import SocketStream, deadline_of, seconds_left
+from weight_update.transports.signed_stream import SignedStream, call, dial, listen
+from weight_update.wire.frames import Kind, WeightChunk
 
-_CLOSE_SECONDS = 0.5
+_log = logging.getLogger(__name__)
 _ALONE = "/process "
-_REMEMBERED = 10_000
-"""Number of remembered joins; a recorded join request that a stranger repeats is refused."""
+_PAYLOADS_SECONDS = 20.0  # to connect for payloads
 
 
 def this_host() -> str:
@@ -53,19 +48,19 @@ def this_host() -> str:
     return "/".join([boot, *spaces, str(os.geteuid())]) + alone
 
 
-class DistributedTransport(ReconnectingLink[Connection | LocalConnection]):
-    """One end of a link through torch.distributed.
+class DistributedTransport(SharedMemTransport):
+    """One end of a link to a worker on this host or on another.
 
-    A worker joins through the store. On the sender's host the two ends continue over a Unix socket that
-    carries slots. To other hosts frames go through queues of the store, signed with the token. A payload is
-    sent once to each host, through a process group of two with one worker there; the other workers map that
-    worker's copy.
+    A worker learns from the store at ``address`` where the sender listens. On the sender's host it connects
+    as a :class:`SharedMemTransport` does. To other hosts, frames go over a TCP connection, signed with a key
+    of this connection. A payload is sent once to each host, over another connection of one worker there; the
+    other workers map that worker's copy.
 
     Args:
-        find_store: returns a client of the store within the given seconds; called when the link is first
-            used. None makes a sender's end, whose connection comes from ``DistributedListener``.
+        address: receiver's end: address of the sender's store. None makes a sender's end, whose connection
+            comes from ``DistributedListener``.
+        port: port of that store.
         token: secret of both ends.
-        address: address of this machine's interface for payloads; None finds the one that leads to the store.
         host: name of this host; the default is ``this_host()``; two ends with one name share memory.
         directory: see :class:`~weight_update.SharedMemWeightSyncScheme`.
         backend: backend that carries payloads to other hosts; the sender's end decides.
@@ -75,34 +70,43 @@ class DistributedTransport(ReconnectingLink[Connection | LocalConnection]):
 
     def __init__(
         self,
-        find_store: Callable[[float | None], Store] | None = None,
+        address: str | None = None,
+        port: int = 0,
         *,
         token: str = "",
-        address: str | None = None,
         host: str | None = None,
         directory: str | None = None,
         backend: str = "gloo",
     ) -> None:
-        super().__init__(joins=find_store is not None)
-        self._backend = backend
-        self._find_store, self._token, self._address = find_store, token, address
-        self._host, self._directory = host or this_host(), directory
-        self._store: Store | None = None
-        self._slots = SlotTable()
+        super().__init__(address, token=token, directory=directory)
+        self.host: str = host or this_host()
+        self._port, self._backend = port, backend
 
-    def allocate(self, nbytes: int) -> Buffer:
-        return SharedBuffer(nbytes, self._directory)
+    def join(self, address: str, deadline: float | None) -> LinkConnection:
+        sender = find_sender(address, self._port, self._token, seconds_left(deadline))
+        if sender.host.partition(_ALONE)[0] == self.host.partition(_ALONE)[0]:
+            try:
+                return super().join(f"\0{sender.local}", deadline)
+            except LinkClosedError as error:
+                raise LinkClosedError(
+                    f"{error}; if the sender runs in another network namespace, give it and this worker "
+                    "different host="
+                ) from None
+        name, context = uuid.uuid4().hex, _context(sender)
+        stream = dial(address, sender.port, deadline)
+        signed = SignedStream(stream, self.authenticate(stream, context, deadline), listener=False)
+        signed.send_json({"do": "join", "name": name, "host": self.host}, seconds_left(deadline))
 
-    def connect(self, timeout: float | None) -> WorkerConnection:
-        assert self._find_store is not None, "a receiver's end"
-        if self._store is None:
-            self._store = self._find_store(timeout)
+        def connect_for_payloads() -> SignedStream:
+            until = deadline_of(_PAYLOADS_SECONDS)
+            another = call(address, sender.port, self._token, context, until)
+            another.send_json({"do": "take payloads", "name": name}, seconds_left(until))
+            return another
+
         return WorkerConnection(
-            self._store,
-            uuid.uuid4().hex,
+            signed,
             self._token,
-            host=self._host,
-            address=self._address or address_towards(self._store.host, self._store.port),
+            connect=connect_for_payloads,
             directory=self._directory,
             slots=self._slots,
         )
@@ -113,134 +117,101 @@ class DistributedTransport(ReconnectingLink[Connection | LocalConnection]):
         if remotes and payload.numel() > INLINE_BYTES:
             remotes[0].router.expect(payload, remotes)
 
-    def reach(self, link: str, host: str) -> LocalCall | None:
-        """Sender's end: connect to a worker that claims to be on this host; return None if it is on another.
+    def attach(self, stream: SocketStream, hello: WeightChunk) -> None:
+        self.capabilities = replace(self.capabilities, send_never_blocks=True)
+        super().attach(stream, hello)
 
-        Raises:
-            JoinRefusedError: the worker claims to be on this host, and cannot be reached there.
-        """
-        same = host.partition(_ALONE)[0] == self._host.partition(_ALONE)[0]
-        return call_local(link, self._token) if same else None
-
-    def attach(
-        self, store: Store, router: Router, link: str, host: str, hello: WeightChunk, called: LocalCall | None
+    def attach_remote(
+        self, stream: SignedStream, hello: WeightChunk, name: str, host: str, router: Router
     ) -> None:
-        """Sender's end: take over a worker's connection; ``called`` is the result of :meth:`reach` for it."""
-        pid, before = hello.header["pid"], self.capabilities
-        visible = before.pid_is_visible and called is not None and called.stream.peer_pid == pid
-        self.capabilities = replace(before, send_never_blocks=called is not None, pid_is_visible=visible)
-        if called is not None:
-            self.take_over(LocalConnection(called, store, link, self._token), hello)
-        else:
-            address = self._address or store.host
-            remote = RemoteConnection(store, link, self._token, pid, host, address, self._backend, router)
-            self.take_over(remote, hello)
-
-    def release(self, payload: torch.Tensor) -> None:
-        self._slots.release(payload)
-
-    def close(self) -> None:
-        super().close()
-        self._slots.clear()
-        if self._store is not None:
-            self._store.close()
+        """Sender's end: take over the connection of a worker on another host."""
+        self.capabilities = replace(self.capabilities, send_never_blocks=False, pid_is_visible=False)
+        pid = hello.header["pid"]
+        remote = RemoteConnection(
+            stream, self._token, name=name, pid=pid, host=host, backend=self._backend, router=router
+        )
+        self.take_over(remote, hello)
 
 
-class DistributedListener(JoinListener[DistributedTransport]):
-    """The listener for links through torch.distributed, which takes join requests from ``store``.
+class DistributedListener:
+    """The listener for links to this host and to others, with the arguments of :class:`JoinListener`.
 
-    The other arguments are those of :class:`~weight_update.JoinListener`.
+    Args:
+        store: store in which workers find this listener.
+        host: name of this host.
     """
 
     def __init__(
         self,
-        store: Store,
+        store: SenderStore,
+        host: str,
         token: str,
         links: Mapping[int, DistributedTransport],
         late_joiners: Callable[[int], DistributedTransport],
     ) -> None:
-        super().__init__(token, links, late_joiners)
-        self._store = store
-        self._join_requests = SignedQueue(store, JOIN_QUEUE, token, ordered=False)
+        self._store, self._token = store, token
+        self._links, self._late_joiners = links, late_joiners
         self._router = Router()
-        self._seen: OrderedDict[str, None] = OrderedDict()
+        self._local = SharedMemListener(token, links, late_joiners)
+        try:
+            sock = listen(store.address)
+        except BaseException:
+            self._local.close()
+            raise
+        self._where = Announcement(host, self._local.address[1:], sock.getsockname()[1], uuid.uuid4().hex)
+        self._remote = Listener(
+            sock, token, _context(self._where), self._admit, "weight_update-listener", _log
+        )
+        self.refusals: Refusals = self._remote.refusals
+        self._local.refusals = self.refusals
 
     @property
     def network_bytes(self) -> int:
-        """Bytes of payloads sent to other hosts; payloads that travel with their signal do not count."""
+        """Bytes of payloads sent to other hosts; payloads that travel with their frame do not count."""
         return self._router.sent
 
+    def start(self) -> None:
+        """Start to admit workers; calling it twice is fine."""
+        self._local.start()
+        self._remote.start()
+        self._store.announce(self._where, self._token)
+
     def close(self) -> None:
-        super().close()
-        self._router.wait_until_gone(_CLOSE_SECONDS)
+        """Admit no more workers."""
         self._store.close()
+        self._local.close()
+        self._remote.close()
 
-    def wake(self) -> None:
-        self._join_requests.close()
+    def _admit(self, stream: SocketStream, key: bytes, deadline: float) -> None:
+        """Take the first request of a process on another host that knows the token."""
+        signed = SignedStream(stream, key, listener=True)
+        request = signed.receive_json(seconds_left(deadline))
+        name, host = request.get("name"), request.get("host")
+        if request.get("do") == "take payloads":
+            remote = self._router.named(str(name))
+            if remote is None:
+                raise LinkClosedError("a worker that is not connected wants payloads")
+            remote.relay_client.open(signed)
+        elif isinstance(name, str) and isinstance(host, str):
+            self._join(signed, name, host, deadline)
+        else:
+            raise FormatError("not a join request")
 
-    def accept(self) -> tuple[Any, WeightChunk] | None:
-        """Wait for a join request; return the names of connection and host, and the HELLO."""
+    def _join(self, signed: SignedStream, name: str, host: str, deadline: float) -> None:
+        connection = Connection(signed, self._token)
+        hello = connection.recv(seconds_left(deadline), None)
+        if hello is None or hello.kind is not Kind.HELLO:
+            raise FormatError("the first frame is not a HELLO, or did not come in time")
+        worker: int = hello.header["worker"]
         try:
-            message = self._join_requests.take(None)
-        except UnsignedError as error:
-            self.refusals.note(error, expected=True)
-            self._answer_stranger(error.message)
-            return None
-        except LinkClosedError as error:
-            self._reopen(error)
-            return None
-        if message is None:
-            return None
-        link, host, hello = read_join_request(message, self._token)
-        if link in self._seen:
-            raise FormatError("the join request is a repeated one")
-        self._seen[link] = None
-        if len(self._seen) > _REMEMBERED:
-            self._seen.popitem(last=False)
-        return (link, host), hello
-
-    def _reopen(self, error: LinkClosedError) -> None:
-        """Make the queue of join requests anew after ``error``, unless this listener was closed."""
-        if not self._closed.is_set():
-            self._log.warning("the queue of join requests is opened again: %s", error)
-            self._join_requests.close()
-            self._join_requests = SignedQueue(self._store, JOIN_QUEUE, self._token, ordered=False)
-            self._closed.wait(BACK_OFF_SECONDS)
-            if self._closed.is_set():
-                self._join_requests.close()
-
-    def _answer_stranger(self, message: bytes) -> None:
-        """Send an unreadable answer to a worker with another token, which shows it that the tokens differ.
-
-        It goes through a connection of its own, which the server may drop without harm.
-        """
-        try:
-            link, _, _ = read_join_request(message, "")
-        except FormatError:
-            return
-        if link in self._seen:
-            return
-        with contextlib.suppress(TransportError, TimeoutError):
-            client = self._store.connect()
-            try:
-                client.push(f"{link}/down", b"", REPLY_SECONDS)
-            finally:
-                client.release()
-
-    def _admit(self, request: tuple[str, str], hello: WeightChunk | None) -> None:
-        assert hello is not None  # read_join_request() returns one
-        link, host = request
-        try:
-            end = self._link_for(hello)
-            called = end.reach(link, host)  # before the index belongs to this worker, as it can fail
-            try:
-                end.screen(hello)
-            except BaseException:
-                if called is not None:
-                    called.stream.close()
-                raise
-            end.attach(self._store, self._router, link, host, hello, called)
+            link = self._links.get(worker) or self._late_joiners(worker)
+            link.screen(hello)
         except JoinRefusedError as error:
-            refused = Connection(self._store, link, self._token)
-            refused.send(refusal_of(error), None)
+            connection.send(refusal_of(error), seconds_left(deadline))
             raise
+        link.attach_remote(signed, hello, name, host, self._router)
+
+
+def _context(where: Announcement) -> str:
+    """Return the context of connections to a sender, which makes a proof worthless at another one."""
+    return f"sender {where.name}"

@@ -29,7 +29,7 @@ from weight_update.transports.buffer import Allocate, Buffer
 from weight_update.transports.handshake import prove_token
 from weight_update.transports.join_listener import refusal_of
 from weight_update.transports.listener import Listener
-from weight_update.transports.reconnecting import ReconnectingLink
+from weight_update.transports.reconnecting import LinkConnection, ReconnectingLink
 from weight_update.transports.shared_memory.cuda_slots import CudaBuffer, CudaSlotMapping
 from weight_update.transports.shared_memory.slots import (
     HostSlotMapping,
@@ -163,7 +163,7 @@ def _map_slot(key: str, fd: int | None, handle: bytes | None) -> SlotMapping:
     return HostSlotMapping(fd) if handle is None else CudaSlotMapping(key, handle, fd)
 
 
-class SharedMemTransport(ReconnectingLink[SlotStream]):
+class SharedMemTransport(ReconnectingLink[LinkConnection]):
     """One end of a link over a Unix socket; payloads stay in shared slots, see ``SlotStream``.
 
     Args:
@@ -204,7 +204,7 @@ class SharedMemTransport(ReconnectingLink[SlotStream]):
         try:
             return super().recv_chunk(timeout, allocate)
         finally:
-            on_gpu = connection is not None and connection.received_handle
+            on_gpu = isinstance(connection, SlotStream) and connection.received_handle
             if on_gpu and not self.capabilities.payloads_die_with_sender:
                 self.capabilities = replace(self.capabilities, payloads_die_with_sender=True)
 
@@ -224,34 +224,47 @@ class SharedMemTransport(ReconnectingLink[SlotStream]):
             joining.close()
         self._slots.clear()
 
-    def connect(self, timeout: float | None) -> SlotStream:
+    def connect(self, timeout: float | None) -> LinkConnection:
         """Connect to the listener and prove the token; retry while it is too busy to admit this worker."""
         assert self._address is not None, "a receiver's end"
         deadline = deadline_of(timeout)
         while not self._closed:
             try:
-                return self._join(self._address, deadline)
+                return self.join(self._address, deadline)
             except BlockingIOError:
                 with self._changed:
                     self._changed.wait_for(lambda: self._closed, _RETRY_SECONDS)
-            except SyncTimeoutError:
-                raise SyncTimeoutError(_NO_ANSWER) from None
             if seconds_left(deadline) == 0:
                 raise SyncTimeoutError(_NO_ANSWER)
         raise LinkClosedError("this end was closed")
 
-    def _join(self, address: str, deadline: float | None) -> SlotStream:
-        """Connect and prove the token; raise BlockingIOError if the caller should retry."""
-        self._joining = stream = SocketStream(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    def join(self, address: str, deadline: float | None) -> LinkConnection:
+        """Receiver's end: connect to the sender once; raise BlockingIOError if it should be tried again."""
+        stream = SocketStream(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        try:
+            _dial(stream.sock, address)
+        except BaseException:
+            stream.close()
+            raise
+        self.authenticate(stream, _context(address), deadline)
+        return SlotStream(stream, self._slots, self._token)
+
+    def authenticate(self, stream: SocketStream, context: str, deadline: float | None) -> bytes:
+        """Prove the token to the listener at the other end; return the key of the connection.
+
+        Raises:
+            BlockingIOError: the listener is too busy, or ended the connection.
+        """
+        self._joining = stream
         try:
             if self._closed:  # close() may not have seen the stream
                 raise LinkClosedError("this end was closed")
-            _dial(stream.sock, address)
             try:
-                prove_token(stream, self._token, _context(address), deadline)
+                return prove_token(stream, self._token, context, deadline)
             except LinkClosedError:
                 raise BlockingIOError("the listener is too busy, or this end was closed") from None
-            return SlotStream(stream, self._slots, self._token)
+            except SyncTimeoutError:
+                raise SyncTimeoutError(_NO_ANSWER) from None
         except BaseException:
             stream.close()
             raise

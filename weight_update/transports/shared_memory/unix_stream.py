@@ -98,6 +98,16 @@ class SocketStream:
         while view:
             view = view[self._retry(self._await_room, deadline, self.sock.send, view) :]
 
+    def send_now(self, data: bytes | memoryview) -> int:
+        """Send the part of ``data`` that the socket takes without a wait; return its number of bytes."""
+        with self._in_use:
+            try:
+                return self.sock.send(data)
+            except BlockingIOError:
+                return 0
+            except OSError as error:
+                raise LinkClosedError(f"the other end is gone ({error})") from None
+
     def recv(self, size: int, deadline: float | None = None) -> bytes:
         """Receive exactly ``size`` bytes; without a deadline, wait as long as bytes keep coming.
 
@@ -105,13 +115,16 @@ class SocketStream:
             SyncTimeoutError: the deadline passed before all of them arrived.
         """
         received = bytearray(size)
-        view = memoryview(received)
+        self.recv_into(memoryview(received), deadline)
+        return bytes(received)
+
+    def recv_into(self, view: memoryview, deadline: float | None = None) -> None:
+        """Receive exactly as many bytes as ``view`` has; raise as :meth:`recv`."""
         while view:
             count = self._retry(self._await_more, deadline, self.sock.recv_into, view)
             if count == 0:
                 raise LinkClosedError("the other end is gone")
             view = view[count:]
-        return bytes(received)
 
     def recv_head(self, deadline: float | None = None) -> tuple[Prelude, bytes]:
         """Receive the prelude and the raw header of the next frame; raise as :meth:`recv`.

@@ -21,20 +21,19 @@ from weight_update.errors import (
     without_frames,
 )
 from weight_update.transports.distributed.checksum import CHECKSUM
-from weight_update.transports.distributed.relay.gloo import PointToPointGroup
-from weight_update.transports.distributed.relay.nccl import group_class
-from weight_update.transports.distributed.relay.protocol import ControlChannel, send_pieces
-from weight_update.transports.distributed.store import Store, leave_in_order
+from weight_update.transports.distributed.relay.nccl import payload_stream
+from weight_update.transports.distributed.relay.payload_stream import PayloadStream
 from weight_update.transports.shared_memory.slots import slot_of
+from weight_update.transports.signed_stream import SignedStream
 
 _GONE_AT_ONCE = 64  # names of released slots in one command
-_OPENING = 20.0  # seconds in which a worker has to make its group, if updates may not take longer
+_OPENING = 20.0  # seconds in which a worker has to connect for payloads, if updates may not take longer
 _LEAST_PATIENCE = 1.0  # seconds for a host that is sent to directly, unless its limit is less
 _LINK_SHARE = 2
-"""Two relays may take this share of the sender's patience to meet, and half as long again to connect.
+"""A relay may take this share of the sender's patience to connect to the next host.
 
-The sender waits twice its patience for their answers. A relay must not be given up because its next host does
-not come, even if it was out of reach itself for a moment.
+The sender waits twice its patience for the answer. A relay must not be given up because its next host does
+not answer, even if it was out of reach itself for a moment.
 """
 _LOOK = 0.5
 _numbers = itertools.count()
@@ -52,7 +51,7 @@ class RelayClient:
 
     Args:
         pid: process id of the worker on its host.
-        on_loss: called from a thread with the reason when the worker is gone, or no group can be made.
+        backend: backend that carries payloads.
 
     Attributes:
         sent: bytes of payloads sent through this connection.
@@ -60,52 +59,42 @@ class RelayClient:
         outgoing_link: name of the link to the host after it in the chain; None without one.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        name: str,
-        token: str,
-        address: str,
-        pid: int,
-        backend: str,
-        on_loss: Callable[[str], None],
-    ) -> None:
+    def __init__(self, pid: int, backend: str) -> None:
         self.sent: int = 0
         self.incoming_link: str | None = None
         self.outgoing_link: str | None = None
-        self._pid, self._on_loss = pid, on_loss
+        self._pid, self._backend = pid, backend
         self._replicated: dict[str, weakref.ref[Any]] = {}
-        self._group: PointToPointGroup = group_class(backend)(store, f"{name}/pair", token, 0, address)
-        self._channel = ControlChannel(self._group, name, token, 0)
+        self._stream: PayloadStream | None = None
         self._opened = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="weight_update-watch", daemon=True)
+        self._closed = False
 
-    def open(self) -> None:
-        """Begin to make the point-to-point group; methods that need it wait for it."""
-        leave_in_order(self._thread)
-        self._thread.start()
+    def open(self, signed: SignedStream) -> None:
+        """Take over the connection that the worker has made; methods that need it wait for it.
 
-    def is_open(self) -> bool:
-        """Return whether the connection was not taken down yet."""
-        return self._thread.is_alive()
-
-    def wait_until_gone(self, seconds: float) -> None:
-        """Wait until the connection was taken down, after :meth:`close`."""
-        if self.is_open():
-            self._thread.join(seconds)
+        Raises:
+            LinkClosedError: the backend's own connection could not be made.
+        """
+        signed.send_json({"backend": self._backend}, _OPENING)
+        self._stream = payload_stream(signed, self._backend, 0)
+        self._opened.set()
+        if self._closed:  # close() may not have seen it
+            self._stream.close()
 
     def close(self) -> None:
         """Close the connection; the worker notices."""
+        self._closed = True
         self._opened.set()
-        self._group.close()
+        if self._stream is not None:
+            self._stream.close()
 
     def send_command(self, command: dict[str, Any], patience: float) -> None:
         """Send a command to the host relay."""
-        self._channel_within(patience).send(command, patience)
+        self._stream_within(patience).send(command, patience)
 
     def receive_answer(self, patience: float) -> dict[str, Any]:
         """Return the host relay's answer to a command."""
-        return self._channel_within(patience).receive(patience)
+        return self._stream_within(patience).receive(patience)
 
     def take_command_for(self, payload: torch.Tensor) -> dict[str, Any]:
         """Return the part of a ``take`` command that describes the payload's slot."""
@@ -119,28 +108,20 @@ class RelayClient:
 
     def send_payload(self, payload: torch.Tensor, patience: float) -> str:
         """Send a payload in pieces; return its checksum."""
-        group = self._channel_within(patience).group
+        stream = self._stream_within(patience)
         self.sent += payload.numel()
-        return send_pieces(group, payload, patience)
+        return stream.send_payload(payload, patience)
 
     def location(self, answer: dict[str, Any]) -> bytes:
         """Return where workers of that host find a payload that the host relay has taken."""
         return json.dumps([self._pid, answer["fd"], answer["key"]]).encode()
 
-    def _run(self) -> None:
-        try:
-            self._group.connect()
-        except LinkClosedError as error:
-            self._on_loss(str(error))
-            return
-        finally:
-            self._opened.set()
-        self._group.watch(lambda: self._on_loss("the other end is gone"))
-
-    def _channel_within(self, patience: float) -> ControlChannel:
+    def _stream_within(self, patience: float) -> PayloadStream:
         if not self._opened.wait(max(patience, _OPENING)):
             raise SyncTimeoutError("the worker made no connection for payloads")
-        return self._channel
+        if self._stream is None:
+            raise LinkClosedError("this end was closed")
+        return self._stream
 
 
 class _Hop:
@@ -185,7 +166,8 @@ def send_along_chain(
     number = next(_numbers)
     for hop in chain:
         command = {"do": "take", "number": number, "checksum": CHECKSUM, "patience": patience}
-        command |= {"chained": hop is not chain[0], "onward": hop is not chain[-1]}
+        link = None if hop is chain[0] else hop.client.incoming_link
+        command |= {"link": link, "onward": hop is not chain[-1]}
         command |= hop.client.take_command_for(payload)
         hop.do(hop.client.send_command, command, patience)
     first = chain[0]
@@ -215,17 +197,18 @@ def _join(before: _Hop, after: _Hop, patience: float, limit: float) -> None:
     """Link two host relays, unless they are linked already."""
     if before.client.outgoing_link is not None and before.client.outgoing_link == after.client.incoming_link:
         return
-    name = f"link/{uuid.uuid4().hex}"
+    name = uuid.uuid4().hex
     before.client.outgoing_link = after.client.incoming_link = None
-    for hop, way in ((after, "in"), (before, "out")):
-        command = {"do": "link", "way": way, "name": name, "patience": patience / _LINK_SHARE}
-        hop.do(hop.client.send_command, command, patience)
+    after.do(after.client.send_command, {"do": "listen", "name": name}, patience)
     deadline = time.monotonic() + limit
-    answers = [hop.do(hop.client.receive_answer, _time_left(deadline)) for hop in (before, after)]
-    if all(answer == {} for answer in answers):
-        before.client.outgoing_link = after.client.incoming_link = name
-    else:
-        after.error = after.error or NotDeliveredError("the host before it in the chain cannot reach it")
+    where = after.do(after.client.receive_answer, _time_left(deadline)) or {}
+    if "port" in where:
+        command = {"do": "link", "name": name, "patience": patience / _LINK_SHARE, **where}
+        before.do(before.client.send_command, command, patience)
+        if before.do(before.client.receive_answer, _time_left(deadline)) == {}:
+            before.client.outgoing_link = after.client.incoming_link = name
+            return
+    after.error = after.error or NotDeliveredError("the host before it in the chain cannot reach it")
 
 
 def _time_left(deadline: float) -> float:

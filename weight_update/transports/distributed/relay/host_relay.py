@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from weight_update.errors import FormatError, LinkClosedError, NotEnoughMemoryError, TransportError
 from weight_update.progress import Progress
 from weight_update.transports.distributed.checksum import CHECKSUM
-from weight_update.transports.distributed.relay.gloo import FOREVER, PointToPointGroup
-from weight_update.transports.distributed.relay.nccl import group_class
-from weight_update.transports.distributed.relay.protocol import (
-    ControlChannel,
+from weight_update.transports.distributed.relay.nccl import payload_stream
+from weight_update.transports.distributed.relay.payload_stream import (
+    STALLED,
     Forwarder,
+    PayloadStream,
     discarded_pieces,
     pieces_of,
-    recv_pieces,
 )
-from weight_update.transports.distributed.store import Store, leave_in_order
+from weight_update.transports.listener import Listener
 from weight_update.transports.shared_memory.slots import SharedBuffer
+from weight_update.transports.shared_memory.unix_stream import SocketStream, deadline_of, seconds_left
+from weight_update.transports.signed_stream import SignedStream, call, listen
 
 _log = logging.getLogger(__name__)
+_CONTEXT = "relay"
 _MAX_ERROR_CHARS = 1000  # characters of an error that fit into a message
 _FORWARD_SHARE = 4
 """The next host may take this share of the sender's patience for a piece of a payload.
@@ -69,92 +73,122 @@ class HostRelay:
     The worker's own thread may be busy with an update meanwhile; other workers of the host do not wait for
     it.
 
-    The sender sends commands, and gets one answer for each:
+    The sender sends commands, and gets one answer for each, except for ``sum``:
 
-    - ``link``: make a group with the host relay of another host. Payloads come from it (``in``) or are
-      forwarded to it (``out``). It replaces the group of that direction.
-    - ``take``: receive a payload for a slot, from the sender or from the host before this one in a chain. The
-      sender tells the checksum later, in a message without an answer (``sum``).
+    - ``listen``: listen for the host relay of another host, which will send payloads over the link ``name``.
+    - ``link``: connect to the host relay of another host, to forward payloads over the link ``name``.
+    - ``take``: receive a payload for a slot, from the sender or over a link.
+    - ``sum``: the checksum of the payload.
 
     Args:
-        on_loss: called from a thread with the reason when the sender is gone, or no group can be made.
+        connect: connects to the sender; raises as :func:`~weight_update.transports.signed_stream.call`.
+        token: secret of all ends.
+        directory: directory of replicas.
+        on_failure: called from a thread with the reason when the sender cannot be reached.
     """
 
     def __init__(
         self,
-        store: Store,
-        name: str,
+        connect: Callable[[], SignedStream],
         token: str,
-        address: str,
         directory: str | None,
-        backend: str,
-        on_loss: Callable[[str], None],
+        on_failure: Callable[[str], None],
     ) -> None:
-        self._store, self._name, self._token, self._address = store, name, token, address
+        self._connect, self._token, self._on_failure = connect, token, on_failure
         self._replicas = SlotReplicas(directory)
-        self._links: dict[str, PointToPointGroup] = {}
-        self._on_loss, self._make_group = on_loss, group_class(backend)
-        self._group = self._make_group(store, f"{name}/pair", token, 1, address)
+        self._backend = ""
+        self._closed = False
+        self._sender: PayloadStream | None = None
+        self._outgoing: PayloadStream | None = None
+        self._listener: Listener | None = None
+        self._incoming = _IncomingLink()
         self._thread = threading.Thread(target=self._run, name="weight_update-relay", daemon=True)
-        leave_in_order(self._thread)
         self._thread.start()
 
     def close(self) -> None:
-        """Close the connection; the sender notices."""
-        for group in (self._group, *list(self._links.values())):
-            group.close()
+        """Close all connections; the sender notices."""
+        self._closed = True
+        for one in (self._listener, self._sender, self._outgoing, self._incoming):
+            if one is not None:
+                one.close()
 
     def _run(self) -> None:
         try:
-            self._group.connect()
-        except LinkClosedError as error:
-            self._on_loss(str(error))
+            signed = self._connect()
+        except (OSError, FormatError) as error:
+            self._on_failure(f"no connection for payloads ({error})")
             return
-        self._group.on_loss(lambda: self._on_loss("the other end is gone"))
         try:
-            self._serve(ControlChannel(self._group, self._name, self._token, 1))
-        except (TransportError, TimeoutError, FormatError) as error:
-            if isinstance(error, FormatError):
-                _log.warning("%s: %s", self._name, error)
+            self._backend = signed.receive_json(STALLED)["backend"]
+            self._sender = payload_stream(signed, self._backend, 1)
+            if not self._closed:  # else close() may not have seen it
+                self._serve(self._sender)
+        except (TransportError, TimeoutError):
+            pass  # the sender is gone, or sees the end of this connection
+        except FormatError as error:
+            _log.warning("the connection for payloads was ended: %s", error)
         finally:
+            signed.close()
             self.close()
             self._replicas.close()
 
-    def _serve(self, sender: ControlChannel) -> None:
+    def _serve(self, sender: PayloadStream) -> None:
         while True:
-            command = sender.receive(FOREVER)
-            if command["do"] == "link":
-                sender.send(self._link(command), None)
+            command = sender.receive(None)
+            if command["do"] == "listen":
+                sender.send(self._listen(command, sender.signed.local_address))
+            elif command["do"] == "link":
+                sender.send(self._link(command))
             elif command["do"] == "take":
-                forwarder = Forwarder(self._links.get("out") if command["onward"] else None)
+                forwarder = Forwarder(self._outgoing if command["onward"] else None)
                 answer = self._take(command, sender, forwarder)
-                sender.send(answer, None)
+                sender.send(answer)
                 limit = command["patience"] / _FORWARD_SHARE
                 forwarded = answer.get("fd", -1) >= 0 and forwarder.finish(limit)
                 if command["onward"] and not forwarded:
-                    self._unlink("out")  # the next host notices
+                    self._unlink()  # the next host notices
+
+    def _listen(self, command: dict[str, Any], address: str) -> dict[str, Any]:
+        self._incoming.expect(command["name"])
+        try:
+            if self._listener is None:
+                sock = listen(address)
+                self._port = sock.getsockname()[1]
+                self._listener = Listener(
+                    sock, self._token, _CONTEXT, self._admit, "weight_update-relay-listener", _log
+                )
+                self._listener.start()
+        except OSError as error:
+            return {"error": str(error)[:_MAX_ERROR_CHARS]}
+        return {"address": address, "port": self._port}
+
+    def _admit(self, stream: SocketStream, key: bytes, deadline: float) -> None:
+        """Take over a connection of another host relay."""
+        signed = SignedStream(stream, key, listener=True)
+        name = signed.receive_json(seconds_left(deadline)).get("name")
+        self._incoming.set(name, payload_stream(signed, self._backend, 1))
 
     def _link(self, command: dict[str, Any]) -> dict[str, Any]:
-        way = command["way"]
-        self._unlink(way)
-        rank = 0 if way == "out" else 1
-        name, patience = command["name"], command["patience"]
-        link = self._make_group(self._store, name, self._token, rank, self._address, patience)
-        self._links[way] = link
+        self._unlink()
         try:
-            link.connect()
-        except LinkClosedError as error:
-            del self._links[way]
+            deadline = deadline_of(command["patience"])
+            signed = call(command["address"], command["port"], self._token, _CONTEXT, deadline)
+            try:
+                signed.send_json({"name": command["name"]}, seconds_left(deadline))
+                self._outgoing = payload_stream(signed, self._backend, 0)
+            except BaseException:
+                signed.close()
+                raise
+        except OSError as error:
             return {"error": str(error)[:_MAX_ERROR_CHARS]}
-        link.on_loss(lambda: None)
         return {}
 
-    def _unlink(self, way: str) -> None:
-        link = self._links.pop(way, None)
-        if link is not None:
-            link.close()
+    def _unlink(self) -> None:
+        outgoing, self._outgoing = self._outgoing, None
+        if outgoing is not None:
+            outgoing.close()
 
-    def _take(self, command: dict[str, Any], sender: ControlChannel, forwarder: Forwarder) -> dict[str, Any]:
+    def _take(self, command: dict[str, Any], sender: PayloadStream, forwarder: Forwarder) -> dict[str, Any]:
         self._replicas.forget(command["gone"])
         problem, replica = "", None
         try:
@@ -162,19 +196,17 @@ class HostRelay:
             into = pieces_of(replica.tensor[: command["nbytes"]])
         except NotEnoughMemoryError as error:
             problem, into, forwarder = str(error), discarded_pieces(command["nbytes"]), Forwarder(None)
-        source: PointToPointGroup | None = sender.group
-        patience = None
-        if command["chained"]:
-            source, patience = self._links.get("in"), command["patience"]
+        source, patience = sender, STALLED
         try:
-            if source is None:
-                raise LinkClosedError("it is not connected")
+            if command["link"] is not None:
+                patience = command["patience"]
+                source = self._incoming.get(command["link"], patience)
             with Progress("receiving weights", command["nbytes"]):
-                total = recv_pieces(source, into, patience, forwarder)
+                total = source.recv_payload(into, patience, forwarder)
         except (TransportError, TimeoutError) as error:
-            if not command["chained"]:
+            if source is sender and command["link"] is None:
                 raise
-            self._unlink("in")
+            self._incoming.close()
             return {"error": f"the host before it in the chain: {error}"[:_MAX_ERROR_CHARS]}
         expected = self._sum(command, sender)
         if replica is None:  # each worker of this host reports it and keeps its version
@@ -184,9 +216,54 @@ class HostRelay:
         return {"fd": replica.fd, "key": replica.key}
 
     @staticmethod
-    def _sum(command: dict[str, Any], sender: ControlChannel) -> Any:
+    def _sum(command: dict[str, Any], sender: PayloadStream) -> Any:
         """Return the checksum that the sender tells, or None if it could not send the whole payload."""
         while True:
-            message = sender.receive(None)
+            message = sender.receive(STALLED)
             if message["do"] == "sum" and message["number"] == command["number"]:
                 return message["sum"]
+
+
+class _IncomingLink:
+    """The connection from the host before this one in a chain; a new one replaces it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._name: Any = None
+        self._stream: PayloadStream | None = None
+
+    def expect(self, name: str) -> None:
+        """Close the connection, and wait for the one of that name from now on."""
+        self.close()
+        with self._changed:
+            self._name = name
+
+    def set(self, name: Any, stream: PayloadStream) -> None:
+        """Take the connection over if it is the expected one; close it otherwise."""
+        with self._changed:
+            if name == self._name and self._stream is None:
+                self._stream = stream
+                self._changed.notify_all()
+                return
+        stream.close()
+
+    def get(self, name: str, patience: float) -> PayloadStream:
+        """Return the connection of that name; wait for it.
+
+        Raises:
+            LinkClosedError: it did not come in time.
+        """
+        deadline = time.monotonic() + patience
+        with self._changed:
+            while self._name != name or self._stream is None:
+                if not self._changed.wait(max(deadline - time.monotonic(), 0.0)):
+                    raise LinkClosedError("it is not connected")
+            return self._stream
+
+    def close(self) -> None:
+        """Close the connection, if there is one."""
+        with self._changed:
+            stream, self._stream, self._name = self._stream, None, None
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()

@@ -1,4 +1,4 @@
-"""Point-to-point groups whose payloads travel through NCCL, and the choice of a backend."""
+"""Connections whose payloads travel through NCCL, and the choice of a backend."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from weight_update.errors import LinkClosedError
+from weight_update.errors import LinkClosedError, SyncTimeoutError
 from weight_update.text import brief
-from weight_update.transports.distributed.relay.gloo import Pending, PointToPointGroup
-from weight_update.transports.distributed.store import PrefixStore, disown, own
+from weight_update.transports.distributed.relay.payload_stream import STALLED, PayloadStream
+from weight_update.transports.distributed.store import StoreBase, disown, own
+from weight_update.transports.signed_stream import SignedStream
 
 _ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _environment = threading.Lock()
@@ -31,58 +33,87 @@ def require_nccl() -> None:
         raise ValueError("backend 'nccl' needs CUDA and a PyTorch with NCCL; use backend='gloo' here")
 
 
-class NcclGroup(PointToPointGroup):
-    """A group that sends each piece over the CUDA devices current at its two ends, which must differ.
+class NcclStream(PayloadStream):
+    """A connection that sends each piece over the CUDA devices current at its two ends, which must differ.
 
     Each piece costs a copy to the device and a copy from it beside the transfer. That pays where the network
-    between GPUs is much faster than gloo over TCP. Control messages and the detection of a lost end stay with
-    gloo.
+    between GPUs is much faster than TCP. Messages stay on the TCP connection, as does the exchange of
+    NCCL's addresses, which therefore only a process that knows the token can take part in.
+
+    Args:
+        rank: 0 at the end that sends payloads, and 1 at the other.
+
+    Raises:
+        LinkClosedError: no connection of NCCL could be made.
     """
 
-    _nccl: Any = None
-
-    def connect(self) -> None:
+    def __init__(self, signed: SignedStream, rank: int) -> None:
+        super().__init__(signed)
+        self._other = 1 - rank
         try:
             require_nccl()
-        except ValueError as error:
-            raise LinkClosedError(str(error)) from None
-        super().connect()
-        try:
             self._device = torch.device("cuda", torch.cuda.current_device())
             with _errors_reach_the_caller():
-                store = PrefixStore(f"{self._name}/nccl", self._store.c10d())
-                self._nccl = own(_dist.ProcessGroupNCCL(store, self._rank, 2))
-        except RuntimeError as error:
-            self.release()
+                self._nccl: Any = own(_dist.ProcessGroupNCCL(_ExchangeStore(self), rank, 2))
+        except (ValueError, RuntimeError) as error:
+            self.close()
             raise LinkClosedError(f"no NCCL connection ({brief(error)})") from None
 
-    def begin_push(self, piece: torch.Tensor) -> Pending:
-        staged = piece.to(self._device)
-        return self._begin_nccl("send", staged)
+    def push(self, piece: torch.Tensor, patience: float) -> None:
+        self._wait("send", piece.to(self._device), patience)
 
-    def begin_pull(self, into: torch.Tensor) -> Pending:
+    def pull(self, into: torch.Tensor, patience: float) -> None:
         staged = torch.empty_like(into, device=self._device)
-        pending = self._begin_nccl("recv", staged)
-        pending.then = lambda: into.copy_(staged)
-        return pending
+        self._wait("recv", staged, patience)
+        into.copy_(staged)
 
-    def release(self) -> None:
-        disown(self._nccl)
-        self._nccl = None
-        super().release()
+    def push_now(self, piece: torch.Tensor) -> int:
+        self.push(piece, STALLED)
+        return piece.numel()
 
-    def _begin_nccl(self, way: str, staged: torch.Tensor) -> Pending:
-        to = [staged], self._other, 0
-        problem = "it was closed"
+    def close(self) -> None:
+        super().close()
+        nccl, self._nccl = getattr(self, "_nccl", None), None
+        disown(nccl)
+
+    def _wait(self, way: str, staged: torch.Tensor, patience: float) -> None:
+        group = self._nccl
+        if group is None:
+            raise LinkClosedError("this end was closed")
         try:
-            if self._nccl is not None:
-                pending = Pending(self._nccl.send(*to) if way == "send" else self._nccl.recv(*to))
-                with self._beginning:
-                    self._pending.add(pending)
-                return pending
+            getattr(group, way)([staged], self._other, 0).wait(timedelta(seconds=patience))
+            torch.cuda.current_stream(self._device).synchronize()
         except RuntimeError as error:
-            problem = brief(error)
-        raise LinkClosedError(f"the other end is gone ({problem})")
+            problem = str(error)
+            if "imed out" in problem or "timing out" in problem:
+                raise SyncTimeoutError(f"the other end did not take part for {patience:g} s") from None
+            raise LinkClosedError(f"the other end is gone ({brief(error)})") from None
+
+
+class _ExchangeStore(StoreBase):  # type: ignore[misc] # it has no type stubs
+    """A store of torch.distributed for two ranks, each of which sends the other what it sets."""
+
+    def __init__(self, stream: PayloadStream) -> None:
+        super().__init__()
+        self._stream = stream
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Set a value for both ranks."""
+        raw = value.encode() if isinstance(value, str) else bytes(value)
+        self._values[key] = raw
+        self._stream.send({"key": key, "value": raw.hex()})
+
+    def get(self, key: str) -> bytes:
+        """Return a value; wait for it where the other rank sets it."""
+        self.wait([key], timedelta(seconds=STALLED))
+        return self._values[key]
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        """Wait until all ``keys`` are set."""
+        while not all(key in self._values for key in keys):
+            message = self._stream.receive(timeout.total_seconds())
+            self._values[message["key"]] = bytes.fromhex(message["value"])
 
 
 @contextlib.contextmanager
@@ -99,27 +130,31 @@ def _errors_reach_the_caller() -> Iterator[None]:
                 os.environ[_ERRORS] = before
 
 
-_GROUPS: dict[str, type[PointToPointGroup]] = {"gloo": PointToPointGroup, "nccl": NcclGroup}
+_BACKENDS = ("gloo", "nccl")
 
 
-def group_class(backend: str) -> type[PointToPointGroup]:
-    """Return the class of groups for a backend.
+def payload_stream(signed: SignedStream, backend: str, rank: int) -> PayloadStream:
+    """Return the payload stream of a backend; rank 0 sends payloads.
+
+    Payloads in host memory need no process group: with ``"gloo"`` they travel over the TCP connection itself.
+    """
+    return NcclStream(signed, rank) if backend == "nccl" else PayloadStream(signed)
+
+
+def require_known(backend: str) -> None:
+    """Check the name of a backend.
 
     Raises:
-        ValueError: the backend is unknown.
+        ValueError: the backend is unknown; the message names the known ones.
     """
-    if backend not in _GROUPS:
-        known = ", ".join(map(repr, _GROUPS))
+    if backend not in _BACKENDS:
+        known = ", ".join(map(repr, _BACKENDS))
         hint = "" if isinstance(backend, str) else "; a strategy is given as strategy="
         raise ValueError(f"unknown backend {backend!r:.60} (known: {known}{hint})")
-    return _GROUPS[backend]
 
 
 def require_backend(backend: str) -> None:
-    """Check that this process can use a backend.
-
-    Raises:
-        ValueError: the backend is unknown, or cannot be used here; the message names the known ones.
-    """
-    if group_class(backend) is NcclGroup:
+    """Check that this process can use a backend; raise ValueError if it is unknown or cannot be used."""
+    require_known(backend)
+    if backend == "nccl":
         require_nccl()

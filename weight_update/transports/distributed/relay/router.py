@@ -11,7 +11,7 @@ import torch
 
 from weight_update.errors import LinkClosedError, SyncTimeoutError, kept_error
 from weight_update.transports.distributed.relay.client import NotDeliveredError, RelayClient, send_along_chain
-from weight_update.transports.distributed.relay.gloo import STALLED
+from weight_update.transports.distributed.relay.payload_stream import STALLED
 from weight_update.transports.shared_memory.slots import slot_of
 
 _SlotUse = tuple[str, int]  # key of a slot, and how often it was lent to be written
@@ -23,11 +23,13 @@ class RelayedConnection(Protocol):
     """A connection to a worker on another host.
 
     Attributes:
+        name: random name of the connection.
         host: name of the host.
         relay_client: connection to the host relay of the worker.
         lost: error that ended the connection; None while it works.
     """
 
+    name: str
     host: str
     relay_client: RelayClient
     lost: Exception | None
@@ -50,7 +52,6 @@ class Router:
         self._under_way: set[tuple[str, _SlotUse]] = set()  # payloads on their way, by host
         self._delivered: dict[tuple[str, str], tuple[int, RelayedConnection, bytes]] = {}  # by host and slot
         self._expected: dict[_SlotUse, list[str]] = {}  # hosts that need it
-        self._removed: list[RelayClient] = []
         self._sent_by_removed = 0
 
     @property
@@ -70,18 +71,14 @@ class Router:
             if remote in self._remotes:
                 self._remotes.remove(remote)
                 self._sent_by_removed += remote.relay_client.sent
-                self._removed = [*filter(RelayClient.is_open, self._removed), remote.relay_client]
             kept = {key: value for key, value in self._delivered.items() if value[1] is not remote}
             self._delivered = kept
             self._changed.notify_all()
 
-    def wait_until_gone(self, seconds: float) -> None:
-        """Wait until the connections of removed workers are taken down."""
-        deadline = time.monotonic() + seconds
+    def named(self, name: str) -> RelayedConnection | None:
+        """Return the connection of that name, if it is there."""
         with self._changed:
-            leaving, self._removed = self._removed, []
-        for client in leaving:
-            client.wait_until_gone(max(deadline - time.monotonic(), 0.0))
+            return next((one for one in self._remotes if one.name == name), None)
 
     def expect(self, payload: torch.Tensor, remotes: Iterable[RelayedConnection]) -> None:
         """Announce that ``payload`` is about to be sent to workers on several hosts."""

@@ -1,0 +1,122 @@
+"""Connections that carry payloads: signed JSON messages, and payloads in pieces between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from weight_update.errors import TransportError
+from weight_update.progress import advance
+from weight_update.transports.distributed.checksum import Checksum
+from weight_update.transports.shared_memory.unix_stream import deadline_of
+from weight_update.transports.signed_stream import SignedStream
+from weight_update.wire.memory import byte_view
+
+STALLED = 60.0
+"""Seconds without progress of the other end after which it counts as gone."""
+
+PIECE = 1 << 20
+"""Bytes that are sent or received before they are summed up, while the processor's cache has them."""
+
+
+class PayloadStream:
+    """One end of a connection for payloads.
+
+    One thread uses it at a time; any thread may call :meth:`close`. Methods raise LinkClosedError when the
+    other end is gone, and SyncTimeoutError when it makes no progress; the connection is then of no more use.
+
+    Args:
+        signed: the connection.
+    """
+
+    def __init__(self, signed: SignedStream) -> None:
+        self.signed: SignedStream = signed
+
+    def send(self, message: dict[str, Any], patience: float | None = STALLED) -> None:
+        """Send a message."""
+        self.signed.send_json(message, patience)
+
+    def receive(self, patience: float | None) -> dict[str, Any]:
+        """Return the next message; raise FormatError if it is not signed. None waits without a limit."""
+        return self.signed.receive_json(patience)
+
+    def send_payload(self, payload: torch.Tensor, patience: float) -> str:
+        """Send a payload in pieces, each within ``patience`` seconds; return its checksum."""
+        total = Checksum()
+        for piece in pieces_of(payload):
+            self.push(piece, patience)
+            total.add(piece)  # while it travels
+            advance(piece.numel())
+        return total.hex()
+
+    def recv_payload(self, pieces: Sequence[torch.Tensor], patience: float, forwarder: Forwarder) -> str:
+        """Receive a payload in pieces, and forward each piece at once; return its checksum."""
+        total = Checksum()
+        for piece in pieces:
+            self.pull(piece, patience)
+            forwarder.add(piece)
+            total.add(piece)
+            advance(piece.numel())
+        return total.hex()
+
+    def push(self, piece: torch.Tensor, patience: float) -> None:
+        """Send a piece: a contiguous CPU tensor."""
+        self.signed.stream.send(byte_view(piece), deadline_of(patience))
+
+    def pull(self, into: torch.Tensor, patience: float) -> None:
+        """Receive a piece sent by :meth:`push`."""
+        self.signed.stream.recv_into(byte_view(into), deadline_of(patience))
+
+    def push_now(self, piece: torch.Tensor) -> int:
+        """Send the part of a piece that can be sent without a wait; return its number of bytes."""
+        return self.signed.stream.send_now(byte_view(piece))
+
+    def close(self) -> None:
+        """Close the connection; the other end notices."""
+        self.signed.close()
+
+
+class Forwarder:
+    """Forwarder of received pieces to another host, if any; a failure there does not affect the receiver."""
+
+    def __init__(self, onward: PayloadStream | None) -> None:
+        self._onward = onward
+        self._unsent: list[torch.Tensor] = []
+
+    def add(self, piece: torch.Tensor) -> None:
+        """Forward what can be sent without a wait; a piece must not change until :meth:`finish`."""
+        if self._onward is None:
+            return
+        self._unsent.append(piece)
+        try:
+            while self._unsent:
+                sent = self._onward.push_now(self._unsent[0])
+                if sent < self._unsent[0].numel():
+                    self._unsent[0] = self._unsent[0][sent:]
+                    return
+                del self._unsent[0]
+        except TransportError:
+            self._onward = None
+
+    def finish(self, patience: float) -> bool:
+        """Send the rest, ``patience`` seconds for each piece; return whether all was sent."""
+        try:
+            for piece in self._unsent:
+                if self._onward is not None:
+                    self._onward.push(piece, patience)
+        except (TransportError, TimeoutError):
+            self._onward = None
+        return self._onward is not None
+
+
+def pieces_of(payload: torch.Tensor) -> list[torch.Tensor]:
+    """Return the pieces in which a payload is handled; they share its memory."""
+    return [payload[start : start + PIECE] for start in range(0, payload.numel(), PIECE)]
+
+
+def discarded_pieces(nbytes: int) -> list[torch.Tensor]:
+    """Return pieces for a payload that is received and dropped; all of them share one scratch memory."""
+    scratch = torch.empty(min(nbytes, PIECE), dtype=torch.uint8)
+    return [scratch[: nbytes - start] for start in range(0, nbytes, PIECE)]

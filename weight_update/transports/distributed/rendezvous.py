@@ -1,0 +1,212 @@
+"""Rendezvous: a worker reads from a TCPStore in the sender's process where the sender listens.
+
+The store has no access control: any process that reaches its port may read, write and delete. Therefore the
+announcement is signed with the token, its key is derived from the token, and the sender writes it again and
+again. Nothing else is kept in the store, so nobody who has joined needs it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from dataclasses import asdict, dataclass
+
+from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, SyncTimeoutError
+from weight_update.transports.distributed.store import TCPStore, disown, own
+from weight_update.transports.handshake import PROOF_BYTES, proof
+from weight_update.transports.shared_memory.unix_stream import close_in_children
+from weight_update.transports.signed_stream import listen
+
+REPLY_SECONDS = 10.0
+"""Seconds that a store may take to answer where the caller sets no limit."""
+
+_CONTEXT = "rendezvous"
+_REPEAT_SECONDS = 0.5
+"""Seconds after which the sender writes its announcement again."""
+_MISSING_SECONDS = 4 * _REPEAT_SECONDS
+"""Seconds after which a store without an announcement for our token counts as the store of someone else."""
+_RETRY_SECONDS = 0.1
+_LARGEST = 1 << 16
+
+# the protocol of torch.distributed.TCPStore
+_VALIDATE, _GET, _WAIT, _PING = 0, 3, 6, 13
+_MAGIC = struct.pack("<BI", _VALIDATE, 0x3C85F7CE)
+_NUMBER = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """Where a sender listens.
+
+    Attributes:
+        host: name of its host.
+        local: name of its abstract Unix socket, for workers on that host.
+        port: TCP port for workers on other hosts, at the address of the store.
+        name: random name of the sender, for the context of handshakes.
+    """
+
+    host: str
+    local: str
+    port: int
+    name: str
+
+
+class SenderStore:
+    """A TCPStore in this process that keeps the sender's announcement.
+
+    Args:
+        address: address of the interface to listen on.
+        port: port; 0 takes a free one.
+
+    Raises:
+        OSError: the address does not belong to this machine, or the port is taken.
+    """
+
+    def __init__(self, address: str, port: int) -> None:
+        sock = listen(address, port)
+        self.address: str = address
+        self.port: int = sock.getsockname()[1]
+        self._descriptor = sock.detach()
+        _listening.add(self._descriptor)
+        self._closed = threading.Event()
+        self._server = own(
+            TCPStore(
+                address,
+                self.port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=self._descriptor,
+            )
+        )
+
+    def announce(self, where: Announcement, token: str) -> None:
+        """Write the announcement, and keep writing it until :meth:`close`."""
+        body = json.dumps(asdict(where)).encode()
+        signed = proof(token, b"A", b"", f"{_CONTEXT} {body.decode()}") + body
+        key = _key(token)
+        self._server.set(key, signed)
+        threading.Thread(
+            target=self._repeat, args=(key, signed), name="weight_update-announce", daemon=True
+        ).start()
+
+    def close(self) -> None:
+        """Close the store; calling it twice is fine."""
+        self._closed.set()
+        server, self._server = self._server, None
+        _listening.discard(self._descriptor)
+        disown(server)
+
+    def _repeat(self, key: str, signed: bytes) -> None:
+        while not self._closed.wait(_REPEAT_SECONDS):
+            server = self._server
+            if server is not None:
+                server.set(key, signed)
+
+
+def find_sender(address: str, port: int, token: str, timeout: float | None) -> Announcement:
+    """Return the announcement in the store at ``address``; wait until a process listens there.
+
+    Without a timeout, it may take :data:`REPLY_SECONDS`.
+
+    Raises:
+        LinkClosedError: the store could not be reached in time.
+        SyncTimeoutError: a process listens there, and did not answer in time.
+        JoinRefusedError: the store has no announcement that is signed with ``token``.
+    """
+    limit = REPLY_SECONDS if timeout is None else timeout
+    deadline = time.monotonic() + limit
+    while True:
+        try:
+            return _read_announcement(address, port, token, deadline)
+        except TimeoutError:
+            raise SyncTimeoutError(
+                f"the sender at {address}:{port} did not answer within {round(limit, 1):g} s: it is stopped, "
+                "something else listens there, or a network between the two drops what is sent"
+            ) from None
+        except JoinRefusedError:
+            raise
+        except OSError as error:
+            if time.monotonic() + _RETRY_SECONDS > deadline:
+                refused = isinstance(error, ConnectionRefusedError)
+                hint = "it may not have started, or may have shut down or died; " if refused else ""
+                raise LinkClosedError(
+                    f"no sender at {address}:{port} within {round(limit, 1):g} s ({error}); {hint}if it is "
+                    "on another machine, give it address= of a network interface that this one can reach"
+                ) from None
+        time.sleep(_RETRY_SECONDS)
+
+
+def _read_announcement(address: str, port: int, token: str, deadline: float) -> Announcement:
+    """Connect once; raise an OSError if that fails or the store is gone, and TimeoutError if it is silent."""
+    with socket.create_connection((address, port), max(deadline - time.monotonic(), _RETRY_SECONDS)) as sock:
+        close_in_children(sock)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.sendall(_MAGIC + struct.pack("<BI", _PING, port))
+        _recv(sock, 4, deadline)
+        give_up = time.monotonic() + _MISSING_SECONDS
+        key = b"/" + _key(token).encode()  # as torch.distributed writes it
+        name = _NUMBER.pack(len(key)) + key
+        while time.monotonic() < min(give_up, deadline):
+            sock.sendall(bytes([_WAIT]) + _NUMBER.pack(1) + name)
+            try:
+                _recv(sock, 1, min(give_up, deadline))
+            except TimeoutError:
+                break
+            sock.sendall(bytes([_GET]) + name)
+            (size,) = _NUMBER.unpack(_recv(sock, _NUMBER.size, deadline))
+            if size > _LARGEST:
+                break
+            try:
+                return _verified(_recv(sock, size, deadline), token)
+            except FormatError:  # a stranger has written there; the sender writes again
+                time.sleep(_RETRY_SECONDS)
+    raise JoinRefusedError(
+        f"the sender at {address}:{port} has another token: pass the scheme to the worker after "
+        "init_on_sender(), or give both ends the same token= (or WEIGHT_UPDATE_TOKEN)"
+    )
+
+
+def _recv(sock: socket.socket, size: int, deadline: float) -> bytes:
+    received = bytearray()
+    while len(received) < size:
+        sock.settimeout(max(deadline - time.monotonic(), 0.001))  # 0 would not wait at all
+        data = sock.recv(size - len(received))
+        if not data:
+            raise ConnectionResetError("it ended the connection")
+        received += data
+    return bytes(received)
+
+
+def _key(token: str) -> str:
+    return f"weight_update/{proof(token, b'A', b'', _CONTEXT).hex()}"
+
+
+def _verified(signed: bytes, token: str) -> Announcement:
+    """Return the announcement; raise FormatError if it is not signed with ``token``."""
+    shown, body = signed[:PROOF_BYTES], signed[PROOF_BYTES:]
+    expected = proof(token, b"A", b"", f"{_CONTEXT} {body.decode(errors='replace')}")
+    if not hmac.compare_digest(shown, expected):
+        raise FormatError("the announcement is not signed with our token")
+    return Announcement(**json.loads(body))
+
+
+_listening: set[int] = set()
+"""Descriptors on which a TCPStore listens; an open copy in a child would hide the death of this process."""
+
+
+def _close_inherited() -> None:
+    """Close the sockets in a child; keep their descriptors in use, because C++ objects refer to them."""
+    if _listening:
+        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for descriptor in _listening:
+            os.dup2(nothing, descriptor, inheritable=False)
+        os.close(nothing)
+        _listening.clear()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
