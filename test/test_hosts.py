@@ -24,18 +24,14 @@ from weight_update import (
     SyncFailedError,
     WeightStrategy,
 )
-from weight_update.errors import FormatError, NotEnoughMemoryError
+from weight_update.errors import NotEnoughMemoryError
 from weight_update.testing import Apart, ApartInTwos, Body, WorkerProcesses, fingerprint, mlp
 from weight_update.testing.processes import eventually, freeze, wait_until
 from weight_update.testing.worker_processes import context_of
 from weight_update.testing.workers import Worker
 from weight_update.transports.distributed.checksum import BLOCK, Checksum
-from weight_update.transports.distributed.relay.gloo import PointToPointGroup
-from weight_update.transports.distributed.relay.host_relay import SlotReplicas
-from weight_update.transports.distributed.relay.protocol import ControlChannel
+from weight_update.transports.distributed.relay.host_relay import HostRelay, SlotReplicas
 from weight_update.transports.distributed.relay.router import Router
-from weight_update.transports.distributed.signed_queue import find_store, open_store
-from weight_update.transports.distributed.store import Store
 
 NUMEL = 6_000_000
 NBYTES = 4 * NUMEL
@@ -340,27 +336,22 @@ def test_death_of_a_worker_with_a_tiny_model_is_noticed() -> None:
     with WorkerProcesses(scheme) as procs:
         procs.hire(0, mlp(2))
         procs.connect()
-        wait_until(lambda: procs.workers[0].call("run", watches_the_sender))
         procs.workers[0].runner.kill()
         wait_until(lambda: scheme.worker_versions[0] is None, 5.0)
 
 
-def watches_the_sender(body: Body) -> bool:
-    del body
-    return any(thread.name == "weight_update-watch" for thread in threading.enumerate())
-
-
-def test_death_of_a_worker_during_the_making_of_its_group_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weight_update.transports.distributed.relay.gloo.STALLED", 1.0)
+def test_death_of_a_worker_before_it_connects_for_payloads_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     context = context_of("fork")
-    connected, connect = context.Event(), PointToPointGroup.connect
+    connected, run = context.Event(), HostRelay._run
 
-    def die(group: PointToPointGroup) -> None:
+    def die(relay: HostRelay) -> None:
         if multiprocessing.parent_process() is not None and connected.wait(30.0):
             os.kill(os.getpid(), signal.SIGKILL)
-        connect(group)
+        run(relay)
 
-    monkeypatch.setattr(PointToPointGroup, "connect", die)
+    monkeypatch.setattr(HostRelay, "_run", die)
     scheme = Apart(timeout=TIMEOUT)
     scheme.init_on_sender(model=mlp(1), num_workers=1, ctx=context)
     with WorkerProcesses(scheme) as procs:
@@ -429,37 +420,12 @@ def checksum(data: torch.Tensor) -> str:
     return total.hex()
 
 
-@pytest.fixture
-def groups() -> Iterator[tuple[PointToPointGroup, PointToPointGroup]]:
-    server = open_store("127.0.0.1")
-    client = find_store("127.0.0.1", server.port, 5.0)
-    made: dict[int, PointToPointGroup] = {}
-
-    def make(store: Store, rank: int) -> None:
-        made[rank] = PointToPointGroup(store, "pair", "token", rank, "127.0.0.1")
-        made[rank].connect()
-        made[rank].on_loss(lambda: None)
-
-    other = threading.Thread(target=make, args=(client, 1))
-    other.start()
-    make(server, 0)
-    other.join()
-    yield made[0], made[1]
-    for group in made.values():
-        group.close()
-    client.close()
-    server.close()
-
-
-def test_control_messages_are_signed(groups: tuple[PointToPointGroup, PointToPointGroup]) -> None:
-    here, there = ControlChannel(groups[0], "name", "token", 0), ControlChannel(groups[1], "name", "token", 1)
-    here.send({"do": "this"}, 5.0)
-    assert there.receive(5.0) == {"do": "this"}
-    there.send({}, 5.0)
-    assert here.receive(5.0) == {}
-    ControlChannel(groups[0], "name", "another token", 0).send({"do": "harm"}, 5.0)
-    with pytest.raises(FormatError, match="not signed"):
-        there.receive(5.0)
+def test_the_checksum_does_not_depend_on_the_pieces() -> None:
+    data = torch.randint(0, 256, (BLOCK + 5000,), dtype=torch.uint8)
+    total = Checksum()
+    for piece in data.split(BLOCK // 4):
+        total.add(piece)
+    assert total.hex() == checksum(data)
 
 
 @pytest.mark.slow
