@@ -26,7 +26,7 @@ from hosts_processes import HostsProcesses
 from marks import slow
 
 from weight_update import DistributedWeightSyncScheme, SyncFailedError, TransportError
-from weight_update.transports.distributed import store_client
+from weight_update.transports import signed_stream
 
 LIMIT = 1.0
 CHAIN_LIMIT = 6.0
@@ -233,7 +233,7 @@ def test_trainer_killed_while_a_forked_child_lives(procs: HostsProcesses) -> Non
 @pytest.mark.slow
 def test_trainer_whose_machine_vanishes(procs: HostsProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
     """No packet reports the loss."""
-    monkeypatch.setattr(store_client, "_VANISHED_SECONDS", 3)
+    monkeypatch.setattr(signed_stream, "_VANISHED_SECONDS", 3)
     trainer, worker = alone(procs, "trainer"), alone(procs, "one")
     trainer.begin(train, 1.0)
     worker.call(join_there, HOME)

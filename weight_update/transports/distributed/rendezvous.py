@@ -108,21 +108,31 @@ class SenderStore:
                 server.set(key, signed)
 
 
-def find_sender(address: str, port: int, token: str, timeout: float | None) -> Announcement:
+def find_sender(
+    address: str, port: int, token: str, timeout: float | None, *, again: bool = False
+) -> Announcement:
     """Return the announcement in the store at ``address``; wait until a process listens there.
 
-    Without a timeout, it may take :data:`REPLY_SECONDS`.
+    Args:
+        address: address of the store.
+        port: port of the store.
+        token: secret of the sender.
+        timeout: seconds; None takes :data:`REPLY_SECONDS`.
+        again: whether the sender was found before. If nobody listens there, it is gone, and none is waited
+            for; if no way leads there, the link may come back.
 
     Raises:
-        LinkClosedError: the store could not be reached in time.
-        SyncTimeoutError: a process listens there, and did not answer in time.
+        LinkClosedError: the store could not be reached in time, or the sender is gone.
+        SyncTimeoutError: a process listens there, and did not answer in time; or see ``again``.
         JoinRefusedError: the store has no announcement that is signed with ``token``.
     """
     limit = REPLY_SECONDS if timeout is None else timeout
     deadline = time.monotonic() + limit
     while True:
+        refused = False
         try:
-            return _read_announcement(address, port, token, deadline)
+            with _dial(address, port, deadline) as sock:
+                return _read_announcement(sock, address, port, token, deadline)
         except TimeoutError:
             raise SyncTimeoutError(
                 f"the sender at {address}:{port} did not answer within {round(limit, 1):g} s: it is stopped, "
@@ -131,40 +141,60 @@ def find_sender(address: str, port: int, token: str, timeout: float | None) -> A
         except JoinRefusedError:
             raise
         except OSError as error:
-            if time.monotonic() + _RETRY_SECONDS > deadline:
-                refused = isinstance(error, ConnectionRefusedError)
-                hint = "it may not have started, or may have shut down or died; " if refused else ""
-                raise LinkClosedError(
-                    f"no sender at {address}:{port} within {round(limit, 1):g} s ({error}); {hint}if it is "
-                    "on another machine, give it address= of a network interface that this one can reach"
-                ) from None
+            problem, refused = error, isinstance(error, _NotReachedError) and error.refused
+        if (refused and again) or time.monotonic() + _RETRY_SECONDS > deadline:
+            hint = "it may not have started, or may have shut down or died; " if refused else ""
+            text = (
+                f"no sender at {address}:{port} within {round(limit, 1):g} s ({problem}); {hint}if it is "
+                "on another machine, give it address= of a network interface that this one can reach"
+            )
+            raise SyncTimeoutError(text) if again and not refused else LinkClosedError(text)
         time.sleep(_RETRY_SECONDS)
 
 
-def _read_announcement(address: str, port: int, token: str, deadline: float) -> Announcement:
-    """Connect once; raise an OSError if that fails or the store is gone, and TimeoutError if it is silent."""
-    with socket.create_connection((address, port), max(deadline - time.monotonic(), _RETRY_SECONDS)) as sock:
-        close_in_children(sock)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.sendall(_MAGIC + struct.pack("<BI", _PING, port))
-        _recv(sock, 4, deadline)
-        give_up = time.monotonic() + _MISSING_SECONDS
-        key = b"/" + _key(token).encode()  # as torch.distributed writes it
-        name = _NUMBER.pack(len(key)) + key
-        while time.monotonic() < min(give_up, deadline):
-            sock.sendall(bytes([_WAIT]) + _NUMBER.pack(1) + name)
-            try:
-                _recv(sock, 1, min(give_up, deadline))
-            except TimeoutError:
-                break
-            sock.sendall(bytes([_GET]) + name)
-            (size,) = _NUMBER.unpack(_recv(sock, _NUMBER.size, deadline))
-            if size > _LARGEST:
-                break
-            try:
-                return _verified(_recv(sock, size, deadline), token)
-            except FormatError:  # a stranger has written there; the sender writes again
-                time.sleep(_RETRY_SECONDS)
+class _NotReachedError(OSError):
+    """No connection could be made; ``refused`` tells whether that is because nobody listens."""
+
+    refused = False
+
+
+def _dial(address: str, port: int, deadline: float) -> socket.socket:
+    try:
+        sock = socket.create_connection((address, port), max(deadline - time.monotonic(), _RETRY_SECONDS))
+    except OSError as error:
+        problem = _NotReachedError(str(error))
+        problem.refused = isinstance(error, ConnectionRefusedError)
+        raise problem from None
+    close_in_children(sock)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
+
+
+def _read_announcement(
+    sock: socket.socket, address: str, port: int, token: str, deadline: float
+) -> Announcement:
+    """Read from a store; raise an OSError if it is gone, and TimeoutError if it is silent."""
+    sock.sendall(_MAGIC + struct.pack("<BI", _PING, port))
+    _recv(sock, 4, deadline)
+    give_up = min(time.monotonic() + _MISSING_SECONDS, deadline)
+    key = b"/" + _key(token).encode()  # as torch.distributed writes it
+    name = _NUMBER.pack(len(key)) + key
+    while time.monotonic() < give_up:
+        sock.sendall(bytes([_WAIT]) + _NUMBER.pack(1) + name)
+        try:
+            _recv(sock, 1, give_up)
+        except TimeoutError:
+            break
+        sock.sendall(bytes([_GET]) + name)
+        (size,) = _NUMBER.unpack(_recv(sock, _NUMBER.size, deadline))
+        if size > _LARGEST:
+            raise ConnectionError(f"it sends {size} bytes")
+        try:
+            return _verified(_recv(sock, size, deadline), token)
+        except FormatError:  # a stranger has written there; the sender writes again
+            time.sleep(_RETRY_SECONDS)
+    if time.monotonic() >= deadline:
+        raise TimeoutError
     raise JoinRefusedError(
         f"the sender at {address}:{port} has another token: pass the scheme to the worker after "
         "init_on_sender(), or give both ends the same token= (or WEIGHT_UPDATE_TOKEN)"

@@ -81,9 +81,15 @@ class DistributedTransport(SharedMemTransport):
         super().__init__(address, token=token, directory=directory)
         self.host: str = host or this_host()
         self._port, self._backend = port, backend
+        self._joined = False  # at least once
+        self._last: SocketStream | None = None  # to another host
 
     def join(self, address: str, deadline: float | None) -> LinkConnection:
-        sender = find_sender(address, self._port, self._token, seconds_left(deadline))
+        if self._last is not None and self._last.vanished:
+            raise LinkClosedError("the machine of the sender has vanished")
+        left = seconds_left(deadline)
+        sender = find_sender(address, self._port, self._token, left, again=self._joined)
+        self._joined = True
         if sender.host.partition(_ALONE)[0] == self.host.partition(_ALONE)[0]:
             try:
                 return super().join(f"\0{sender.local}", deadline)
@@ -93,7 +99,7 @@ class DistributedTransport(SharedMemTransport):
                     "different host="
                 ) from None
         name, context = uuid.uuid4().hex, _context(sender)
-        stream = dial(address, sender.port, deadline)
+        self._last = stream = dial(address, sender.port, deadline)
         signed = SignedStream(stream, self.authenticate(stream, context, deadline), listener=False)
         signed.send_json({"do": "join", "name": name, "host": self.host}, seconds_left(deadline))
 

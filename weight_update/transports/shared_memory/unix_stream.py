@@ -67,12 +67,16 @@ class SocketStream:
     """A connected, non-blocking stream socket, which forked children close.
 
     Every method raises LinkClosedError when the connection ends.
+
+    Attributes:
+        vanished: whether it ended because the other machine gave no sign of life.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         close_in_children(sock)
         sock.setblocking(False)
         self.sock = sock
+        self.vanished: bool = False
         self._in_use = _InUse(sock)
 
     @property
@@ -173,6 +177,7 @@ class SocketStream:
                 except BlockingIOError:
                     wait(deadline)
                 except OSError as error:
+                    self.vanished = not isinstance(error, ConnectionError)
                     raise LinkClosedError(f"the other end is gone ({error})") from None
 
     def _await_room(self, deadline: float | None) -> None:
