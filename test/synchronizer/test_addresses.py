@@ -11,6 +11,7 @@ from sync_parts import model_at
 from weight_update import ExplorerClient, FormatError, LifecycleError, Synchronizer, SyncMethod, TrainerClient
 from weight_update.synchronizer import rpc
 from weight_update.transports.shared_memory.unix_stream import SocketStream
+from weight_update.transports.signed_stream import SignedStream
 
 
 @pytest.fixture
@@ -85,15 +86,13 @@ def test_close_ends_the_servers_also_when_another_step_raises(monkeypatch: pytes
     assert len(servers()) == before
 
 
-def test_a_signed_message_that_is_not_json_is_a_format_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signed_message_that_is_not_json_is_a_format_error() -> None:
     left, right = socket.socketpair()
-    host = rpc.RpcConnection(SocketStream(left), bytes(32), server=True)
-    client = rpc.RpcConnection(SocketStream(right), bytes(32), server=False)
-    with monkeypatch.context() as patch:
-        patch.setattr(rpc.json, "dumps", lambda *_, **__: "{nothing")
-        client.send({})
+    host = SignedStream(SocketStream(left), bytes(32), listener=True)
+    client = SignedStream(SocketStream(right), bytes(32), listener=False)
+    client.send(b"{nothing", None)
     with pytest.raises(FormatError, match="not JSON"):
-        host.receive(10.0)
+        host.receive_json(10.0)
     for end in (client, host):
         end.close()
 
@@ -114,4 +113,4 @@ def test_a_connection_that_is_made_while_the_channel_closes_is_not_kept(
         server = where.serve()
         channel = rpc.SocketChannel(server.address, server.token)
         channel.call("status", {}, 5.0)
-    assert [one._stream.sock.fileno() for one in made] == [-1]
+    assert [one.stream.sock.fileno() for one in made] == [-1]
