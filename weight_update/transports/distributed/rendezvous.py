@@ -15,9 +15,10 @@ import struct
 import threading
 import time
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, SyncTimeoutError
-from weight_update.transports.distributed.store import TCPStore, disown, own
+from weight_update.transports.distributed.store import TCPStore, disown, leave_in_order, own
 from weight_update.transports.handshake import PROOF_BYTES, proof
 from weight_update.transports.shared_memory.unix_stream import close_in_children
 from weight_update.transports.signed_stream import listen
@@ -31,6 +32,7 @@ _REPEAT_SECONDS = 0.5
 _MISSING_SECONDS = 4 * _REPEAT_SECONDS
 """Seconds after which a store without an announcement for our token counts as the store of someone else."""
 _RETRY_SECONDS = 0.1
+_LEAVE_SECONDS = 1.0
 _LARGEST = 1 << 16
 
 # the protocol of torch.distributed.TCPStore
@@ -74,6 +76,7 @@ class SenderStore:
         self._descriptor = sock.detach()
         _listening.add(self._descriptor)
         self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
         self._server = own(
             TCPStore(
                 address,
@@ -85,27 +88,29 @@ class SenderStore:
         )
 
     def announce(self, where: Announcement, token: str) -> None:
-        """Write the announcement, and keep writing it until :meth:`close`."""
+        """Write the announcement, and keep writing it until :meth:`close`; called once."""
         body = json.dumps(asdict(where)).encode()
         signed = proof(token, b"A", b"", f"{_CONTEXT} {body.decode()}") + body
-        key = _key(token)
-        self._server.set(key, signed)
-        threading.Thread(
-            target=self._repeat, args=(key, signed), name="weight_update-announce", daemon=True
-        ).start()
+        self._server.set(_key(token), signed)
+        arguments = (self._server, _key(token), signed)
+        self._thread = threading.Thread(
+            target=self._repeat, args=arguments, name="weight_update-announce", daemon=True
+        )
+        leave_in_order(self._thread)
+        self._thread.start()
 
     def close(self) -> None:
         """Close the store; calling it twice is fine."""
         self._closed.set()
-        server, self._server = self._server, None
+        if self._thread is not None:
+            self._thread.join(_LEAVE_SECONDS)
         _listening.discard(self._descriptor)
+        server, self._server = self._server, None
         disown(server)
 
-    def _repeat(self, key: str, signed: bytes) -> None:
+    def _repeat(self, server: Any, key: str, signed: bytes) -> None:
         while not self._closed.wait(_REPEAT_SECONDS):
-            server = self._server
-            if server is not None:
-                server.set(key, signed)
+            server.set(key, signed)
 
 
 def find_sender(

@@ -164,12 +164,11 @@ class DistributedListener:
         except BaseException:
             self._local.close()
             raise
-        self._where = Announcement(host, self._local.address[1:], sock.getsockname()[1], uuid.uuid4().hex)
-        self._remote = Listener(
-            sock, token, _context(self._where), self._admit, "weight_update-listener", _log
-        )
+        where = Announcement(host, self._local.address[1:], sock.getsockname()[1], uuid.uuid4().hex)
+        self._remote = Listener(sock, token, _context(where), self._admit, "weight_update-listener", _log)
         self.refusals: Refusals = self._remote.refusals
         self._local.refusals = self.refusals
+        store.announce(where, token)
 
     @property
     def network_bytes(self) -> int:
@@ -180,7 +179,6 @@ class DistributedListener:
         """Start to admit workers; calling it twice is fine."""
         self._local.start()
         self._remote.start()
-        self._store.announce(self._where, self._token)
 
     def close(self) -> None:
         """Admit no more workers."""
