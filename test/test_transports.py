@@ -189,19 +189,3 @@ def test_the_token_does_not_cross_the_network(monkeypatch: pytest.MonkeyPatch) -
         assert must_receive(sender).header == again.header
     assert any(b'"version": 7' in message or b'"version":7' in message for message in sent)
     assert not any(b"confidential" in message for message in sent)
-
-
-@pytest.mark.parametrize(
-    ("former", "field"),
-    [
-        ("shares_memory", "shares_memory"),
-        ("quick", "send_never_blocks"),
-        ("near", "pid_is_visible"),
-        ("lends", "payloads_die_with_sender"),
-        ("rejoins", "allows_rejoin"),
-    ],
-)
-@pytest.mark.parametrize("value", [True, property(lambda self: True)], ids=["attribute", "property"])
-def test_former_attributes_of_a_transport_are_refused(former: str, field: str, value: object) -> None:
-    with pytest.raises(TypeError, match=rf"Old\.{former} .*Capabilities\({field}=\.\.\.\)"):
-        type("Old", (MemoryTransport,), {former: value})

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -35,16 +34,6 @@ class Capabilities:
     payloads_die_with_sender: bool = False
     pid_is_visible: bool = True
     allows_rejoin: bool = False
-
-
-_FORMER_NAMES = {
-    "shares_memory": "shares_memory",
-    "quick": "send_never_blocks",
-    "lends": "payloads_die_with_sender",
-    "near": "pid_is_visible",
-    "rejoins": "allows_rejoin",
-}
-"""Attributes that transports once had, and the fields of :class:`Capabilities` that replace them."""
 
 
 class TransportBackend(WeightTransfer):
@@ -84,16 +73,6 @@ class TransportBackend(WeightTransfer):
 
     on_join_request: Callable[[WeightChunk], None] | None = None
     """Set by the sender on its end, called by :meth:`screen`."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse attributes that are fields of :class:`Capabilities` now, and would have no effect."""
-        super().__init_subclass__(**kwargs)
-        for name in _FORMER_NAMES.keys() & vars(cls).keys():
-            field = _FORMER_NAMES[name]
-            raise TypeError(
-                f"{cls.__name__}.{name} has no effect: set capabilities = Capabilities({field}=...), for the "
-                "class or, where it changes, for the object"
-            )
 
     def screen(self, hello: WeightChunk) -> None:
         """Sender's end: check a join request before its connection replaces the one that this link has.
