@@ -389,7 +389,7 @@ def methods_table(plan: Plan) -> Table:
         "after that. NCCL needs both sides at the same time, so\n"
         "it has no figures in the last two columns. Trainer, synchronizer and each explorer are processes\n"
         "on one machine, where NCCL uses shared memory. In the rows *a host each*, explorers have\n"
-        "different host names, so gloo carries the weights through sockets. "
+        "different host names, so the weights cross sockets. "
         f"File system: {_file_system(tempfile.gettempdir())}."
     )
     head = ["method", "MB", "explorers", "delivered", "trainer", "nobody waits", "later"]

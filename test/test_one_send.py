@@ -15,6 +15,7 @@ from faults_tools import Processes, Stripes, Worker, fill
 
 import weight_update
 from weight_update import DistributedWeightSyncScheme, SharedMemWeightSyncScheme
+from weight_update.testing.apart import Apart
 
 LIBRARY = Path(weight_update.__file__).parent
 TESTING = LIBRARY / "testing"  # the harness of the worker
@@ -54,12 +55,15 @@ def visits() -> Iterator[Visited]:
         sys.setprofile(before[1])
 
 
+NUMEL = 16 << 10  # two layers of it are more than what travels with a frame
+
+
 class TracedModel(Stripes):
     """A model of a worker that is traced from its creation."""
 
     def __init__(self) -> None:
         self.visited = Visited()
-        super().__init__(2, 16)
+        super().__init__(2, NUMEL)
 
 
 def begin(me: Worker) -> None:
@@ -73,7 +77,7 @@ def end(me: Worker) -> set[str]:
 def count(kind: type) -> tuple[int, int]:
     """Return the files that one synchronous send visits in both processes, and in the trainer alone."""
     with closing(Processes()) as processes, visits() as sender:
-        scheme, model = processes.scheme(kind), Stripes(2, 16)
+        scheme, model = processes.scheme(kind), Stripes(2, NUMEL)
         (worker,) = processes.launch(scheme, model, TracedModel, 1)
         for version in range(1, 3):
             scheme.send(fill(model, version))
@@ -100,3 +104,8 @@ def test_a_send_over_shared_memory_passes_through_few_files() -> None:
 def test_a_send_over_torch_distributed_to_the_same_host() -> None:
     both, _ = count(DistributedWeightSyncScheme)
     assert (both,) == told(r"same kind of Unix socket; the update passes through (\d+) files")
+
+
+def test_a_send_over_torch_distributed_to_another_host() -> None:
+    both, _ = count(Apart)
+    assert (both,) == told(r"another host, an update of more than 64 KiB passes through (\d+) files")

@@ -316,10 +316,10 @@ def test_backends_that_cannot_be_used_are_refused_and_the_trainer_does_not_stay(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_cuda_gloo_stands_in_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_cuda_tcp_stands_in_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with synchronizer(SyncMethod.NCCL, SyncStyle.FIXED, tmp_path) as where, caplog.at_level(logging.INFO):
         TrainerClient(where, model_at(0)).close()
-        assert "by gloo (there is no CUDA)" in caplog.text
+        assert "over TCP (there is no CUDA)" in caplog.text
         with pytest.raises(ValueError, match="backend='gloo'"):
             TrainerClient(where, model_at(0), backend="nccl")
 

@@ -30,7 +30,7 @@ class Whereabouts:
 
     Attributes:
         address: address of the sender's interface.
-        port: port of its store.
+        port: port of its rendezvous.
         token: secret of the scheme.
     """
 
@@ -40,10 +40,10 @@ class Whereabouts:
 
 
 class RemoteWeightSyncScheme(WeightSyncScheme):
-    """Base of schemes whose workers join through a TCPStore; it needs no process group of the program.
+    """Base of schemes whose workers may be on other hosts; it needs no process group.
 
-    Workers on the sender's host map its memory, so no weights cross a socket to them. To other hosts the
-    store carries the signals, and process groups of two carry the weights.
+    Workers on the sender's host map its memory, so no weights cross a socket to them. Workers on other hosts
+    connect over TCP, and each host gets the weights once.
 
     Workers find the sender by the scheme that is pickled to them after ``init_on_sender``, or by the same
     ``address``, ``port`` and ``token`` on both sides. Otherwise they ask: a subclass implements
@@ -52,12 +52,13 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
     All other arguments are those of :class:`WeightSyncScheme`.
 
     Args:
-        backend: backend that carries weights to other hosts, ``"gloo"`` or ``"nccl"``. NCCL uses the CUDA
-            device that is current in each process, which no other process may use, and adds a copy to the
-            device and a copy from it. A worker that uses CUDA cannot be started by ``fork``.
+        backend: backend that carries weights to other hosts: ``"gloo"`` sends them from host memory over TCP,
+            ``"nccl"`` through NCCL. NCCL uses the CUDA device that is current in each process, which no other
+            process may use, and adds a copy to the device and a copy from it. A worker that uses CUDA cannot
+            be started by ``fork``.
         address: address of the interface that the sender listens on, and where workers find it. The default,
             loopback, reaches workers on this machine only.
-        port: port that the sender listens on; 0 takes a free one.
+        port: port at which workers learn where the sender listens; 0 takes a free one.
         token: secret that workers must know; None takes the environment's ``WEIGHT_UPDATE_TOKEN``, or makes
             one.
         host: name of the host of this process, if processes of one machine are not to share memory; None

@@ -143,9 +143,9 @@ class TrainerClient(_AsyncClient[BlockingTrainer]):
         token: token of the server; None takes the environment's ``WEIGHT_UPDATE_TOKEN``.
         address: address at which explorers or the synchronizer reach this process; None for the address of
             the interface that leads to the synchronizer.
-        backend: library that carries weights to explorers on other hosts, with NCCL as the method: ``"gloo"``
-            or ``"nccl"``, which needs a different CUDA device for each process. On one host, processes share
-            memory.
+        backend: backend that carries weights to explorers on other hosts, with NCCL as the method: ``"gloo"``
+            (TCP), or ``"nccl"``, which needs a different CUDA device for each process. On one host, processes
+            share memory.
         strategy: how weights leave the model and travel; see :class:`~weight_update.WeightSyncScheme`.
         timeout: seconds that ``sync_weight`` waits for explorers, and any call for a synchronizer that is
             away.

@@ -39,7 +39,7 @@ class DirectTrainer(TrainerMethod):
             found = served  # the synchronizer is on this machine: other machines reach both by it
         if backend == "gloo":
             cure = "backend='nccl' would go over CUDA" if torch.cuda.is_available() else "there is no CUDA"
-            _log.info("SyncMethod.NCCL: weights go to other hosts by gloo (%s)", cure)
+            _log.info("SyncMethod.NCCL: weights go to other hosts over TCP (%s)", cure)
         timeout = client.transfer_timeout
         self.publisher: Publisher = Publisher(source, found or "127.0.0.1", client.strategy, timeout, backend)
 

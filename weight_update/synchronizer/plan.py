@@ -23,8 +23,8 @@ class SyncMethod(_Name):
     """A way for weights to travel from the trainer to the explorers."""
 
     NCCL = "nccl"
-    """Directly, when both sides are ready. Between hosts gloo carries them, or NCCL where the trainer says
-    ``backend="nccl"``."""
+    """Directly, when both sides are ready. Between hosts they travel over TCP, or through NCCL where the
+    trainer says ``backend="nccl"``."""
 
     MEMORY = "memory"
     """The synchronizer holds the newest weights, and explorers fetch them there. The trainer never waits."""

@@ -63,7 +63,8 @@ class DistributedTransport(SharedMemTransport):
         token: secret of both ends.
         host: name of this host; the default is ``this_host()``; two ends with one name share memory.
         directory: see :class:`~weight_update.SharedMemWeightSyncScheme`.
-        backend: backend that carries payloads to other hosts; the sender's end decides.
+        backend: backend that carries payloads to other hosts: ``"gloo"`` (TCP) or ``"nccl"``; the sender's
+            end decides.
     """
 
     capabilities: Capabilities = Capabilities(shares_memory=True, allows_rejoin=True)
