@@ -108,10 +108,13 @@ class SenderStore:
                 server.set(key, signed)
 
 
-def find_sender(address: str, port: int, token: str, timeout: float | None) -> Announcement:
+def find_sender(
+    address: str, port: int, token: str, timeout: float | None, *, known: bool = False
+) -> Announcement:
     """Return the announcement in the store at ``address``; wait until a process listens there.
 
-    Without a timeout, it may take :data:`REPLY_SECONDS`.
+    Without a timeout, it may take :data:`REPLY_SECONDS`. A sender that is ``known`` was found there before:
+    if no process listens there now, it is gone.
 
     Raises:
         LinkClosedError: the store could not be reached in time.
@@ -131,8 +134,10 @@ def find_sender(address: str, port: int, token: str, timeout: float | None) -> A
         except JoinRefusedError:
             raise
         except OSError as error:
+            refused = isinstance(error, ConnectionRefusedError)
+            if known and refused:
+                raise LinkClosedError(f"the sender at {address}:{port} is gone ({error})") from None
             if time.monotonic() + _RETRY_SECONDS > deadline:
-                refused = isinstance(error, ConnectionRefusedError)
                 hint = "it may not have started, or may have shut down or died; " if refused else ""
                 raise LinkClosedError(
                     f"no sender at {address}:{port} within {round(limit, 1):g} s ({error}); {hint}if it is "

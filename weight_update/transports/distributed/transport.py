@@ -81,9 +81,12 @@ class DistributedTransport(SharedMemTransport):
         super().__init__(address, token=token, directory=directory)
         self.host: str = host or this_host()
         self._port, self._backend = port, backend
+        self._found = False
 
     def join(self, address: str, deadline: float | None) -> LinkConnection:
-        sender = find_sender(address, self._port, self._token, seconds_left(deadline))
+        left = seconds_left(deadline)
+        sender = find_sender(address, self._port, self._token, left, known=self._found)
+        self._found = True
         if sender.host.partition(_ALONE)[0] == self.host.partition(_ALONE)[0]:
             try:
                 return super().join(f"\0{sender.local}", deadline)
