@@ -55,7 +55,6 @@ _INTERNAL = [  # classes and aliases that signatures show, but users do not name
     "ObjectStore",
     "Select",
     "Service",
-    "Store",
     "UpdateOwner",
     "Where",
     "collectors.remote.Remote",
