@@ -7,6 +7,7 @@ again. Nothing else is kept in the store, so nobody who has joined needs it.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import os
@@ -26,15 +27,15 @@ REPLY_SECONDS = 10.0
 """Seconds that a store may take to answer where the caller sets no limit."""
 
 _CONTEXT = "rendezvous"
-_REPEAT_SECONDS = 0.5
+_REPEAT_SECONDS = 0.1
 """Seconds after which the sender writes its announcement again."""
-_MISSING_SECONDS = 4 * _REPEAT_SECONDS
+_MISSING_SECONDS = 20 * _REPEAT_SECONDS
 """Seconds after which a store without an announcement for our token counts as the store of someone else."""
 _RETRY_SECONDS = 0.1
-_LARGEST = 1 << 16
+_LARGEST = 8 << 20  # a TCPStore takes no larger value, though strangers may append to one
 
 # the protocol of torch.distributed.TCPStore
-_VALIDATE, _GET, _WAIT, _PING = 0, 3, 6, 13
+_VALIDATE, _GET, _PING = 0, 3, 13
 _MAGIC = struct.pack("<BI", _VALIDATE, 0x3C85F7CE)
 _NUMBER = struct.Struct("<Q")
 
@@ -74,15 +75,24 @@ class SenderStore:
         self._descriptor = sock.detach()
         _listening.add(self._descriptor)
         self._closed = threading.Event()
-        self._server = own(
-            TCPStore(
-                address,
-                self.port,
-                is_master=True,
-                wait_for_workers=False,
-                master_listen_fd=self._descriptor,
+        self._thread: threading.Thread | None = None
+        identity = os.fstat(self._descriptor).st_ino
+        try:
+            self._server = own(
+                TCPStore(
+                    address,
+                    self.port,
+                    is_master=True,
+                    wait_for_workers=False,
+                    master_listen_fd=self._descriptor,
+                )
             )
-        )
+        except BaseException:
+            _listening.discard(self._descriptor)
+            with contextlib.suppress(OSError):
+                if os.fstat(self._descriptor).st_ino == identity:  # else the store has closed it
+                    os.close(self._descriptor)
+            raise
 
     def announce(self, where: Announcement, token: str) -> None:
         """Write the announcement, and keep writing it until :meth:`close`."""
@@ -90,13 +100,16 @@ class SenderStore:
         signed = proof(token, b"A", b"", f"{_CONTEXT} {body.decode()}") + body
         key = _key(token)
         self._server.set(key, signed)
-        threading.Thread(
+        self._thread = threading.Thread(
             target=self._repeat, args=(key, signed), name="weight_update-announce", daemon=True
-        ).start()
+        )
+        self._thread.start()
 
     def close(self) -> None:
         """Close the store; calling it twice is fine."""
         self._closed.set()
+        if self._thread is not None:  # it refers to the server, which listens until nothing does
+            self._thread.join(REPLY_SECONDS)
         server, self._server = self._server, None
         _listening.discard(self._descriptor)
         disown(server)
@@ -157,19 +170,14 @@ def _read_announcement(address: str, port: int, token: str, deadline: float) -> 
         key = b"/" + _key(token).encode()  # as torch.distributed writes it
         name = _NUMBER.pack(len(key)) + key
         while time.monotonic() < min(give_up, deadline):
-            sock.sendall(bytes([_WAIT]) + _NUMBER.pack(1) + name)
-            try:
-                _recv(sock, 1, min(give_up, deadline))
-            except TimeoutError:
-                break
             sock.sendall(bytes([_GET]) + name)
             (size,) = _NUMBER.unpack(_recv(sock, _NUMBER.size, deadline))
             if size > _LARGEST:
-                break
-            try:
+                raise OSError(f"it sent {size} bytes, which are no announcement")
+            if size:  # a sender with our token writes this key, so a stranger hides what it wrote
+                give_up = deadline
+            with contextlib.suppress(FormatError):
                 return _verified(_recv(sock, size, deadline), token)
-            except FormatError:  # a stranger has written there; the sender writes again
-                time.sleep(_RETRY_SECONDS)
     raise JoinRefusedError(
         f"the sender at {address}:{port} has another token: pass the scheme to the worker after "
         "init_on_sender(), or give both ends the same token= (or WEIGHT_UPDATE_TOKEN)"
