@@ -1,19 +1,30 @@
-"""Whatever strangers write into the store, workers can join and connections to other hosts keep working."""
+"""Whatever strangers write into the store, workers can join and connections keep working.
+
+As a program it is a soak test: ``python test/faults/test_distributed_store.py 600`` runs for ten minutes.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
 import os
 import random
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 
+if __name__ == "__main__":
+    sys.path[:0] = [
+        str(Path(__file__).parent),
+        str(Path(__file__).parents[1]),
+        str(Path(__file__).parents[2]),
+    ]
+
+import psutil
 import pytest
 import torch
 from faults_tools import (
@@ -28,13 +39,10 @@ from faults_tools import (
     join,
     leave,
 )
+from marks import quick_for
 from torch.distributed import DistError, TCPStore
 
-from weight_update import DistributedWeightSyncScheme, SyncFailedError, WeightChunk
-from weight_update.transports.distributed.signed_queue import SignedQueue
-from weight_update.transports.inherited_sockets import listening_sockets
-from weight_update.transports.rate_limit import Refusals
-from weight_update.wire.frames import Kind
+from weight_update import DistributedWeightSyncScheme
 
 SHAPE = (8, 4096)  # more than what travels with a signal
 
@@ -49,16 +57,17 @@ def make_elsewhere() -> Stripes:
 
 
 class Training:
-    """A trainer with a worker on another host, into which updates flow."""
+    """A trainer with a worker on another host and one on its own, into which updates flow."""
 
     def __init__(self, procs: Processes) -> None:
         self.procs, self.model = procs, make_here()
         self.scheme = procs.scheme(DistributedWeightSyncScheme, timeout=10.0)
-        self.scheme.init_on_sender(model=self.model, num_workers=1)
-        self.far = self.start(0, make_elsewhere)
+        self.scheme.init_on_sender(model=self.model, num_workers=2)
+        self.workers = [self.start(0, make_elsewhere), self.start(1, make_here)]
         self.scheme.connect(timeout=20.0)
-        self.far.result()
-        self.far.call(compute)
+        for worker in self.workers:
+            worker.result()
+            worker.call(compute)
 
     def start(self, idx: int, make_model: Callable[[], Stripes]) -> Remote:
         worker = self.procs.start(self.scheme, idx, make_model)
@@ -69,9 +78,9 @@ class Training:
         """Send an update, which all workers apply."""
         self.scheme.send(fill(self.model, (self.scheme.version or 0) + 1))
 
-    def link(self) -> str:
-        """Return the name of the connection to the worker on another host, or nothing between two."""
-        return getattr(self.scheme._sender.table[0].link._connection, "name", "")
+    def connections(self) -> list[object]:
+        """Return the connections to the first workers; they stay the same as long as none breaks."""
+        return [self.scheme._sender.table[idx].link._connection for idx in range(2)]
 
     def dismiss(self, worker: Remote) -> None:
         """Make a worker leave, and wait until the trainer has noticed."""
@@ -82,15 +91,16 @@ class Training:
     def goes_on(self) -> None:
         """Check that updates arrive, and that workers join on this host and on others."""
         self.send()
-        late = [self.start(idx, make) for idx, make in ((1, make_here), (2, make_elsewhere))]
+        late = [self.start(idx, make) for idx, make in ((2, make_here), (3, make_elsewhere))]
         for worker in late:
             worker.result()
         self.send()
         for worker in late:
             self.dismiss(worker)
         self.send()
-        assert_whole(self.far.call(end_compute))
-        self.far.call(compute)
+        for worker in self.workers:
+            assert_whole(worker.call(end_compute))
+            worker.call(compute)
 
 
 @pytest.fixture(scope="module")
@@ -107,112 +117,110 @@ def stranger_of(training: Training) -> TCPStore:
     return TCPStore("127.0.0.1", training.scheme.port, is_master=False, wait_for_workers=False)
 
 
-def join_request(link: str) -> bytes:
-    """Return an unsigned join request."""
-    header = {"token": "", "worker": 0, "pid": 1, "version": None, "schema": None, "error": None}
-    info = json.dumps({"link": link, "host": "h"}).encode()
-    return bytes(25) + struct.pack("<I", len(info)) + info + WeightChunk(Kind.HELLO, header).encode()
+def key_of(stranger: TCPStore) -> str:
+    """Return the key of the announcement, as any process can find it."""
+    deadline = time.monotonic() + 10.0
+    while time.monotonic() < deadline:
+        for key in stranger.list_keys():
+            name = key.removeprefix("/")
+            if name.startswith("weight_update/"):
+                return str(name)
+    raise AssertionError("there is no announcement")
 
 
-@pytest.fixture(autouse=True)
-def all_is_logged(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Begin a new period of the limit, so that each test sees what it causes."""
-    monkeypatch.setattr(training.scheme._listener, "refusals", Refusals(logging.getLogger("strangers")))
+WAYS = ["set", "set much", "append", "add", "push", "pop", "swap", "delete"]
 
 
-@pytest.mark.parametrize("link", ["x" * 9000, "x" * 100, "", "../door"], ids=["long", "odd", "empty", "path"])
-def test_a_join_request_with_a_forged_name(training: Training, caplog, link: str) -> None:
-    with caplog.at_level(logging.WARNING):
-        stranger_of(training).queue_push("door", join_request(link))
-        assert eventually(lambda: "refused a connection: wrong token" in caplog.text, 5.0)
-    training.goes_on()
+def spoil(stranger: TCPStore, key: str, way: str) -> None:
+    """Change a key in one way; the store may refuse it."""
+    with contextlib.suppress(DistError, ValueError):
+        if way == "set":
+            stranger.set(key, "x")
+        elif way == "set much":
+            stranger.set(key, "x" * 4_000_000)
+        elif way == "append":
+            stranger.append(key, "x")
+        elif way == "add":
+            stranger.add(key, 1)
+        elif way == "push":
+            stranger.queue_push(key, b"x")
+        elif way == "pop":
+            stranger.queue_pop(key, False)
+        elif way == "swap":
+            stranger.compare_set(key, "x", "y")
+        else:
+            stranger.delete_key(key)
 
 
-@pytest.mark.parametrize("way", ["set", "add", "append"])
-def test_the_join_queue_becomes_a_key(training: Training, way: str) -> None:
-    stranger = stranger_of(training)
-    if way == "add":
-        stranger.add("door", 1)
-    else:
-        getattr(stranger, way)("door", "x")
-    training.goes_on()
+@pytest.mark.parametrize("way", quick_for(WAYS, "set", "delete"))
+def test_the_announcement_is_spoiled_without_pause(training: Training, way: str) -> None:
+    before = training.connections()
+    stranger, stop, done = stranger_of(training), threading.Event(), [0]
+    key = key_of(stranger)
 
+    def run() -> None:
+        while not stop.is_set():
+            spoil(stranger, key, way)
+            done[0] += 1
 
-@pytest.mark.parametrize("way", ["down", "up"])
-def test_the_queue_of_a_connection_becomes_a_key(training: Training, way: str) -> None:
-    stranger_of(training).set(f"{training.link()}/{way}", "x")
-    for _ in range(3):
-        training.send()
-
-
-@pytest.mark.parametrize("junk", [b"", b"x" * 8_000_000], ids=["empty", "large"])
-@pytest.mark.parametrize("way", ["down", "up"])
-def test_junk_in_the_queue_of_a_connection(training: Training, way: str, junk: bytes) -> None:
-    stranger = stranger_of(training)
-    for _ in range(5):
-        stranger.queue_push(f"{training.link()}/{way}", junk)
-    for _ in range(3):
-        training.send()
-
-
-@pytest.mark.slow  # test_rejoins.py has workers that join again
-@pytest.mark.parametrize("way", ["down", "up"])
-def test_a_connection_whose_messages_are_taken_is_made_anew(training: Training, way: str) -> None:
-    """The gap is noticed with the next message, and the worker joins again under a fresh name."""
-    before = training.link()
-    thief, stolen = stranger_of(training), threading.Event()
-
-    def steal() -> None:
-        while not stolen.is_set():
-            with contextlib.suppress(DistError):  # it is empty
-                thief.queue_pop(f"{before}/{way}", False)
-                stolen.set()
-
-    stealing = threading.Thread(target=steal)
-    stealing.start()
-
-    def recovers() -> bool:
-        try:
-            training.send()
-        except SyncFailedError:
-            return False
-        return stolen.is_set() and training.link() not in ("", before)
-
-    training.scheme.timeout = training.scheme._sender.timeout = 1.0
+    spoiling = threading.Thread(target=run)
+    spoiling.start()
     try:
-        assert eventually(recovers, 30.0)
+        assert eventually(lambda: done[0] > 10)
+        training.goes_on()
     finally:
-        stolen.set()
-        stealing.join()
-        training.scheme.timeout = training.scheme._sender.timeout = 10.0
+        stop.set()
+        spoiling.join()
+    assert training.connections() == before, "a connection broke"
+
+
+@pytest.mark.slow  # the test below has keys of these kinds, too
+@pytest.mark.parametrize("way", ["set", "add", "append", "push"])
+def test_other_keys(training: Training, way: str) -> None:
+    before = training.connections()
+    stranger = stranger_of(training)
+    for key in ("door", "", "x" * 8000, "weight_update/", "weight_update/" + "0" * 64):
+        spoil(stranger, key, way)
     training.goes_on()
+    assert training.connections() == before
+
+
+def test_the_store_is_flooded(training: Training) -> None:
+    before, stop = training.connections(), threading.Event()
+
+    def flood(number: int) -> None:
+        client, names = stranger_of(training), iter(range(1 << 30))
+        while not stop.is_set():
+            name = f"flood {number} {next(names) % 50}"
+            try:
+                client.set(name, bytes(100_000))
+                client.queue_push(f"queue {name}", bytes(1000))
+            except DistError:  # it was dropped, as it deserves
+                client = stranger_of(training)
+
+    flooding = [threading.Thread(target=flood, args=(number,)) for number in range(2)]
+    for thread in flooding:
+        thread.start()
+    try:
+        training.goes_on()
+    finally:
+        stop.set()
+        for thread in flooding:
+            thread.join()
+    assert training.connections() == before
 
 
 class Vandal:
-    """A stranger that writes into every queue and key of the protocol, including repeated messages."""
+    """A stranger that writes into every key of the store, and repeats what it finds there."""
 
-    def __init__(self, training: Training, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, training: Training, seed: int) -> None:
         self._random = random.Random(seed)
         self._training, self._stop = training, threading.Event()
-        self._names = {"door", f"{training.link()}/down", f"{training.link()}/up"}
-        self._heard: list[bytes] = [b"x"]
         self._client = stranger_of(training)
+        self._key = key_of(self._client)
+        self._heard: list[bytes] = [b"x", self._client.get(self._key)]
         self.errors: list[BaseException] = []
         self.done = 0
-        put, opened = SignedQueue.put, SignedQueue._open
-
-        def overheard(box: SignedQueue, message: bytes, **options: object) -> None:
-            self._names.add(box.name)
-            self._hear(message)
-            put(box, message, **options)
-
-        def open_too(box: SignedQueue, raw: bytes) -> object:
-            self._names.add(box.name)
-            self._hear(bytes(raw))
-            return opened(box, raw)
-
-        monkeypatch.setattr(SignedQueue, "put", overheard)
-        monkeypatch.setattr(SignedQueue, "_open", open_too)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -220,9 +228,6 @@ class Vandal:
         self._stop.set()
         self._thread.join()
         assert self.errors == []
-
-    def _hear(self, message: bytes) -> None:
-        self._heard = [*self._heard[-50:], message[:100_000]]
 
     def _run(self) -> None:
         try:
@@ -235,10 +240,10 @@ class Vandal:
 
     def _once(self) -> None:
         pick = self._random.choice
-        name, value = pick(sorted(self._names)), self._value()
-        name = pick([name] * 8 + ["", "door/", name[:40], "x" * 8000, "link/" + "0" * 32, f"{name}/0"])
+        value, key = self._value(), self._key
+        name = pick([key] * 8 + ["", "door/", key[:40], "x" * 8000, "weight_update/", f"{key}/0"])
         way = pick(
-            ["set", "add", "append", "push", "push", "push", "push", "delete", "multi_set", "swap", "raw"]
+            ["set", "set", "add", "append", "push", "pop", "delete", "delete", "multi_set", "swap", "raw"]
         )
         try:
             if way == "raw":
@@ -248,15 +253,17 @@ class Vandal:
             elif way == "delete":
                 self._client.delete_key(name)
             elif way == "multi_set":
-                self._client.multi_set([name, "door"], [value, value])
+                self._client.multi_set([name, key], [value, value])
             elif way == "swap":
                 self._client.compare_set(name, "x", "y")
             elif way == "push":
                 self._client.queue_push(name, value)
+            elif way == "pop":
+                self._client.queue_pop(name, False)
             else:
                 getattr(self._client, way)(name, value)
             self._client.num_keys()
-        except DistError:  # this client was dropped, as it deserves
+        except (DistError, ValueError):  # this client was dropped, as it deserves
             self._client = stranger_of(self._training)
 
     def _say(self, data: bytes) -> None:
@@ -264,9 +271,9 @@ class Vandal:
             sock.sendall(b"\0" + struct.pack("<I", 0x3C85F7CE) + data)
 
     def _value(self) -> bytes:
-        """Return noise, a message that was sent before, or one like it, of any size."""
+        """Return noise, the announcement, or a value like it, of any size."""
         pick, heard = self._random.choice, bytearray(self._random.choice(self._heard))
-        kind = pick(["noise", "again", "bits", "cut", "long", "request", "name", "huge"])
+        kind = pick(["noise", "again", "bits", "cut", "long", "large", "huge"])
         if kind == "bits" and heard:
             for _ in range(self._random.randrange(1, 4)):
                 heard[self._random.randrange(len(heard))] ^= 1 << self._random.randrange(8)
@@ -276,22 +283,21 @@ class Vandal:
             "bits": bytes(heard),
             "cut": bytes(heard[: self._random.randrange(len(heard) + 1)]),
             "long": bytes(heard) * 3,
-            "request": join_request(self._random.randbytes(16).hex()),
-            "name": join_request("x" * self._random.randrange(10_000)),
+            "large": bytes(100_000),
             "huge": bytes(9 << 20) if self._random.random() < 0.05 else b"",
         }[kind]
 
 
-@pytest.mark.slow  # the other tests have one kind of junk each
-@pytest.mark.parametrize("seconds", [4.0, 120.0])
-@pytest.mark.timeout(300)
-def test_whatever_strangers_write(
-    training: Training, monkeypatch: pytest.MonkeyPatch, seconds: float
-) -> None:
+def fuzz_store(training: Training, seconds: float) -> tuple[int, int]:
+    """Let a stranger write for some seconds while updates flow and workers come and go.
+
+    Returns:
+        number of things that the stranger did, and of workers that came and went.
+    """
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
-    link = training.link()
-    vandal = Vandal(training, seed, monkeypatch)
+    before = training.connections()
+    vandal = Vandal(training, seed)
     deadline = time.monotonic() + seconds
     idx = 10
     try:
@@ -305,9 +311,18 @@ def test_whatever_strangers_write(
             training.dismiss(late)
     finally:
         vandal.end()
-    assert vandal.done > 50
-    assert training.link() == link  # the connection never broke
+    assert training.connections() == before, "a connection broke"
     training.goes_on()
+    return vandal.done, idx - 10
+
+
+@pytest.mark.slow  # the other tests have one kind of junk each
+@pytest.mark.parametrize("seconds", [4.0, 120.0])
+@pytest.mark.timeout(300)
+def test_whatever_strangers_write(training: Training, seconds: float) -> None:
+    done, workers = fuzz_store(training, seconds)
+    assert done > 50
+    assert workers >= 1
 
 
 class Mute(DistributedWeightSyncScheme):
@@ -317,8 +332,21 @@ class Mute(DistributedWeightSyncScheme):
         raise RuntimeError("nowhere to announce it")
 
 
+def listening() -> set[tuple[str, int]]:
+    """Return the addresses on which this process listens."""
+    found = psutil.Process().net_connections("tcp")
+    return {tuple(one.laddr) for one in found if one.status == psutil.CONN_LISTEN}
+
+
 def test_a_sender_that_cannot_be_announced_stops_listening() -> None:
-    before = listening_sockets()
+    before = listening()
     with pytest.raises(RuntimeError, match="nowhere"):
         Mute().init_on_sender(model=torch.nn.Linear(2, 2), num_workers=1)
-    assert listening_sockets() == before
+    assert listening() == before
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with closing(Processes()) as all_processes:
+        did, came = fuzz_store(Training(all_processes), float(sys.argv[1]))
+    print(f"{did} things were written, {came} workers came and went, no connection broke")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import signal
+import socket
 import struct
 import time
-import uuid
 from contextlib import closing
 from typing import Any
 
@@ -23,9 +22,10 @@ from weight_update import (
     WeightChunk,
     WeightSyncScheme,
 )
-from weight_update.transports.distributed.join_requests import JOIN_QUEUE
-from weight_update.transports.distributed.signed_queue import SignedQueue, find_store
-from weight_update.transports.distributed.transport import this_host
+from weight_update.transports.distributed.rendezvous import find_sender
+from weight_update.transports.handshake import prove_token
+from weight_update.transports.shared_memory.unix_stream import SocketStream, deadline_of
+from weight_update.transports.signed_stream import call
 from weight_update.wire.frames import Kind
 
 LIMIT = 1.0
@@ -99,33 +99,48 @@ def test_a_worker_that_does_not_fit_replaces_nobody(kind: str, procs: Processes)
     assert [worker.call(version_of) for worker in workers] == [1, 1]
 
 
-def ask_to_join_and_die(scheme: DistributedWeightSyncScheme, worker: int) -> None:
-    """Ask to join as a process of this host that is gone when the sender calls it."""
-    schema = next(state.schema for state in scheme._sender.table if state.idx == worker)
-    hello = {
-        "token": "",
-        "worker": worker,
-        "pid": 99_999,
-        "version": None,
-        "schema": schema.to_header(),
-        "error": None,
-        "instance": "another",
-        "again": False,
-    }
-    info = json.dumps({"link": uuid.uuid4().hex, "host": this_host()}).encode()
-    with closing(find_store(scheme.address, scheme.port, 5.0)) as store:
-        requests = SignedQueue(store, JOIN_QUEUE, scheme._token, ordered=False)
-        requests.put(struct.pack("<I", len(info)) + info + WeightChunk(Kind.HELLO, hello).encode())
-        requests.flush(5.0)
+JOINS = ["nothing", "a join request", "half a frame", "no HELLO"]
 
 
+def join_and_die(scheme: DistributedWeightSyncScheme, where: str, says: str) -> None:
+    """Join as a process that knows the token, and die before the first frame is complete, or without a HELLO."""
+    sender = find_sender(scheme.address, scheme.port, scheme._token, 5.0)
+    deadline = deadline_of(5.0)
+    schema = next(state.schema for state in scheme._sender.table if state.idx == 1)
+    header = {"token": "", "worker": 1, "pid": 99_999, "version": None, "schema": schema.to_header()}
+    header |= {"error": None, "instance": "another", "again": False}
+    hello = WeightChunk(Kind.HELLO, header).encode()
+    said = {
+        "a HELLO": hello,
+        "half a frame": hello[:-5],
+        "no HELLO": WeightChunk(Kind.GOODBYE, {}).encode(),
+    }.get(says, b"")
+    if where == "this host":
+        address = f"\0{sender.local}"
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(address)
+        with closing(SocketStream(sock)) as stream:
+            prove_token(stream, scheme._token, f"shared memory {address}", deadline)
+            stream.send(said, deadline)
+        return
+    with closing(
+        call(scheme.address, sender.port, scheme._token, f"sender {sender.name}", deadline)
+    ) as signed:
+        if says != "nothing":
+            signed.send_json({"do": "join", "name": "a name", "host": "another"}, 5.0)
+        if said:
+            signed.send(struct.pack("<II", len(said), 0) + said, deadline)
+
+
+@pytest.mark.parametrize("says", quick_for(JOINS, "half a frame"))
+@pytest.mark.parametrize("where", ["this host", "another host"])
 def test_a_worker_that_dies_while_it_joins_replaces_nobody(
-    procs: Processes, caplog: pytest.LogCaptureFixture
+    procs: Processes, where: str, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     scheme, model, workers = start_pair("distributed", procs)
     scheme._listener.refusals.clear()
-    ask_to_join_and_die(scheme, 1)
-    assert eventually(lambda: any("not there any more" in one for one in scheme._listener.refusals), 5.0)
+    join_and_die(scheme, where, says)
+    assert eventually(lambda: list(scheme._listener.refusals), 5.0)
     rejoined = f"worker 1 (process {workers[1].pid}) joined"
     with caplog.at_level(logging.INFO, "weight_update"):
         next(state for state in scheme._sender.table if state.idx == 1).link.disconnect()

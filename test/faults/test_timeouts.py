@@ -30,7 +30,6 @@ from weight_update import (
     WeightSyncScheme,
 )
 from weight_update.synchronizer import ExplorerClient, TrainerClient
-from weight_update.transports.distributed.store import Store
 
 LIMIT = 0.5
 SLACK = 4.0
@@ -227,18 +226,6 @@ def test_what_a_default_store_raises_reaches_the_caller(monkeypatch: pytest.Monk
     result = in_time(lambda: join_and_leave(DistributedWeightSyncScheme()))
     assert isinstance(result, SyncTimeoutError)
     assert "Wait timeout" in str(result)
-
-
-def test_a_process_group_of_nccl_whose_store_stops(procs: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weight_update.transports.distributed.store.REPLY_SECONDS", LIMIT)
-    peer = procs.start(None, 0, make)
-    store = Store("127.0.0.1", peer.call(open_default_store))
-    peer.signal(signal.SIGSTOP)
-    try:
-        assert isinstance(in_time(store.c10d), SyncTimeoutError)
-    finally:
-        peer.kill()
-        store.close()
 
 
 # -- connections whose other end stops -----------------------------------------------------------------

@@ -2,75 +2,262 @@
 
 from __future__ import annotations
 
-import threading
+import logging
+import os
+import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any
 
 import pytest
+import torch
+from stranger_parts import Tap
 
+from weight_update.errors import JoinRefusedError, LinkClosedError
+from weight_update.testing.processes import eventually
+from weight_update.transports.distributed.checksum import CHECKSUM
 from weight_update.transports.distributed.relay.client import RelayClient
-from weight_update.transports.distributed.relay.gloo import PointToPointGroup
 from weight_update.transports.distributed.relay.host_relay import HostRelay
-from weight_update.transports.distributed.signed_queue import find_store, open_store
-from weight_update.transports.distributed.store import Store
-from weight_update.transports.shared_memory.slots import SharedBuffer
+from weight_update.transports.listener import Listener
+from weight_update.transports.shared_memory.slots import SharedBuffer, open_slot
+from weight_update.transports.shared_memory.unix_stream import SocketStream, deadline_of
+from weight_update.transports.signed_stream import SignedStream, call, dial, listen
 
 HERE = "127.0.0.1"
+TOKEN = "confidential"
+LONG = 20.0
+LOG = logging.getLogger("test")
 NBYTES = 64 << 20  # more than the kernel takes from a sender whose other end does not read
+SMALL = 3 << 20
+
+
+class Joint:
+    """A host relay, and the client that commands it.
+
+    Attributes:
+        failures: reasons for which the relay gave up.
+    """
+
+    def __init__(self) -> None:
+        self.failures: list[str] = []
+        self.client = RelayClient(0, "gloo")
+        with listen(HERE) as sock:
+            here = dial(HERE, sock.getsockname()[1], deadline_of(LONG))
+            there = SocketStream(sock.accept()[0])
+        self.here = SignedStream(here, bytes(32), listener=False)
+        self.relay = HostRelay(lambda: self.here, TOKEN, None, self.failures.append)
+        self.client.open(SignedStream(there, bytes(32), listener=True))
+
+    def ask(self, **command: Any) -> dict[str, Any]:
+        self.client.send_command(command, LONG)
+        return self.client.receive_answer(LONG)
+
+    def take(self, slot: SharedBuffer, **options: Any) -> dict[str, Any]:
+        """Send a payload; return the answer."""
+        command = {"do": "take", "number": 1, "checksum": CHECKSUM, "patience": 5.0}
+        command |= {"link": None, "onward": False} | self.client.take_command_for(slot.tensor) | options
+        self.client.send_command(command, LONG)
+        total = self.client.send_payload(slot.tensor, LONG) if command["link"] is None else None
+        self.client.send_command({"do": "sum", "number": 1, "sum": options.get("sum", total)}, LONG)
+        return self.client.receive_answer(LONG)
+
+    def close(self) -> None:
+        self.client.close()
+        self.relay.close()
+        self.relay._thread.join(LONG)
+        assert not self.relay._thread.is_alive()
 
 
 @pytest.fixture
-def store() -> Iterator[Store]:
-    server = open_store(HERE)
-    yield server
-    server.close()
+def joint() -> Iterator[Joint]:
+    with closing(Joint()) as joint:
+        yield joint
 
 
 @contextmanager
-def relay_of(server: Store) -> Iterator[RelayClient]:
-    """Connect a client to a host relay."""
-    store = find_store(HERE, server.port, 5.0)
-    client = RelayClient(server, "worker", "token", HERE, 0, "gloo", lambda reason: None)
-    relay = HostRelay(store, "worker", "token", HERE, None, "gloo", lambda reason: None)
-    client.open()
-    yield client
-    client.close()
-    relay.close()
-    client.wait_until_gone(5.0)
-    store.close()
+def slot_of_size(nbytes: int) -> Iterator[SharedBuffer]:
+    slot = SharedBuffer(nbytes, None)
+    slot.tensor.copy_(torch.randint(0, 256, (nbytes,), dtype=torch.uint8))
+    yield slot
+    slot.close()
 
 
-def link(client: RelayClient, name: str, patience: float) -> None:
-    client.send_command({"do": "link", "way": "out", "name": name, "patience": patience}, patience)
+def replica(answer: dict[str, Any], nbytes: int) -> torch.Tensor:
+    """Return the payload where a worker of the host finds it."""
+    return open_slot(os.getpid(), answer["fd"], answer["key"]).first(nbytes)
+
+
+def call_relay(where: dict[str, Any], token: str = TOKEN) -> SignedStream:
+    return call(where["address"], where["port"], token, "relay", deadline_of(LONG))
+
+
+def test_a_payload_from_the_sender(joint: Joint) -> None:
+    with slot_of_size(SMALL) as slot:
+        for _ in range(3):
+            slot.tensor.add_(1)
+            answer = joint.take(slot)
+            assert torch.equal(replica(answer, SMALL), slot.tensor)
+
+
+def test_a_payload_that_was_changed_on_the_way(joint: Joint) -> None:
+    with slot_of_size(SMALL) as slot:
+        assert joint.take(slot, sum="0" * 32) == {"error": "the payload's checksum is wrong"}
+        assert torch.equal(replica(joint.take(slot), SMALL), slot.tensor)
+
+
+def test_a_sender_that_is_gone_ends_the_relay(joint: Joint) -> None:
+    joint.client.close()
+    joint.relay._thread.join(LONG)
+    assert not joint.relay._thread.is_alive()
+    assert joint.failures == []  # the frames of the sender end, too
+
+
+def test_a_sender_that_cannot_be_reached_is_reported() -> None:
+    failures: list[str] = []
+
+    def connect() -> SignedStream:
+        raise LinkClosedError("no way")
+
+    relay = HostRelay(connect, TOKEN, None, failures.append)
+    relay._thread.join(LONG)
+    assert failures == ["no connection for payloads (no way)"]
+
+
+# -- a chain of hosts ----------------------------------------------------------------------------------
+
+
+def link(before: Joint, after: Joint, name: str = "link") -> None:
+    where = after.ask(do="listen", name=name)
+    assert before.ask(do="link", name=name, patience=5.0, **where) == {}
+
+
+def take_along(before: Joint, after: Joint, slot: SharedBuffer) -> list[dict[str, Any]]:
+    """Send a payload to the first host, which forwards it; return both answers."""
+    command = {"do": "take", "number": 1, "checksum": CHECKSUM, "patience": 5.0}
+    onward = {"link": None, "onward": True} | before.client.take_command_for(slot.tensor)
+    before.client.send_command(command | onward, LONG)
+    from_link = {"link": "link", "onward": False} | after.client.take_command_for(slot.tensor)
+    after.client.send_command(command | from_link, LONG)
+    total = before.client.send_payload(slot.tensor, LONG)
+    for one in (before, after):
+        one.client.send_command({"do": "sum", "number": 1, "sum": total}, LONG)
+    return [one.client.receive_answer(LONG) for one in (before, after)]
+
+
+def test_a_payload_goes_along_a_chain(joint: Joint) -> None:
+    with closing(Joint()) as after, slot_of_size(SMALL) as slot:
+        link(joint, after)
+        for _ in range(3):
+            slot.tensor.add_(1)
+            for answer in take_along(joint, after, slot):
+                assert torch.equal(replica(answer, SMALL), slot.tensor)
+        link(joint, after)  # anew
+        for answer in take_along(joint, after, slot):
+            assert torch.equal(replica(answer, SMALL), slot.tensor)
+
+
+def test_a_next_host_that_is_gone(joint: Joint) -> None:
+    with closing(Joint()) as after:
+        where = after.ask(do="listen", name="link")
+    answer = joint.ask(do="link", name="link", patience=1.0, **where)
+    assert "refused" in answer["error"]
+    with slot_of_size(SMALL) as slot:
+        assert torch.equal(replica(joint.take(slot), SMALL), slot.tensor)
+
+
+def hear_end(stranger: socket.socket) -> bool:
+    """Return whether the relay ends a connection."""
+    stranger.settimeout(LONG)
+    try:
+        while stranger.recv(1000):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+def test_a_stranger_that_knows_the_link_but_not_the_token(
+    joint: Joint, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(Joint()) as after, slot_of_size(SMALL) as slot:
+        where = after.ask(do="listen", name="link")
+        with pytest.raises(JoinRefusedError, match="wrong token"):
+            call_relay(where, "another")
+        assert eventually(lambda: "refused a connection: wrong token" in caplog.text, LONG)
+        assert joint.ask(do="link", name="link", patience=5.0, **where) == {}
+        for answer in take_along(joint, after, slot):
+            assert torch.equal(replica(answer, SMALL), slot.tensor)
+
+
+@pytest.mark.parametrize("says", [b"", b"GET / HTTP/1.1\r\n", b"WUH1", bytes(100)])
+def test_strangers_at_the_port_of_a_relay(joint: Joint, says: bytes) -> None:
+    """Silent ones, talkative ones, and many of them: the host before it in the chain still gets through."""
+    with closing(Joint()) as after, slot_of_size(SMALL) as slot, ExitStack() as stack:
+        where = after.ask(do="listen", name="link")
+        for _ in range(150):
+            there = (where["address"], where["port"])
+            stack.enter_context(socket.create_connection(there, LONG)).sendall(says)
+        link(joint, after)
+        for answer in take_along(joint, after, slot):
+            assert torch.equal(replica(answer, SMALL), slot.tensor)
+
+
+@pytest.mark.parametrize("name", ["another", None, 7, {"a": 1}])
+def test_a_link_that_nobody_expects_is_closed(joint: Joint, name: object) -> None:
+    with closing(Joint()) as after, slot_of_size(SMALL) as slot:
+        where = after.ask(do="listen", name="link")
+        with closing(call_relay(where)) as odd:
+            odd.send_json({"name": name}, LONG)
+            assert hear_end(odd.stream.sock)
+        link(joint, after)
+        take_along(joint, after, slot)
+        with closing(call_relay(where)) as second:  # a link is not taken over by another one of its name
+            second.send_json({"name": "link"}, LONG)
+            assert hear_end(second.stream.sock)
+        for answer in take_along(joint, after, slot):
+            assert torch.equal(replica(answer, SMALL), slot.tensor)
+
+
+def test_what_a_host_said_is_not_heard_twice(joint: Joint) -> None:
+    """A stranger that recorded the connection of a host repeats it, byte for byte."""
+    with closing(Joint()) as after, closing(Tap(after.ask(do="listen", name="link")["port"])) as tap:
+        assert joint.ask(do="link", name="link", patience=5.0, address=HERE, port=tap.port) == {}
+        with slot_of_size(SMALL) as slot:
+            take_along(joint, after, slot)
+            (said,) = [bytes(said) for said in tap.heard]
+            assert len(said) > SMALL
+            assert TOKEN.encode() not in said
+            with socket.create_connection((HERE, tap.to), LONG) as stranger:
+                stranger.sendall(said[:200])
+                assert hear_end(stranger)
+            for answer in take_along(joint, after, slot):
+                assert torch.equal(replica(answer, SMALL), slot.tensor)
 
 
 @pytest.mark.slow  # its limits of time are short
-def test_a_next_host_that_does_not_read_leaves_time_for_another_one(store: Store) -> None:
+def test_a_next_host_that_does_not_read_leaves_time_for_another_one(joint: Joint) -> None:
     """The sender gives up a relay that does not answer within twice the patience."""
-    patience, following = 1.0, find_store(HERE, store.port, 5.0)
-
-    def follow() -> None:
-        group = PointToPointGroup(following, "link", "token", 1, HERE, 5.0)
-        group.connect()
-        group.on_loss(lambda: None)
-
-    with relay_of(store) as client:
-        other = threading.Thread(target=follow)
-        other.start()
-        link(client, "link", 5.0)
-        assert client.receive_answer(10.0) == {}
-        other.join()
-        slot = SharedBuffer(NBYTES, None)
-        take = {"do": "take", "number": 1, "checksum": "none", "patience": patience}
-        take |= {"chained": False, "onward": True} | client.take_command_for(slot.tensor)
-        client.send_command(take, patience)
-        client.send_payload(slot.tensor, 10.0)
-        client.send_command({"do": "sum", "number": 1, "sum": None}, patience)
-        assert client.receive_answer(10.0)["fd"] >= 0
-        begun = time.monotonic()
-        link(client, "nobody comes there", patience)
-        assert "error" in client.receive_answer(2 * patience)
-        assert patience < time.monotonic() - begun < 2 * patience
-    following.close()
-    slot.close()
+    patience = 1.0
+    accepted: list[SocketStream] = []
+    listener = Listener(
+        listen(HERE), TOKEN, "relay", lambda stream, key, deadline: accepted.append(stream), "next", LOG
+    )
+    listener.start()
+    try:
+        port = listener._sock.getsockname()[1]
+        assert joint.ask(do="link", name="link", patience=5.0, address=HERE, port=port) == {}
+        with slot_of_size(NBYTES) as slot:
+            answer = joint.take(slot, patience=patience, onward=True, checksum="none")
+            assert answer["fd"] >= 0
+            with socket.create_server((HERE, 0)) as silent:  # it never answers the handshake
+                begun = time.monotonic()
+                where = {"address": HERE, "port": silent.getsockname()[1]}
+                command = {"do": "link", "name": "nobody", "patience": patience, **where}
+                joint.client.send_command(command, patience)
+                assert "error" in joint.client.receive_answer(2 * patience)
+                assert patience < time.monotonic() - begun < 2 * patience
+    finally:
+        listener.close()
+        for stream in accepted:
+            stream.close()

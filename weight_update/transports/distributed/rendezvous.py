@@ -7,6 +7,7 @@ again. Nothing else is kept in the store, so nobody who has joined needs it.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import os
@@ -27,16 +28,16 @@ REPLY_SECONDS = 10.0
 """Seconds that a store may take to answer where the caller sets no limit."""
 
 _CONTEXT = "rendezvous"
-_REPEAT_SECONDS = 0.5
+_REPEAT_SECONDS = 0.1
 """Seconds after which the sender writes its announcement again."""
-_MISSING_SECONDS = 4 * _REPEAT_SECONDS
+_MISSING_SECONDS = 20 * _REPEAT_SECONDS
 """Seconds after which a store without an announcement for our token counts as the store of someone else."""
 _RETRY_SECONDS = 0.1
-_LEAVE_SECONDS = 1.0
-_LARGEST = 1 << 16
+_LOOK_SECONDS = 0.01
+_LARGEST = 8 << 20  # a TCPStore takes no larger value, though strangers may append to one
 
 # the protocol of torch.distributed.TCPStore
-_VALIDATE, _GET, _WAIT, _PING = 0, 3, 6, 13
+_VALIDATE, _GET, _PING = 0, 3, 13
 _MAGIC = struct.pack("<BI", _VALIDATE, 0x3C85F7CE)
 _NUMBER = struct.Struct("<Q")
 
@@ -77,15 +78,23 @@ class SenderStore:
         _listening.add(self._descriptor)
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        self._server = own(
-            TCPStore(
-                address,
-                self.port,
-                is_master=True,
-                wait_for_workers=False,
-                master_listen_fd=self._descriptor,
+        identity = os.fstat(self._descriptor).st_ino
+        try:
+            self._server = own(
+                TCPStore(
+                    address,
+                    self.port,
+                    is_master=True,
+                    wait_for_workers=False,
+                    master_listen_fd=self._descriptor,
+                )
             )
-        )
+        except BaseException:
+            _listening.discard(self._descriptor)
+            with contextlib.suppress(OSError):
+                if os.fstat(self._descriptor).st_ino == identity:  # else the store has closed it
+                    os.close(self._descriptor)
+            raise
 
     def announce(self, where: Announcement, token: str) -> None:
         """Write the announcement, and keep writing it until :meth:`close`; called once."""
@@ -102,8 +111,10 @@ class SenderStore:
     def close(self) -> None:
         """Close the store; calling it twice is fine."""
         self._closed.set()
-        if self._thread is not None:
-            self._thread.join(_LEAVE_SECONDS)
+        thread, self._thread = self._thread, None
+        if thread is not None:  # it refers to the server, which listens until nothing does
+            thread.join(REPLY_SECONDS)
+        del thread
         _listening.discard(self._descriptor)
         server, self._server = self._server, None
         disown(server)
@@ -181,23 +192,20 @@ def _read_announcement(
     """Read from a store; raise an OSError if it is gone, and TimeoutError if it is silent."""
     sock.sendall(_MAGIC + struct.pack("<BI", _PING, port))
     _recv(sock, 4, deadline)
-    give_up = min(time.monotonic() + _MISSING_SECONDS, deadline)
+    give_up = time.monotonic() + _MISSING_SECONDS
     key = b"/" + _key(token).encode()  # as torch.distributed writes it
     name = _NUMBER.pack(len(key)) + key
-    while time.monotonic() < give_up:
-        sock.sendall(bytes([_WAIT]) + _NUMBER.pack(1) + name)
-        try:
-            _recv(sock, 1, give_up)
-        except TimeoutError:
-            break
+    while time.monotonic() < min(give_up, deadline):
         sock.sendall(bytes([_GET]) + name)
         (size,) = _NUMBER.unpack(_recv(sock, _NUMBER.size, deadline))
         if size > _LARGEST:
-            raise ConnectionError(f"it sends {size} bytes")
-        try:
+            raise ConnectionError(f"it sent {size} bytes, which are no announcement")
+        if not size:
+            time.sleep(_LOOK_SECONDS)
+            continue
+        give_up = deadline  # a sender with our token writes this key, so a stranger hides what it wrote
+        with contextlib.suppress(FormatError):
             return _verified(_recv(sock, size, deadline), token)
-        except FormatError:  # a stranger has written there; the sender writes again
-            time.sleep(_RETRY_SECONDS)
     if time.monotonic() >= deadline:
         raise TimeoutError
     raise JoinRefusedError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -26,13 +27,13 @@ from weight_update.transports.listener import Listener
 from weight_update.transports.rate_limit import Refusals
 from weight_update.transports.reconnecting import LinkConnection
 from weight_update.transports.shared_memory.transport import SharedMemListener, SharedMemTransport
-from weight_update.transports.shared_memory.unix_stream import SocketStream, deadline_of, seconds_left
+from weight_update.transports.shared_memory.unix_stream import SocketStream, seconds_left
 from weight_update.transports.signed_stream import SignedStream, call, dial, listen
 from weight_update.wire.frames import Kind, WeightChunk
 
 _log = logging.getLogger(__name__)
 _ALONE = "/process "
-_PAYLOADS_SECONDS = 20.0  # to connect for payloads
+_PAYLOADS_SECONDS, _RETRY_SECONDS = 20.0, 0.1  # to connect for payloads
 
 
 def this_host() -> str:
@@ -105,10 +106,16 @@ class DistributedTransport(SharedMemTransport):
         signed.send_json({"do": "join", "name": name, "host": self.host}, seconds_left(deadline))
 
         def connect_for_payloads() -> SignedStream:
-            until = deadline_of(_PAYLOADS_SECONDS)
-            another = call(address, sender.port, self._token, context, until)
-            another.send_json({"do": "take payloads", "name": name}, seconds_left(until))
-            return another
+            until = time.monotonic() + _PAYLOADS_SECONDS
+            while True:
+                try:
+                    another = call(address, sender.port, self._token, context, until)
+                    another.send_json({"do": "take payloads", "name": name}, seconds_left(until))
+                    return another
+                except LinkClosedError:  # the listener is too busy, or the sender has ended
+                    if time.monotonic() > until:
+                        raise
+                    time.sleep(_RETRY_SECONDS)
 
         return WorkerConnection(
             signed,

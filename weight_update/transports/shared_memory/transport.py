@@ -66,17 +66,14 @@ class SlotStream:
         stream: connected Unix sockets, whose two ends have verified that they share a token.
         slots: table of the slots opened here; slots of an earlier connection are dropped.
         token: token that is put into received HELLOs, because it does not travel.
-        asked: header of a HELLO that was already sent in another way.
 
     Attributes:
         received_handle: whether a slot arrived whose memory ends with the sender's process.
     """
 
-    def __init__(
-        self, stream: SocketStream, slots: SlotTable, token: str, asked: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, stream: SocketStream, slots: SlotTable, token: str) -> None:
         self.received_handle: bool = False
-        self._asked = asked
+        self._asked: Mapping[str, Any] | None = None  # header of the HELLO that waits for its answer
         self._stream, self._slots, self._token = stream, slots, token
         self._slots.clear()
         self._handed_over: WeakSet[SharedSlot] = WeakSet()

@@ -1,0 +1,271 @@
+"""Payloads in pieces over a connection, and their way on to a next host."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+
+from weight_update.errors import LinkClosedError, SyncTimeoutError
+from weight_update.transports.distributed.checksum import BLOCK
+from weight_update.transports.distributed.relay import nccl
+from weight_update.transports.distributed.relay.payload_stream import (
+    PIECE,
+    Forwarder,
+    PayloadStream,
+    discarded_pieces,
+    pieces_of,
+)
+from weight_update.transports.shared_memory.unix_stream import SocketStream
+from weight_update.transports.signed_stream import SignedStream
+
+LONG = 20.0
+NBYTES = 64 << 20  # more than the kernel takes from a sender whose other end does not read
+Pair = tuple[PayloadStream, PayloadStream]
+
+
+def connected() -> Pair:
+    """Return the two ends of a connection; the first one sends payloads."""
+    ours, theirs = socket.socketpair()
+    return (
+        PayloadStream(SignedStream(SocketStream(ours), bytes(32), listener=False)),
+        PayloadStream(SignedStream(SocketStream(theirs), bytes(32), listener=True)),
+    )
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    sender, receiver = connected()
+    with closing(sender), closing(receiver):
+        yield sender, receiver
+
+
+def in_thread(function: Callable[..., Any], *arguments: Any) -> threading.Thread:
+    thread = threading.Thread(target=function, args=arguments)
+    thread.start()
+    return thread
+
+
+def random_bytes(count: int) -> torch.Tensor:
+    return torch.randint(0, 256, (count,), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2047, PIECE - 1, PIECE, PIECE + 1, 3 * BLOCK + 77])
+def test_a_payload_arrives_whole_between_messages(pair: Pair, size: int) -> None:
+    payload, sums = random_bytes(size), []
+
+    def send() -> None:
+        pair[0].send({"before": size})
+        sums.append(pair[0].send_payload(payload, LONG))
+        pair[0].send({"after": size})
+
+    sending = in_thread(send)
+    assert pair[1].receive(LONG) == {"before": size}
+    into = torch.zeros_like(payload)
+    total = pair[1].recv_payload(pieces_of(into), LONG, Forwarder(None))
+    assert pair[1].receive(LONG) == {"after": size}
+    sending.join()
+    assert torch.equal(into, payload)
+    assert sums == [total]
+
+
+def test_the_checksum_shows_a_change_on_the_way(pair: Pair) -> None:
+    payload, sums = random_bytes(2 * PIECE), []
+    sending = in_thread(lambda: sums.append(pair[0].send_payload(payload, LONG)))
+    raw = pair[1].signed.stream.recv(payload.numel(), time.monotonic() + LONG)
+    sending.join()
+    changed = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    assert torch.equal(changed, payload)
+    changed[PIECE + 5] ^= 16
+    one, other = connected()
+    with closing(one), closing(other):
+        sending = in_thread(one.push, changed, LONG)
+        total = other.recv_payload(pieces_of(torch.empty_like(changed)), LONG, Forwarder(None))
+        sending.join()
+    assert sums != [total]
+
+
+def test_pieces_share_the_memory_of_the_payload() -> None:
+    payload = torch.zeros(2 * PIECE + 3, dtype=torch.uint8)
+    pieces = pieces_of(payload)
+    assert [piece.numel() for piece in pieces] == [PIECE, PIECE, 3]
+    for number, piece in enumerate(pieces, 1):
+        piece.fill_(number)
+    assert payload.bincount().tolist() == [0, PIECE, PIECE, 3]
+    discarded = discarded_pieces(payload.numel())
+    assert [piece.numel() for piece in discarded] == [PIECE, PIECE, 3]
+    assert len({piece.data_ptr() for piece in discarded}) == 1
+
+
+def test_an_end_that_does_not_read(pair: Pair) -> None:
+    start = time.monotonic()
+    with pytest.raises(SyncTimeoutError):
+        pair[0].send_payload(torch.zeros(NBYTES, dtype=torch.uint8), 0.1)
+    assert time.monotonic() - start < LONG
+
+
+def test_an_end_that_sends_half_a_payload(pair: Pair) -> None:
+    payload = random_bytes(1000)
+    pair[0].push(payload, LONG)
+    start = time.monotonic()
+    with pytest.raises(SyncTimeoutError):
+        pair[1].recv_payload(discarded_pieces(PIECE), 0.1, Forwarder(None))
+    assert time.monotonic() - start < LONG
+
+
+def test_an_end_that_is_slow_is_waited_for(pair: Pair) -> None:
+    """The limit is for each piece, not for the payload."""
+    payload, start = random_bytes(4 * PIECE), time.monotonic()
+
+    def read_slowly() -> None:
+        for piece in pieces_of(torch.empty_like(payload)):
+            time.sleep(0.3)
+            pair[1].pull(piece, LONG)
+
+    pair[0].signed.stream.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    reading = in_thread(read_slowly)
+    pair[0].send_payload(payload, 10.0)
+    reading.join()
+    assert time.monotonic() - start > 1.0
+
+
+@pytest.mark.parametrize("end", [0, 1])
+def test_an_end_that_is_gone(pair: Pair, end: int) -> None:
+    pair[end].close()
+    actions = (
+        lambda: pair[1].recv_payload(discarded_pieces(NBYTES), LONG, Forwarder(None)),
+        lambda: pair[0].send_payload(torch.zeros(NBYTES, dtype=torch.uint8), LONG),
+    )
+    with pytest.raises(LinkClosedError):
+        actions[end]()
+
+
+@pytest.mark.parametrize("waits", ["for a message", "for a payload", "to send"])
+@pytest.mark.parametrize("closes", ["this end", "the other end"])
+def test_closing_wakes_a_thread_that_waits(pair: Pair, waits: str, closes: str) -> None:
+    begun, ended = threading.Event(), threading.Event()
+    action = {
+        "for a message": lambda: pair[0].receive(None),
+        "for a payload": lambda: pair[0].recv_payload(discarded_pieces(NBYTES), LONG, Forwarder(None)),
+        "to send": lambda: pair[0].send_payload(torch.zeros(NBYTES, dtype=torch.uint8), LONG),
+    }[waits]
+
+    def wait() -> None:
+        begun.set()
+        with pytest.raises(LinkClosedError):
+            action()
+        ended.set()
+
+    thread = in_thread(wait)
+    assert begun.wait(LONG)
+    pair[closes == "the other end"].close()
+    thread.join(LONG)
+    assert ended.is_set()
+
+
+def test_an_end_that_was_closed_does_nothing(pair: Pair) -> None:
+    pair[0].close()
+    with pytest.raises(LinkClosedError, match="closed"):
+        pair[0].send({})
+    with pytest.raises(LinkClosedError, match="closed"):
+        pair[0].push_now(torch.zeros(1, dtype=torch.uint8))
+
+
+# -- the way on to the next host -----------------------------------------------------------------------
+
+
+def receive_and_forward(pair: Pair, payload: torch.Tensor, forwarder: Forwarder) -> torch.Tensor:
+    """Return the payload as it arrived at a host that forwards it."""
+    sending = in_thread(pair[0].send_payload, payload, LONG)
+    into = torch.zeros_like(payload)
+    pair[1].recv_payload(pieces_of(into), LONG, forwarder)
+    sending.join()
+    return into
+
+
+def test_pieces_go_on_as_they_arrive(pair: Pair) -> None:
+    """The next host has a part of the first piece while the second one has not been sent to this host."""
+    here, there = connected()
+    with closing(here), closing(there):
+        forwarder, payload = Forwarder(here), random_bytes(2 * PIECE)
+        got, into = torch.zeros_like(payload), torch.zeros_like(payload)
+        receiving = in_thread(pair[1].recv_payload, pieces_of(into), LONG, forwarder)
+        pair[0].push(payload[:PIECE], LONG)
+        there.pull(got[:1000], LONG)
+        assert receiving.is_alive()
+        pair[0].push(payload[PIECE:], LONG)
+        receiving.join(LONG)
+        finishing = in_thread(forwarder.finish, LONG)
+        there.pull(got[1000:], LONG)
+        finishing.join(LONG)
+        assert torch.equal(got, payload)
+
+
+def test_a_next_host_that_stalls_does_not_delay_this_one(pair: Pair) -> None:
+    here, there = connected()
+    with closing(here), closing(there):
+        forwarder, payload = Forwarder(here), random_bytes(NBYTES)
+        assert torch.equal(receive_and_forward(pair, payload, forwarder), payload)
+        assert not forwarder.finish(0.1)
+        assert not forwarder.finish(LONG), "it is not tried again"
+
+
+def test_a_next_host_that_reads_late_gets_all(pair: Pair) -> None:
+    here, there = connected()
+    with closing(here), closing(there):
+        forwarder, payload = Forwarder(here), random_bytes(NBYTES)
+        receive_and_forward(pair, payload, forwarder)
+        got = torch.zeros_like(payload)
+        reading = in_thread(there.recv_payload, pieces_of(got), LONG, Forwarder(None))
+        assert forwarder.finish(LONG)
+        reading.join()
+        assert torch.equal(got, payload)
+
+
+def test_a_next_host_that_dies_affects_nobody(pair: Pair) -> None:
+    here, there = connected()
+    with closing(here):
+        there.close()
+        forwarder, payload = Forwarder(here), random_bytes(2 * PIECE)
+        assert torch.equal(receive_and_forward(pair, payload, forwarder), payload)
+        assert not forwarder.finish(LONG)
+
+
+def test_without_a_next_host_nothing_is_forwarded(pair: Pair) -> None:
+    assert not Forwarder(None).finish(LONG)
+
+
+# -- NCCL ----------------------------------------------------------------------------------------------
+
+
+def test_a_connection_whose_nccl_fails_is_closed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine may lack CUDA, so the constructor of NCCL's group is one that raises."""
+
+    def unavailable(*_: Any) -> None:
+        raise RuntimeError("NCCL error")
+
+    monkeypatch.setattr(nccl, "require_nccl", lambda: None)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", unavailable, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(LinkClosedError, match="no NCCL connection"):
+        nccl.payload_stream(pair[0].signed, "nccl", 0)
+    with pytest.raises(LinkClosedError):
+        pair[1].receive(LONG)
+
+
+def test_what_one_end_of_nccl_sets_the_other_gets(pair: Pair) -> None:
+    """NCCL exchanges its addresses over the connection; no store that strangers reach is involved."""
+    here, there = nccl._ExchangeStore(pair[0]), nccl._ExchangeStore(pair[1])
+    setting = in_thread(here.set, "address", b"\0\xff" * 50)
+    assert there.get("address") == b"\0\xff" * 50
+    setting.join()
+    assert here.get("address") == b"\0\xff" * 50
+    pair[0].close()
+    with pytest.raises(LinkClosedError):
+        there.get("never set")
