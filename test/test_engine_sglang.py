@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import copy
 import http.server
 import json
 import pickle
@@ -22,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import connect_pair
 from torch import nn
 
 from weight_update import (
@@ -258,18 +258,12 @@ def connected() -> Iterator[Any]:
         scheme = MemoryWeightSyncScheme(
             WeightStrategy("state_dict", encoding=encoding, **options), timeout=WAIT
         )
-        scheme.init_on_sender(model=source, num_workers=1)
-        receiver = copy.copy(scheme)
-        receiver.init_on_receiver(model=engine, worker_idx=0)
-        schemes.extend([receiver, scheme])
-        thread = threading.Thread(target=receiver.connect)
-        thread.start()
-        scheme.connect()
-        thread.join(WAIT)
+        schemes.append(scheme)
+        schemes.append(connect_pair(scheme, source, engine))
         return scheme
 
     yield connect
-    for scheme in schemes:
+    for scheme in reversed(schemes):
         scheme.shutdown()
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from interpreters import run_python
+from pairs import connect_pair
 
 transformers = pytest.importorskip(
     "transformers", reason='transformers is not installed: pip install "weight-update[transformers]"'
@@ -27,7 +28,7 @@ from weight_update import (  # noqa: E402
     UnsupportedSourceError,
     WeightStrategy,
 )
-from weight_update.engines import TransformersEngine  # noqa: E402
+from weight_update.engines import Answer, TransformersEngine  # noqa: E402
 
 WAIT = 20.0
 PAGE = 4
@@ -96,14 +97,8 @@ def connected() -> Iterator[Callable[..., MemoryWeightSyncScheme]]:
     def connect(source: Any, engine: TransformersEngine, **options: Any) -> MemoryWeightSyncScheme:
         ends.append(engine.close)
         scheme = MemoryWeightSyncScheme(WeightStrategy("state_dict", **options), timeout=WAIT)
-        scheme.init_on_sender(model=source, num_workers=1)
-        receiver = copy.copy(scheme)
-        receiver.init_on_receiver(model=engine, worker_idx=0)
-        ends.extend([scheme.shutdown, receiver.shutdown])
-        with ThreadPoolExecutor(1) as pool:
-            joining = pool.submit(receiver.connect)
-            scheme.connect()
-            joining.result(WAIT)
+        ends.append(scheme.shutdown)
+        ends.append(connect_pair(scheme, source, engine).shutdown)
         return scheme
 
     yield connect
@@ -178,10 +173,15 @@ def test_tied_weights_are_sent_once(connected: Any) -> None:
     assert report.wire_bytes < sum(weight.nbytes for weight in trainer.parameters()) + 4096
 
 
-def test_keep_continues_with_the_new_weights_and_the_old_cache(connected: Any) -> None:
+def updated_midway(connected: Any, pause: Any) -> tuple[Any, Any, TransformersEngine, Future[Answer]]:
+    """Send an update during the tenth step of an answer.
+
+    Returns:
+        the trainer's model before and after the update, the engine, and the answer.
+    """
     trainer, mine = model_of(1), model_of(2)
     steps = Steps(mine, stop_at=10)
-    engine = engine_of(mine, pause="keep")
+    engine = engine_of(mine, pause=pause)
     scheme = connected(trainer, engine)
     before = copy.deepcopy(trainer)
     future = engine.submit(PROMPT, max_new_tokens=LONG)
@@ -190,6 +190,11 @@ def test_keep_continues_with_the_new_weights_and_the_old_cache(connected: Any) -
     sending = scheme.send_async()
     steps.go.set()
     sending.wait(WAIT)
+    return before, trainer, engine, future
+
+
+def test_keep_continues_with_the_new_weights_and_the_old_cache(connected: Any) -> None:
+    before, trainer, _, future = updated_midway(connected, "keep")
     answer = future.result(WAIT)
     old = answer.versions.index(1)
     assert answer.versions == [0] * old + [1] * (LONG - old)
@@ -199,17 +204,7 @@ def test_keep_continues_with_the_new_weights_and_the_old_cache(connected: Any) -
 
 
 def test_wait_finishes_running_requests_first(connected: Any) -> None:
-    trainer, mine = model_of(1), model_of(2)
-    steps = Steps(mine, stop_at=10)
-    engine = engine_of(mine, pause="wait")
-    scheme = connected(trainer, engine)
-    before = copy.deepcopy(trainer)
-    running = engine.submit(PROMPT, max_new_tokens=LONG)
-    assert steps.reached.wait(WAIT)
-    trainer.load_state_dict(model_of(3).state_dict())
-    sending = scheme.send_async()
-    steps.go.set()
-    sending.wait(WAIT)
+    before, trainer, engine, running = updated_midway(connected, "wait")
     assert running.done(), "the update came before the end of the request"
     assert running.result(0).versions == [0] * LONG
     assert running.result(0).tokens == continued((before, LONG))
@@ -235,17 +230,7 @@ def test_requests_wait_for_an_update_that_has_begun(connected: Any) -> None:
 
 
 def test_abort_answers_with_the_tokens_so_far(connected: Any) -> None:
-    trainer, mine = model_of(1), model_of(2)
-    steps = Steps(mine, stop_at=10)
-    engine = engine_of(mine, pause="abort")
-    scheme = connected(trainer, engine)
-    before = copy.deepcopy(trainer)
-    future = engine.submit(PROMPT, max_new_tokens=LONG)
-    assert steps.reached.wait(WAIT)
-    trainer.load_state_dict(model_of(3).state_dict())
-    sending = scheme.send_async()
-    steps.go.set()
-    sending.wait(WAIT)
+    before, trainer, engine, future = updated_midway(connected, "abort")
     answer = future.result(WAIT)
     assert not answer.finished
     count = len(answer.tokens)
