@@ -415,3 +415,28 @@ def test_an_answer_that_cannot_be_read(connected: Any, monkeypatch: pytest.Monke
         engine.submit(PROMPT).result(WAIT)
     with pytest.raises(LifecycleError, match="generation has ended"):
         engine.generate([PROMPT])
+
+
+def test_two_threads_that_end_generation(connected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that hands out answers may end it while close() does."""
+    engine = engine_of(model_of(2))
+    connected(model_of(1), engine)
+    stop, calls = engine._manager.stop, []
+    first, go = threading.Event(), threading.Event()
+
+    def noted(**options: Any) -> None:
+        calls.append(options)
+        first.set()
+        assert go.wait(WAIT)
+        stop(**options)
+
+    monkeypatch.setattr(engine._manager, "stop", noted)
+    closing = [threading.Thread(target=engine.close) for _ in range(2)]
+    closing[0].start()
+    assert first.wait(WAIT)
+    closing[1].start()
+    closing[1].join(0.2)
+    go.set()
+    for thread in closing:
+        thread.join(WAIT)
+    assert len(calls) == 1

@@ -128,6 +128,7 @@ class TransformersEngine(InferenceEngine):
         self._requests: dict[str, _Request] = {}
         self._switches: deque[tuple[float, int]] = deque(maxlen=_UPDATES_REMEMBERED)
         self._changed = threading.Condition()
+        self._stopping = threading.Lock()
         self._updating = self._closed = False
         self._held: _Held | None = None
         self._weights: Mapping[str, torch.Tensor] = {}
@@ -328,8 +329,9 @@ class TransformersEngine(InferenceEngine):
     def _stop(self) -> None:
         self._fail(_ended(self._manager))
         self._resume()
-        if self._manager.is_running():
-            self._manager.stop(timeout=self.timeout, hard_stop=True)
+        with self._stopping:  # of two threads in stop(), one may raise AttributeError
+            if self._manager.is_running():
+                self._manager.stop(timeout=self.timeout, hard_stop=True)
 
     def _answer(self, output: Any, request: _Request) -> Answer:
         times = output.timestamps
