@@ -324,13 +324,21 @@ def test_after_close(connected: Any) -> None:
         scheme.send()
 
 
-def test_prompts_that_are_no_lists_of_token_ids(connected: Any) -> None:
+def test_prompts_that_would_end_generation(connected: Any) -> None:
+    """One caller's mistake does not end the answers of others."""
     engine = engine_of(model_of(2))
     connected(model_of(1), engine)
-    for prompts in ([1, 2, 3], ["text"], "text"):
-        with pytest.raises(TypeError, match="prompts is a list of lists of token ids"):
+    running = engine.submit(PROMPT, max_new_tokens=LONG)
+    for prompts in ([1, 2, 3], ["text"], "text", [PROMPT, [1.5]]):
+        with pytest.raises(TypeError, match=r"a prompt is a list of token ids, and generate\(\) takes"):
             engine.generate(prompts)  # type: ignore[arg-type]
-    assert len(engine.generate([PROMPT])) == 1
+    with pytest.raises(TypeError, match="got 'text'"):
+        engine.submit("text")  # type: ignore[arg-type]
+    for prompt in ([], [1, 32], [-1]):
+        with pytest.raises(ValueError, match="token ids from 0 to 31, at least one; got"):
+            engine.submit(prompt)
+    assert len(running.result(WAIT).tokens) == LONG
+    assert len(engine.generate([PROMPT, torch.tensor(PROMPT)])) == 2
 
 
 def test_what_cannot_be_served() -> None:

@@ -1,9 +1,11 @@
-"""Pauses, cached prefixes and errors of transformers' continuous batching."""
+"""Pauses, cached prefixes, prompts and errors of transformers' continuous batching."""
 
 from __future__ import annotations
 
+import operator
 import secrets
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 from weight_update.errors import LifecycleError, SyncTimeoutError
@@ -57,6 +59,26 @@ def require_supported(manager: Any, pause: str) -> None:
         problem = "cpu_offload_space with pause='keep' needs allow_block_sharing=False"
     if problem:
         raise ValueError(problem)
+
+
+def tokens_of(prompt: Iterable[int], vocabulary: int) -> list[int]:
+    """Return the token ids of a prompt; with other prompts, transformers would end generation for all.
+
+    Raises:
+        TypeError: a prompt is not a sequence of integers.
+        ValueError: it is empty, or has a token that is not in ``range(vocabulary)``.
+    """
+    try:
+        tokens = [operator.index(token) for token in prompt]
+    except TypeError:
+        raise TypeError(
+            f"a prompt is a list of token ids, and generate() takes a list of prompts; got {prompt!r:.60}"
+        ) from None
+    if not tokens or not 0 <= min(tokens) <= max(tokens) < vocabulary:
+        raise ValueError(
+            f"a prompt has token ids from 0 to {vocabulary - 1}, at least one; got {tokens!r:.60}"
+        )
+    return tokens
 
 
 def forget_prefixes(manager: Any) -> None:

@@ -18,6 +18,7 @@ from weight_update.engines.continuous_batching import (
     ended,
     forget_prefixes,
     require_supported,
+    tokens_of,
 )
 from weight_update.errors import LifecycleError, SyncTimeoutError, UnsupportedSourceError
 
@@ -152,6 +153,8 @@ class TransformersEngine(InferenceEngine):
             options: arguments of ``ContinuousBatchingManager.add_request``, such as ``max_new_tokens``.
 
         Raises:
+            TypeError: the prompt is not a sequence of integers; it may be a text.
+            ValueError: the prompt is empty, or has a token that the model does not have.
             SyncTimeoutError: an update took longer than ``timeout`` seconds.
             LifecycleError: there is no complete version of the weights, or generation has ended.
         """
@@ -165,14 +168,12 @@ class TransformersEngine(InferenceEngine):
             options: as for :meth:`submit`.
 
         Raises:
-            TypeError: ``prompts`` is a single prompt, or text.
+            TypeError, ValueError: as :meth:`submit`, for one of the prompts; none is answered.
             SyncTimeoutError: an update took longer than ``timeout`` seconds.
             LifecycleError: there is no complete version of the weights, an update failed meanwhile, or
                 generation has ended.
             RuntimeError: transformers failed to answer a prompt; its message is included.
         """
-        if any(isinstance(prompt, (int, str)) for prompt in prompts):
-            raise TypeError("prompts is a list of lists of token ids")
         return [future.result() for future in self._submit(prompts, options)]
 
     def close(self) -> None:
@@ -266,10 +267,12 @@ class TransformersEngine(InferenceEngine):
     # -- requests ----------------------------------------------------------------------------------
 
     def _submit(self, prompts: Sequence[Sequence[int]], options: dict[str, Any]) -> list[Future[Answer]]:
+        vocabulary = self._model.get_input_embeddings().num_embeddings
+        tokens = [tokens_of(prompt, vocabulary) for prompt in prompts]
         with self._changed:
             if not self._changed.wait_for(lambda: not self._updating, self.timeout):
                 raise SyncTimeoutError(f"an update took longer than {self.timeout:g} s (raise timeout=)")
-            return [self._add(list(prompt), self._require_usable(), options) for prompt in prompts]
+            return [self._add(prompt, self._require_usable(), options) for prompt in tokens]
 
     def _require_usable(self) -> int:
         if self._closed or not self._manager.is_running():
