@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
@@ -141,6 +142,27 @@ def test_a_version_that_does_not_load_is_an_error_on_both_sides(
 def _refuse(self: nn.Module, weights: Any) -> None:
     name, _ = next(iter(weights))
     raise ValueError(f"no room for {name}")
+
+
+def test_after_workers_could_not_join(
+    vllm_config: VllmConfig, worker: OneWorker, policy: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ends are as before: the worker has no sender, and the trainer's port is free."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    info = TrainerInitInfo(rank=0, world_size=2, master_port=port)
+    with monkeypatch.context() as patched:
+        patched.setattr(type(worker.model), "load_weights", _refuse)
+        with pytest.raises(
+            (ValueError, SyncFailedError), match="no room for"
+        ):  # of the worker, or of the sender
+            WeightTransferTrainerFactory.trainer_init(info, client=worker, source=ModuleSource(policy))
+    worker.start_weight_update()
+    with pytest.raises(RuntimeError, match="call init_weight_transfer_engine"):
+        worker.update_weights({})
+    trainer = WeightTransferTrainerFactory.trainer_init(info, client=worker, source=ModuleSource(policy))
+    assert_same(worker.model, loaded_by_vllm(vllm_config, policy))
+    trainer.shutdown()
 
 
 def test_an_update_waits_for_vllm(worker: OneWorker, policy: nn.Module) -> None:

@@ -111,8 +111,12 @@ class VLLMBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
         )
         scheme.init_on_receiver(model=engine, worker_idx=init_info.first_worker + self.rank)
         self.scheme = scheme
-        with set_current_vllm_config(self.vllm_config), self._turns.inline():
-            scheme.connect()
+        try:
+            with set_current_vllm_config(self.vllm_config), self._turns.inline():
+                scheme.connect()
+        except BaseException:
+            self.shutdown()
+            raise
 
     def start_weight_update(self) -> None:
         """Do nothing: whether weights are loaded as a whole is known when an update has come."""
