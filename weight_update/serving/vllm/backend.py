@@ -99,7 +99,7 @@ class VLLMBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.shutdown()
         self._turns = Turns()
         if init_info.control is not None and self.rank == 0:
-            self._calls = LeadingCalls(init_info.control, init_info.pause)
+            self._calls = LeadingCalls(init_info.control, init_info.pause, init_info.timeout)
         engine = VLLMReceiver(self.loader, self._turns, in_chunks=init_info.in_chunks, calls=self._calls)
         scheme = receiving_scheme(
             init_info.scheme,
