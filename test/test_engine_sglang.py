@@ -295,6 +295,7 @@ def test_patches_are_written_in_place(stand_in: Any, connected: Any, batch_bytes
 
 @both
 def test_without_loads_changes_each_update_loads_all_weights(stand_in: Any, connected: Any) -> None:
+    """The remedy that the error for transformed weights names."""
     stand_in.transforms = True  # which patches would not survive
     source, engine = Source(), adapter(stand_in, loads_changes=False)
     scheme = connected(source, engine, PatchEncoding())
@@ -472,18 +473,6 @@ def test_an_order_for_another_file(tmp_path: Any) -> None:
     order = {"kind": "remember", "schema": {}, "data": str(victim), "answers": str(victim)}
     load(Model(), [(json.dumps(order), torch.empty(0))])
     assert victim.read_text() == ""
-
-
-@both
-def test_an_engine_that_takes_whole_weights_only(stand_in: Any, connected: Any) -> None:
-    """The remedy that the error for transformed weights names."""
-    stand_in.transforms = True
-    source, engine = Source(), adapter(stand_in, loads_changes=False)
-    scheme = connected(source, engine, PatchEncoding())
-    stand_in.model.loads.clear()
-    source.change()
-    assert scheme.send().encoding == "patch"
-    assert stand_in.model.loads == list(source.state_dict())
 
 
 @both
