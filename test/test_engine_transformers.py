@@ -289,7 +289,7 @@ def test_a_request_that_is_longer_than_the_timeout(connected: Any) -> None:
     scheme = connected(trainer, engine)
     running = engine.submit(PROMPT, max_new_tokens=LONG)
     assert steps.reached.wait(WAIT)
-    for pause, message in (("wait", "1 requests ran longer"), ("keep", "a decoding step took longer")):
+    for pause, message in (("wait", "1 request ran longer"), ("keep", "a decoding step took longer")):
         engine.pause, engine.timeout = pause, 0.05
         with pytest.raises(SyncFailedError, match=message):
             scheme.send()

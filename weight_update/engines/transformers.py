@@ -21,6 +21,7 @@ from weight_update.engines.continuous_batching import (
     tokens_of,
 )
 from weight_update.errors import LifecycleError, SyncTimeoutError, UnsupportedSourceError
+from weight_update.text import plural
 
 _SECONDS_TO_NOTICE_THE_END = 0.1
 _UPDATES_REMEMBERED = 1024
@@ -293,9 +294,10 @@ class TransformersEngine(InferenceEngine):
     def _wait_for_answers(self, deadline: float) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: not self._requests, max(deadline - time.monotonic(), 0.0)):
+                running = plural(len(self._requests), "request")
                 raise SyncTimeoutError(
-                    f"{len(self._requests)} requests ran longer than {self.timeout:g} s (raise timeout=, or "
-                    "update with pause='keep')"
+                    f"{running} ran longer than {self.timeout:g} s (raise timeout=, or update with "
+                    "pause='keep')"
                 )
 
     def _settle(self, output: Any) -> bool:
