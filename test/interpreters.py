@@ -39,8 +39,14 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 _FILTERS = list(warnings.filters)
-_PRELOADED = ("torch", "tensordict", "torchrl.collectors", "torchrl.envs")
-_OURS = ("weight_update", "collectors")
+_PRELOADED = (
+    "torch",
+    "torch.distributed.checkpoint.state_dict",
+    "tensordict",
+    "torchrl.collectors",
+    "torchrl.envs",
+)
+_OURS = ("weight_update.testing", "collectors")
 _ADDRESS = "WEIGHT_UPDATE_TEST_TEMPLATE"
 _LIMIT = 1 << 17
 _START_SECONDS = 300.0
@@ -133,8 +139,9 @@ def start_template() -> None:
 
 def _stop_template(pid: int, process: subprocess.Popen[bytes], alive: socket.socket, folder: str) -> None:
     if os.getpid() == pid:
-        alive.shutdown(socket.SHUT_RDWR)  # a process that a test has left may have a copy
+        process.kill()
         process.wait(30.0)
+        alive.close()  # open until now: without it the template ends
         shutil.rmtree(folder)
 
 
@@ -316,11 +323,12 @@ def _preload(names: Sequence[str]) -> None:
 
 def _main() -> None:
     _preload(_PRELOADED)
-    if (connection := _accept(*map(int, sys.argv[1:]))) is not None and (
-        found := _serve(connection)
-    ) is not None:
-        sys.modules["template of this program"] = sys.modules["__main__"]
-        _become(*found)
+    connection = _accept(*map(int, sys.argv[1:]))
+    found = connection and _serve(connection)
+    if not found:
+        os._exit(0)  # an ordinary end takes long with so much imported
+    sys.modules["template of this program"] = sys.modules["__main__"]
+    _become(*found)
 
 
 if __name__ == "__main__":
