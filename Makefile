@@ -17,9 +17,14 @@ ARGS ?=
 # Tests spend most of their time waiting for processes: three at a time suit two cores.
 JOBS ?= 3
 
+# Tests start many interpreters; without cached bytecode each of them compiles the package.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
 # Every install reads constraints.txt: without it pip may fetch a newer torch, of several GB.
 INSTALL := $(BIN)/python -m pip install -c constraints.txt
+# test/conftest.py says which files begin first.
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.ready-docs
 
@@ -41,11 +46,11 @@ demo: $(READY)
 	$(BIN)/python examples/train_cartpole.py $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-all: JOBS = 2  # limits of time are tighter there
 test-all: $(READY)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "" $(ARGS)
+	$(PYTEST) -m "" $(ARGS)
 
 # vLLM comes without the packages that it names, which are its CUDA stack. PyTorch is that of constraints.txt.
 VLLM := .venv-engines-vllm

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
-from weight_update import RayWeightSyncScheme
+from weight_update import RayWeightSyncScheme, SyncFailedError
 
 
 class LearnerSender:
@@ -38,13 +39,28 @@ class LearnerSender:
         self._version = version
 
     def connect(self, weights: Any) -> None:
-        """Connect the actors, and give them the first weights. Their frames get the learner's version."""
+        """Connect the actors, and give them the first weights. Their frames get the learner's version.
+
+        Raises:
+            SyncFailedError: as :meth:`~weight_update.WeightSyncScheme.connect`.
+            Exception: the first error of an actor.
+        """
         import ray
 
         scheme, actors = self._scheme, self._remote_collectors
         scheme.init_on_sender(weights=weights, remote_collectors=actors)
         calls = [actor._connect_weights_scheme.remote(model_version=self._version) for actor in actors]
-        scheme.connect()
+        answers = [call.future() for call in calls]
+        actor_alive: Any = scheme.worker_alive
+        scheme.worker_alive = lambda idx: not _failed(answers[idx]) and actor_alive(idx)
+        try:
+            scheme.connect()
+        except SyncFailedError as error:  # it says only that an actor failed
+            for answer in filter(_failed, answers):
+                raise answer.exception() or error from error
+            raise
+        finally:
+            scheme.worker_alive = actor_alive
         ray.get(calls, timeout=scheme.timeout)
         scheme.continue_from(self._version)
 
@@ -56,6 +72,10 @@ class LearnerSender:
     def shutdown(self) -> None:
         """Shut down the scheme."""
         self._scheme.shutdown()
+
+
+def _failed(answer: Future[None]) -> bool:
+    return answer.done() and answer.exception() is not None
 
 
 def hand_over(scheme: RayWeightSyncScheme, actors: Sequence[Any]) -> LearnerSender:

@@ -10,29 +10,44 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import importlib
 import importlib.util
 import json
 import multiprocessing
 import multiprocessing.context
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import multiprocessing.util
 import os
 import random
 import runpy
+import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 _FILTERS = list(warnings.filters)
-_PRELOADED = ("torch", "tensordict", "torchrl.collectors", "torchrl.envs")
+_PRELOADED = (
+    "torch",
+    "torch.distributed.checkpoint.state_dict",
+    "tensordict",
+    "torchrl.collectors",
+    "torchrl.envs",
+)
+_OURS = ("weight_update.testing", "collectors")
+_ADDRESS = "WEIGHT_UPDATE_TEST_TEMPLATE"
 _LIMIT = 1 << 17
 _START_SECONDS = 300.0
 
@@ -52,8 +67,8 @@ def run_python(
         env: added to the environment of this process; PYTHONPATH is the root of the repository.
         timeout: seconds until it is killed.
         merged: whether stderr goes to stdout.
-        quick_spawn: whether processes that it starts by spawn come from a forkserver, which imports the
-            packages once for all of them. They get everything pickled, and import ``__main__``, all the same.
+        quick_spawn: whether processes that it starts by spawn come from a forkserver, itself a fork of the
+            template. They get everything pickled, and import ``__main__``, all the same.
 
     Raises:
         subprocess.TimeoutExpired: it was killed.
@@ -100,19 +115,48 @@ class _Pipe:
         return not self._thread.is_alive()
 
 
+def use_template_for_forkserver() -> None:
+    """Start the forkserver of this process as a fork of the template, unless it runs."""
+    server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_address is None:
+        _start_forkserver(_Template.get().run_program)
+        server.ensure_running = lambda: None  # it would ask whether a child runs, and this is no child
+
+
+def start_template() -> None:
+    """Start a template process for this process and those that it starts; it ends with this process."""
+    folder = tempfile.mkdtemp()
+    address = f"{folder}/template"
+    alive, theirs = socket.socketpair()
+    with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(address)
+        listener.listen()
+        numbers = [listener.fileno(), theirs.fileno()]
+        process = subprocess.Popen([sys.executable, __file__, *map(str, numbers)], pass_fds=numbers, cwd=ROOT)
+    os.environ[_ADDRESS] = address
+    atexit.register(_stop_template, os.getpid(), process, alive, folder)
+
+
+def _stop_template(pid: int, process: subprocess.Popen[bytes], alive: socket.socket, folder: str) -> None:
+    if os.getpid() == pid:
+        process.kill()
+        process.wait(30.0)
+        alive.close()  # open until now: without it the template ends
+        shutil.rmtree(folder)
+
+
 class _Template:
     """The template process, as tests see it."""
 
     _only: _Template | None = None
 
     def __init__(self) -> None:
+        if _ADDRESS not in os.environ:
+            start_template()
         self._pid = os.getpid()
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], cwd=ROOT
-        )
-        theirs.close()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(_START_SECONDS)
+        self._socket.connect(os.environ[_ADDRESS])
         assert self._socket.recv(_LIMIT) == b"ready"
 
     @classmethod
@@ -120,14 +164,21 @@ class _Template:
         """Return the template of this process; start it if there is none."""
         if cls._only is None or cls._only._pid != os.getpid():
             cls._only = cls()
-            atexit.register(cls._only.close)
         return cls._only
+
+    def run_program(self, executable: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+        """Run ``python ... -c program``, the last argument, without waiting for its end; return its pid."""
+        request = {"program": arguments[-1], "numbers": list(descriptors), "env": dict(os.environ)}
+        return self._start(request, descriptors)
+
+    def _start(self, request: dict[str, Any], descriptors: Sequence[int]) -> int:
+        self._socket.settimeout(30.0)
+        socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+        return int(self._socket.recv(_LIMIT))
 
     def run(self, request: dict[str, Any], descriptors: list[int], timeout: float) -> int | None:
         """Run a program; return its exit code, or None if it was killed."""
-        self._socket.settimeout(30.0)
-        socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
-        pid = int(self._socket.recv(_LIMIT))
+        pid = self._start(request, descriptors)
         self._socket.settimeout(timeout)
         try:
             return int(self._socket.recv(_LIMIT))
@@ -137,21 +188,25 @@ class _Template:
             self._socket.recv(_LIMIT)
             return None
 
-    def close(self) -> None:
-        """End the template."""
-        if os.getpid() == self._pid:
-            self._socket.shutdown(socket.SHUT_RDWR)  # a process that a test has left may have a copy
-            self._socket.close()
-            self._process.wait(30.0)
-
 
 # -- the template process ------------------------------------------------------------------------------
 
 
-def _serve(number: int) -> tuple[dict[str, Any], list[int]] | None:
+def _accept(*numbers: int) -> socket.socket | None:
+    """Fork for each client; return its connection in the fork, and None at the end."""
+    listener, alive = (socket.socket(fileno=number) for number in numbers)
+    while alive not in select.select([listener, alive], [], [])[0]:
+        connection = listener.accept()[0]
+        if os.fork() == 0:
+            listener.close()
+            alive.close()
+            return connection
+        connection.close()
+    return None
+
+
+def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """Fork for each request; return the request in the fork, and None at the end."""
-    connection = socket.socket(fileno=number)
-    connection.set_inheritable(False)
     connection.send(b"ready")
     while True:
         data, descriptors, *_ = socket.recv_fds(connection, _LIMIT, 2)
@@ -164,32 +219,70 @@ def _serve(number: int) -> tuple[dict[str, Any], list[int]] | None:
         for descriptor in descriptors:
             os.close(descriptor)
         connection.send(str(pid).encode())
+        if "program" in json.loads(data):
+            continue
         connection.send(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
 
 
 def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     """Make this process look like a new interpreter, and run the program."""
+    if "program" in request:
+        _set_environment(request["env"])
+        _run_forkserver(request["program"], dict(zip(request["numbers"], descriptors, strict=True)))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     for descriptor, number in zip(descriptors, (1, 2), strict=True):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    os.environ.clear()
-    os.environ.update(request["env"])
+    _set_environment(request["env"])
     random.seed()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
     torch, threads = sys.modules.get("torch"), os.environ.get("OMP_NUM_THREADS", "")
     if torch and threads.isdigit() and int(threads) != torch.get_num_threads():
         torch.set_num_threads(int(threads))
-    if request["quick_spawn"]:
-        multiprocessing.set_forkserver_preload(list(_PRELOADED))
-        contexts: Any = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
-        contexts["spawn"] = contexts["forkserver"]
-    _run(request["arguments"])
+    _run(request["arguments"], request["quick_spawn"])
 
 
-def _run(words: Sequence[str]) -> None:
+def _set_environment(env: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+
+
+def _start_forkserver(start: Callable[[str, Sequence[str], Sequence[int]], int]) -> None:
+    """Start the forkserver of this process by ``start``, which gets executable, arguments and descriptors."""
+    util: Any = multiprocessing.util
+    multiprocessing.resource_tracker.ensure_running()
+    before, util.spawnv_passfds = util.spawnv_passfds, start
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        util.spawnv_passfds = before
+
+
+def _fork_forkserver(executable: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        _run_forkserver(arguments[-1], {number: number for number in descriptors})
+    return pid
+
+
+def _run_forkserver(program: str, numbers: Mapping[int, int]) -> NoReturn:
+    """Run ``program`` with the descriptors ``numbers``, from what it calls them to what they are here."""
+    try:
+        high = {number: fcntl.fcntl(mine, fcntl.F_DUPFD, 1000) for number, mine in numbers.items()}
+        os.closerange(3, 1000)
+        for number, mine in high.items():
+            os.dup2(mine, number)
+            os.close(mine)
+        sys.path.insert(0, str(ROOT))
+        _preload(_OURS)
+        exec(program, {})
+    finally:
+        os._exit(0)
+
+
+def _run(words: Sequence[str], quick_spawn: bool) -> None:
     words = list(words)
     warnings.resetwarnings()  # what the imports have changed
     warnings.filters.extend(_FILTERS)  # type: ignore[attr-defined]
@@ -197,6 +290,10 @@ def _run(words: Sequence[str]) -> None:
         sys.warnoptions.append(words[1])
         warnings.simplefilter(words[1])  # type: ignore[arg-type]
         del words[:2]
+    if quick_spawn:
+        _start_forkserver(_fork_forkserver)
+        contexts: Any = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
+        contexts["spawn"] = contexts["forkserver"]
     sys.path[0] = ""
     sys.path.insert(1, os.environ["PYTHONPATH"])
     if words[0] == "-m":
@@ -215,15 +312,23 @@ def _run(words: Sequence[str]) -> None:
     exec(compile(text, name, "exec"), main.__dict__)
 
 
-def _main() -> None:
-    for name in _PRELOADED:
+def _preload(names: Sequence[str]) -> None:
+    """Import those of the modules that are installed."""
+    for name in names:
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
             with warnings.catch_warnings(), contextlib.suppress(ImportError):
                 warnings.simplefilter("ignore")
                 importlib.import_module(name)
-    if (found := _serve(int(sys.argv[1]))) is not None:
-        sys.modules["template of this program"] = sys.modules["__main__"]
-        _become(*found)
+
+
+def _main() -> None:
+    _preload(_PRELOADED)
+    connection = _accept(*map(int, sys.argv[1:]))
+    found = connection and _serve(connection)
+    if not found:
+        os._exit(0)  # an ordinary end takes long with so much imported
+    sys.modules["template of this program"] = sys.modules["__main__"]
+    _become(*found)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import signal
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from interpreters import use_template_for_forkserver
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -43,10 +43,6 @@ from weight_update.sharded import batch, gathering
 from weight_update.testing.models import Noted, fingerprint
 from weight_update.testing.workers import RemoteObject, Worker, WorkerDiedError
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(  # not this module: the server does not look where pytest does
-    ["torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "weight_update.testing"]
-)
 ANSWER_SECONDS = 60.0
 TOKEN = "of the sharded tests"
 
@@ -196,6 +192,7 @@ class Ranks:
     def __init__(self, size: int) -> None:
         self.size = size
         port = free_port()
+        use_template_for_forkserver()
         self.all_ranks = [
             RemoteObject(make_rank, rank, size, port, method="forkserver", name=f"rank {rank}")
             for rank in range(size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from faults_tools import Processes, Worker, WorkerRaised, join, version_of
+from pairs import connect_pair
 from torch import nn
 
 from weight_update import (
@@ -171,14 +171,8 @@ def connected_thread(
     kind: type[WeightSyncScheme], source: nn.Module, target: nn.Module
 ) -> Iterator[WeightSyncScheme]:
     """Connect a sender and one receiver, both in this process."""
-    with kind(timeout=10.0, connect_timeout=10.0) as sender, ThreadPoolExecutor(1) as pool:
-        sender.init_on_sender(model=source, num_workers=1)
-        with copy.copy(sender) as receiver:
-            receiver.init_on_receiver(model=target, worker_idx=0)
-            joining = pool.submit(receiver.connect)
-            sender.connect()
-            joining.result()
-            yield sender
+    with kind(timeout=10.0, connect_timeout=10.0) as sender, connect_pair(sender, source, target):
+        yield sender
 
 
 def test_devices_of_workers_that_are_not_known() -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from cli_parts import MODEL, call, in_folder
-from interpreters import run_python
+from interpreters import run_python, use_template_for_forkserver
 
-from weight_update.cli.measuring import rounds
+from weight_update.cli.measuring import rounds, workers
 from weight_update.cli.measuring.advice import network_advice, recommendation
 from weight_update.cli.measuring.models import ModelSource
 from weight_update.cli.measuring.rounds import ENCODINGS, Case, Plan, Results, _answers, _connect, measure
@@ -129,6 +129,9 @@ def test_bench_shows_what_it_measured_when_its_short_time_limit_passes(
         waits.extend([timeout, case.sender.timeout])
         _connect(case, workers, timeout)
 
+    context = multiprocessing.get_context("forkserver")
+    use_template_for_forkserver()
+    monkeypatch.setattr(workers.mp, "get_context", lambda method: context)
     monkeypatch.setattr(rounds, "_connect", connect)
     monkeypatch.setattr(rounds._Clock, "left", lambda self: 0.0 if passed else 60.0)
     plan = Plan(ModelSource(0.1, None), 1, ("shared",), ENCODINGS, 0.01, 1.0)

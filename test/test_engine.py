@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import random
 import signal
@@ -15,6 +14,7 @@ import pytest
 import torch
 from engine_parts import Notebook, Pointing, calls, kept, loaded, received, set_in_engine
 from marks import quick_for
+from pairs import connect_pair
 
 from weight_update import (
     BucketEncoding,
@@ -218,18 +218,12 @@ def group() -> Iterator[Callable[..., list[MemoryWeightSyncScheme]]]:
         schemes = [MemoryWeightSyncScheme(strategy(), timeout=20.0) for _ in sources]
         group_schemes(schemes)
         for scheme, source, model in zip(schemes, sources, models, strict=True):
-            scheme.init_on_sender(model=source, num_workers=1)
-            receiver = copy.copy(scheme)
-            receiver.init_on_receiver(model=model, worker_idx=0)
-            ends.extend([receiver, scheme])
-            thread = threading.Thread(target=receiver.connect)
-            thread.start()
-            scheme.connect()
-            thread.join(20.0)
+            ends.append(scheme)
+            ends.append(connect_pair(scheme, source, model))
         return schemes
 
     yield build
-    for end in ends:
+    for end in reversed(ends):
         end.shutdown()
 
 

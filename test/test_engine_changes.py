@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from engine_parts import Notebook, Pointing
+from pairs import connect_pair
 from torch import nn
 
 from weight_update import (
@@ -34,18 +34,12 @@ def connect() -> Iterator[Connect]:
 
     def build(source: nn.Module, engine: InferenceEngine, sender: Any = None, **options: Any) -> Any:
         sender = sender or patching(**options)
-        sender.init_on_sender(model=source, num_workers=1)
-        receiver = copy.copy(sender)
-        receiver.init_on_receiver(model=engine, worker_idx=0)
-        ends.extend((receiver, sender))
-        thread = threading.Thread(target=receiver.connect)
-        thread.start()
-        sender.connect()
-        thread.join(20.0)
-        return sender, receiver
+        ends.append(sender)
+        ends.append(connect_pair(sender, source, engine))
+        return sender, ends[-1]
 
     yield build
-    for end in ends:
+    for end in reversed(ends):
         end.shutdown()
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import copy
 import http.server
 import json
 import pickle
@@ -22,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import connect_pair
 from torch import nn
 
 from weight_update import (
@@ -258,18 +258,12 @@ def connected() -> Iterator[Any]:
         scheme = MemoryWeightSyncScheme(
             WeightStrategy("state_dict", encoding=encoding, **options), timeout=WAIT
         )
-        scheme.init_on_sender(model=source, num_workers=1)
-        receiver = copy.copy(scheme)
-        receiver.init_on_receiver(model=engine, worker_idx=0)
-        schemes.extend([receiver, scheme])
-        thread = threading.Thread(target=receiver.connect)
-        thread.start()
-        scheme.connect()
-        thread.join(WAIT)
+        schemes.append(scheme)
+        schemes.append(connect_pair(scheme, source, engine))
         return scheme
 
     yield connect
-    for scheme in schemes:
+    for scheme in reversed(schemes):
         scheme.shutdown()
 
 
@@ -301,6 +295,7 @@ def test_patches_are_written_in_place(stand_in: Any, connected: Any, batch_bytes
 
 @both
 def test_without_loads_changes_each_update_loads_all_weights(stand_in: Any, connected: Any) -> None:
+    """The remedy that the error for transformed weights names."""
     stand_in.transforms = True  # which patches would not survive
     source, engine = Source(), adapter(stand_in, loads_changes=False)
     scheme = connected(source, engine, PatchEncoding())
@@ -478,18 +473,6 @@ def test_an_order_for_another_file(tmp_path: Any) -> None:
     order = {"kind": "remember", "schema": {}, "data": str(victim), "answers": str(victim)}
     load(Model(), [(json.dumps(order), torch.empty(0))])
     assert victim.read_text() == ""
-
-
-@both
-def test_an_engine_that_takes_whole_weights_only(stand_in: Any, connected: Any) -> None:
-    """The remedy that the error for transformed weights names."""
-    stand_in.transforms = True
-    source, engine = Source(), adapter(stand_in, loads_changes=False)
-    scheme = connected(source, engine, PatchEncoding())
-    stand_in.model.loads.clear()
-    source.change()
-    assert scheme.send().encoding == "patch"
-    assert stand_in.model.loads == list(source.state_dict())
 
 
 @both

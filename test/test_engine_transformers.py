@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from interpreters import run_python
+from pairs import connect_pair
 
 transformers = pytest.importorskip(
     "transformers", reason='transformers is not installed: pip install "weight-update[transformers]"'
@@ -27,7 +28,7 @@ from weight_update import (  # noqa: E402
     UnsupportedSourceError,
     WeightStrategy,
 )
-from weight_update.engines import TransformersEngine  # noqa: E402
+from weight_update.engines import Answer, TransformersEngine  # noqa: E402
 
 WAIT = 20.0
 PAGE = 4
@@ -96,14 +97,8 @@ def connected() -> Iterator[Callable[..., MemoryWeightSyncScheme]]:
     def connect(source: Any, engine: TransformersEngine, **options: Any) -> MemoryWeightSyncScheme:
         ends.append(engine.close)
         scheme = MemoryWeightSyncScheme(WeightStrategy("state_dict", **options), timeout=WAIT)
-        scheme.init_on_sender(model=source, num_workers=1)
-        receiver = copy.copy(scheme)
-        receiver.init_on_receiver(model=engine, worker_idx=0)
-        ends.extend([scheme.shutdown, receiver.shutdown])
-        with ThreadPoolExecutor(1) as pool:
-            joining = pool.submit(receiver.connect)
-            scheme.connect()
-            joining.result(WAIT)
+        ends.append(scheme.shutdown)
+        ends.append(connect_pair(scheme, source, engine).shutdown)
         return scheme
 
     yield connect
@@ -178,10 +173,15 @@ def test_tied_weights_are_sent_once(connected: Any) -> None:
     assert report.wire_bytes < sum(weight.nbytes for weight in trainer.parameters()) + 4096
 
 
-def test_keep_continues_with_the_new_weights_and_the_old_cache(connected: Any) -> None:
+def updated_midway(connected: Any, pause: Any) -> tuple[Any, Any, TransformersEngine, Future[Answer]]:
+    """Send an update during the tenth step of an answer.
+
+    Returns:
+        the trainer's model before and after the update, the engine, and the answer.
+    """
     trainer, mine = model_of(1), model_of(2)
     steps = Steps(mine, stop_at=10)
-    engine = engine_of(mine, pause="keep")
+    engine = engine_of(mine, pause=pause)
     scheme = connected(trainer, engine)
     before = copy.deepcopy(trainer)
     future = engine.submit(PROMPT, max_new_tokens=LONG)
@@ -190,6 +190,11 @@ def test_keep_continues_with_the_new_weights_and_the_old_cache(connected: Any) -
     sending = scheme.send_async()
     steps.go.set()
     sending.wait(WAIT)
+    return before, trainer, engine, future
+
+
+def test_keep_continues_with_the_new_weights_and_the_old_cache(connected: Any) -> None:
+    before, trainer, _, future = updated_midway(connected, "keep")
     answer = future.result(WAIT)
     old = answer.versions.index(1)
     assert answer.versions == [0] * old + [1] * (LONG - old)
@@ -199,17 +204,7 @@ def test_keep_continues_with_the_new_weights_and_the_old_cache(connected: Any) -
 
 
 def test_wait_finishes_running_requests_first(connected: Any) -> None:
-    trainer, mine = model_of(1), model_of(2)
-    steps = Steps(mine, stop_at=10)
-    engine = engine_of(mine, pause="wait")
-    scheme = connected(trainer, engine)
-    before = copy.deepcopy(trainer)
-    running = engine.submit(PROMPT, max_new_tokens=LONG)
-    assert steps.reached.wait(WAIT)
-    trainer.load_state_dict(model_of(3).state_dict())
-    sending = scheme.send_async()
-    steps.go.set()
-    sending.wait(WAIT)
+    before, trainer, engine, running = updated_midway(connected, "wait")
     assert running.done(), "the update came before the end of the request"
     assert running.result(0).versions == [0] * LONG
     assert running.result(0).tokens == continued((before, LONG))
@@ -235,17 +230,7 @@ def test_requests_wait_for_an_update_that_has_begun(connected: Any) -> None:
 
 
 def test_abort_answers_with_the_tokens_so_far(connected: Any) -> None:
-    trainer, mine = model_of(1), model_of(2)
-    steps = Steps(mine, stop_at=10)
-    engine = engine_of(mine, pause="abort")
-    scheme = connected(trainer, engine)
-    before = copy.deepcopy(trainer)
-    future = engine.submit(PROMPT, max_new_tokens=LONG)
-    assert steps.reached.wait(WAIT)
-    trainer.load_state_dict(model_of(3).state_dict())
-    sending = scheme.send_async()
-    steps.go.set()
-    sending.wait(WAIT)
+    before, trainer, engine, future = updated_midway(connected, "abort")
     answer = future.result(WAIT)
     assert not answer.finished
     count = len(answer.tokens)
@@ -304,7 +289,7 @@ def test_a_request_that_is_longer_than_the_timeout(connected: Any) -> None:
     scheme = connected(trainer, engine)
     running = engine.submit(PROMPT, max_new_tokens=LONG)
     assert steps.reached.wait(WAIT)
-    for pause, message in (("wait", "1 requests ran longer"), ("keep", "a decoding step took longer")):
+    for pause, message in (("wait", "1 request ran longer"), ("keep", "a decoding step took longer")):
         engine.pause, engine.timeout = pause, 0.05
         with pytest.raises(SyncFailedError, match=message):
             scheme.send()
@@ -339,13 +324,21 @@ def test_after_close(connected: Any) -> None:
         scheme.send()
 
 
-def test_prompts_that_are_no_lists_of_token_ids(connected: Any) -> None:
+def test_prompts_that_would_end_generation(connected: Any) -> None:
+    """One caller's mistake does not end the answers of others."""
     engine = engine_of(model_of(2))
     connected(model_of(1), engine)
-    for prompts in ([1, 2, 3], ["text"], "text"):
-        with pytest.raises(TypeError, match="prompts is a list of lists of token ids"):
+    running = engine.submit(PROMPT, max_new_tokens=LONG)
+    for prompts in ([1, 2, 3], ["text"], "text", [PROMPT, [1.5]]):
+        with pytest.raises(TypeError, match=r"a prompt is a list of token ids, and generate\(\) takes"):
             engine.generate(prompts)  # type: ignore[arg-type]
-    assert len(engine.generate([PROMPT])) == 1
+    with pytest.raises(TypeError, match="got 'text'"):
+        engine.submit("text")  # type: ignore[arg-type]
+    for prompt in ([], [1, 32], [-1]):
+        with pytest.raises(ValueError, match="token ids from 0 to 31, at least one; got"):
+            engine.submit(prompt)
+    assert len(running.result(WAIT).tokens) == LONG
+    assert len(engine.generate([PROMPT, torch.tensor(PROMPT)])) == 2
 
 
 def test_what_cannot_be_served() -> None:
@@ -430,3 +423,28 @@ def test_an_answer_that_cannot_be_read(connected: Any, monkeypatch: pytest.Monke
         engine.submit(PROMPT).result(WAIT)
     with pytest.raises(LifecycleError, match="generation has ended"):
         engine.generate([PROMPT])
+
+
+def test_two_threads_that_end_generation(connected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that hands out answers may end it while close() does."""
+    engine = engine_of(model_of(2))
+    connected(model_of(1), engine)
+    stop, calls = engine._manager.stop, []
+    first, go = threading.Event(), threading.Event()
+
+    def noted(**options: Any) -> None:
+        calls.append(options)
+        first.set()
+        assert go.wait(WAIT)
+        stop(**options)
+
+    monkeypatch.setattr(engine._manager, "stop", noted)
+    closing = [threading.Thread(target=engine.close) for _ in range(2)]
+    closing[0].start()
+    assert first.wait(WAIT)
+    closing[1].start()
+    closing[1].join(0.2)
+    go.set()
+    for thread in closing:
+        thread.join(WAIT)
+    assert len(calls) == 1

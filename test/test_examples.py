@@ -32,9 +32,10 @@ def is_plot(path: Path) -> bool:
     return path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
 
 
-@pytest.mark.parametrize(
-    "quick_spawn", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["from a forkserver", "by spawn"]
-)
+SPAWN = pytest.mark.parametrize("quick_spawn", [True, slow(False)], ids=["from a forkserver", "by spawn"])
+
+
+@SPAWN
 def test_cartpole_gets_through(quick_spawn: bool, tmp_path: Path) -> None:
     args = ["--smoke", "--workers", "2", "--out", str(tmp_path)]
     printed = succeed("train_cartpole.py", *args, quick_spawn=quick_spawn)
@@ -96,12 +97,10 @@ def test_cartpole_is_solved(scheme: str, strategy: str, tmp_path: Path) -> None:
     assert is_plot(tmp_path / "train_cartpole.png")
 
 
-@pytest.mark.parametrize(
-    "scheme",
-    ["shared_mem", pytest.param("multiprocess", marks=pytest.mark.slow)],  # the same but for the class
-)
-def test_standalone(scheme: str) -> None:
-    lines = succeed("standalone.py", "--scheme", scheme).splitlines()
+@SPAWN
+@pytest.mark.parametrize("scheme", ["shared_mem", slow("multiprocess")])  # the same but for the class
+def test_standalone(scheme: str, quick_spawn: bool) -> None:
+    lines = succeed("standalone.py", "--scheme", scheme, quick_spawn=quick_spawn).splitlines()
     assert lines[-2:] == [
         f"worker {index}: ended with version 5, weights equal to the trainer's" for index in range(2)
     ]
@@ -187,9 +186,10 @@ def test_multiple_models() -> None:
     ]
 
 
+@SPAWN
 @pytest.mark.parametrize("name", ["custom_transport.py", slow("custom_listener.py")])
-def test_custom_transports(name: str) -> None:
-    lines = succeed(name).splitlines()
+def test_custom_transports(name: str, quick_spawn: bool) -> None:
+    lines = succeed(name, quick_spawn=quick_spawn).splitlines()
     assert [line.partition(":")[0] for line in lines[:3]] == ["version 1", "version 2", "version 3"]
     assert lines[3:] == [f"worker {index}: version 3, the trainer's weights" for index in range(2)]
 

@@ -1,11 +1,10 @@
 """Workers that leave as soon as they have an update do not make that update fail."""
 
-import copy
-import threading
 import time
 from typing import ClassVar
 
 import pytest
+from pairs import connect_pair
 from torch import nn
 
 from weight_update import MemoryWeightSyncScheme, SyncFailedError
@@ -26,13 +25,7 @@ class Connected:
 
     def __init__(self, context: object = None) -> None:
         self.sender = MemoryWeightSyncScheme(timeout=10.0)
-        self.sender.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
-        self.receiver = copy.copy(self.sender)
-        self.receiver.init_on_receiver(model=nn.Linear(2, 2), worker_idx=0, context=context)
-        joining = threading.Thread(target=self.receiver.connect)
-        joining.start()
-        self.sender.connect()
-        joining.join(10.0)
+        self.receiver = connect_pair(self.sender, nn.Linear(2, 2), nn.Linear(2, 2), context=context)
 
 
 def test_answer_goes_before_goodbye() -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
 import urllib.request
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pairs import connect_pair
 from test_observers_ready import BEGAN, LAG, LOST, report_of
 from torch import nn
 
@@ -158,14 +157,9 @@ def test_prometheus_serves_policy_lag(prometheus: Any) -> None:
 
 def test_prometheus_observes_a_scheme(prometheus: Any) -> None:
     scheme = MemoryWeightSyncScheme()
-    scheme.init_on_sender(model=nn.Linear(2, 2), num_workers=1)
-    receiver = copy.copy(scheme)
-    receiver.init_on_receiver(model=nn.Linear(2, 2), worker_idx=0)
-    with PrometheusObserver() as observer, scheme, receiver, ThreadPoolExecutor(1) as pool:
+    with PrometheusObserver() as observer, scheme:
         scheme.add_observer(observer)
-        joining = pool.submit(receiver.connect)
-        scheme.connect()
-        joining.result()
+        receiver = connect_pair(scheme, nn.Linear(2, 2), nn.Linear(2, 2))
         for _ in range(3):
             scheme.send()
         wait_until(lambda: read(observer.url).get("version") == 3)

@@ -391,6 +391,7 @@ def test_a_full_store_is_an_error_that_says_what_to_do(monkeypatch: pytest.Monke
         ObjectStore().put(WeightChunk(Kind.WELCOME, welcome, torch.zeros(1 << 20, dtype=torch.uint8)))
 
 
+@pytest.mark.slow  # test_kills.py has trainers that die, with other schemes
 def test_workers_learn_that_their_trainer_died(troupe: Troupe) -> None:
     """The trainer is an actor, too."""
     scheme = troupe.scheme(data="object_store")

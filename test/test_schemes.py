@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from interpreters import use_template_for_forkserver
 from marks import slow
 from torch import nn
 
@@ -76,12 +77,14 @@ class TestMemory(SchemeContract):
 
 
 @pytest.mark.parametrize("make", [SharedMemWeightSyncScheme, slow(MultiProcessWeightSyncScheme)])
-def test_spawned_workers(make: type[WeightSyncScheme]) -> None:
+@pytest.mark.parametrize("method", ["forkserver", slow("spawn")])
+def test_spawned_workers(make: type[WeightSyncScheme], method: Any) -> None:
     """Workers that get the scheme pickled, and share nothing with the trainer."""
     source = mlp(1)
     scheme = make()
-    scheme.init_on_sender(model=source, num_workers=1, ctx=context_of("spawn"))
-    with WorkerProcesses(scheme, "spawn") as procs:
+    use_template_for_forkserver()
+    scheme.init_on_sender(model=source, num_workers=1, ctx=context_of(method))
+    with WorkerProcesses(scheme, method) as procs:
         procs.hire(0, mlp(2))
         procs.connect()
         for version in range(3):

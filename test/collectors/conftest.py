@@ -1,5 +1,4 @@
-import multiprocessing
-
+import interpreters
 import pytest
 from torch import multiprocessing as torch_multiprocessing
 
@@ -8,7 +7,7 @@ from torch import multiprocessing as torch_multiprocessing
 def quick_workers():
     """Workers are forked from a server that has imported everything: 0.1 s each instead of 5 s."""
     before = torch_multiprocessing.get_start_method(allow_none=True)
-    multiprocessing.set_forkserver_preload(["torchrl.collectors", "torchrl.envs", "collectors"])
+    interpreters.use_template_for_forkserver()
     torch_multiprocessing.set_start_method("forkserver", force=True)
     yield
     torch_multiprocessing.set_start_method(before, force=True)

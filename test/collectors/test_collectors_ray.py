@@ -21,6 +21,7 @@ from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms.module import RayModuleTransform
 
 from collectors import Collector, MultiSyncCollector, RayCollector, RayWeightUpdater
+from collectors.ray_learner import LearnerSender
 from weight_update import (
     LifecycleError,
     NothingToSendError,
@@ -300,6 +301,21 @@ def test_a_learner_sends_the_policy() -> None:
         sender.shutdown()
     assert seen(next(frames)) == ({9}, {9.0})
     collector.shutdown()
+
+
+@pytest.mark.slow
+def test_a_learner_gets_the_error_of_an_actor() -> None:
+    @ray.remote(num_cpus=0)
+    class Broken:
+        def _connect_weights_scheme(self, model_version: int) -> None:
+            raise ZeroDivisionError(f"version {model_version} does not fit")
+
+    sender = LearnerSender(RayWeightSyncScheme(connect_timeout=60.0), [Broken.remote()])
+    try:
+        with pytest.raises(ZeroDivisionError, match="version 5 does not fit"):
+            publish(sender, 5, make_policy())
+    finally:
+        sender.shutdown()
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from test_collectors_programs import PROGRAMS, run
 
 
 def test_every_call_and_refusal():
-    assert run(PROGRAMS / "rpc_in_step.py") == ["a second one: True"]
+    assert run(PROGRAMS / "rpc_in_step.py", quick_spawn=True) == ["a second one: True"]
 
 
 @pytest.mark.slow

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
 import torch
+from pairs import connect_pair
 
 from weight_update import MemoryWeightSyncScheme, PatchEncoding, WeightStrategy
 
@@ -92,11 +91,4 @@ def sampling(count: int = TOKENS) -> dict[str, Any]:
 def connected(source: Any, engine: Any) -> tuple[MemoryWeightSyncScheme, MemoryWeightSyncScheme]:
     """Return a sender of ``source`` with patches, and the receiver with ``engine``."""
     sender = MemoryWeightSyncScheme(WeightStrategy("state_dict", encoding=PatchEncoding()), timeout=WAIT)
-    sender.init_on_sender(model=source, num_workers=1)
-    receiver = copy.copy(sender)
-    receiver.init_on_receiver(model=engine, worker_idx=0)
-    thread = threading.Thread(target=receiver.connect)
-    thread.start()
-    sender.connect()
-    thread.join(WAIT)
-    return sender, receiver
+    return sender, connect_pair(sender, source, engine)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import socket
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
-from vllm_parts import OneWorker, config, parallel_state, trainer_model, vllm_model
+from vllm_parts import PATCH, OneWorker, assert_same, loaded_by_vllm, tensors, train, vllm_model
 
 from weight_update import (
     BucketEncoding,
@@ -30,54 +30,6 @@ from weight_update import (
 from weight_update.serving.vllm import Trainer, TrainerInitInfo, VLLMBackend, init_info
 from weight_update.serving.vllm.joining import connect_with
 from weight_update.serving.vllm.loader import ModelLoader
-
-PATCH = WeightStrategy("state_dict", encoding="patch")
-
-
-@pytest.fixture(scope="module")
-def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
-    found = config(tmp_path_factory.mktemp("model"))
-    state = parallel_state(found)
-    next(state)
-    yield found
-    next(state, None)
-
-
-@pytest.fixture
-def worker(vllm_config: VllmConfig) -> Iterator[OneWorker]:
-    made = OneWorker(vllm_config, vllm_model(vllm_config))
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def policy() -> nn.Module:
-    return trainer_model()
-
-
-def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in (*model.named_parameters(), *model.named_buffers())}
-
-
-def loaded_by_vllm(vllm_config: VllmConfig, policy: nn.Module) -> dict[str, torch.Tensor]:
-    """Tensors that vLLM's own loader makes of a checkpoint of ``policy``, in a model of its own."""
-    model = vllm_model(vllm_config)
-    model.load_weights(policy.state_dict().items())
-    return tensors(model)
-
-
-def assert_same(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
-    for name, value in tensors(model).items():
-        assert torch.equal(value, expected[name]), name
-
-
-@torch.no_grad()
-def train(policy: nn.Module, share: float = 1.0) -> None:
-    """Change a share of the elements of every weight."""
-    for parameter in policy.parameters():
-        chosen = torch.rand_like(parameter) < share
-        parameter.view(-1)[0] += 1.0
-        parameter[chosen] += 0.25
 
 
 def join(scheme: WeightSyncScheme, worker: OneWorker, policy: nn.Module, **options: Any) -> None:
@@ -190,6 +142,27 @@ def test_a_version_that_does_not_load_is_an_error_on_both_sides(
 def _refuse(self: nn.Module, weights: Any) -> None:
     name, _ = next(iter(weights))
     raise ValueError(f"no room for {name}")
+
+
+def test_after_workers_could_not_join(
+    vllm_config: VllmConfig, worker: OneWorker, policy: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ends are as before: the worker has no sender, and the trainer's port is free."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    info = TrainerInitInfo(rank=0, world_size=2, master_port=port)
+    with monkeypatch.context() as patched:
+        patched.setattr(type(worker.model), "load_weights", _refuse)
+        with pytest.raises(
+            (ValueError, SyncFailedError), match="no room for"
+        ):  # of the worker, or of the sender
+            WeightTransferTrainerFactory.trainer_init(info, client=worker, source=ModuleSource(policy))
+    worker.start_weight_update()
+    with pytest.raises(RuntimeError, match="call init_weight_transfer_engine"):
+        worker.update_weights({})
+    trainer = WeightTransferTrainerFactory.trainer_init(info, client=worker, source=ModuleSource(policy))
+    assert_same(worker.model, loaded_by_vllm(vllm_config, policy))
+    trainer.shutdown()
 
 
 def test_an_update_waits_for_vllm(worker: OneWorker, policy: nn.Module) -> None:

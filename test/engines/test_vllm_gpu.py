@@ -14,9 +14,8 @@ import pytest
 pytest.importorskip("vllm", reason="make test-engines installs vLLM")
 
 import torch
-from test_vllm import PATCH, train
 from torch import nn
-from vllm_parts import TINY, trainer_model
+from vllm_parts import PATCH, TINY, train, trainer_model
 
 from weight_update import DistributedWeightSyncScheme, WeightStrategy
 from weight_update.convert import cast

@@ -17,7 +17,6 @@ pytest.importorskip("vllm", reason="make test-engines installs vLLM")
 import torch
 import uvicorn
 from fastapi import FastAPI
-from test_vllm import PATCH, assert_same, loaded_by_vllm, train, vllm_config
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient, ModuleSource
@@ -25,7 +24,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, Wei
 from vllm.entrypoints.rl.offline import RLOfflineMixin
 from vllm.entrypoints.rl.online.api_router import router as rl_router
 from vllm.entrypoints.serve.dev.cache.api_router import router as cache_router
-from vllm_parts import OneWorker, trainer_model, vllm_model
+from vllm_parts import PATCH, OneWorker, assert_same, loaded_by_vllm, train, vllm_model
 
 from weight_update import DistributedWeightSyncScheme, SyncFailedError, TransportError
 from weight_update.serving.vllm import (
@@ -38,8 +37,6 @@ from weight_update.serving.vllm import (
 )
 from weight_update.serving.vllm.joining import connect_with
 from weight_update.serving.vllm.loader import ModelLoader
-
-__all__ = ["vllm_config"]
 
 
 class EngineClient:
@@ -81,13 +78,6 @@ class EngineClient:
 
 
 @pytest.fixture
-def worker(vllm_config: VllmConfig) -> Iterator[OneWorker]:
-    made = OneWorker(vllm_config, vllm_model(vllm_config))
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def engine(worker: OneWorker) -> EngineClient:
     return EngineClient(worker)
 
@@ -112,11 +102,6 @@ def serving(engine: EngineClient) -> Iterator[str]:
 def url(engine: EngineClient) -> Iterator[str]:
     with serving(engine) as found:
         yield found
-
-
-@pytest.fixture
-def policy() -> nn.Module:
-    return trainer_model()
 
 
 UPDATE = ["start_weight_update", "update_weights", "finish_weight_update"]

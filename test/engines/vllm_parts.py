@@ -26,6 +26,10 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from vllm.plugins import load_general_plugins
 from vllm.v1.worker.gpu_worker import Worker
 
+from weight_update import WeightStrategy
+
+PATCH = WeightStrategy("state_dict", encoding="patch")
+
 TINY = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -81,6 +85,31 @@ def vllm_model(vllm_config: VllmConfig) -> nn.Module:
                 parameter.uniform_(-1, 1)
         process_weights_after_loading(model, vllm_config.model_config, torch.device("cpu"))
     return model.eval()
+
+
+def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in (*model.named_parameters(), *model.named_buffers())}
+
+
+def loaded_by_vllm(vllm_config: VllmConfig, policy: nn.Module) -> dict[str, torch.Tensor]:
+    """Tensors that vLLM's own loader makes of a checkpoint of ``policy``, in a model of its own."""
+    model = vllm_model(vllm_config)
+    model.load_weights(policy.state_dict().items())
+    return tensors(model)
+
+
+def assert_same(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    for name, value in tensors(model).items():
+        assert torch.equal(value, expected[name]), name
+
+
+@torch.no_grad()
+def train(policy: nn.Module, share: float = 1.0) -> None:
+    """Change a share of the elements of every weight."""
+    for parameter in policy.parameters():
+        chosen = torch.rand_like(parameter) < share
+        parameter.view(-1)[0] += 1.0
+        parameter[chosen] += 0.25
 
 
 class OneWorker:

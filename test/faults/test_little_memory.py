@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import resource
 import subprocess
 import threading
@@ -26,6 +25,7 @@ from faults_tools import (
     version_of,
     wait_version,
 )
+from pairs import connect_pair
 
 from weight_update import (
     BucketEncoding,
@@ -178,13 +178,7 @@ def test_no_memory_to_receive_into(procs: Processes, monkeypatch: pytest.MonkeyP
     """If weights are copied as they arrive, an allocation that fails costs one update."""
     scheme = procs.scheme(MemoryWeightSyncScheme, timeout=20.0, strategy=WeightStrategy(encoding=encoding))
     model, mine = half_a_megabyte(), half_a_megabyte()
-    scheme.init_on_sender(model=model, num_workers=1)
-    receiver = copy.copy(scheme)
-    receiver.init_on_receiver(model=mine, worker_idx=0)
-    joining = threading.Thread(target=receiver.connect)
-    joining.start()
-    scheme.connect()
-    joining.join()
+    receiver = connect_pair(scheme, model, mine)
     with monkeypatch.context() as patch:
         patch.setattr(Staging, "allocate", _refuse)
         with pytest.raises(SyncFailedError, match="NotEnoughMemoryError"):

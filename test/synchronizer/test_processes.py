@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from interpreters import use_template_for_forkserver
 from sync_parts import model_at, set_to, synchronizer, train, wait_until
 from sync_programs import explore
 
@@ -19,7 +20,6 @@ from weight_update import RunningStatus, SyncMethod, SyncStyle, TrainerClient
 from weight_update.testing.processes import freeze
 
 FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(["weight_update"])  # imports torch once for all of them
 COMING = 100.0
 
 
@@ -27,6 +27,7 @@ class ExplorerProcess:
     """An explorer in a process, and its reports."""
 
     def __init__(self, server: Any, id: int, steps: int, **options: Any) -> None:
+        use_template_for_forkserver()
         self._told, theirs = FORKSERVER.Pipe(duplex=False)
         args = (server.address, server.token, id, steps, theirs, {"timeout": 30.0, **options})
         self.process = FORKSERVER.Process(target=explore, args=args, daemon=True)

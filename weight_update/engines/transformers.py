@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
 from bisect import bisect
@@ -14,7 +13,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from weight_update.engines.base import InferenceEngine, WeightChange
+from weight_update.engines.continuous_batching import (
+    Pause,
+    ended,
+    forget_prefixes,
+    require_supported,
+    tokens_of,
+)
 from weight_update.errors import LifecycleError, SyncTimeoutError, UnsupportedSourceError
+from weight_update.text import plural
 
 _SECONDS_TO_NOTICE_THE_END = 0.1
 _UPDATES_REMEMBERED = 1024
@@ -124,12 +131,13 @@ class TransformersEngine(InferenceEngine):
                 f"on the meta device: {', '.join(hollow[:10])}; load the model, or call to_empty()"
             )
         self._manager = model.init_continuous_batching(generation_config, continuous_batching_config)
-        self._require_supported()
+        require_supported(self._manager, pause)
         self._requests: dict[str, _Request] = {}
         self._switches: deque[tuple[float, int]] = deque(maxlen=_UPDATES_REMEMBERED)
         self._changed = threading.Condition()
+        self._stopping = threading.Lock()
         self._updating = self._closed = False
-        self._held: _Held | None = None
+        self._held: Pause | None = None
         self._weights: Mapping[str, torch.Tensor] = {}
         self._written: set[tuple[int, int]] = set()
         self._manager.start()
@@ -146,6 +154,8 @@ class TransformersEngine(InferenceEngine):
             options: arguments of ``ContinuousBatchingManager.add_request``, such as ``max_new_tokens``.
 
         Raises:
+            TypeError: the prompt is not a sequence of integers; it may be a text.
+            ValueError: the prompt is empty, or has a token that the model does not have.
             SyncTimeoutError: an update took longer than ``timeout`` seconds.
             LifecycleError: there is no complete version of the weights, or generation has ended.
         """
@@ -159,14 +169,12 @@ class TransformersEngine(InferenceEngine):
             options: as for :meth:`submit`.
 
         Raises:
-            TypeError: ``prompts`` is a single prompt, or text.
+            TypeError, ValueError: as :meth:`submit`, for one of the prompts; none is answered.
             SyncTimeoutError: an update took longer than ``timeout`` seconds.
             LifecycleError: there is no complete version of the weights, an update failed meanwhile, or
                 generation has ended.
             RuntimeError: transformers failed to answer a prompt; its message is included.
         """
-        if any(isinstance(prompt, (int, str)) for prompt in prompts):
-            raise TypeError("prompts is a list of lists of token ids")
         return [future.result() for future in self._submit(prompts, options)]
 
     def close(self) -> None:
@@ -202,7 +210,7 @@ class TransformersEngine(InferenceEngine):
         try:
             if self.pause == "wait":
                 self._wait_for_answers(deadline)
-            self._held = _Held(self._manager, max(deadline - time.monotonic(), 0.0))
+            self._held = Pause(self._manager, max(deadline - time.monotonic(), 0.0))
             self._weights = self._own_tensors() if self.keeps_tensors else self.expected_weights()
             self._written.clear()
             if self.pause == "abort":
@@ -238,7 +246,7 @@ class TransformersEngine(InferenceEngine):
         """Drop cached prefixes, and continue generation with ``version``."""
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)  # generation has a stream of its own
-        self._forget_prefixes()
+        forget_prefixes(self._manager)
         self._switches.append((time.perf_counter(), version))
         self.version = version
         self._resume()
@@ -260,14 +268,16 @@ class TransformersEngine(InferenceEngine):
     # -- requests ----------------------------------------------------------------------------------
 
     def _submit(self, prompts: Sequence[Sequence[int]], options: dict[str, Any]) -> list[Future[Answer]]:
+        vocabulary = self._model.get_input_embeddings().num_embeddings
+        tokens = [tokens_of(prompt, vocabulary) for prompt in prompts]
         with self._changed:
             if not self._changed.wait_for(lambda: not self._updating, self.timeout):
                 raise SyncTimeoutError(f"an update took longer than {self.timeout:g} s (raise timeout=)")
-            return [self._add(list(prompt), self._require_usable(), options) for prompt in prompts]
+            return [self._add(prompt, self._require_usable(), options) for prompt in tokens]
 
     def _require_usable(self) -> int:
         if self._closed or not self._manager.is_running():
-            raise _ended(self._manager)
+            raise ended(self._manager)
         if self.version is None:
             raise LifecycleError("this engine has no complete version of the weights; wait for an update")
         return self.version
@@ -277,16 +287,17 @@ class TransformersEngine(InferenceEngine):
         future.set_running_or_notify_cancel()  # cancel() has no effect
         request_id = self._manager.add_request(prompt, record_timestamps=True, **options)
         if request_id is None:
-            raise _ended(self._manager)
+            raise ended(self._manager)
         self._requests[request_id] = _Request(future, version)
         return future
 
     def _wait_for_answers(self, deadline: float) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: not self._requests, max(deadline - time.monotonic(), 0.0)):
+                running = plural(len(self._requests), "request")
                 raise SyncTimeoutError(
-                    f"{len(self._requests)} requests ran longer than {self.timeout:g} s (raise timeout=, or "
-                    "update with pause='keep')"
+                    f"{running} ran longer than {self.timeout:g} s (raise timeout=, or update with "
+                    "pause='keep')"
                 )
 
     def _settle(self, output: Any) -> bool:
@@ -311,7 +322,7 @@ class TransformersEngine(InferenceEngine):
         except Exception as error:  # noqa: BLE001 - the callers that wait get it
             self._fail(error)
             self._stop()
-        self._fail(_ended(self._manager))
+        self._fail(ended(self._manager))
 
     def _hand_out_answers(self) -> None:
         """Hand out answers until generation ends, or the main thread."""
@@ -326,10 +337,11 @@ class TransformersEngine(InferenceEngine):
                 self._stop()  # the interpreter waits for the manager's thread
 
     def _stop(self) -> None:
-        self._fail(_ended(self._manager))
+        self._fail(ended(self._manager))
         self._resume()
-        if self._manager.is_running():
-            self._manager.stop(timeout=self.timeout, hard_stop=True)
+        with self._stopping:  # of two threads in stop(), one may raise AttributeError
+            if self._manager.is_running():
+                self._manager.stop(timeout=self.timeout, hard_stop=True)
 
     def _answer(self, output: Any, request: _Request) -> Answer:
         times = output.timestamps
@@ -360,18 +372,6 @@ class TransformersEngine(InferenceEngine):
             if self._settle(state.to_generation_output()):
                 self._manager.cancel_request(request_id)
 
-    # -- pausing -----------------------------------------------------------------------------------
-
-    def _require_supported(self) -> None:
-        config = self._manager.continuous_batching_config
-        problem = None
-        if self._manager.num_return_sequences != 1:
-            problem = "num_return_sequences is not 1; give generate() the prompt several times"
-        elif self.pause == "keep" and config.allow_block_sharing and config.cpu_offload_space != 0:
-            problem = "cpu_offload_space with pause='keep' needs allow_block_sharing=False"
-        if problem:
-            raise ValueError(problem)
-
     def _resume(self) -> None:
         """Let generation and new requests continue."""
         held, self._held = self._held, None
@@ -380,61 +380,3 @@ class TransformersEngine(InferenceEngine):
         with self._changed:
             self._updating = False
             self._changed.notify_all()
-
-    def _forget_prefixes(self) -> None:
-        """Have no later request share key-value blocks of former weights."""
-        cache = self._manager.batch_processor.cache
-        cache.evict_cached_blocks()
-        for allocator in cache.cache_allocators.values():
-            if allocator.use_block_sharing:
-                ledger = allocator.ledger
-                ledger.hash_to_block.clear()
-                ledger.block_to_hash.clear()
-                # Blocks of running requests get hashes that no prompt has. The hash of a later block of the
-                # same request is computed from them. Without one, a block is hashed when it becomes full.
-                for block in {block for blocks in allocator.block_table.values() for block in blocks}:
-                    ledger.block_to_hash[block] = fresh = secrets.randbits(64)
-                    ledger.hash_to_block[fresh] = block
-
-
-class _Held:
-    """A pause of a manager's generation, held by a thread of its own; ``pause()`` itself waits without limit.
-
-    Raises:
-        SyncTimeoutError: the pause did not begin in ``timeout`` seconds.
-        LifecycleError: generation has ended.
-    """
-
-    def __init__(self, manager: Any, timeout: float) -> None:
-        self._begun, self._over = threading.Event(), threading.Event()
-        self._error: RuntimeError | None = None
-        self._thread = threading.Thread(
-            target=self._hold, args=(manager,), name="weight_update-pause", daemon=True
-        )
-        self._thread.start()
-        if not self._begun.wait(timeout):
-            self._over.set()
-            raise SyncTimeoutError(
-                f"a decoding step took longer than {timeout:g} s (raise timeout= of the engine)"
-            )
-        if self._error is not None:
-            raise _ended(manager) from self._error
-
-    def release(self) -> None:
-        """End the pause."""
-        self._over.set()
-        self._thread.join()
-
-    def _hold(self, manager: Any) -> None:
-        try:
-            with manager.pause():
-                self._begun.set()
-                self._over.wait()
-        except RuntimeError as error:  # there is no generation to pause
-            self._error = error
-            self._begun.set()
-
-
-def _ended(manager: Any) -> LifecycleError:
-    cause = manager.background_thread_status.fatal_error
-    return LifecycleError(f"generation has ended{f' ({cause})' if cause else ''}; make a new engine")

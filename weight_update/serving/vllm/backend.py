@@ -99,7 +99,7 @@ class VLLMBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.shutdown()
         self._turns = Turns()
         if init_info.control is not None and self.rank == 0:
-            self._calls = LeadingCalls(init_info.control, init_info.pause)
+            self._calls = LeadingCalls(init_info.control, init_info.pause, init_info.timeout)
         engine = VLLMReceiver(self.loader, self._turns, in_chunks=init_info.in_chunks, calls=self._calls)
         scheme = receiving_scheme(
             init_info.scheme,
@@ -111,8 +111,12 @@ class VLLMBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
         )
         scheme.init_on_receiver(model=engine, worker_idx=init_info.first_worker + self.rank)
         self.scheme = scheme
-        with set_current_vllm_config(self.vllm_config), self._turns.inline():
-            scheme.connect()
+        try:
+            with set_current_vllm_config(self.vllm_config), self._turns.inline():
+                scheme.connect()
+        except BaseException:
+            self.shutdown()
+            raise
 
     def start_weight_update(self) -> None:
         """Do nothing: whether weights are loaded as a whole is known when an update has come."""

@@ -168,7 +168,8 @@ def connect_servers(
         scheme.send()
 
     For each update, the worker of rank 0 of each server calls its server: ``/pause``, the three calls of an
-    update, and ``/resume``. If an update fails, the server stays paused until one succeeds.
+    update, and ``/resume``. If an update fails, the server stays paused until one succeeds. So does a server
+    whose workers could not join; call this again, or ``server.resume()`` if its weights may be used.
 
     If a server was started again, or is added, call this on the connected ``scheme`` with that server alone,
     and the ``first_worker`` of its workers.

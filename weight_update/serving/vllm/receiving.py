@@ -25,10 +25,12 @@ class LeadingCalls:
     Args:
         url: URL of the server.
         pause: mode of its ``/pause``.
+        timeout: seconds that an update may take, by the sender. A call may take as long, and at least 300 s:
+            a worker that is only late loads the update after all.
     """
 
-    def __init__(self, url: str, pause: PauseMode) -> None:
-        self._server, self._pause = VLLMServer(url), pause
+    def __init__(self, url: str, pause: PauseMode, timeout: float) -> None:
+        self._server, self._pause = VLLMServer(url, max(timeout, 300.0)), pause
         self._thread = ThreadPoolExecutor(1, "weight_update-vllm-calls")
         self._update: Future[None] | None = None
 

@@ -125,6 +125,9 @@ class Trainer(TrainerWeightTransferEngine[TrainerInitInfo]):
             self.scheme.init_on_sender(weights=lambda: self._weights, num_workers=info.world_size - 1)
             joining = init_info(self.scheme, in_chunks=info.in_chunks)
             connect_with(self.scheme, [lambda: self.client.init_weight_transfer_engine(joining)])
+        except BaseException:
+            self.shutdown()
+            raise
         finally:
             self._weights = {}
 

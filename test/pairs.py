@@ -1,0 +1,34 @@
+"""A sender and one receiver in the same process."""
+
+from __future__ import annotations
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from weight_update import WeightSyncScheme
+
+_Scheme = TypeVar("_Scheme", bound=WeightSyncScheme)
+
+
+def connect_pair(sender: _Scheme, source: Any, target: Any, **options: Any) -> _Scheme:
+    """Connect ``sender``, of the model ``source``, with a receiver of ``target``; return the receiver.
+
+    Args:
+        sender: a scheme that is not initialized.
+        source: the sender's model.
+        target: the receiver's model or engine.
+        options: further arguments of ``init_on_receiver``.
+    """
+    sender.init_on_sender(model=source, num_workers=1)
+    receiver = copy.copy(sender)
+    receiver.init_on_receiver(model=target, worker_idx=0, **options)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            joining = pool.submit(receiver.connect)
+            sender.connect()
+            joining.result()
+    except BaseException:
+        receiver.shutdown()
+        raise
+    return receiver

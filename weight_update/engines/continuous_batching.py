@@ -1,0 +1,103 @@
+"""Pauses, cached prefixes, prompts and errors of transformers' continuous batching."""
+
+from __future__ import annotations
+
+import operator
+import secrets
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from weight_update.errors import LifecycleError, SyncTimeoutError
+
+
+class Pause:
+    """A pause of a manager's generation, held by a thread of its own; ``pause()`` itself waits without limit.
+
+    Raises:
+        SyncTimeoutError: the pause did not begin in ``timeout`` seconds.
+        LifecycleError: generation has ended.
+    """
+
+    def __init__(self, manager: Any, timeout: float) -> None:
+        self._begun, self._over = threading.Event(), threading.Event()
+        self._error: RuntimeError | None = None
+        self._thread = threading.Thread(
+            target=self._hold, args=(manager,), name="weight_update-pause", daemon=True
+        )
+        self._thread.start()
+        if not self._begun.wait(timeout):
+            self._over.set()
+            raise SyncTimeoutError(
+                f"a decoding step took longer than {timeout:g} s (raise timeout= of the engine)"
+            )
+        if self._error is not None:
+            raise ended(manager) from self._error
+
+    def release(self) -> None:
+        """End the pause."""
+        self._over.set()
+        self._thread.join()
+
+    def _hold(self, manager: Any) -> None:
+        try:
+            with manager.pause():
+                self._begun.set()
+                self._over.wait()
+        except RuntimeError as error:  # there is no generation to pause
+            self._error = error
+            self._begun.set()
+
+
+def require_supported(manager: Any, pause: str) -> None:
+    """Raise ValueError if the configuration of ``manager`` cannot be combined with ``pause``."""
+    config = manager.continuous_batching_config
+    problem = None
+    if manager.num_return_sequences != 1:
+        problem = "num_return_sequences is not 1; give generate() the prompt several times"
+    elif pause == "keep" and config.allow_block_sharing and config.cpu_offload_space != 0:
+        problem = "cpu_offload_space with pause='keep' needs allow_block_sharing=False"
+    if problem:
+        raise ValueError(problem)
+
+
+def tokens_of(prompt: Iterable[int], vocabulary: int) -> list[int]:
+    """Return the token ids of a prompt; with other prompts, transformers would end generation for all.
+
+    Raises:
+        TypeError: a prompt is not a sequence of integers.
+        ValueError: it is empty, or has a token that is not in ``range(vocabulary)``.
+    """
+    try:
+        tokens = [operator.index(token) for token in prompt]
+    except TypeError:
+        raise TypeError(
+            f"a prompt is a list of token ids, and generate() takes a list of prompts; got {prompt!r:.60}"
+        ) from None
+    if not tokens or not 0 <= min(tokens) <= max(tokens) < vocabulary:
+        raise ValueError(
+            f"a prompt has token ids from 0 to {vocabulary - 1}, at least one; got {tokens!r:.60}"
+        )
+    return tokens
+
+
+def forget_prefixes(manager: Any) -> None:
+    """Have no later request share key-value blocks of former weights."""
+    cache = manager.batch_processor.cache
+    cache.evict_cached_blocks()
+    for allocator in cache.cache_allocators.values():
+        if allocator.use_block_sharing:
+            ledger = allocator.ledger
+            ledger.hash_to_block.clear()
+            ledger.block_to_hash.clear()
+            # Blocks of running requests get hashes that no prompt has. The hash of a later block of the
+            # same request is computed from them. Without one, a block is hashed when it becomes full.
+            for block in {block for blocks in allocator.block_table.values() for block in blocks}:
+                ledger.block_to_hash[block] = fresh = secrets.randbits(64)
+                ledger.hash_to_block[fresh] = block
+
+
+def ended(manager: Any) -> LifecycleError:
+    """Return the error for a call after the end of generation, with its cause."""
+    cause = manager.background_thread_status.fatal_error
+    return LifecycleError(f"generation has ended{f' ({cause})' if cause else ''}; make a new engine")
