@@ -80,7 +80,7 @@ def repeating(action: Callable[[], object]) -> Iterator[None]:
 def test_the_announcement_is_found(store: SenderStore) -> None:
     assert find(store.port) == WHERE
     assert find(store.port, None) == WHERE
-    assert find(store.port, known=True) == WHERE
+    assert find(store.port, again=True) == WHERE
 
 
 def test_the_store_keeps_no_secret(store: SenderStore) -> None:
@@ -142,7 +142,7 @@ def test_a_known_sender_that_has_gone_is_not_waited_for(store: SenderStore) -> N
     store.close()
     start = time.monotonic()
     with pytest.raises(LinkClosedError, match="is gone"):
-        find(store.port, LONG, known=True)
+        find(store.port, LONG, again=True)
     assert time.monotonic() - start < SOON
 
 
@@ -347,7 +347,7 @@ def test_a_child_does_not_hide_the_death_of_the_sender(child: str) -> None:
         process.join()
         start = time.monotonic()
         with pytest.raises(LinkClosedError, match="is gone"):
-            find(port, LONG, known=True)
+            find(port, LONG, again=True)
         assert time.monotonic() - start < SOON
 
 
