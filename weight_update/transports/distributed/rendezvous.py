@@ -33,7 +33,6 @@ _REPEAT_SECONDS = 0.1
 _MISSING_SECONDS = 20 * _REPEAT_SECONDS
 """Seconds after which a store without an announcement for our token counts as the store of someone else."""
 _RETRY_SECONDS = 0.1
-_LOOK_SECONDS = 0.01
 _LARGEST = 8 << 20  # a TCPStore takes no larger value, though strangers may append to one
 
 # the protocol of torch.distributed.TCPStore
@@ -158,13 +157,15 @@ def find_sender(
             raise
         except OSError as error:
             problem, refused = error, isinstance(error, _NotReachedError) and error.refused
-        if (refused and again) or time.monotonic() + _RETRY_SECONDS > deadline:
+        if refused and again:
+            raise LinkClosedError(f"the sender at {address}:{port} is gone ({problem})")
+        if time.monotonic() + _RETRY_SECONDS > deadline:
             hint = "it may not have started, or may have shut down or died; " if refused else ""
             text = (
                 f"no sender at {address}:{port} within {round(limit, 1):g} s ({problem}); {hint}if it is "
                 "on another machine, give it address= of a network interface that this one can reach"
             )
-            raise SyncTimeoutError(text) if again and not refused else LinkClosedError(text)
+            raise SyncTimeoutError(text) if again else LinkClosedError(text)
         time.sleep(_RETRY_SECONDS)
 
 
@@ -200,10 +201,8 @@ def _read_announcement(
         (size,) = _NUMBER.unpack(_recv(sock, _NUMBER.size, deadline))
         if size > _LARGEST:
             raise ConnectionError(f"it sent {size} bytes, which are no announcement")
-        if not size:
-            time.sleep(_LOOK_SECONDS)
-            continue
-        give_up = deadline  # a sender with our token writes this key, so a stranger hides what it wrote
+        if size:  # a sender with our token writes this key, so a stranger hides what it wrote
+            give_up = deadline
         with contextlib.suppress(FormatError):
             return _verified(_recv(sock, size, deadline), token)
     if time.monotonic() >= deadline:
