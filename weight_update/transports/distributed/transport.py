@@ -167,6 +167,7 @@ class DistributedListener:
         )
         self.refusals: Refusals = self._remote.refusals
         self._local.refusals = self.refusals
+        store.announce(self._where, token)  # workers wait for start(), rather than be told of another token
 
     @property
     def network_bytes(self) -> int:
@@ -177,7 +178,6 @@ class DistributedListener:
         """Start to admit workers; calling it twice is fine."""
         self._local.start()
         self._remote.start()
-        self._store.announce(self._where, self._token)
 
     def close(self) -> None:
         """Admit no more workers."""
