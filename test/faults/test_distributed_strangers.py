@@ -25,6 +25,7 @@ from faults_tools import (
     fill,
     flows_on,
     join,
+    leave,
     sending,
     version_of,
 )
@@ -88,7 +89,7 @@ def busy() -> Iterator[DistributedWeightSyncScheme]:
 @pytest.fixture(autouse=True)
 def all_is_logged(busy: DistributedWeightSyncScheme, monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin a new period of the limit, so that each test sees what it causes."""
-    monkeypatch.setattr(busy._listener, "refusals", Refusals(logging.getLogger("strangers")))
+    monkeypatch.setattr(busy._listener._remote, "refusals", Refusals(logging.getLogger("strangers")))
 
 
 def call(port: int, data: bytes) -> socket.socket:
@@ -177,9 +178,11 @@ def test_silent_callers_keep_no_worker_out(busy, procs: Processes) -> None:
             stack.enter_context(closing(call(sender_of(busy).port, b"")))
         worker = procs.start(busy, 2, make_elsewhere)
         worker.call(join)
-    assert flows_on(busy)
-    worker.kill()
+        assert flows_on(busy)
+    worker.call(leave)
     assert eventually(lambda: 2 not in busy.worker_versions)
+    worker.kill()
+    assert flows_on(busy)
 
 
 # -- processes that know the token, and say something else than workers do ----------------------------
@@ -303,7 +306,6 @@ class Misled:
 
     def __call__(self, *args: object, **options: object) -> Announcement:
         found = find_sender(*args, **options)
-        self._tap.to = found.port
         return Announcement(found.host, found.local, self._tap.port, found.name)
 
 
@@ -313,8 +315,7 @@ def test_what_a_worker_said_is_not_heard_twice(
     """A stranger that recorded the traffic repeats both connections of a worker, byte for byte."""
     scheme, model = procs.scheme(DistributedWeightSyncScheme, timeout=5.0), make_here()
     scheme.init_on_sender(model=model, num_workers=1)
-    with closing(Tap(0)) as tap:
-        tap.to = sender_of(scheme).port
+    with closing(Tap(sender_of(scheme).port)) as tap:
         monkeypatch.setattr("weight_update.transports.distributed.transport.find_sender", Misled(tap))
         worker = procs.start(scheme, 0, make_elsewhere)
         worker.begin(join)
@@ -352,7 +353,7 @@ def test_a_message_that_was_changed_on_the_way_ends_its_connection(
     """The worker joins again, and what was changed is not taken for its word."""
     scheme, model = procs.scheme(DistributedWeightSyncScheme, timeout=5.0), make_here()
     scheme.init_on_sender(model=model, num_workers=1)
-    with closing(Meddler(0)) as tap:
+    with closing(Meddler(sender_of(scheme).port)) as tap:
         monkeypatch.setattr("weight_update.transports.distributed.transport.find_sender", Misled(tap))
         worker = procs.start(scheme, 0, make_elsewhere)
         worker.begin(join)
