@@ -103,7 +103,7 @@ JOINS = ["nothing", "a join request", "half a frame", "no HELLO"]
 
 
 def join_and_die(scheme: DistributedWeightSyncScheme, where: str, says: str) -> None:
-    """Join as a process that knows the token, and die before the first frame is complete, or without a HELLO."""
+    """Join as a process that knows the token, and die before the first frame is complete, or is a HELLO."""
     sender = find_sender(scheme.address, scheme.port, scheme._token, 5.0)
     deadline = deadline_of(5.0)
     schema = next(state.schema for state in scheme._sender.table if state.idx == 1)

@@ -176,7 +176,7 @@ class DistributedListener:
         self._remote = Listener(sock, token, _context(where), self._admit, "weight_update-listener", _log)
         self.refusals: Refusals = self._remote.refusals
         self._local.refusals = self.refusals
-        store.announce(where, token)
+        store.announce(where, token)  # workers wait for start(), rather than be told of another token
 
     @property
     def network_bytes(self) -> int:
