@@ -1,156 +1,26 @@
 """Updates over a slow link: what a patch saves there, and what each further host costs.
 
-The hosts are those of :class:`Network`: network namespaces joined by a switch, whose cables can be pulled.
+The hosts are those of :class:`Network`.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
 import functools
-import itertools
 import os
-import shutil
-import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.network import Network, why_not
 from benchmarks.report import Cell, Figure, Table, Unable, machine, ratio, say
 from benchmarks.targets import Target, target, targets_table
 from benchmarks.updates import Place, change, connected, layered, require_same
 from weight_update import DistributedWeightSyncScheme, PatchEncoding, WeightStrategy
 
 QUICK = "4 MB, 2 turns"
-
-_CLONE_NEWNET = 0x40000000
-_SWITCH = "switch"
-_libc = ctypes.CDLL(None, use_errno=True)
-_serial = itertools.count()
-
-
-def why_not() -> str | None:
-    """Return the reason why there can be no such hosts here, or None."""
-    for program in ("ip", "tc"):
-        if shutil.which(program) is None:
-            return f"the program {program} (iproute2) is missing"
-    if os.geteuid() != 0:
-        return "network namespaces are for root"
-    try:
-        with Network(["probe"]):
-            return None
-    except subprocess.CalledProcessError as error:
-        return f"network namespaces are not allowed here: {error.stderr.strip()}"
-
-
-class Network:
-    """Hosts in one subnet; host ``k`` of ``names`` has the address 10.77.0.``k + 1``.
-
-    A context manager that makes the namespaces and removes them.
-
-    Attributes:
-        address: address of each host.
-    """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._tag = f"weight_update-{os.getpid()}-{next(_serial)}"
-        self.address = {name: f"10.77.0.{number}" for number, name in enumerate(names, 1)}
-
-    def __enter__(self) -> Network:
-        """Make all namespaces, or none."""
-        try:
-            self._build()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Remove the namespaces, and with them all interfaces."""
-        for host in (*self.address, _SWITCH):
-            subprocess.run(["ip", "netns", "del", self.namespace(host)], capture_output=True, check=False)
-
-    def namespace(self, host: str) -> str:
-        """Return the name of a host's namespace, for ``ip netns exec``."""
-        return f"{self._tag}-{host}"
-
-    def pull(self, host: str) -> None:
-        """Unplug the cable of ``host``, which then sees that it has no link."""
-        self._ip("-n", self.namespace(_SWITCH), "link", "set", self._port(host), "down")
-
-    def plug(self, host: str) -> None:
-        """Plug the cable of ``host`` in again."""
-        self._ip("-n", self.namespace(_SWITCH), "link", "set", self._port(host), "up")
-
-    def lose(self, host: str) -> None:
-        """Lose every packet to and from ``host`` from now on, though its link looks fine."""
-        self._ip("-n", self.namespace(_SWITCH), "link", "set", self._port(host), "nomaster")
-
-    def find(self, host: str) -> None:
-        """End the effect of :meth:`lose`."""
-        self._ip("-n", self.namespace(_SWITCH), "link", "set", self._port(host), "master", "br0")
-
-    def hide(self, host: str, other: str) -> None:
-        """From now on all that ``other`` is sent by ``host`` is lost."""
-        nobody = ("lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")
-        self._ip("-n", self.namespace(host), "neigh", "replace", self.address[other], *nobody)
-
-    def shape(self, host: str, rate: str) -> None:
-        """Limit the cable of ``host`` to ``rate`` (as ``tc`` writes it) each way."""
-        ends = ((self.namespace(host), "eth0"), (self.namespace(_SWITCH), self._port(host)))
-        for namespace, device in ends:
-            bucket = ("tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
-            self._run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *bucket)
-
-    def enter(self, host: str) -> None:
-        """Move the calling thread, and every thread and process that it starts later, to ``host``."""
-        with open(f"/run/netns/{self.namespace(host)}", "rb") as file:
-            _set_namespace(file.fileno())
-
-    @contextlib.contextmanager
-    def inside(self, host: str) -> Iterator[None]:
-        """Keep the calling thread on ``host`` inside the ``with`` block."""
-        with open("/proc/thread-self/ns/net", "rb") as before:
-            self.enter(host)
-            try:
-                yield
-            finally:
-                _set_namespace(before.fileno())
-
-    def _build(self) -> None:
-        switch = self.namespace(_SWITCH)
-        for host in (_SWITCH, *self.address):
-            self._ip("netns", "add", self.namespace(host))
-            self._ip("-n", self.namespace(host), "link", "set", "lo", "up")
-        self._ip("-n", switch, "link", "add", "br0", "type", "bridge")
-        self._ip("-n", switch, "link", "set", "br0", "up")
-        for host, address in self.address.items():
-            mine, port = self.namespace(host), self._port(host)
-            self._ip("-n", mine, "link", "add", "eth0", "type", "veth", "peer", port, "netns", switch)
-            self._ip("-n", mine, "addr", "add", f"{address}/24", "dev", "eth0")
-            self._ip("-n", mine, "link", "set", "eth0", "up")
-            self._ip("-n", switch, "link", "set", port, "master", "br0")
-            self._ip("-n", switch, "link", "set", port, "up")
-
-    def _port(self, host: str) -> str:
-        """Return the name of an interface, which has at most 15 characters."""
-        return f"port{list(self.address).index(host)}"
-
-    def _ip(self, *arguments: str) -> None:
-        self._run("ip", *arguments)
-
-    @staticmethod
-    def _run(*command: str) -> None:
-        subprocess.run(command, capture_output=True, text=True, check=True)
-
-
-def _set_namespace(fd: int) -> None:
-    if _libc.setns(fd, _CLONE_NEWNET) != 0:  # os.setns is new in Python 3.12
-        raise OSError(ctypes.get_errno(), "setns")
-
 
 ENCODINGS = {
     "dense": "dense",

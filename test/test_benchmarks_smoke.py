@@ -17,7 +17,7 @@ import torch
 from benchmarks import against, gpu, links
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.against import Comparison, order_of
-from benchmarks.links import why_not
+from benchmarks.network import why_not
 from benchmarks.patch import documented_bytes
 from benchmarks.processes import Failed, Process, in_turns
 from benchmarks.report import Figure, Table, Unable, publish
