@@ -28,7 +28,7 @@ ENCODINGS = {
     "patch, relative": PatchEncoding(values="relative"),
     "patch, relative, zstd": PatchEncoding(values="relative", compression="zstd"),
 }
-_HOSTS = ("one", "two", "three", "four")
+HOSTS = ("one", "two", "three", "four")
 _FRACTION = 0.01
 _WARM = 1
 _TARGET = "patch, relative, zstd", 500.0, "1gbit"  # encoding, megabytes and rate
@@ -124,7 +124,7 @@ def _encodings_table(plan: Plan, sent: dict[str, Sent]) -> Table:
 def _hosts_table(plan: Plan) -> Table:
     rows: list[list[str | Cell]] = []
     first: dict[str, Sent] = {}
-    for count in range(1, len(_HOSTS) + 1):
+    for count in range(1, len(HOSTS) + 1):
         row: list[str | Cell] = [str(count)]
         for label in ("dense", "patch, relative, zstd"):
             one = measure(plan, label, plan.hosts_megabytes, count)
@@ -140,17 +140,20 @@ def _hosts_table(plan: Plan) -> Table:
     return Table(f"{plan.hosts_megabytes:.0f} MB to several hosts behind one link", note, head, rows)
 
 
-def measure(plan: Plan, label: str, megabytes: float, count: int) -> Sent:
+def measure(plan: Plan, label: str, megabytes: float, count: int, *, every_link: bool = False) -> Sent:
     """Time updates with one encoding to one worker on each of ``count`` hosts.
+
+    The link of the trainer is shaped, and with ``every_link`` those of all hosts.
 
     Raises:
         RuntimeError: a worker ended with other weights than the trainer.
     """
     say(f"{label}, {megabytes:g} MB to {count}")
-    hosts = _HOSTS[:count]
+    hosts = HOSTS[:count]
     weights, random = layered(megabytes), np.random.default_rng(0)
     with Network(["trainer", *hosts]) as network, network.inside("trainer"):
-        network.shape("trainer", plan.rate)
+        for host in ("trainer", *hosts) if every_link else ("trainer",):
+            network.shape(host, plan.rate)
         os.environ["WEIGHT_UPDATE_HOST"] = "trainer"
         strategy = WeightStrategy("state_dict", encoding=ENCODINGS[label])
         scheme = DistributedWeightSyncScheme(strategy=strategy, address=network.address["trainer"])

@@ -232,6 +232,27 @@ def test_the_tables_of_links(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_one_worker_on_another_host_beside_bare_tcp_gloo_and_torchrl(tmp_path):
+    pytest.importorskip("torchrl", reason="the benchmark compares with torchrl")
+    file = tmp_path / "hosts.rst"
+    _run("hosts", "--quick", "--rst", str(file))
+    tables = _tables(file.read_text(), ["To another host", "Where our time goes", "Targets"])
+    rows = _cells(tables["To another host"])
+    assert [row["route"] for row in rows] == ["loopback", *["veth"] * (why_not() is None)]
+    for row in rows:
+        for name in ("ours", "bare TCP", "bare gloo", "torchrl", "plain copy", "ours/TCP", "ours/torchrl"):
+            assert _numbers(row[name])[0] > 0, f"{name} was not measured: {row}"
+    for row in _cells(tables["Where our time goes"]):
+        parts = sum(_numbers(row[name])[0] for name in ("encode", "send", "ack"))
+        assert 0 < parts < 2 * _numbers(row["send()"])[0], row
+        assert _numbers(row["checksum"])[0] > 0, row
+    judged = _require_verdicts(tables["Targets"])
+    assert judged["1 MB to another host, loopback, of torchrl's time"]["met"] != "not measured"
+    assert judged["1 GB to another host, loopback, of bare TCP's time"]["met"] == "not measured"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_methods_and_styles_of_a_synchronizer(tmp_path):
     file = tmp_path / "synchronizer.rst"
     _run("synchronizer", "--quick", "--rst", str(file))
