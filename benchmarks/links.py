@@ -1,4 +1,4 @@
-"""Updates over a slow link: what a patch saves there, and what each further host costs.
+"""Updates over a slow link: what a patch saves there, what each rate and each further host costs.
 
 The hosts are those of :class:`Network`.
 """
@@ -10,24 +10,33 @@ import functools
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from benchmarks.network import Network, why_not
+from benchmarks.network import Network, bits_of, why_not
+from benchmarks.processes import in_turns
 from benchmarks.report import Cell, Figure, Table, Unable, machine, ratio, say
 from benchmarks.targets import Target, target, targets_table
+from benchmarks.trainers import Case, trainers
 from benchmarks.updates import Place, change, connected, layered, require_same
-from weight_update import DistributedWeightSyncScheme, PatchEncoding, WeightStrategy
+from weight_update import BucketEncoding, DistributedWeightSyncScheme, PatchEncoding, WeightStrategy
 
 QUICK = "4 MB, 2 turns"
 
-ENCODINGS = {
-    "dense": "dense",
-    "patch, raw": PatchEncoding(values="raw"),
-    "patch, relative": PatchEncoding(values="relative"),
-    "patch, relative, zstd": PatchEncoding(values="relative", compression="zstd"),
+BUCKETS = "buckets, 2 in flight"
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "dense": {"encoding": "dense"},
+    "patch, raw": {"encoding": PatchEncoding(values="raw")},
+    "patch, relative": {"encoding": PatchEncoding(values="relative")},
+    "patch, relative, zstd": {"encoding": PatchEncoding(values="relative", compression="zstd")},
+    BUCKETS: {"encoding": BucketEncoding(4 << 20), "max_in_flight": 2},
 }
+"""Options of a ``WeightStrategy``, by name."""
+
+ENCODINGS = ("dense", "patch, raw", "patch, relative", "patch, relative, zstd")
+RATES = ("100mbit", "1gbit", "10gbit")
 HOSTS = ("one", "two", "three", "four")
 _FRACTION = 0.01
 _WARM = 1
@@ -43,12 +52,16 @@ class Plan:
         hosts_megabytes: size of the model that is sent to several hosts.
         turns: number of turns of each measurement.
         rate: rate of the sender's link, as ``tc`` writes it.
+        rates: rates of the table that compares several.
+        rates_turns: number of turns there.
     """
 
     megabytes: float
     hosts_megabytes: float
     turns: int
     rate: str
+    rates: tuple[str, ...] = RATES
+    rates_turns: int = 3
 
 
 @dataclass(frozen=True)
@@ -71,7 +84,19 @@ class Sent:
 def add_options(known: argparse.ArgumentParser) -> None:
     known.add_argument("--megabytes", type=float, help="size of the model to one host; default: 500")
     known.add_argument("--turns", type=int, help="how often each thing is timed; default: 5")
-    known.add_argument("--rate", default="1gbit", help="of the sender's link; default: 1gbit")
+    known.add_argument("--rate", type=_rate, default="1gbit", help="of the sender's link; default: 1gbit")
+    known.add_argument(
+        "--rates", type=_rates, default=RATES, metavar="RATE,RATE", help=f"default: {','.join(RATES)}"
+    )
+
+
+def _rate(text: str) -> str:
+    bits_of(text)
+    return text
+
+
+def _rates(text: str) -> tuple[str, ...]:
+    return tuple(map(_rate, text.split(",")))
 
 
 def facts(options: argparse.Namespace) -> list[str]:
@@ -79,16 +104,17 @@ def facts(options: argparse.Namespace) -> list[str]:
         raise Unable(f"no hosts to measure with: {reason}")
     return [
         *machine(("torch", "tensordict")),
-        f"The sender's link: {options.rate} each way (tc tbf, burst 256kb)",
+        f"The sender's link: {options.rate} each way (tc tbf, burst of 2 ms, at least 64 KiB)",
     ]
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
     megabytes = options.megabytes or (4.0 if options.quick else 500.0)
     turns = options.turns or (2 if options.quick else 5)
-    plan = Plan(megabytes, min(megabytes, 100.0), turns, options.rate)
+    plan = Plan(megabytes, min(megabytes, 100.0), turns, options.rate, options.rates, min(turns, 3))
     sent = {label: measure(plan, label, plan.megabytes, 1) for label in ENCODINGS}
     yield _encodings_table(plan, sent)
+    yield _rates_table(plan, beside=options.figures is None)
     yield _hosts_table(plan)
     yield targets_table([_target(plan, sent)])
 
@@ -121,6 +147,41 @@ def _encodings_table(plan: Plan, sent: dict[str, Sent]) -> Table:
     return Table(f"{plan.megabytes:.0f} MB to one host over {plan.rate}/s", note, head, rows)
 
 
+def _rates_table(plan: Plan, *, beside: bool) -> Table:
+    rows: list[list[str | Cell]] = []
+    for rate in plan.rates:
+        one_rate = replace(plan, rate=rate, turns=plan.rates_turns)
+        labels = ("dense", BUCKETS, "patch, relative, zstd")
+        sent = {label: measure(one_rate, label, plan.hosts_megabytes, 1) for label in labels}
+        found = {label: (one.megabytes, one.seconds) for label, one in sent.items()}
+        if beside:
+            found["bare TCP"] = sent["dense"].megabytes, _bare_tcp(one_rate, sent["dense"].megabytes)
+        for label, (megabytes, seconds) in found.items():
+            least = Figure((megabytes * 8e6 / bits_of(rate),))
+            shown = seconds.show(1e3, 1) if label == "bare TCP" else seconds.cell(1e3, 1)
+            times = f"{ratio(seconds, least) or 0.0:.2f}"
+            rows.append([rate, label, f"{megabytes:.2f}", least.show(1e3, 1), shown, times])
+    note = (
+        f"Milliseconds, median (min .. max) of {plan.rates_turns} turns. {_FRACTION:.0%} of all elements\n"
+        "change, as above. *link*: time of the bytes sent at this rate. The headers of packets are not\n"
+        "counted; they are 4 % more. *bare TCP*: one socket, the bytes of dense. Where it takes much longer\n"
+        "than the link, the machine cannot feed a link of that rate."
+    )
+    head = ["rate", "encoding", "MB sent", "link", "send() until applied", "of link"]
+    title = f"{plan.hosts_megabytes:.0f} MB to one host over links of several rates"
+    return Table(title, note, head, rows, names=(0, 1))
+
+
+def _bare_tcp(plan: Plan, megabytes: float) -> Figure:
+    """Return the seconds of so many bytes over one socket."""
+    say(f"bare TCP, {megabytes:g} MB over {plan.rate}")
+    with Network(["trainer", "worker"]) as network:
+        network.shape("trainer", plan.rate)
+        with trainers([("tcp", Case(megabytes, network=network))], 120.0) as live:
+            (seconds,) = in_turns(live, "update", plan.turns, warmup=_WARM, timeout=120.0, budget=120.0)
+        return Figure(tuple(seconds), live[0].failure)
+
+
 def _hosts_table(plan: Plan) -> Table:
     rows: list[list[str | Cell]] = []
     first: dict[str, Sent] = {}
@@ -148,14 +209,14 @@ def measure(plan: Plan, label: str, megabytes: float, count: int, *, every_link:
     Raises:
         RuntimeError: a worker ended with other weights than the trainer.
     """
-    say(f"{label}, {megabytes:g} MB to {count}")
+    say(f"{label}, {megabytes:g} MB to {count} over {plan.rate}")
     hosts = HOSTS[:count]
     weights, random = layered(megabytes), np.random.default_rng(0)
     with Network(["trainer", *hosts]) as network, network.inside("trainer"):
         for host in ("trainer", *hosts) if every_link else ("trainer",):
             network.shape(host, plan.rate)
         os.environ["WEIGHT_UPDATE_HOST"] = "trainer"
-        strategy = WeightStrategy("state_dict", encoding=ENCODINGS[label])
+        strategy = WeightStrategy("state_dict", **STRATEGIES[label])
         scheme = DistributedWeightSyncScheme(strategy=strategy, address=network.address["trainer"])
         places = [Place(host=host, enter=functools.partial(network.enter, host)) for host in hosts]
         with connected([scheme], weights, places) as receivers:

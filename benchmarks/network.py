@@ -149,7 +149,13 @@ class Network:
 
 
 def bits_of(rate: str) -> float:
-    """Return the bits a second of a rate such as ``100mbit``."""
+    """Return the bits a second of a rate such as ``100mbit``.
+
+    Raises:
+        ValueError: it is not such a rate.
+    """
+    if rate[-4:] not in _UNITS:
+        raise ValueError(f"a rate is a number and {', '.join(_UNITS)}: {rate!r}")
     return float(rate[:-4]) * _UNITS[rate[-4:]]
 
 

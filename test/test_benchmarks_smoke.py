@@ -221,13 +221,18 @@ def test_an_update_is_timed_over_a_slow_link():
 @pytest.mark.timeout(300)
 def test_the_tables_of_links(tmp_path):
     file = tmp_path / "links.rst"
-    _run("links", "--quick", "--rst", str(file))
-    tables = _tables(file.read_text(), ["4 MB to one host", "4 MB to several hosts"])
-    (head, dense, *patches) = tables["4 MB to one host"]
+    _run("links", "--quick", "--rates", "50mbit,1gbit", "--rst", str(file))
+    several, rates = "4 MB to several hosts", "4 MB to one host over links of several rates"
+    tables = _tables(file.read_text(), ["4 MB to one host over 1gbit", several, rates])
+    (head, dense, *patches) = tables["4 MB to one host over 1gbit"]
     assert len(patches) == 3
     speedup = head.index("speedup over dense")
     assert all(float(row[speedup]) > float(dense[speedup]) for row in patches)
-    assert [row[0] for row in tables["4 MB to several hosts"][1:]] == ["1", "2", "3", "4"]
+    rows = _cells(tables[rates])
+    assert [row["rate"] for row in rows] == ["50mbit"] * 4 + ["1gbit"] * 4
+    for row in rows[:2] + rows[3:4]:  # the link's rate is the limit
+        assert float(row["of link"]) > 0.9, row
+    assert [row[0] for row in tables[several][1:]] == ["1", "2", "3", "4"]
 
 
 @pytest.mark.slow
