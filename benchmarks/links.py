@@ -1,164 +1,43 @@
-"""Updates over a slow link: what a patch saves there, and what each further host costs.
+"""Updates over a slow link: what a patch saves there, what each rate and each further host costs.
 
-The hosts are those of :class:`Network`: network namespaces joined by a switch, whose cables can be pulled.
+The hosts are those of :class:`Network`.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
 import functools
-import itertools
 import os
-import shutil
-import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from benchmarks.network import Network, bits_of, why_not
+from benchmarks.processes import in_turns
 from benchmarks.report import Cell, Figure, Table, Unable, machine, ratio, say
 from benchmarks.targets import Target, target, targets_table
+from benchmarks.trainers import Case, trainers
 from benchmarks.updates import Place, change, connected, layered, require_same
-from weight_update import DistributedWeightSyncScheme, PatchEncoding, WeightStrategy
+from weight_update import BucketEncoding, DistributedWeightSyncScheme, PatchEncoding, WeightStrategy
 
 QUICK = "4 MB, 2 turns"
 
-_CLONE_NEWNET = 0x40000000
-_SWITCH = "switch"
-_libc = ctypes.CDLL(None, use_errno=True)
-_serial = itertools.count()
-
-
-def why_not() -> str | None:
-    """Return the reason why there can be no such hosts here, or None."""
-    for program in ("ip", "tc"):
-        if shutil.which(program) is None:
-            return f"the program {program} (iproute2) is missing"
-    if os.geteuid() != 0:
-        return "network namespaces are for root"
-    try:
-        with Network(["probe"]):
-            return None
-    except subprocess.CalledProcessError as error:
-        return f"network namespaces are not allowed here: {error.stderr.strip()}"
-
-
-class Network:
-    """Hosts in one subnet; host ``k`` of ``names`` has the address 10.77.0.``k + 1``.
-
-    A context manager that makes the namespaces and removes them.
-
-    Attributes:
-        address: address of each host.
-    """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._tag = f"weight_update-{os.getpid()}-{next(_serial)}"
-        self.address = {name: f"10.77.0.{number}" for number, name in enumerate(names, 1)}
-
-    def __enter__(self) -> Network:
-        """Make all namespaces, or none."""
-        try:
-            self._build()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Remove the namespaces, and with them all interfaces."""
-        for host in (*self.address, _SWITCH):
-            subprocess.run(["ip", "netns", "del", self.namespace(host)], capture_output=True, check=False)
-
-    def namespace(self, host: str) -> str:
-        """Return the name of a host's namespace, for ``ip netns exec``."""
-        return f"{self._tag}-{host}"
-
-    def pull(self, host: str) -> None:
-        """Unplug the cable of ``host``, which then sees that it has no link."""
-        self._ip("-n", self.namespace(_SWITCH), "link", "set", self._port(host), "down")
-
-    def plug(self, host: str) -> None:
-        """Plug the cable of ``host`` in again."""
-        self._ip("-n", self.namespace(_SWITCH), "link", "set", self._port(host), "up")
-
-    def lose(self, host: str) -> None:
-        """Lose every packet to and from ``host`` from now on, though its link looks fine."""
-        self._ip("-n", self.namespace(_SWITCH), "link", "set", self._port(host), "nomaster")
-
-    def find(self, host: str) -> None:
-        """End the effect of :meth:`lose`."""
-        self._ip("-n", self.namespace(_SWITCH), "link", "set", self._port(host), "master", "br0")
-
-    def hide(self, host: str, other: str) -> None:
-        """From now on all that ``other`` is sent by ``host`` is lost."""
-        nobody = ("lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")
-        self._ip("-n", self.namespace(host), "neigh", "replace", self.address[other], *nobody)
-
-    def shape(self, host: str, rate: str) -> None:
-        """Limit the cable of ``host`` to ``rate`` (as ``tc`` writes it) each way."""
-        ends = ((self.namespace(host), "eth0"), (self.namespace(_SWITCH), self._port(host)))
-        for namespace, device in ends:
-            bucket = ("tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
-            self._run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *bucket)
-
-    def enter(self, host: str) -> None:
-        """Move the calling thread, and every thread and process that it starts later, to ``host``."""
-        with open(f"/run/netns/{self.namespace(host)}", "rb") as file:
-            _set_namespace(file.fileno())
-
-    @contextlib.contextmanager
-    def inside(self, host: str) -> Iterator[None]:
-        """Keep the calling thread on ``host`` inside the ``with`` block."""
-        with open("/proc/thread-self/ns/net", "rb") as before:
-            self.enter(host)
-            try:
-                yield
-            finally:
-                _set_namespace(before.fileno())
-
-    def _build(self) -> None:
-        switch = self.namespace(_SWITCH)
-        for host in (_SWITCH, *self.address):
-            self._ip("netns", "add", self.namespace(host))
-            self._ip("-n", self.namespace(host), "link", "set", "lo", "up")
-        self._ip("-n", switch, "link", "add", "br0", "type", "bridge")
-        self._ip("-n", switch, "link", "set", "br0", "up")
-        for host, address in self.address.items():
-            mine, port = self.namespace(host), self._port(host)
-            self._ip("-n", mine, "link", "add", "eth0", "type", "veth", "peer", port, "netns", switch)
-            self._ip("-n", mine, "addr", "add", f"{address}/24", "dev", "eth0")
-            self._ip("-n", mine, "link", "set", "eth0", "up")
-            self._ip("-n", switch, "link", "set", port, "master", "br0")
-            self._ip("-n", switch, "link", "set", port, "up")
-
-    def _port(self, host: str) -> str:
-        """Return the name of an interface, which has at most 15 characters."""
-        return f"port{list(self.address).index(host)}"
-
-    def _ip(self, *arguments: str) -> None:
-        self._run("ip", *arguments)
-
-    @staticmethod
-    def _run(*command: str) -> None:
-        subprocess.run(command, capture_output=True, text=True, check=True)
-
-
-def _set_namespace(fd: int) -> None:
-    if _libc.setns(fd, _CLONE_NEWNET) != 0:  # os.setns is new in Python 3.12
-        raise OSError(ctypes.get_errno(), "setns")
-
-
-ENCODINGS = {
-    "dense": "dense",
-    "patch, raw": PatchEncoding(values="raw"),
-    "patch, relative": PatchEncoding(values="relative"),
-    "patch, relative, zstd": PatchEncoding(values="relative", compression="zstd"),
+BUCKETS = "buckets, 2 in flight"
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "dense": {"encoding": "dense"},
+    "patch, raw": {"encoding": PatchEncoding(values="raw")},
+    "patch, relative": {"encoding": PatchEncoding(values="relative")},
+    "patch, relative, zstd": {"encoding": PatchEncoding(values="relative", compression="zstd")},
+    BUCKETS: {"encoding": BucketEncoding(4 << 20), "max_in_flight": 2},
 }
-_HOSTS = ("one", "two", "three", "four")
+"""Options of a ``WeightStrategy``, by name."""
+
+ENCODINGS = ("dense", "patch, raw", "patch, relative", "patch, relative, zstd")
+RATES = ("100mbit", "1gbit", "10gbit")
+HOSTS = ("one", "two", "three", "four")
 _FRACTION = 0.01
 _WARM = 1
 _TARGET = "patch, relative, zstd", 500.0, "1gbit"  # encoding, megabytes and rate
@@ -173,12 +52,16 @@ class Plan:
         hosts_megabytes: size of the model that is sent to several hosts.
         turns: number of turns of each measurement.
         rate: rate of the sender's link, as ``tc`` writes it.
+        rates: rates of the table that compares several.
+        rates_turns: number of turns there.
     """
 
     megabytes: float
     hosts_megabytes: float
     turns: int
     rate: str
+    rates: tuple[str, ...] = RATES
+    rates_turns: int = 3
 
 
 @dataclass(frozen=True)
@@ -201,7 +84,19 @@ class Sent:
 def add_options(known: argparse.ArgumentParser) -> None:
     known.add_argument("--megabytes", type=float, help="size of the model to one host; default: 500")
     known.add_argument("--turns", type=int, help="how often each thing is timed; default: 5")
-    known.add_argument("--rate", default="1gbit", help="of the sender's link; default: 1gbit")
+    known.add_argument("--rate", type=_rate, default="1gbit", help="of the sender's link; default: 1gbit")
+    known.add_argument(
+        "--rates", type=_rates, default=RATES, metavar="RATE,RATE", help=f"default: {','.join(RATES)}"
+    )
+
+
+def _rate(text: str) -> str:
+    bits_of(text)
+    return text
+
+
+def _rates(text: str) -> tuple[str, ...]:
+    return tuple(map(_rate, text.split(",")))
 
 
 def facts(options: argparse.Namespace) -> list[str]:
@@ -209,16 +104,17 @@ def facts(options: argparse.Namespace) -> list[str]:
         raise Unable(f"no hosts to measure with: {reason}")
     return [
         *machine(("torch", "tensordict")),
-        f"The sender's link: {options.rate} each way (tc tbf, burst 256kb)",
+        f"The sender's link: {options.rate} each way (tc tbf, burst of 2 ms, at least 64 KiB)",
     ]
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
     megabytes = options.megabytes or (4.0 if options.quick else 500.0)
     turns = options.turns or (2 if options.quick else 5)
-    plan = Plan(megabytes, min(megabytes, 100.0), turns, options.rate)
+    plan = Plan(megabytes, min(megabytes, 100.0), turns, options.rate, options.rates, min(turns, 3))
     sent = {label: measure(plan, label, plan.megabytes, 1) for label in ENCODINGS}
     yield _encodings_table(plan, sent)
+    yield _rates_table(plan, beside=options.figures is None)
     yield _hosts_table(plan)
     yield targets_table([_target(plan, sent)])
 
@@ -251,10 +147,45 @@ def _encodings_table(plan: Plan, sent: dict[str, Sent]) -> Table:
     return Table(f"{plan.megabytes:.0f} MB to one host over {plan.rate}/s", note, head, rows)
 
 
+def _rates_table(plan: Plan, *, beside: bool) -> Table:
+    rows: list[list[str | Cell]] = []
+    for rate in plan.rates:
+        one_rate = replace(plan, rate=rate, turns=plan.rates_turns)
+        labels = ("dense", BUCKETS, "patch, relative, zstd")
+        sent = {label: measure(one_rate, label, plan.hosts_megabytes, 1) for label in labels}
+        found = {label: (one.megabytes, one.seconds) for label, one in sent.items()}
+        if beside:
+            found["bare TCP"] = sent["dense"].megabytes, _bare_tcp(one_rate, sent["dense"].megabytes)
+        for label, (megabytes, seconds) in found.items():
+            least = Figure((megabytes * 8e6 / bits_of(rate),))
+            shown = seconds.show(1e3, 1) if label == "bare TCP" else seconds.cell(1e3, 1)
+            times = f"{ratio(seconds, least) or 0.0:.2f}"
+            rows.append([rate, label, f"{megabytes:.2f}", least.show(1e3, 1), shown, times])
+    note = (
+        f"Milliseconds, median (min .. max) of {plan.rates_turns} turns. {_FRACTION:.0%} of all elements\n"
+        "change, as above. *link*: time of the bytes sent at this rate. The headers of packets are not\n"
+        "counted; they are 4 % more. *bare TCP*: one socket, the bytes of dense. Where it takes much longer\n"
+        "than the link, the machine cannot feed a link of that rate."
+    )
+    head = ["rate", "encoding", "MB sent", "link", "send() until applied", "of link"]
+    title = f"{plan.hosts_megabytes:.0f} MB to one host over links of several rates"
+    return Table(title, note, head, rows, names=(0, 1))
+
+
+def _bare_tcp(plan: Plan, megabytes: float) -> Figure:
+    """Return the seconds of so many bytes over one socket."""
+    say(f"bare TCP, {megabytes:g} MB over {plan.rate}")
+    with Network(["trainer", "worker"]) as network:
+        network.shape("trainer", plan.rate)
+        with trainers([("tcp", Case(megabytes, network=network))], 120.0) as live:
+            (seconds,) = in_turns(live, "update", plan.turns, warmup=_WARM, timeout=120.0, budget=120.0)
+        return Figure(tuple(seconds), live[0].failure)
+
+
 def _hosts_table(plan: Plan) -> Table:
     rows: list[list[str | Cell]] = []
     first: dict[str, Sent] = {}
-    for count in range(1, len(_HOSTS) + 1):
+    for count in range(1, len(HOSTS) + 1):
         row: list[str | Cell] = [str(count)]
         for label in ("dense", "patch, relative, zstd"):
             one = measure(plan, label, plan.hosts_megabytes, count)
@@ -270,19 +201,22 @@ def _hosts_table(plan: Plan) -> Table:
     return Table(f"{plan.hosts_megabytes:.0f} MB to several hosts behind one link", note, head, rows)
 
 
-def measure(plan: Plan, label: str, megabytes: float, count: int) -> Sent:
+def measure(plan: Plan, label: str, megabytes: float, count: int, *, every_link: bool = False) -> Sent:
     """Time updates with one encoding to one worker on each of ``count`` hosts.
+
+    The link of the trainer is shaped, and with ``every_link`` those of all hosts.
 
     Raises:
         RuntimeError: a worker ended with other weights than the trainer.
     """
-    say(f"{label}, {megabytes:g} MB to {count}")
-    hosts = _HOSTS[:count]
+    say(f"{label}, {megabytes:g} MB to {count} over {plan.rate}")
+    hosts = HOSTS[:count]
     weights, random = layered(megabytes), np.random.default_rng(0)
     with Network(["trainer", *hosts]) as network, network.inside("trainer"):
-        network.shape("trainer", plan.rate)
+        for host in ("trainer", *hosts) if every_link else ("trainer",):
+            network.shape(host, plan.rate)
         os.environ["WEIGHT_UPDATE_HOST"] = "trainer"
-        strategy = WeightStrategy("state_dict", encoding=ENCODINGS[label])
+        strategy = WeightStrategy("state_dict", **STRATEGIES[label])
         scheme = DistributedWeightSyncScheme(strategy=strategy, address=network.address["trainer"])
         places = [Place(host=host, enter=functools.partial(network.enter, host)) for host in hosts]
         with connected([scheme], weights, places) as receivers:

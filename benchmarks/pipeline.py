@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.links import Network, why_not
+from benchmarks.network import Network, why_not
 from benchmarks.processes import Process
 from benchmarks.report import Cell, Figure, Table, machine, ratio, say, show_ratio
 from benchmarks.targets import Target, target, targets_table

@@ -26,6 +26,12 @@ LIMITS = {
     "Distributed, 1 MB, {workers}, ms": 2.0,
     "Distributed, 1 MB, {workers}, of torchrl's time": 0.25,
     "Distributed, a host each, 1 GB, time to 4 hosts / to 1": 2.0,
+    # hosts
+    "1 GB to another host, {route}, of bare TCP's time": 1.25,
+    "1 GB to another host, {route}, of torchrl's time": 0.7,
+    "1 MB to another host, {route}, ms": 1.5,
+    "1 MB to another host, {route}, of torchrl's time": 0.5,
+    "four hosts over shaped links, of one": 1.1,
     # patch: 1 % of a model in bfloat16 changes by a few ulp
     "bytes of a changed element: flat, none": 3.2,
     "bytes of a changed element: flat, relative, none": 3.2,

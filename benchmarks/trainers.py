@@ -1,27 +1,36 @@
 """A trainer and its workers, of this library or of TorchRL.
 
 A *variant* is what takes part in a comparison: one of our schemes (``"shared"``), TorchRL's of the same kind
-(``"torchrl-shared"``), or one plain copy (``"copy"``).
+(``"torchrl-shared"``), one plain copy (``"copy"``), or bytes without a library (``"tcp"``, ``"gloo"``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.multiprocessing as mp
 from tensordict import TensorDictBase
 
+from benchmarks.bare import LOOPBACK, Bare
+from benchmarks.network import INTERFACE, Network
 from benchmarks.processes import Failed, Process
 from benchmarks.workers import Actors, ForkedWorkers, Model, Passes, SpawnedWorker, Workers, World, fill, mark
 
+if TYPE_CHECKING:  # processes of TorchRL do without it
+    from weight_update import SyncReport
+
 COPY = "copy"
+BARE = ("tcp", "gloo")
+"""Bytes without a library, to one process."""
+
 LABELS = {
     "shared": "SharedMem, ours",
     "torchrl-shared": "SharedMem, torchrl",
@@ -49,15 +58,15 @@ _SCHEMES = {
 }
 
 
-def make_scheme(variant: str) -> Any:
-    """Return a scheme, with the options that both libraries start with."""
+def make_scheme(variant: str, **where: str) -> Any:
+    """Return a scheme, with the options that both libraries start with, and those of ours in ``where``."""
     if variant.startswith("torchrl-"):
         # Only the processes that use TorchRL pay for importing it.
         import torchrl.weight_update as library
     else:
         import weight_update as library  # type: ignore[no-redef]
     name, options = _SCHEMES[variant.removeprefix("torchrl-")]
-    return getattr(library, name)(**options)
+    return getattr(library, name)(**options, **where)
 
 
 def rival(variant: str) -> str:
@@ -79,6 +88,7 @@ class Case:
         descriptors: limit of open files of each process; None leaves it as it is.
         start: start method of the trainer: ``"spawn"``, or ``"forkserver"``, which imports only once.
         ray: address of the running Ray, for schemes that use it.
+        network: hosts ``"trainer"`` and ``"worker"``, where the processes run; None for this machine.
     """
 
     megabytes: float
@@ -87,6 +97,17 @@ class Case:
     descriptors: int | None = None
     start: str = "spawn"
     ray: str | None = None
+    network: Network | None = None
+
+    @property
+    def address(self) -> str:
+        """Address of the trainer."""
+        return LOOPBACK if self.network is None else self.network.address["trainer"]
+
+    @property
+    def enter(self) -> Callable[[], None] | None:
+        """Function that moves a worker to its host; None if there is no such network."""
+        return None if self.network is None else functools.partial(self.network.enter, "worker")
 
 
 @dataclass(frozen=True)
@@ -150,6 +171,10 @@ class _Sender:
             raise RuntimeError("send() returned before a worker had the update")
         return seconds
 
+    def reported(self) -> tuple[float, SyncReport]:
+        """Return the seconds of one update as :meth:`update` does, and our scheme's report."""
+        return self.update(), self._scheme.last_report
+
     def _send(self) -> float:
         self._updates += 1
         mark(self._weights, self._updates)
@@ -170,7 +195,8 @@ class _RemoteSender(_Sender):
         self.policy = Model(case.megabytes, case.tensors)
         self.num_workers = case.workers
         weights = fill(self.policy)
-        scheme = make_scheme(variant)
+        apart = case.network is not None and not variant.startswith("torchrl-")
+        scheme = make_scheme(variant, **({"address": case.address} if apart else {}))
         scheme.init_on_sender(model_id="policy", context=self, num_workers=case.workers, **workers.arguments)
         super().__init__(scheme, workers, weights)
 
@@ -186,7 +212,8 @@ class _RemoteSender(_Sender):
             self.collector_class = world.collector_class
             return world
         first = 1 if variant == "torchrl-distributed" else 0
-        return ForkedWorkers(case.workers, model, first, apart=kind == "distributed-sockets")
+        apart = kind == "distributed-sockets"
+        return ForkedWorkers(case.workers, model, first, apart, address=case.address, enter=case.enter)
 
 
 class _LocalSender(_Sender):
@@ -262,8 +289,13 @@ def _make(variant: str, case: Case) -> Any:
     """Return the sender of a variant; called in its process."""
     if case.descriptors is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (case.descriptors, case.descriptors))
+    if case.network is not None:
+        case.network.settle("trainer")
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     if variant == COPY:
         return _Copier(case)
+    if variant in BARE:
+        return Bare(variant, round(case.megabytes * 1e6), case.address, case.enter)
     return _LocalSender(variant, case) if variant in LABELS else _RemoteSender(variant, case)
 
 

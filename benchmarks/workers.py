@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
+from benchmarks.bare import LOOPBACK
 from benchmarks.processes import Process
 
 _WIDTH = 16  # of the one layer that computes: 16 x 16 float32 is 1 KB, so that 5,000 tensors are 5 MB
@@ -165,7 +166,13 @@ def _this_worker() -> Worker:
     return _here[0]
 
 
-def _forked_worker(idx: int, model: tuple[float, int], host: str | None, world: int | None) -> Worker:
+def _forked_worker(
+    idx: int,
+    model: tuple[float, int],
+    host: str | None,
+    world: int | None,
+    enter: Callable[[], None] | None,
+) -> Worker:
     """Return a worker that gets its scheme later.
 
     Args:
@@ -173,7 +180,10 @@ def _forked_worker(idx: int, model: tuple[float, int], host: str | None, world: 
         model: megabytes and tensors of the model.
         host: name of the host that the worker takes for its own; None for this one.
         world: number of processes of the world to enter; None for no world.
+        enter: function that moves the process to its host; None if there is no such network.
     """
+    if enter is not None:
+        enter()
     if host is not None:
         os.environ["WEIGHT_UPDATE_HOST"] = host
     _here.append(Worker(idx, *model))
@@ -251,16 +261,28 @@ class ForkedWorkers(Workers):
         first: number of the first worker: its rank with TorchRL's scheme, its index with ours.
         apart: whether each worker counts as a host of its own.
         world: number of processes of the world to enter; None for no world.
+        address: address of this process.
+        enter: function that moves a worker to its host; None if there is no such network.
     """
 
     def __init__(
-        self, count: int, model: tuple[float, int], first: int, apart: bool, world: int | None = None
+        self,
+        count: int,
+        model: tuple[float, int],
+        first: int,
+        apart: bool,
+        world: int | None = None,
+        address: str = LOOPBACK,
+        enter: Callable[[], None] | None = None,
     ) -> None:
         self._first = first
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "RPC_PORT": _free_port()}
+        os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": _free_port(), "RPC_PORT": _free_port()}
         hosts = [f"host{idx}" if apart else None for idx in range(count)]
         super().__init__(
-            [Process(_forked_worker, idx, model, hosts[idx], world, start="fork") for idx in range(count)]
+            [
+                Process(_forked_worker, idx, model, hosts[idx], world, enter, start="fork")
+                for idx in range(count)
+            ]
         )
 
     def connect(self, scheme: Any) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ import torch
 from benchmarks import against, gpu, links
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.against import Comparison, order_of
-from benchmarks.links import why_not
+from benchmarks.network import why_not
 from benchmarks.patch import documented_bytes
 from benchmarks.processes import Failed, Process, in_turns
 from benchmarks.report import Figure, Table, Unable, publish
@@ -221,13 +221,39 @@ def test_an_update_is_timed_over_a_slow_link():
 @pytest.mark.timeout(300)
 def test_the_tables_of_links(tmp_path):
     file = tmp_path / "links.rst"
-    _run("links", "--quick", "--rst", str(file))
-    tables = _tables(file.read_text(), ["4 MB to one host", "4 MB to several hosts"])
-    (head, dense, *patches) = tables["4 MB to one host"]
+    _run("links", "--quick", "--rates", "50mbit,1gbit", "--rst", str(file))
+    several, rates = "4 MB to several hosts", "4 MB to one host over links of several rates"
+    tables = _tables(file.read_text(), ["4 MB to one host over 1gbit", several, rates])
+    (head, dense, *patches) = tables["4 MB to one host over 1gbit"]
     assert len(patches) == 3
     speedup = head.index("speedup over dense")
     assert all(float(row[speedup]) > float(dense[speedup]) for row in patches)
-    assert [row[0] for row in tables["4 MB to several hosts"][1:]] == ["1", "2", "3", "4"]
+    rows = _cells(tables[rates])
+    assert [row["rate"] for row in rows] == ["50mbit"] * 4 + ["1gbit"] * 4
+    for row in rows[:2] + rows[3:4]:  # the link's rate is the limit
+        assert float(row["of link"]) > 0.9, row
+    assert [row[0] for row in tables[several][1:]] == ["1", "2", "3", "4"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_one_worker_on_another_host_beside_bare_tcp_gloo_and_torchrl(tmp_path):
+    pytest.importorskip("torchrl", reason="the benchmark compares with torchrl")
+    file = tmp_path / "hosts.rst"
+    _run("hosts", "--quick", "--rst", str(file))
+    tables = _tables(file.read_text(), ["To another host", "Where our time goes", "Targets"])
+    rows = _cells(tables["To another host"])
+    assert [row["route"] for row in rows] == ["loopback", *["veth"] * (why_not() is None)]
+    for row in rows:
+        for name in ("ours", "bare TCP", "bare gloo", "torchrl", "plain copy", "ours/TCP", "ours/torchrl"):
+            assert _numbers(row[name])[0] > 0, f"{name} was not measured: {row}"
+    for row in _cells(tables["Where our time goes"]):
+        parts = sum(_numbers(row[name])[0] for name in ("encode", "send", "ack"))
+        assert 0 < parts < 2 * _numbers(row["send()"])[0], row
+        assert _numbers(row["checksum"])[0] > 0, row
+    judged = _require_verdicts(tables["Targets"])
+    assert judged["1 MB to another host, loopback, of torchrl's time"]["met"] != "not measured"
+    assert judged["1 GB to another host, loopback, of bare TCP's time"]["met"] == "not measured"
 
 
 @pytest.mark.slow

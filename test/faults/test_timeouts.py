@@ -17,7 +17,7 @@ import torch.distributed as dist
 from faults_tools import WAIT, Processes, Remote, Stripes, Worker, fill
 from marks import quick_for, slow
 
-from benchmarks.links import Network, why_not
+from benchmarks.network import Network, why_not
 from weight_update import (
     DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,

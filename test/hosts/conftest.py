@@ -7,7 +7,7 @@ import pytest
 import torch
 from hosts_processes import HostsProcesses
 
-from benchmarks.links import Network, why_not
+from benchmarks.network import Network, why_not
 
 refused = cache(why_not)
 

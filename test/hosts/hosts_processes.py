@@ -9,7 +9,7 @@ from typing import Any
 from faults_tools import Processes, Remote, connect_all
 from torch import nn
 
-from benchmarks.links import Network
+from benchmarks.network import Network
 from weight_update import DistributedWeightSyncScheme, WeightSyncScheme
 
 

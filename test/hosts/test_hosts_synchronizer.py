@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from benchmarks.links import Network
+from benchmarks.network import Network
 from weight_update import ExplorerClient, LinkClosedError, Synchronizer
 
 TIMEOUT = 0.5

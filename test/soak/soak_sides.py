@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from soak_worker import Noted, Stamped, fill, follow, init
 
-from benchmarks.links import Network, why_not
+from benchmarks.network import Network, why_not
 from weight_update import (
     DistributedWeightSyncScheme,
     ExplorerClient,
