@@ -37,9 +37,13 @@ LIMITS = {
     "bytes of a changed element: flat, relative, none": 3.2,
     "bytes of a changed element: flat, zstd": 2.0,
     "bytes of a changed element: flat, relative, zstd": 2.0,
-    "building, of one copy: {variant}": 2.5,
+    "building, of one copy: {variant}": 1.5,
+    "building relative values, of one copy: {variant}": 1.7,
+    "building compressed, of one copy: {variant}": 2.5,
+    "building, 20% changed, of one copy: {variant}": 2.5,
     "building, of the obvious way: {variant}": 0.4,
-    "applying, of one copy: {variant}": 1.0,
+    "applying, of one copy: {variant}": 0.5,
+    "applying compressed, of one copy: {variant}": 1.0,
     # links
     "500 MB over 1gbit/s, {encoding}, of dense's time": 1 / 15,
     # pipeline

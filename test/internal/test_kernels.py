@@ -7,15 +7,25 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from scan_parts import flat_of, flip, schema_of
 
+from weight_update import PatchEncoding
+from weight_update.compression import resolve_compression
+from weight_update.encodings.patch import gaps as gaps_module
 from weight_update.encodings.patch import kernels
+from weight_update.encodings.patch.arrays import ArrayReader, ArrayWriter
 from weight_update.encodings.patch.changes import BITS, Changes, Sparse
-from weight_update.encodings.patch.positions_flat import UNITS, join_units, split_units
+from weight_update.encodings.patch.diff_cpu import Scanner
+from weight_update.encodings.patch.format import decode_patch, encode_patch
+from weight_update.encodings.patch.gaps import UNITS, Gaps, cut_units, join_units, merge_gaps, split_units
+from weight_update.encodings.patch.values import decode_steps, encode_steps
 from weight_update.errors import FormatError
+from weight_update.testing import random_bits
 
 pytestmark = pytest.mark.skipif(
     kernels.library is None, reason="there was no C compiler when the package was installed"
@@ -39,25 +49,61 @@ def portable(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.usefixtures("portable")
 @pytest.mark.parametrize("relative", [False, True])
-@pytest.mark.parametrize("fraction", [0.0, 0.01, 0.3, 1.0])
+@pytest.mark.parametrize("fraction", [0.0, 0.001, 0.01, 0.3, 1.0])
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 def test_differences(width: int, fraction: float, relative: bool) -> None:
+    """Two tiles with elements between them; nothing is written behind the room that a scan may use."""
     dice = np.random.default_rng(width)
     for count in COUNTS:
-        old = dice.integers(0, 256, count * width, np.uint8)
-        new = old.copy()
+        first, between = int(dice.integers(0, 1000)), int(dice.integers(0, 1000))
+        old, new = (dice.integers(0, 256, 2 * count * width, np.uint8) for _ in range(2))
         elements, before = new.view(f"<u{width}"), old.view(f"<u{width}")
-        elements[dice.random(count) < fraction] ^= np.asarray(1 << 8 * width - 1, elements.dtype)
-        buffer = kernels.DiffBuffer(len(new) + 1)
-        buffer.offsets[count:] = buffer.values[count * width :] = 77
-        where, values = kernels.diff(width, new, old, relative, buffer)
+        same = dice.random(2 * count) >= fraction
+        elements[same] = before[same]
+        buffer = kernels.GapBuffer(width, 2 * count + between)
+        buffer.units[-1:] = buffer.values[-1:] = 77
+        buffer.start(first)
+        buffer.scan(tiles(new, old, width, (first, first + count + between), 2 * count), relative)
         expected = np.flatnonzero(elements != before)
-        assert where.tolist() == expected.tolist()
+        assert buffer.found == len(expected)
+        if len(expected) == 0:
+            continue
+        units, values = buffer.take()
+        gaps = Gaps(first, buffer.last, units, buffer.found)
+        assert (gaps.offsets - np.where(expected >= count, between, 0)).tolist() == expected.tolist()
+        assert gaps.first + gaps.offsets[-1] == gaps.last
         assert values.dtype == kernels.INTEGER[width]
         steps = elements - before if relative else elements
         assert values.tobytes() == steps[expected].tobytes()
-        assert (buffer.offsets[count:] == 77).all()  # nothing was written behind the room for all elements
-        assert (buffer.values[count * width :] == 77).all()
+        assert buffer.units[-1] == buffer.values[-1] == 77
+
+
+def tiles(new: np.ndarray, old: np.ndarray, width: int, starts: tuple[int, ...], most: int) -> np.ndarray:
+    """Return equal parts of two arrays of bytes as tiles that begin at these elements."""
+    size = len(new) // len(starts)
+    rows = [
+        (new.ctypes.data + k * size, old.ctypes.data + k * size, size // width, start, most, 0)
+        for k, start in enumerate(starts)
+    ]
+    return np.array(rows, kernels.TILE)
+
+
+@pytest.mark.usefixtures("portable")
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_tiles_with_too_many_differences(width: int) -> None:
+    """They are counted, but not part of the result."""
+    old = np.zeros(3 * 640 * width, np.uint8)
+    new = old.copy()
+    elements = new.view(f"<u{width}")
+    elements[[5, 639]] = elements[640:1280] = elements[[1300, 1301]] = 1
+    table = tiles(new, old, width, (0, 640, 1280), 320)
+    buffer = kernels.GapBuffer(width, 3 * 640)
+    buffer.start(0)
+    buffer.scan(table, False)
+    assert table["found"].tolist() == [2, 640, 2]
+    units, values = buffer.take()
+    assert Gaps(0, buffer.last, units, buffer.found).offsets.tolist() == [5, 639, 1300, 1301]
+    assert values.tolist() == [1] * 4
 
 
 def random_segments(dice: np.random.Generator, wide: bool) -> list[tuple[int, np.ndarray]]:
@@ -84,7 +130,7 @@ def test_units(seed: int, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert joined.dtype == (np.int32 if limit < 1 << 31 else np.int64)
     monkeypatch.setattr(kernels, "library", None)
     plain = split_units(segments)
-    assert [one.dtype for one in compiled] == [one.dtype for one in plain]
+    assert {one.dtype for one in compiled} == {one.dtype for one in plain}
     assert np.concatenate(compiled).tobytes() == np.concatenate(plain).tobytes()
     assert (
         joined.tolist()
@@ -114,6 +160,68 @@ def test_units_that_are_not_valid(size: int, seed: int, monkeypatch: pytest.Monk
             assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_parts_of_units(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units cut into parts stand for the same positions, and merge into the same units."""
+    monkeypatch.setattr(gaps_module, "_STEP", 100)
+    segments = random_segments(np.random.default_rng(seed), False)
+    positions = np.concatenate([first + offsets.astype(np.int64) for first, offsets in segments])
+    units = np.concatenate(split_units(segments))
+    parts = cut_units(units, len(positions), int(positions[-1]) + 1)
+    assert parts is not None
+    assert np.concatenate([one.first + one.offsets for one in parts]).tolist() == positions.tolist()
+    assert all(one.first + one.offsets[-1] == one.last and len(one.offsets) == one.count for one in parts)
+    assert np.concatenate(merge_gaps(parts)).tobytes() == units.tobytes()
+    for count, limit in (
+        (len(positions) - 1, 1 << 40),
+        (len(positions) + 1, 1 << 40),
+        (len(positions), positions[-1]),
+    ):
+        assert cut_units(units, count, int(limit)) is None
+
+
+@pytest.mark.parametrize("size", UNITS)
+@pytest.mark.parametrize("seed", range(40))
+def test_units_that_change_after_the_check(size: int, seed: int) -> None:
+    """Nothing is written outside the words, whatever the units are."""
+    dice = np.random.default_rng(seed)
+    units = dice.integers(0, 1 << 8 * size, 300, np.uint32).astype(f"<u{size}")
+    if seed % 2:
+        units[dice.random(300) < 0.9] //= 16 << 8 * (size - 1)
+    units[dice.random(300) < 0.1] = (1 << 8 * size) - 1
+    memory = np.zeros(3000, np.uint16)
+    values = np.ones(int(dice.integers(1, 300)), np.uint16)
+    whole = int(units.sum(dtype=np.uint64)) + int(np.count_nonzero(units + units.dtype.type(1))) <= 1000
+    fits = np.count_nonzero(units + units.dtype.type(1)) == len(values)
+    assert kernels.apply(memory[1000:2000], units, values, True) == (whole and fits)
+    assert not memory[:1000].any()
+    assert not memory[2000:].any()
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize("count", [1, 127, 128, 129, 1000])
+def test_planes(width: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps whose planes are empty, sparse or full become the same arrays, and the same steps again."""
+    dice = np.random.default_rng(count)
+    kind = f"<i{width}"
+    small = dice.integers(-4, 5, count).astype(kind)
+    some = np.where(
+        dice.random(count) < 0.1, dice.integers(0, 256, count * width, np.uint8).view(kind), small
+    )
+    for steps in (small, some, dice.integers(0, 256, count * width, np.uint8).view(kind)):
+        written = []
+        for library in (kernels.library, None):
+            with monkeypatch.context() as patch:
+                patch.setattr(kernels, "library", library)
+                out = ArrayWriter(resolve_compression("none"))
+                encode_steps(out, [one.view(f"<u{width}") for one in np.array_split(steps, 3) if len(one)])
+                payload = out.write(b"", lambda size: torch.empty(size, dtype=torch.uint8))
+                written.append(payload.numpy().tobytes())
+                again = decode_steps(ArrayReader(payload, 0, len(out)), count, width)
+                assert again.tobytes() == steps.tobytes()
+        assert written[0] == written[1]
+
+
 @pytest.mark.parametrize("relative", [False, True])
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
@@ -132,6 +240,33 @@ def test_writing(width: int, wide: bool, relative: bool, monkeypatch: pytest.Mon
             changes.write(results[-1])
     assert torch.equal(*results)
     assert not torch.equal(results[0], old)
+
+
+@pytest.mark.parametrize("fraction", [0.0001, 0.003, 0.01, 0.2, 0.49, 0.6])
+@pytest.mark.parametrize("values", ["raw", "relative"])
+@pytest.mark.parametrize("layout", ["flat", "coo"])
+def test_payloads(fraction: float, values: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the comparison to the payload, compiled and numpy's code give the same bytes."""
+    kinds = (torch.bfloat16, torch.float32, torch.complex128, torch.uint8)
+    old = [random_bits((300, 300), kind, seed) for seed, kind in enumerate(kinds)]
+    old += [random_bits((count,), kind, count) for kind in kinds for count in (1, 31, 700)]
+    old.append(random_bits((3_000_000,), torch.bfloat16, 1))
+    new = [one.clone() for one in old]
+    for seed, tensor in enumerate(new):
+        flip(tensor, fraction, seed)
+    schema = schema_of(old)
+    snapshot, payloads = flat_of(schema, old), []
+    chosen = PatchEncoding(values=values, layout=layout).options  # type: ignore[arg-type]
+    for library in (kernels.library, None):
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "library", library)
+            scan = Scanner(schema, relative=values == "relative", threads=2).scan(new, snapshot)
+            lend = partial(torch.empty, dtype=torch.uint8)
+            payloads.append(encode_patch(scan.changes, snapshot, schema, 0, 1, chosen, lend))
+            written = snapshot.clone()
+            decode_patch(payloads[-1], schema).changes.write(written)
+            assert torch.equal(written, flat_of(schema, new, snapshot))
+    assert torch.equal(*payloads)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from patch_cases import Case, any_options, cases, lend, options
 
 from weight_update.encodings.patch.changes import ByteRange, Changes, Sparse
 from weight_update.encodings.patch.format import PatchOptions, decode_patch, encode_patch
-from weight_update.encodings.patch.positions_flat import join_units
+from weight_update.encodings.patch.gaps import join_units
 from weight_update.errors import FormatError
 from weight_update.wire.schema import WeightSchema
 

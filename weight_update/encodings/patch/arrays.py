@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from weight_update.compression import Compression, decompressor_for, pack
 from weight_update.encodings.base import Lend
+from weight_update.encodings.patch.threads import in_threads, threads_for
 from weight_update.errors import FormatError
 from weight_update.wire.schema import aligned
 
@@ -30,6 +32,7 @@ _ENTRY = struct.Struct("<B15sQQ")
 ENTRY_BYTES = _ENTRY.size
 _MAX_CODEC_NAME = 15
 _PLAIN = "none/1"
+_MANY = 32  # bytes that are copied in the time of one element of other work
 
 
 def narrowest(largest: int) -> np.dtype[Any]:
@@ -97,10 +100,13 @@ def _gather(buffers: Sequence[torch.Tensor], out: Array) -> None:
     if gpu is not None:
         together = torch.cat([one.to(gpu) for one in buffers])
         buffers = [torch.empty(together.shape, dtype=torch.uint8, pin_memory=True).copy_(together)]
-    at = 0
-    for one in buffers:
-        out[at : at + one.numel()] = one.numpy()
-        at += one.numel()
+    ends = list(itertools.accumulate(one.numel() for one in buffers))
+
+    def copy(buffer_and_end: tuple[torch.Tensor, int]) -> None:
+        one, end = buffer_and_end
+        out[end - one.numel() : end] = one.numpy()
+
+    in_threads(copy, list(zip(buffers, ends, strict=True)), threads_for(len(out) // _MANY))
 
 
 class ArrayReader:

@@ -12,7 +12,9 @@ import numpy.typing as npt
 import torch
 
 from weight_update.encodings.patch import kernels
+from weight_update.encodings.patch.gaps import Gaps
 from weight_update.encodings.patch.threads import in_threads, threads_for
+from weight_update.errors import FormatError
 from weight_update.wire.schema import TensorMeta, WeightSchema
 
 Array = npt.NDArray[Any]
@@ -49,6 +51,41 @@ class Segment:
             stop = start + size
             yield Segment(self.first, self.offsets[start:stop], self.values[start:stop])
 
+    @property
+    def gaps(self) -> Gaps:
+        """The positions as gaps; CPU only."""
+        return Gaps.of(self.first, self.offsets.numpy())
+
+    def kept(self) -> Segment:
+        """Return a copy of what may be views into a payload: offsets are decoded, so they are no views."""
+        return replace(self, values=self.values.clone())
+
+
+@dataclass(frozen=True, eq=False)
+class GapSegment:
+    """A segment whose positions are gaps, as the compiled loops find and apply them; CPU only."""
+
+    gaps: Gaps
+    values: torch.Tensor = field(repr=False)
+
+    @property
+    def first(self) -> int:
+        """The element that :attr:`offsets` count from."""
+        return self.gaps.first
+
+    @functools.cached_property
+    def offsets(self) -> torch.Tensor:
+        """The offsets of a :class:`Segment`."""
+        return torch.from_numpy(self.gaps.offsets)
+
+    def split(self, size: int) -> Iterator[Segment]:
+        """Split into segments of at most ``size`` elements."""
+        return Segment(self.first, self.offsets, self.values).split(size)
+
+    def kept(self) -> GapSegment:
+        """Return a copy of what may be views into a payload."""
+        return GapSegment(replace(self.gaps, units=self.gaps.units.copy()), self.values.clone())
+
 
 @dataclass(frozen=True, eq=False)
 class Sparse:
@@ -62,7 +99,7 @@ class Sparse:
     """
 
     width: int
-    segments: tuple[Segment, ...]
+    segments: tuple[Segment | GapSegment, ...]
     relative: bool = False
 
     @classmethod
@@ -71,7 +108,7 @@ class Sparse:
         return cls(width, (Segment(0, positions, values),), relative)
 
     def __len__(self) -> int:
-        return sum(len(one.offsets) for one in self.segments)
+        return sum(len(one.values) for one in self.segments)
 
     @functools.cached_property
     def positions(self) -> torch.Tensor:
@@ -86,6 +123,14 @@ class Sparse:
     def split(self, size: int) -> list[Segment]:
         """Split into segments of at most ``size`` elements."""
         return [block for one in self.segments for block in one.split(size)]
+
+    def compiled(self) -> list[Segment | GapSegment]:
+        """Return segments of suitable size for the compiled loops; CPU only."""
+        return [
+            block
+            for one in self.segments
+            for block in ([one] if isinstance(one, GapSegment) else one.split(_SHARE))
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,6 +171,9 @@ class Changes:
 
     def to(self, device: torch.device) -> Changes:
         """Return these changes on ``device``; tensors that are there already are not copied."""
+        tensors = [one.values for part in self.sparse for one in part.segments]
+        if device.type == "cpu" and not any(one.is_cuda for one in tensors + [x.data for x in self.ranges]):
+            return self
         return self.map(lambda tensor: tensor.to(device))
 
     def touched(self, schema: WeightSchema) -> list[int]:
@@ -172,15 +220,23 @@ class Changes:
 
 # Not torch: its threads hang in forked processes.
 def _write_sparse(words: Array, part: Sparse) -> None:
-    def write(share: Segment) -> None:
-        if kernels.library is not None:
-            kernels.write(words[share.first :], share.offsets.numpy(), share.values.numpy(), part.relative)
-            return
-        for one in share.split(_CACHED):
-            from_here, values = words[one.first :], one.values.numpy()
-            offsets = one.offsets.numpy().astype(np.int64, copy=False)  # int32 would take three times as long
-            if part.relative:
-                values = values + np.take(from_here, offsets, mode="clip")
-            from_here[offsets] = values
+    threads = threads_for(len(part))
+    if kernels.library is None:
+        in_threads(lambda share: _write_numpy(words, share, part.relative), part.split(_SHARE), threads)
+    else:
+        in_threads(lambda share: _write_compiled(words, share, part.relative), part.compiled(), threads)
 
-    in_threads(write, part.split(_SHARE), threads_for(len(part)))
+
+def _write_compiled(words: Array, share: Segment | GapSegment, relative: bool) -> None:
+    gaps = share.gaps
+    if not kernels.apply(words[gaps.first : gaps.last + 1], gaps.units, share.values.numpy(), relative):
+        raise FormatError("the memory of a patch was overwritten while the patch was applied")
+
+
+def _write_numpy(words: Array, share: Segment, relative: bool) -> None:
+    for one in share.split(_CACHED):
+        from_here, values = words[one.first :], one.values.numpy()
+        offsets = one.offsets.numpy().astype(np.int64, copy=False)  # int32 would take three times as long
+        if relative:
+            values = values + np.take(from_here, offsets, mode="clip")
+        from_here[offsets] = values

@@ -1,14 +1,14 @@
 """Find the elements that changed: compare live tensors with a snapshot in one pass, on all cores.
 
 The flat buffer is cut into tiles that fit into caches. A large tensor has tiles of its own, which are
-compared in place unless they must be converted; small neighbours share a tile and are gathered first. Each
-tile is compared in words of 8 bytes, and only words that differ are examined further.
+compared in place unless they must be converted; small neighbours share a tile and are gathered first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 
 from weight_update.encodings.base import Difference
 from weight_update.encodings.patch import kernels
-from weight_update.encodings.patch.changes import ByteRange, Changes, Segment, Sparse
+from weight_update.encodings.patch.changes import ByteRange, Changes, GapSegment, Segment, Sparse
+from weight_update.encodings.patch.diff_numpy import Bytes, differences
+from weight_update.encodings.patch.gaps import Gaps
 from weight_update.encodings.patch.threads import in_threads
 from weight_update.encodings.patch.tiles import Tile, cut, flattened
 from weight_update.wire.schema import WeightSchema
@@ -36,16 +38,6 @@ LITTLE = 16 << 20
 
 SERIAL = 32736
 """Elements that torch copies on one thread; whole vectors, because a remainder converts NaNs differently."""
-
-FEW = 0.1
-"""Fraction up to which numpy's ``nonzero`` branches at each hit, and mispredicts most."""
-
-FEW_EIGHTS = 1 - (1 - FEW) ** 8
-"""Fraction of groups of eight that have a hit when the fraction of all is :data:`FEW`."""
-
-Bytes = NDArray[np.uint8]
-ElementDiff = tuple[int, NDArray[Any], NDArray[Any]]
-"""Width, positions from the start of the tile, and values of elements that differ; at least one element."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,11 +70,13 @@ class Scanner:
             threads = torch.get_num_threads() if schema.nbytes >= LITTLE else 1
         if threads < 1:
             raise ValueError(f"threads is {threads}, must be at least 1")
-        self._schema, self._dense_above, self._relative = schema, dense_above, relative
+        self._schema, self._relative = schema, relative
         self._tiles = list(cut(schema, tracked, TILE, LARGE))
         groups = list(_grouped(self._tiles))
         count = min(threads, len(groups))
-        self._shares = [_readers_of(groups[first::threads]) for first in range(count)]  # one for each thread
+        self._shares = [  # one for each thread
+            _groups_of(groups[first::threads], dense_above) for first in range(count)
+        ]
         self._total = sum(tile.elements for tile in self._tiles)
 
     def scan(self, tensors: Sequence[torch.Tensor], snapshot: torch.Tensor) -> Scan:
@@ -93,11 +87,15 @@ class Scanner:
             snapshot: 1-D uint8 on the CPU, 8-byte aligned.
         """
         check_sizes(self._schema, tensors, snapshot)
-        live, old = flattened(tensors, self._tiles), snapshot.numpy()
+        weights = _Weights.of(flattened(tensors, self._tiles), self._tiles, snapshot)
 
         @torch.no_grad()  # a setting of each thread
-        def compare(share: Sequence[Sequence[_TileReader]]) -> list[_GroupDiff]:
-            return [_compare(group, live, old, self._dense_above, self._relative) for group in share]
+        def compare(share: Sequence[_Group]) -> list[_GroupDiff]:
+            compiled = kernels.library is not None
+            return [
+                one.scan(weights, self._relative) if compiled else one.compare(weights, self._relative)
+                for one in share
+            ]
 
         done = in_threads(compare, self._shares, len(self._shares))
         groups = [done[i % len(done)][i // len(done)] for i in range(sum(map(len, done)))]
@@ -125,35 +123,85 @@ def check_sizes(schema: WeightSchema, tensors: Sequence[torch.Tensor], snapshot:
         )
 
 
-class _TileReader:
-    """A reader of the current bytes of a tile; readers of one thread share ``scratch``, 1-D uint8.
+@dataclass(frozen=True)
+class _Weights:
+    """Live tensors and a snapshot.
 
-    They also share ``buffer``, memory for the differences.
+    Attributes:
+        live: the result of :func:`~weight_update.encodings.patch.tiles.flattened`.
+        addresses: where the bytes of an entry with tiles of its own begin, unless they must be converted.
+        snapshot: 1-D uint8.
     """
 
-    def __init__(self, tile: Tile, scratch: torch.Tensor, buffer: kernels.DiffBuffer) -> None:
-        self.tile, self.buffer, self._scratch = tile, buffer, scratch[: tile.nbytes]
-        self._views = [] if tile.flat else tile.views(scratch)
+    live: Sequence[torch.Tensor] = field(repr=False)
+    addresses: dict[int, int]
+    snapshot: Bytes = field(repr=False)
 
-    def read(self, live: Sequence[torch.Tensor], old: Bytes) -> Bytes:
-        parts = self.tile.of(live)
-        if not self.tile.flat:
+    @classmethod
+    def of(cls, live: Sequence[torch.Tensor], tiles: Sequence[Tile], snapshot: torch.Tensor) -> _Weights:
+        dtypes = {tile.slices[0].entry: tile.slices[0].meta.dtype for tile in tiles if tile.flat}
+        addresses = {
+            entry: live[entry].view(torch.uint8).numpy().ctypes.data
+            for entry, dtype in dtypes.items()
+            if _readable(live[entry], dtype)
+        }
+        return cls(live, addresses, snapshot.numpy())
+
+
+class _Memory:
+    """Scratch memory of one thread.
+
+    Attributes:
+        tile: 1-D uint8, for a tile that is not compared in place.
+    """
+
+    def __init__(self, tile: int, group: int) -> None:
+        self.tile = torch.empty(tile, dtype=torch.uint8)
+        self._group = group
+        self._gaps: dict[int, kernels.GapBuffer] = {}
+
+    def gaps(self, width: int) -> kernels.GapBuffer:
+        """Return memory for the changes of a group that have this width."""
+        if width not in self._gaps:
+            self._gaps[width] = kernels.GapBuffer(width, self._group // width)
+        return self._gaps[width]
+
+
+class _TileReader:
+    """A reader of the current bytes of a tile."""
+
+    def __init__(self, tile: Tile, memory: _Memory) -> None:
+        self.tile, self._scratch = tile, memory.tile[: tile.nbytes]
+        self._views = [] if tile.flat else tile.views(memory.tile)
+
+    def read(self, weights: _Weights) -> tuple[Bytes, Bytes]:
+        """Return new and old bytes; the new ones may lie in scratch memory."""
+        tile, parts = self.tile, self.tile.of(weights.live)
+        old = weights.snapshot[tile.start : tile.start + tile.nbytes]
+        if not tile.flat:
             new = self._scratch.numpy()
             new[:] = old  # so that nothing differs between the tensors
             torch._foreach_copy_(self._views, parts)
-            return new
-        (part,), dtype = parts, self.tile.slices[0].meta.dtype
+            return new, old
+        (part,), dtype = parts, tile.slices[0].meta.dtype
         if not _readable(part, dtype):
             into = self._scratch.view(dtype)
             torch._foreach_copy_(torch.split(into, SERIAL), torch.split(part, SERIAL))
             part = self._scratch
-        return part.view(torch.uint8).numpy()
+        return part.view(torch.uint8).numpy(), old
+
+    def ranges(self, new: Bytes) -> list[ByteRange]:
+        """Return copies of all bytes of the tile, which are ``new``."""
+        tile = self.tile
+        return [ByteRange(tile.start + a, torch.from_numpy(new[a:b].copy())) for a, b in tile.filled]
 
 
-def _readers_of(share: Sequence[Sequence[Tile]]) -> list[list[_TileReader]]:
+def _groups_of(share: Sequence[Sequence[Tile]], dense_above: float) -> list[_Group]:
+    """Return the groups of one thread, which share scratch memory."""
     most = max(tile.nbytes for group in share for tile in group)
-    scratch, buffer = torch.empty(most, dtype=torch.uint8), kernels.DiffBuffer(most)
-    return [[_TileReader(tile, scratch, buffer) for tile in group] for group in share]
+    span = max(group[-1].start + group[-1].nbytes - group[0].start for group in share)
+    memory = _Memory(most, span)
+    return [_Group(tiles, memory, dense_above) for tiles in share]
 
 
 @dataclass(frozen=True)
@@ -161,33 +209,107 @@ class _GroupDiff:
     """The differences in a group of tiles, by width."""
 
     changed: int
-    segments: dict[int, Segment]
+    segments: dict[int, Segment | GapSegment]
     ranges: list[ByteRange]
 
 
-def _compare(
-    group: Sequence[_TileReader],
-    live: Sequence[torch.Tensor],
-    snapshot: Bytes,
-    dense_above: float,
-    relative: bool,
-) -> _GroupDiff:
-    start, changed, ranges = group[0].tile.start, 0, list[ByteRange]()
-    by_width: dict[int, list[tuple[int, NDArray[Any], NDArray[Any]]]] = {}
-    for reader in group:
-        tile = reader.tile
-        old = snapshot[tile.start : tile.start + tile.nbytes]
-        new = reader.read(live, old)
-        found = _differences(reader, new, old, relative)
-        here = sum(len(positions) for _, positions, _ in found)
-        changed += here
-        if here > dense_above * tile.elements:
-            ranges += [ByteRange(tile.start + a, torch.from_numpy(new[a:b].copy())) for a, b in tile.filled]
-            continue
-        for width, positions, values in found:
-            by_width.setdefault(width, []).append(((tile.start - start) // width, positions, values))
-    segments = {width: _segment(start // width, parts) for width, parts in by_width.items()}
-    return _GroupDiff(changed, segments, ranges)
+class _Group:
+    """Consecutive tiles, which one thread compares."""
+
+    def __init__(self, tiles: Sequence[Tile], memory: _Memory, dense_above: float) -> None:
+        self._readers = [_TileReader(tile, memory) for tile in tiles]
+        self._memory, self._start = memory, tiles[0].start
+        self._most = [int(dense_above * tile.elements) for tile in tiles]
+        self._widths = sorted({width for tile in tiles for width in tile.widths})
+
+    def compare(self, weights: _Weights, relative: bool) -> _GroupDiff:
+        """Compare all tiles."""
+        changed, ranges = 0, list[ByteRange]()
+        by_width: dict[int, list[tuple[int, NDArray[Any], NDArray[Any]]]] = {}
+        for reader, most in zip(self._readers, self._most, strict=True):
+            new, old = reader.read(weights)
+            found = differences(reader.tile, new, old, relative)
+            here = sum(len(positions) for _, positions, _ in found)
+            changed += here
+            if here > most:
+                ranges += reader.ranges(new)
+                continue
+            for width, positions, values in found:
+                start = (reader.tile.start - self._start) // width
+                by_width.setdefault(width, []).append((start, positions, values))
+        segments = {width: _segment(self._start // width, parts) for width, parts in by_width.items()}
+        return _GroupDiff(changed, dict(segments), ranges)
+
+    def scan(self, weights: _Weights, relative: bool) -> _GroupDiff:
+        """Compare all tiles with the compiled loops."""
+        for width in self._widths:
+            self._memory.gaps(width).start(self._start // width)
+        changed, ranges = 0, list[ByteRange]()
+
+        def in_place(item: tuple[_TileReader, int]) -> int:
+            """Return the width if the tile can be compared where it lies, else 0."""
+            tile = item[0].tile
+            return tile.widths[0] if tile.flat and tile.slices[0].entry in weights.addresses else 0
+
+        for width, items in groupby(zip(self._readers, self._most, strict=True), in_place):
+            run = list(items)
+            if width:
+                table = np.array([_in_place(one.tile, most, weights) for one, most in run], kernels.TILE)
+                self._memory.gaps(width).scan(table, relative)
+                changed += int(table["found"].sum())
+                for k in np.flatnonzero(table["found"] > table["most"]).tolist():
+                    ranges += run[k][0].ranges(run[k][0].read(weights)[0])
+                continue
+            for reader, most in run:
+                new, old = reader.read(weights)
+                found = self._scan_slices(reader.tile, most, new, old, relative)
+                changed += found
+                ranges += reader.ranges(new) if found > most else []
+        return _GroupDiff(changed, self._segments(), ranges)
+
+    def _scan_slices(self, tile: Tile, most: int, new: Bytes, old: Bytes, relative: bool) -> int:
+        """Append the changes of a tile if they are at most ``most``; return their number."""
+        buffers = [self._memory.gaps(width) for width in tile.widths]
+        before, found = [buffer.save() for buffer in buffers], 0
+        for width, buffer in zip(tile.widths, buffers, strict=True):
+            whole = len(tile.widths) == 1  # nothing differs between the slices
+            slices = [(one.start - tile.start, one.nbytes) for one in tile.slices if one.width == width]
+            rows = [
+                (
+                    new.ctypes.data + at,
+                    old.ctypes.data + at,
+                    size // width,
+                    (tile.start + at) // width,
+                    size,
+                    0,
+                )
+                for at, size in ([(0, tile.nbytes)] if whole else slices)
+            ]
+            table = np.array(rows, kernels.TILE)
+            buffer.scan(table, relative)
+            found += int(table["found"].sum())
+        if found > most:
+            for buffer, saved in zip(buffers, before, strict=True):
+                buffer.restore(saved)
+        return found
+
+    def _segments(self) -> dict[int, Segment | GapSegment]:
+        segments: dict[int, Segment | GapSegment] = {}
+        for width in self._widths:
+            buffer = self._memory.gaps(width)
+            if buffer.found:
+                units, values = buffer.take()
+                gaps = Gaps(self._start // width, buffer.last, units, buffer.found)
+                segments[width] = GapSegment(gaps, torch.from_numpy(values))
+        return segments
+
+
+def _in_place(tile: Tile, most: int, weights: _Weights) -> tuple[int, ...]:
+    """Return a row of :data:`~weight_update.encodings.patch.kernels.TILE`."""
+    (one,) = tile.slices
+    new = weights.addresses[one.entry] + one.first * one.meta.dtype.itemsize
+    old = weights.snapshot.ctypes.data + tile.start
+    return new, old, tile.nbytes // one.width, tile.start // one.width, most, 0
 
 
 def _segment(first: int, parts: Sequence[tuple[int, NDArray[Any], NDArray[Any]]]) -> Segment:
@@ -215,75 +337,3 @@ def _readable(part: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether the memory of ``part`` holds its elements as the snapshot does, aligned to words."""
     lazy = part.is_conj() or part.is_neg()
     return part.dtype is dtype and part.is_cpu and part.data_ptr() % 8 == 0 and not lazy
-
-
-def _differences(reader: _TileReader, new: Bytes, old: Bytes, relative: bool) -> list[ElementDiff]:
-    """Return the elements of a tile that differ, by ascending width; values as :class:`Scanner` has them."""
-    tile, width = reader.tile, reader.tile.widths[0]
-    if len(tile.widths) == 1 and kernels.library is not None:
-        positions, values = kernels.diff(width, new, old, relative, reader.buffer)
-        return [(width, positions.copy(), values.copy())] if len(positions) else []
-    found = _of_width(width, new, old) if len(tile.widths) == 1 else _mixed(tile, new, old)
-    if relative:
-        for width, positions, values in found:
-            values -= old.view(kernels.INTEGER[width]).take(
-                positions, mode="wrap"
-            )  # from the core's own cache
-    return found
-
-
-def _mixed(tile: Tile, new: Bytes, old: Bytes) -> list[ElementDiff]:
-    """Return the elements that differ in a tile of several widths, by ascending width."""
-    words = np.flatnonzero(new.view(np.int64) != old.view(np.int64))
-    starts = np.array([(one.start - tile.start) // 8 for one in tile.slices])
-    widths = np.array([one.width for one in tile.slices])
-    width_of = widths[np.searchsorted(starts, words, side="right") - 1]
-    found = (_inside(width, words[width_of == width], new, old) for width in tile.widths)
-    return [(width, positions, values) for width, positions, values in found if len(positions)]
-
-
-def _of_width(width: int, new: Bytes, old: Bytes) -> list[ElementDiff]:
-    """Return the elements that differ where all have one width."""
-    if len(new) % 8 == 0:
-        differ = new.view(np.int64) != old.view(np.int64)
-        most = 1.0 if width == 8 else 1 - (1 - FEW) ** (8 // width)  # as many as FEW elements
-        words = _where(differ, most)
-        if words is not None:
-            return [_inside(width, words, new, old)] if len(words) else []
-    values = new.view(kernels.INTEGER[width])
-    positions = np.flatnonzero(values != old.view(kernels.INTEGER[width]))
-    return [(width, positions, values.take(positions))] if len(positions) else []
-
-
-def _where(differ: NDArray[np.bool_], most: float) -> NDArray[np.int64] | None:
-    """Return the positions of True, faster than numpy for few; None if their fraction is above ``most``."""
-    if len(differ) % 8 == 0:
-        eights = differ.view(np.int64)
-        some = eights != 0
-        if np.count_nonzero(some) <= FEW_EIGHTS * len(eights):
-            hits = np.flatnonzero(some)
-            return _spread(hits, np.flatnonzero(_take(eights, hits).view(np.bool_)), 3)
-    return np.flatnonzero(differ) if np.count_nonzero(differ) <= most * len(differ) else None
-
-
-def _inside(width: int, words: NDArray[np.int64], new: Bytes, old: Bytes) -> ElementDiff:
-    """Return the elements of one width that differ within ``words`` of 8 bytes that differ."""
-    values = _take(new.view(np.int64), words)
-    if width == 8:
-        return width, words, values
-    elements = values.view(kernels.INTEGER[width])
-    at = np.flatnonzero(elements != _take(old.view(np.int64), words).view(kernels.INTEGER[width]))
-    return width, _spread(words, at, (8 // width).bit_length() - 1), _take(elements, at)
-
-
-def _spread(groups: NDArray[np.int64], at: NDArray[np.int64], bits: int) -> NDArray[np.int64]:
-    """Return the positions of members ``at`` of ``groups``, which have ``1 << bits`` members each."""
-    places = _take(groups, at >> bits)
-    places <<= bits
-    places += at & ((1 << bits) - 1)
-    return places
-
-
-def _take(array: NDArray[Any], at: NDArray[np.int64]) -> NDArray[Any]:
-    """Return ``array.take(at)``; no index is out of bounds, and mode "wrap" is the fastest."""
-    return array.take(at, mode="wrap")

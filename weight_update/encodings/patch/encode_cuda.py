@@ -15,8 +15,8 @@ from weight_update.encodings.base import Lend
 from weight_update.encodings.patch.arrays import ArrayWriter, narrowest
 from weight_update.encodings.patch.changes import ByteRange, Changes
 from weight_update.encodings.patch.format import PatchOptions, write_patch
+from weight_update.encodings.patch.gaps import UNITS, escape_of
 from weight_update.encodings.patch.positions_coo import Grid
-from weight_update.encodings.patch.positions_flat import UNITS, escape_of
 from weight_update.wire.schema import WeightSchema
 
 Tensor = torch.Tensor
@@ -62,7 +62,7 @@ def _add_integers(out: ArrayWriter, arrays: Sequence[Tensor]) -> None:
 
 
 def _add_gaps(out: ArrayWriter, positions: Tensor) -> None:
-    """Add gaps as :func:`~weight_update.encodings.patch.positions_flat.split_units` writes them."""
+    """Add gaps as :func:`~weight_update.encodings.patch.gaps.split_units` writes them."""
     gaps = positions.diff(prepend=positions.new_full((1,), -1)) - 1
     more = torch.stack([(gaps // escape_of(size)).sum() for size in UNITS]).tolist()
     needed = {size: gaps.numel() + escapes for size, escapes in zip(UNITS, more, strict=True)}

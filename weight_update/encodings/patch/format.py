@@ -19,8 +19,10 @@ import torch
 
 from weight_update.compression import Compression
 from weight_update.encodings.base import Delta, Lend
+from weight_update.encodings.patch import kernels
 from weight_update.encodings.patch.arrays import ALIGNMENT, UNSIGNED, Array, ArrayReader, ArrayWriter
-from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, Segment, Sparse
+from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, GapSegment, Segment, Sparse
+from weight_update.encodings.patch.gaps import Gaps
 from weight_update.encodings.patch.positions_coo import Grid, decode_coo, encode_coo
 from weight_update.encodings.patch.positions_flat import decode_flat, encode_flat
 from weight_update.encodings.patch.values import decode_steps, encode_steps
@@ -114,9 +116,8 @@ class Patch(Delta):
 
     def kept(self) -> Patch:
         changes = self.changes
-        sparse = tuple(  # positions are decoded, so no views
-            replace(part, segments=tuple(replace(one, values=one.values.clone()) for one in part.segments))
-            for part in changes.sparse
+        sparse = tuple(
+            replace(part, segments=tuple(one.kept() for one in part.segments)) for part in changes.sparse
         )
         ranges = tuple(replace(one, data=one.data.clone()) for one in changes.ranges)
         return Patch(self.base, self.version, Changes(sparse, ranges))
@@ -167,7 +168,7 @@ def write_patch(
 def _encode_values(out: ArrayWriter, part: Sparse, snapshot: torch.Tensor, values: str) -> None:
     kind, relative = UNSIGNED[part.width], values == "relative"
 
-    def bits(one: Segment) -> Array:
+    def bits(one: Segment | GapSegment) -> Array:
         given = one.values.numpy().view(kind)
         if part.relative == relative:
             return given
@@ -176,7 +177,8 @@ def _encode_values(out: ArrayWriter, part: Sparse, snapshot: torch.Tensor, value
         changed: Array = given - old if relative else given + old
         return changed
 
-    arrays = [bits(one) for one in part.split(_CACHED)]
+    ready = kernels.library is not None and part.relative == relative
+    arrays = [bits(one) for one in (part.segments if ready else part.split(_CACHED))]
     if relative:
         encode_steps(out, arrays)
     else:
@@ -220,13 +222,17 @@ def _read_sections(raw: Array, count: int) -> tuple[tuple[int, int], ...]:
 def _decode_sparse(
     arrays: ArrayReader, width: int, count: int, schema: WeightSchema, head: PatchHead
 ) -> Sparse:
+    positions: Array | list[Gaps]
     if head.layout == "flat":
         positions = decode_flat(arrays, count, schema.nbytes // width, head.delta)
     else:
         positions = decode_coo(arrays, count, schema, width, head.delta)
     values = decode_steps(arrays, count, width) if head.relative else arrays.exactly(count, (width,))
     bits = torch.from_numpy(values).view(BITS[width])
-    return Sparse.of(width, torch.from_numpy(positions), bits, head.relative)
+    if not isinstance(positions, list):
+        return Sparse.of(width, torch.from_numpy(positions), bits, head.relative)
+    each = torch.split(bits, [gaps.count for gaps in positions])
+    return Sparse(width, tuple(map(GapSegment, positions, each)), head.relative)
 
 
 def _decode_ranges(arrays: ArrayReader, count: int, nbytes: int) -> tuple[ByteRange, ...]:

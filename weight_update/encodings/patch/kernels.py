@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib.machinery
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,11 @@ Array = npt.NDArray[Any]
 INTEGER: dict[int, np.dtype[Any]] = {int(kind[1]): np.dtype(kind) for kind in ("u1", "i2", "i4", "i8")}
 """Integer dtype for the bits of an element, by width in bytes."""
 
+TILE = np.dtype([("new", "u8"), ("old", "u8"), ("n", "i8"), ("at", "i8"), ("most", "i8"), ("found", "i8")])
+"""Elements to compare: their addresses, number and first position; see :meth:`GapBuffer.scan`."""
+
 _NAME = "_kernels"
+_SLACK = 64  # bytes behind the results of a scan
 
 
 def _load() -> ctypes.CDLL | None:
@@ -31,7 +36,8 @@ def _load() -> ctypes.CDLL | None:
         path = Path(__file__).with_name(_NAME + suffix)
         if path.exists():
             library = ctypes.CDLL(str(path))
-            library.wu_diff.restype = ctypes.c_int64
+            for name in ("wu_widen", "wu_index", "wu_plane"):
+                getattr(library, name).restype = ctypes.c_int64
             return library
     return None
 
@@ -40,41 +46,97 @@ library: ctypes.CDLL | None = _load()
 """The compiled library; None where there is none."""
 
 
-class DiffBuffer:
-    """Memory for the result of :func:`diff` on up to ``nbytes`` bytes, used again and again by one thread."""
+class _State(ctypes.Structure):
+    _fields_ = (
+        ("units", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("used", ctypes.c_int64),
+        ("found", ctypes.c_int64),
+        ("next", ctypes.c_int64),
+    )
 
-    def __init__(self, nbytes: int) -> None:
-        self.offsets = np.empty(nbytes, np.int32)  # as many elements if they are of one byte
-        self.values = np.empty(nbytes, np.uint8)
+
+class GapBuffer:
+    """Memory of one thread for the gaps and values of changes among ``most`` elements, used again and again.
+
+    Gaps are in units of one byte, see :mod:`~weight_update.encodings.patch.gaps`.
+    """
+
+    def __init__(self, width: int, most: int) -> None:
+        self.width = width
+        self.units = np.empty(most + _SLACK, np.uint8)
+        self.values = np.empty(most * width + _SLACK, np.uint8)
+        self._state = _State(self.units.ctypes.data, self.values.ctypes.data, 0, 0, 0)
+
+    def start(self, first: int) -> None:
+        """Drop everything; the next gap counts from the element ``first``."""
+        self._state.used = self._state.found = 0
+        self._state.next = first
+
+    @property
+    def found(self) -> int:
+        """The number of changes."""
+        return int(self._state.found)
+
+    @property
+    def last(self) -> int:
+        """The position of the last change."""
+        return int(self._state.next) - 1
+
+    def scan(self, tiles: Array, relative: bool) -> None:
+        """Append the elements of ``tiles`` (of dtype :data:`TILE`, ascending) that differ.
+
+        ``found`` of each tile is set to their number. If it is above ``most``, they are not appended. Values
+        are new bits, or new minus old bits if ``relative``.
+        """
+        assert library is not None
+        count = _number(len(tiles))
+        library.wu_scan(self.width, int(relative), _at(tiles), count, ctypes.byref(self._state))
+
+    def save(self) -> tuple[int, int, int]:
+        """Return what :meth:`restore` needs to drop everything that is appended later."""
+        return self._state.used, self._state.found, self._state.next
+
+    def restore(self, saved: tuple[int, int, int]) -> None:
+        """Return to the state at :meth:`save`."""
+        self._state.used, self._state.found, self._state.next = saved
+
+    def take(self) -> tuple[Array, Array]:
+        """Return copies of the units and of the values, integers of the width."""
+        split = self.found * self.width
+        memory = np.empty(split + self._state.used, np.uint8)  # one array, because large ones get large pages
+        memory[:split] = self.values[:split]
+        memory[split:] = self.units[: self._state.used]
+        return memory[split:], memory[:split].view(INTEGER[self.width])
 
 
-def diff(width: int, new: Array, old: Array, relative: bool, buffer: DiffBuffer) -> tuple[Array, Array]:
-    """Compare two 1-D uint8 arrays by elements of ``width`` bytes.
+def code(offsets: Array) -> Array:
+    """Return the gaps of increasing offsets (int32 or int64, not empty) in units of one byte."""
+    units = np.empty(len(offsets) + int(offsets[-1]) // 0xFF, np.uint8)
+    state = _State(units.ctypes.data, None, 0, 0, 0)
+    _of(offsets, "code")(_at(offsets), _number(len(offsets)), ctypes.byref(state))
+    return units[: state.used]
 
-    Return the offsets (int32) and the values (integers of ``width`` bytes) of the elements that differ, in
-    memory of ``buffer``. Values are new bits, or new minus old bits if ``relative``.
+
+def widen(units: Array, size: int) -> Array:
+    """Return the gaps of ``units``, which have one byte, in units of 2 or 4 bytes."""
+    assert library is not None
+    wide = np.empty(len(units), f"<u{size}")
+    return wide[: library.wu_widen(_at(units), _number(len(units)), size, _at(wide))]
+
+
+def index(units: Array, count: int, limit: int, step: int) -> Array | None:
+    """Cut units that stand for ``count`` positions below ``limit`` after every ``step`` of them, or later.
+
+    Return the first unit, the first value and the base of the first gap of each part, and then the same of
+    the end, int64 of shape [parts + 1, 3]; or None if ``units`` are not valid.
     """
     assert library is not None
-    where, out = buffer.offsets, buffer.values
-    count = ctypes.c_int64(len(new) // width)
-    found = library.wu_diff(width, _at(new), _at(old), count, int(relative), _at(where), _at(out))
-    return where[:found], out[: found * width].view(INTEGER[width])
-
-
-def units_needed(first: int, offsets: Array, before: int) -> list[int]:
-    """Return the number of units of 1, 2 and 4 bytes for the gaps of ``first + offsets`` after ``before``."""
-    assert library is not None
-    needed = (ctypes.c_int64 * 3)()
-    _of(offsets, "count")(_at(offsets), _number(len(offsets)), _number(first), _number(before), needed)
-    return list(needed)
-
-
-def split(first: int, offsets: Array, before: int, size: int, needed: int) -> Array:
-    """Return these gaps in ``needed`` units of ``size`` bytes."""
-    units = np.empty(needed, f"<u{size}")
-    numbers = _number(len(offsets)), _number(first), _number(before)
-    _of(offsets, "split")(_at(offsets), *numbers, size, _at(units))
-    return units
+    room = count // step + 1
+    cuts = np.empty((room + 1, 3), np.int64)
+    numbers = map(_number, (len(units), count, limit, step))
+    parts = library.wu_index(units.itemsize, _at(units), *numbers, _at(cuts), _number(room))
+    return cuts[: parts + 1] if parts > 0 else None
 
 
 def join(units: Array, count: int, limit: int) -> Array | None:
@@ -85,10 +147,38 @@ def join(units: Array, count: int, limit: int) -> Array | None:
     return None if bad else positions
 
 
-def write(words: Array, offsets: Array, values: Array, relative: bool) -> None:
-    """Write ``values`` over the elements of ``words`` at ``offsets``, or add them; offsets are trusted."""
-    numbers = _number(len(offsets)), int(relative)
-    _of(offsets, "write")(words.itemsize, _at(words), _at(offsets), _at(values), *numbers)
+def apply(words: Array, units: Array, values: Array, relative: bool) -> bool:
+    """Write ``values`` over the elements of ``words`` that ``units`` stand for, or add them.
+
+    Nothing outside ``words`` is written. Return False if the units stand for other elements than these, or
+    for more or fewer; some values may then have been written.
+    """
+    assert library is not None
+    place, numbers = (_at(words), _number(len(words))), (_number(len(values)), int(relative))
+    sources = units.itemsize, _at(units), _number(len(units)), _at(values)
+    return not library.wu_apply(words.itemsize, *place, *sources, *numbers)
+
+
+def count_plane(steps: Array, plane: int) -> int:
+    """Return how many bytes of a plane of zigzag coded ``steps`` are not zero."""
+    assert library is not None
+    return int(library.wu_plane(steps.itemsize, _at(steps), _number(len(steps)), plane, None))
+
+
+def plane_of(steps: Array, plane: int) -> Array:
+    """Return the byte ``plane`` of each of the zigzag coded ``steps``."""
+    assert library is not None
+    out = np.empty(len(steps), np.uint8)
+    library.wu_plane(steps.itemsize, _at(steps), _number(len(steps)), plane, _at(out))
+    return out
+
+
+def steps_of(planes: Sequence[Array | None], out: Array) -> None:
+    """Write into ``out`` the steps whose zigzag code has these planes; None is a plane of zeros."""
+    assert library is not None
+    addresses = [None if one is None else one.ctypes.data for one in planes]
+    pointers = (ctypes.c_void_p * len(planes))(*addresses)
+    library.wu_steps(out.itemsize, pointers, _number(len(out)), _at(out))
 
 
 _number = ctypes.c_int64
