@@ -368,6 +368,13 @@ def test_a_change_is_seen(reads: Reads, change: Callable[[Model], Any]) -> None:
         reads.read()
 
 
+def test_a_broken_module(reads: Reads) -> None:
+    reads.settle()
+    del first(reads.source).drop.__dict__["_buffers"]
+    with pytest.raises(AttributeError, match="_buffers"):
+        reads.read()
+
+
 def test_an_unchanged_module_is_not_searched_again(reads: Reads) -> None:
     named = reads.settle()
     other_values(reads.source)

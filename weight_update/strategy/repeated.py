@@ -144,14 +144,16 @@ class ModuleStructure:
     def unchanged(self) -> bool:
         """Return whether everything is as it was, and torch's own methods find the weights."""
         own = vars(self.module)
-        return (
-            not any(name in own for name in self._methods)
-            and all(map(self._finds_as_torch, self._extra_of))
-            and self._same_parts()
-            and (not self._as_state_dict or self._same_state_dicts())
-            # their sizes were compared, so no entry can have gone from one dict to the next unseen
-            and list(chain.from_iterable(self._dicts)) == self._keys
-            and all(map(operator.is_, chain.from_iterable(map(dict.values, self._dicts)), self._values))
+        if any(name in own for name in self._methods) or not all(map(self._finds_as_torch, self._extra_of)):
+            return False
+        try:
+            if not self._same_parts() or (self._as_state_dict and not self._same_state_dicts()):
+                return False
+        except KeyError:  # an attribute of a submodule was deleted
+            return False
+        # the dicts have the sizes that they had, so no entry has gone from the end of one to the next
+        return list(chain.from_iterable(self._dicts)) == self._keys and all(
+            map(operator.is_, chain.from_iterable(map(dict.values, self._dicts)), self._values)
         )
 
     def _same_parts(self) -> bool:
@@ -160,9 +162,9 @@ class ModuleStructure:
             own = part.__dict__
             if (
                 type(part) is not kind
-                or own.get("_parameters") is not parameters
-                or own.get("_buffers") is not buffers
-                or own.get("_modules") is not modules
+                or own["_parameters"] is not parameters
+                or own["_buffers"] is not buffers
+                or own["_modules"] is not modules
                 or len(parameters) != n_parameters
                 or len(buffers) != n_buffers
                 or len(modules) != n_modules
@@ -175,9 +177,9 @@ class ModuleStructure:
         for part, *_, transient in self._parts:
             own = part.__dict__
             if (
-                own.get("_non_persistent_buffers_set") != transient
-                or own.get("_state_dict_hooks")
-                or own.get("_state_dict_pre_hooks")
+                own["_non_persistent_buffers_set"] != transient
+                or own["_state_dict_hooks"]
+                or own["_state_dict_pre_hooks"]
                 or "state_dict" in own
                 or "_save_to_state_dict" in own
             ):
