@@ -185,6 +185,40 @@ def tensors_table(found: Found) -> Table:
     )
 
 
+def measure_layers(plan: Plan) -> Found:
+    """Measure transformers whose weights and biases take turns, in many tensors."""
+    found: Found = {}
+    for tensors in (one for one in plan.tensors if one > plan.many):
+        case = Case(0.0, tensors, plan.tensors_workers, layered=True)
+        for scheme in plan.schemes:
+            say(f"layers: {tensors} tensors, {_label(plan, scheme)}")
+            with trainers(
+                [(variant, case) for variant in plan.variants_of(scheme)], plan.start_timeout
+            ) as live:
+                for trainer, figure in zip(live, figures_of(live, plan), strict=True):
+                    found[trainer.variant, 0.0, tensors, plan.tensors_workers] = figure
+    return found
+
+
+def layers_table(found: Found, workers: int) -> Table:
+    """Return a table with one row for each number of tensors and scheme."""
+    rows: list[list[str | Cell]] = []
+    for variant, *case in found:
+        if variant in ("shared", "process"):
+            ours, theirs = found[(variant, *case)], found.get((rival(variant), *case), Figure(()))
+            name = LABELS[variant].partition(",")[0]
+            rows.append([name, str(case[1]), ours.cell(1e3), theirs.show(1e3), show_ratio(ours, theirs)])
+    return Table(
+        f"Many tensors of a transformer, to {workers} workers",
+        "Milliseconds. Layers of 12 tensors, weights and biases in turns, 1 KB each on average. Our scheme "
+        "is given the module at each send, TorchRL's a TensorDict that was made once. Open files are not "
+        "limited.",
+        ["scheme", "tensors", "ours", "torchrl", "ours/torchrl"],
+        rows,
+        names=(0, 1),
+    )
+
+
 StallFigures = dict[tuple[str, str], list[Stall]]
 """Variant and what happened (``"update"`` or ``"copy"``): one entry for each time."""
 
@@ -381,6 +415,8 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     if "tensors" in parts:
         results.tensors = measure_tensors(plan)
         yield tensors_table(results.tensors)
+        if layers := measure_layers(plan):
+            yield layers_table(layers, plan.tensors_workers)
     if "stall" in parts:
         results.stall = measure_stall(plan)
         yield stall_table(results.stall, plan.largest)

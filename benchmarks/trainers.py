@@ -89,6 +89,8 @@ class Case:
         start: start method of the trainer: ``"spawn"``, or ``"forkserver"``, which imports only once.
         ray: address of the running Ray, for schemes that use it.
         network: hosts ``"trainer"`` and ``"worker"``, where the processes run; None for this machine.
+        layered: whether the model is a transformer, and a sender of ours is given the module itself; that of
+            TorchRL is given a TensorDict of it that was made before.
     """
 
     megabytes: float
@@ -98,6 +100,7 @@ class Case:
     start: str = "spawn"
     ray: str | None = None
     network: Network | None = None
+    layered: bool = False
 
     @property
     def address(self) -> str:
@@ -157,6 +160,7 @@ class _Sender:
 
     def __init__(self, scheme: Any, workers: Workers | Actors, weights: TensorDictBase) -> None:
         self._scheme, self._workers, self._weights = scheme, workers, weights
+        self._source: Any = weights
         self._updates = 0
         self._pids = workers.connect(scheme)
 
@@ -179,7 +183,7 @@ class _Sender:
         self._updates += 1
         mark(self._weights, self._updates)
         start = time.perf_counter()
-        self._scheme.send(weights=self._weights)
+        self._scheme.send(weights=self._source)
         return time.perf_counter() - start
 
     def close(self) -> None:
@@ -223,7 +227,8 @@ class _LocalSender(_Sender):
 
     def __init__(self, variant: str, case: Case) -> None:
         context: Any = mp.get_context("spawn")
-        weights = fill(Model(case.megabytes, case.tensors))
+        policy = Model(case.megabytes, case.tensors, case.layered)
+        weights = fill(policy)
         scheme = make_scheme(variant)
         # TorchRL makes what it is given here its shared memory: give it weights of their own.
         first = weights.clone() if variant.startswith("torchrl-") else weights
@@ -231,9 +236,11 @@ class _LocalSender(_Sender):
         scheme.init_on_sender(
             model_id="policy", weights=first, devices=devices, num_workers=case.workers, ctx=context
         )
-        self._recording, model = context.RawValue("i", 0), (case.megabytes, case.tensors)
+        self._recording, model = context.RawValue("i", 0), (case.megabytes, case.tensors, case.layered)
         workers = [Process(SpawnedWorker, scheme, idx, model, self._recording) for idx in range(case.workers)]
         super().__init__(scheme, Workers(workers), weights)
+        if case.layered and not variant.startswith("torchrl-"):
+            self._source = policy
 
     def stall(self) -> Stall:
         """Send one update while worker 0 computes."""

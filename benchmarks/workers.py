@@ -21,6 +21,7 @@ from benchmarks.bare import LOOPBACK
 from benchmarks.processes import Process
 
 _WIDTH = 16  # of the one layer that computes: 16 x 16 float32 is 1 KB, so that 5,000 tensors are 5 MB
+_LAYER = 12  # tensors of a layer of a transformer: weights and biases in turns, 12 KB in all
 _LAYERS = 8  # times that it is applied, for a forward pass of about 50 microseconds
 
 
@@ -33,11 +34,18 @@ class Model(nn.Module):
     Args:
         megabytes: size of all tensors together, in units of a million bytes.
         tensors: number of tensors, at least 2.
+        layered: whether the parameters are those of a transformer of about that many tensors, whatever its
+            size, instead of one list.
     """
 
-    def __init__(self, megabytes: float, tensors: int) -> None:
+    def __init__(self, megabytes: float, tensors: int, layered: bool = False) -> None:
         super().__init__()
         self.first = nn.Linear(_WIDTH, _WIDTH, bias=False)
+        self.rest: nn.Module
+        if layered:
+            layers = [nn.TransformerEncoderLayer(_WIDTH, 2, 56) for _ in range(max(1, tensors // _LAYER))]
+            self.rest = nn.ModuleList(layers)
+            return
         each = math.ceil((megabytes * 1e6 / 4 - _WIDTH**2) / (tensors - 1))
         # Not written to: pages that nobody touched cost no memory in a worker.
         rest = [nn.Parameter(torch.empty(max(each, 1))) for _ in range(tensors - 1)]
@@ -50,7 +58,8 @@ class Model(nn.Module):
 
     def marks(self) -> tuple[float, float]:
         """Return the first element of the first and of the last tensor; see :func:`mark`."""
-        return float(self.first.weight.detach().flatten()[0]), float(self.rest[-1].detach().flatten()[0])
+        *_, last = self.parameters()
+        return float(self.first.weight.detach().flatten()[0]), float(last.detach().flatten()[0])
 
 
 def fill(model: Model) -> TensorDictBase:
@@ -64,8 +73,10 @@ def fill(model: Model) -> TensorDictBase:
 def mark(weights: TensorDictBase, number: float) -> None:
     """Write ``number`` where :meth:`Model.marks` reads it, so that an update can be recognized."""
     weights["first", "weight"].flatten()[0] = number
-    rest = weights["rest"]
-    rest[str(len(list(rest.keys())) - 1)].flatten()[0] = number
+    last: TensorDictBase = weights["rest"]
+    while isinstance(last, TensorDictBase):
+        last = last[list(last.keys())[-1]]
+    last.flatten()[0] = number
 
 
 class Worker:
@@ -75,12 +86,13 @@ class Worker:
         idx: index from 0.
         megabytes: size of the model.
         tensors: number of its tensors.
+        layered: see :class:`Model`.
     """
 
-    def __init__(self, idx: int, megabytes: float, tensors: int) -> None:
+    def __init__(self, idx: int, megabytes: float, tensors: int, layered: bool = False) -> None:
         torch.set_num_threads(1)
         self.worker_idx = idx
-        self.policy = Model(megabytes, tensors)
+        self.policy = Model(megabytes, tensors, layered)
         self._scheme: Any = None
 
     def join(self, scheme: Any, number: int, **where: Any) -> int:
@@ -127,11 +139,11 @@ class SpawnedWorker(Worker):
     Args:
         scheme: as it came from the sender.
         idx: index from 0.
-        model: megabytes and tensors of the model.
+        model: arguments of :class:`Model`.
         recording: shared integer; 1 while forward passes are to be recorded, 2 afterwards.
     """
 
-    def __init__(self, scheme: Any, idx: int, model: tuple[float, int], recording: Any) -> None:
+    def __init__(self, scheme: Any, idx: int, model: tuple[float, int, bool], recording: Any) -> None:
         super().__init__(idx, *model)
         self._recording = recording
         self.join(scheme, idx, model=self.policy)

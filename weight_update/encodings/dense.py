@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -13,12 +14,14 @@ from weight_update.encodings.base import Decoder, Encoder, Lend, WholeEncoding, 
 from weight_update.encodings.patch.diff_cpu import SERIAL
 from weight_update.errors import FormatError
 from weight_update.progress import Progress
+from weight_update.wire.fixed import FixedTensors
 from weight_update.wire.memory import await_stream
-from weight_update.wire.schema import TensorMeta, WeightSchema
+from weight_update.wire.schema import ALIGNMENT, TensorMeta, WeightSchema, aligned
 
 _JOINED = 8  # number of tensors from which a single call is faster
 _LARGE = 256 << 20  # bytes that take tens of milliseconds to copy
 _BATCHES = 64
+_WORD = torch.int64
 
 
 class ViewCache:
@@ -75,17 +78,26 @@ class _DenseEncoder(Encoder):
         order = [*self._together, *((start, start + 1) for start in self._alone)]
         self._joined = ViewCache(WeightSchema(tuple(_joined(metas[a:b]) for a, b in order), schema.nbytes))
         self._single = ViewCache(WeightSchema(tuple(metas), schema.nbytes))
+        self._packer: _Packer | None = None
 
     def encode(self, tensors: Sequence[torch.Tensor], lend: Lend) -> list[torch.Tensor]:
         flat = lend(self._schema.nbytes)
         if self._own:
             own = [tensors[i] for i in self._own] if self._some else list(tensors)
             with torch.inference_mode():  # faster than no_grad for many small tensors
-                if not self._join(flat, own):
+                if not self._pack(flat, tensors) and not self._join(flat, own):
                     copy_all(self._single.views(flat), own, self._schema.nbytes)
             if flat.is_cuda:
                 await_stream(flat)
         return [flat]
+
+    def _pack(self, flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
+        """Copy fixed tensors, many with one call; return False if there are none."""
+        if not isinstance(tensors, FixedTensors) or not flat.is_cpu:
+            return False
+        if self._packer is None:
+            self._packer = _Packer(self._schema, self._own)
+        return self._packer.pack(flat, tensors)
 
     def _join(self, flat: torch.Tensor, own: list[torch.Tensor]) -> bool:
         """Copy each group with one call; return False if that is not possible or not faster."""
@@ -102,6 +114,82 @@ class _DenseEncoder(Encoder):
         if self._alone:
             copy_all(views[len(self._together) :], [own[i] for i in self._alone], flat.numel())
         return True
+
+
+class _Packer:
+    """Copies fixed tensors into a buffer as words, whatever their shapes; a run of them with one call."""
+
+    def __init__(self, schema: WeightSchema, own: Sequence[int]) -> None:
+        self._schema, self._own = schema, own
+        metas = [schema.tensors[i] for i in own]
+        self._runs = [run for run in _runs(metas) if run[1] - run[0] >= _JOINED]
+        packed = {i for start, stop in self._runs for i in range(start, stop)}
+        self._alone = [i for i in range(len(metas)) if i not in packed]
+        self._gaps = [
+            (after.offset - one.offset - one.nbytes) // _WORD.itemsize for one, after in pairwise(metas)
+        ]
+        # views into a buffer: one for each run, then one for each other entry
+        whole = [_words(metas[start], metas[stop - 1]) for start, stop in self._runs]
+        parts = (*whole, *(metas[i] for i in self._alone))
+        self._cache = ViewCache(WeightSchema(parts, schema.nbytes))
+
+    def pack(self, flat: torch.Tensor, tensors: FixedTensors) -> bool:
+        """Copy the tensors; return False, and copy none, if that needs a conversion."""
+        key = "pieces", self._schema.digest
+        if key not in tensors.memo:
+            tensors.memo[key] = self._pieces(tensors)
+        pieces: tuple[list[list[torch.Tensor]], list[torch.Tensor]] | None = tensors.memo[key]
+        if pieces is None:
+            return False
+        views, (runs, alone) = self._cache.views(flat), pieces
+        for view, run in zip(views, runs, strict=False):
+            torch.cat(run, out=view)
+        if alone:
+            torch._foreach_copy_(views[len(runs) :], alone)
+        return True
+
+    def _pieces(self, tensors: FixedTensors) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]] | None:
+        """Return the words of each run with those that fill its gaps, and the other tensors."""
+        if any(tensors[i].dtype is not self._schema.tensors[i].dtype for i in self._own):
+            return None
+        zeros, runs = torch.zeros(ALIGNMENT // _WORD.itemsize, dtype=_WORD), []
+        for start, stop in self._runs:
+            run = []
+            for i in range(start, stop):
+                words = tensors.words[self._own[i]]
+                if words is None:
+                    return None
+                run.append(words)
+                if i + 1 < stop and self._gaps[i]:
+                    run.append(zeros[: self._gaps[i]])
+            runs.append(run)
+        return runs, [tensors[self._own[i]] for i in self._alone]
+
+
+def _runs(metas: Sequence[TensorMeta]) -> Iterator[tuple[int, int]]:
+    """Yield first and last + 1 positions of runs of entries of whole words, one closely after the other.
+
+    A run ends where torch would start threads to copy it.
+    """
+    start = None
+    for i, meta in enumerate(metas):
+        if start is not None:
+            last, first = metas[i - 1], metas[start]
+            close = aligned(last.offset + last.nbytes) == meta.offset
+            small = meta.offset + meta.nbytes - first.offset < SERIAL * _WORD.itemsize
+            if meta.nbytes % _WORD.itemsize or not close or not small:
+                yield start, i
+                start = None
+        if start is None and not meta.nbytes % _WORD.itemsize:
+            start = i
+    if start is not None:
+        yield start, len(metas)
+
+
+def _words(first: TensorMeta, last: TensorMeta) -> TensorMeta:
+    """Return one entry that covers a run from its first to its last entry."""
+    size = last.offset + last.nbytes - first.offset
+    return TensorMeta(first.name, (size // _WORD.itemsize,), _WORD, first.offset)
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor], nbytes: int) -> None:

@@ -46,7 +46,9 @@ class FlatBuffer(Storage):
             self._flat = torch.empty(schema.nbytes, dtype=torch.uint8, device="cpu")
             self.values = schema.views(self._flat)
         self._places = _places_of(self.values)
-        self._holds_model = False  # from begin() to switch()
+        self._inside: list[
+            torch.Tensor
+        ] = []  # the model's tensors if they lie here, from begin() to switch()
 
     @staticmethod
     def suits(schema: WeightSchema, binding: Binding) -> bool:
@@ -62,7 +64,12 @@ class FlatBuffer(Storage):
 
     def holds_model(self) -> bool:
         """Return whether the model's tensors lie in the buffer now."""
-        return _places_of(self._binding.tensors(self.schema.names)) == self._places
+        return bool(self._find_inside())
+
+    def _find_inside(self) -> list[torch.Tensor]:
+        """Return the model's tensors if they lie in the buffer, else none."""
+        tensors = self._binding.tensors(self.schema.names)
+        return tensors if _places_of(tensors) == self._places else []
 
     def stage(self, update: StagedUpdate, target: Target) -> None:
         """Do nothing: the payload is copied as it is."""
@@ -73,8 +80,8 @@ class FlatBuffer(Storage):
         Until forward passes wait, the program may move the model's tensors or cast them.
         """
         same = target.binding is self._binding
-        self._holds_model = same and self.holds_model()
-        if self._holds_model:
+        self._inside = self._find_inside() if same else []
+        if self._inside:
             return
         ready = target.prepare(self.schema.names, update.values)
         if not same or not all(map(operator.is_, ready, update.values)):
@@ -84,11 +91,11 @@ class FlatBuffer(Storage):
         # Copy in parts for which torch starts no threads: those hang in forked processes.
         to, of = (torch.split(one.view(_WORD), SERIAL) for one in (self._flat, update.payloads[0]))
         torch._foreach_copy_(to, of)
-        names = self.schema.names
-        if self._holds_model:
-            count_writes(self._binding.tensors(names))
+        inside, self._inside = self._inside, []
+        if inside:
+            count_writes(inside)
         else:
-            self._binding.switch(names, self.values)
+            self._binding.switch(self.schema.names, self.values)
             self._places = _places_of(self.values)  # the buffer moves with the model, as into shared memory
         update.used_up, update.payloads, update.values = update.payloads, [], self.values
 

@@ -26,9 +26,11 @@ from weight_update.sender.joining import WorkerAlive, liveness
 from weight_update.sender.sender import Sender
 from weight_update.sharded import Follower, Gathering, Leader, Ranks
 from weight_update.strategy.named_weights import NamedWeights
+from weight_update.strategy.repeated import RepeatedRead
 from weight_update.strategy.strategy import GatherShards, WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.rate_limit import Refusals
+from weight_update.wire.fixed import MANY
 from weight_update.wire.schema import WeightSchema
 
 _REMEMBERED = 64
@@ -69,6 +71,7 @@ class SourceReader:
         self._sources, self._strategy = sources, strategy
         self._first = next(iter(sources.by_worker))
         self._chosen: dict[int, frozenset[str] | None] = {}  # names that the strategy selects, by worker
+        self._repeated: dict[int, RepeatedRead] = {}  # by the position of a source of many tensors in a read
 
     def survey(self) -> _Surveyed:
         """Return the weights that each worker is to have, and those that updates carry (None for all).
@@ -108,7 +111,11 @@ class SourceReader:
         for idx, source in found.items():
             if id(source) not in named:
                 chosen = None if everything else self._chosen.get(idx, self._chosen.get(self._first))
-                named[id(source)] = self._outgoing(source, chosen)
+                place = len(named)
+                read = named[id(source)] = self._outgoing(source, chosen, self._repeated.get(place))
+                if place not in self._repeated and len(read.tensors) >= MANY:
+                    self._repeated[place] = RepeatedRead(self._strategy)
+        self._repeated = {place: one for place, one in self._repeated.items() if place < len(named)}
         return {idx: named[id(source)] for idx, source in found.items()}
 
     def _sources_of(self, weights: Any, workers: Sequence[int]) -> dict[int, Any]:
@@ -130,10 +137,12 @@ class SourceReader:
             self.gathering.begin()
         return found
 
-    def _outgoing(self, source: Any, chosen: frozenset[str] | None = None) -> NamedWeights:
+    def _outgoing(
+        self, source: Any, chosen: frozenset[str] | None = None, repeated: RepeatedRead | None = None
+    ) -> NamedWeights:
         if self.gathering is not None:
             return self.gathering.read(self._strategy, source, chosen)
-        named = self._strategy.outgoing(source, chosen)
+        named = (repeated or self._strategy).outgoing(source, chosen)
         if named.sharded:
             raise UnsupportedSourceError(
                 "these weights are sharded (DTensor): give init_on_sender a sharded model on every rank, or "

@@ -280,7 +280,7 @@ class Sender(Outcomes):
                 groups.append(self._groups.group_for(states))
                 step = Step.of(self._number, named.extra, commit=commit, group_commit=group_commit)
                 bases = [worker.has for worker in states if worker.has is not None]
-                staged.append(groups[-1].stage(step, named.tensors, bases))
+                staged.append(groups[-1].stage(step, named, bases))
         except BaseException:
             self._groups.discard(groups)
             raise

@@ -345,7 +345,7 @@ class GroupAssignment:
                 return
         group = self._new(wire, worker.tracked, source)
         if named is not None:
-            group.stage(Step.of(version, named.extra), named.tensors)
+            group.stage(Step.of(version, named.extra), named)
             group.commit()
         self.move([worker], group)
 

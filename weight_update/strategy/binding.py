@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -40,14 +41,21 @@ class Binding:
         self.destination = destination
         self._places: dict[str, tuple[Any, str]] = dict(self._find())
         self._parts = list(_parts(destination))
+        self._owners = _owners(destination)
+        self._submodules = list(chain.from_iterable(map(dict.values, self._owners)))
         self._asked: tuple[tuple[str, ...], list[tuple[Callable[[str], Any], str]]] = (), []
         self._find_devices()
         self._extra_owners = extra_owners(destination) if isinstance(destination, nn.Module) else {}
 
     def is_stale(self) -> bool:
         """Return whether a submodule, or a dict or TensorDict inside the destination, was replaced."""
-        # A list is quicker than a generator: forward passes may be waiting.
-        return True in [get(key) is not part for get, key, part in self._parts]
+        # Without interpreted code for each submodule: forward passes may be waiting.
+        submodules = list(chain.from_iterable(map(dict.values, self._owners)))
+        return (
+            len(submodules) != len(self._submodules)
+            or not all(map(operator.is_, submodules, self._submodules))
+            or True in [get(key) is not part for get, key, part in self._parts]
+        )
 
     def _find_devices(self) -> None:
         self._devices = {self._get(name).device for name in self._places}
@@ -242,13 +250,16 @@ def count_writes(targets: Sequence[torch.Tensor]) -> None:
         torch.autograd.graph.increment_version([one for one in targets if not one.is_inference()])
 
 
+def _owners(node: Any) -> list[dict[str, Any]]:
+    """Return the dicts of submodules in a module that are not empty."""
+    if not isinstance(node, nn.Module):
+        return []
+    return [part._modules for _, part in named_parts(node) if part._modules]
+
+
 def _parts(node: Any) -> Iterator[tuple[Callable[[str], Any], str, Any]]:
-    """Yield each part of ``node`` that contains tensors, after the function and the argument that find it."""
-    if isinstance(node, nn.Module):
-        for _, owner in named_parts(node):
-            for key, part in owner._modules.items():
-                yield owner._modules.get, key, part
-    elif isinstance(node, TensorDictBase | MutableMapping):
+    """Yield each part of a TensorDict or dict that contains tensors, after a call that finds it."""
+    if isinstance(node, TensorDictBase | MutableMapping):
         for key, part in node.items():
             if isinstance(part, TensorDictBase | MutableMapping) and node.get(key) is part:
                 yield node.get, key, part

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from weight_update.encodings import Encoding
 from weight_update.errors import ConversionError, SchemaMismatchError, UnsupportedSourceError
 from weight_update.text import plural
+from weight_update.wire.fixed import FixedTensors
 from weight_update.wire.memory import memory_identity
 from weight_update.wire.schema import WeightSchema, differences, matching, untied, wrapper_hint
 
@@ -45,12 +46,24 @@ class NamedWeights:
         extra: extra state by the dotted name ``"<module>._extra_state"``.
         convert: conversion that :meth:`items` still has to apply to ``tensors``.
         gather: gathering that comes before the conversion.
+        fixed: the same tensors, if they are known to be as in the update before except for their values.
     """
 
     tensors: dict[str, torch.Tensor] = field(repr=False)
     extra: dict[str, Any] = field(default_factory=dict, repr=False)
     convert: Convert | None = None
     gather: Gather | None = None
+    fixed: FixedTensors | None = field(default=None, repr=False)
+
+    def in_order(self, names: tuple[str, ...]) -> Sequence[torch.Tensor]:
+        """Return the tensors of ``names``, which are all here."""
+        fixed = self.fixed
+        if fixed is not None and fixed.memo.get("names") is names:
+            return fixed
+        if fixed is not None and fixed.names == names:
+            fixed.memo["names"] = names
+            return fixed
+        return [self.tensors[name] for name in names]
 
     @torch.no_grad()
     def items(self) -> Generator[tuple[str, torch.Tensor]]:
@@ -106,11 +119,16 @@ class NamedWeights:
             UnsupportedSourceError: tensors are on the meta device, or cannot be sent at all.
             SchemaMismatchError: names do not fit; the error has one line for each.
         """
-        tensors = self.tensors
+        tensors, fixed = self.tensors, self.fixed
+        agreed = "agreed", id(schema), more
+        if fixed is not None and agreed in fixed.memo:
+            return
         if any(map(_IS_META, tensors.values())):
             hollow = ", ".join([name for name, tensor in tensors.items() if tensor.is_meta][:10])
             raise UnsupportedSourceError(f"on the meta device, without values to send: {hollow}")
         if _exact(schema, tensors, more=more):
+            if fixed is not None:
+                fixed.memo[agreed] = schema  # which keeps its id
             return
         given = WeightSchema.of(tensors)
         problems = [*differences(schema, given, "the weights given", more=more), *untied(schema, given)]

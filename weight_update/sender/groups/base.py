@@ -6,7 +6,7 @@ import contextlib
 import copy
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from weight_update.encodings import Encoder, Lend, WholeEncoding
 from weight_update.sender.buffers import EncodedUpdate, Slot, VersionId, give_back
+from weight_update.strategy.named_weights import NamedWeights
 from weight_update.wire.frames import Step, frames_of
 from weight_update.wire.schema import WeightSchema
 
@@ -86,9 +87,7 @@ class SendGroup(ABC):
         return {"keep": False, "version": self.version, "digests": None}
 
     @abstractmethod
-    def stage(
-        self, step: Step, tensors: Mapping[str, torch.Tensor], bases: Sequence[VersionId] = ()
-    ) -> UpdateStats:
+    def stage(self, step: Step, named: NamedWeights, bases: Sequence[VersionId] = ()) -> UpdateStats:
         """Encode an update. One thread at a time calls this, :meth:`commit` or :meth:`discard`.
 
         ``bases`` are the weights that the workers of this group have now, as far as they are known.
@@ -159,10 +158,8 @@ class FullGroup(SendGroup):
     def kept(self) -> list[EncodedUpdate]:
         return [one for one in (self._latest, self._staged) if one is not None]
 
-    def stage(
-        self, step: Step, tensors: Mapping[str, torch.Tensor], bases: Sequence[VersionId] = ()
-    ) -> UpdateStats:
-        update = self._encode_whole(step, self._encoder, [tensors[name] for name in self.schema.names])
+    def stage(self, step: Step, named: NamedWeights, bases: Sequence[VersionId] = ()) -> UpdateStats:
+        update = self._encode_whole(step, self._encoder, named.in_order(self.schema.names))
         with self._lock:
             self.discard()
             self._staged, self._step, self.pending = update, step, step.version

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from weight_update.encodings import DeltaEncoding, Difference, Lend, Tracker
 from weight_update.sender.buffers import EncodedUpdate, Slot, VersionId, give_back
 from weight_update.sender.groups.base import Borrow, SendGroup, UpdateStats
+from weight_update.strategy.named_weights import NamedWeights
 from weight_update.wire.frames import Step, frames_of
 from weight_update.wire.memory import digest
 from weight_update.wire.schema import WeightSchema, aligned
@@ -65,10 +66,8 @@ class DeltaGroup(SendGroup):
         with self._remembering:
             return {"keep": True, "version": self.version, "digests": self._digests_to_tell()}
 
-    def stage(
-        self, step: Step, tensors: Mapping[str, torch.Tensor], bases: Sequence[VersionId] = ()
-    ) -> UpdateStats:
-        elements = self.schema.elements
+    def stage(self, step: Step, named: NamedWeights, bases: Sequence[VersionId] = ()) -> UpdateStats:
+        elements, tensors = self.schema.elements, named.tensors
         if self.version is None:
             with self._remembering:
                 self._tracker.begin([tensors[name] for name in self.schema.names])

@@ -1,0 +1,278 @@
+"""A source that is read again and again: whatever changes in it is seen at the next read."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from structure_parts import (
+    CALLS,
+    CHANGES,
+    Layer,
+    Model,
+    Sharded,
+    extra_state,
+    first,
+    loaded,
+    other_memory,
+    other_values,
+    own_state_dict,
+    removed_parameter,
+    replaced,
+    replaced_dict,
+    transposed,
+)
+from tensordict import TensorDict
+from torch import nn
+
+from weight_update import DenseEncoding, MemoryWeightSyncScheme, SchemaMismatchError, WeightStrategy
+from weight_update.strategy.named_weights import NamedWeights
+from weight_update.strategy.repeated import RepeatedRead
+from weight_update.testing import WorkerProcesses, fingerprint, scramble
+from weight_update.wire.schema import WeightSchema
+
+MODES = ("tensordict", "state_dict")
+
+
+class Reads:
+    """Reads of one source, each compared with one that knows nothing of the reads before."""
+
+    def __init__(self, source: Any, mode: str) -> None:
+        self.source, self.strategy = source, WeightStrategy(mode)
+        self.repeated = RepeatedRead(self.strategy)
+        self.schema = self.strategy.named(source).schema()
+        self.encoder = DenseEncoding().encoder(self.schema)
+        self.slot = torch.zeros(self.schema.nbytes, dtype=torch.uint8)
+
+    def read(self) -> NamedWeights:
+        found, fresh = self.repeated.outgoing(self.source, None), self.strategy.outgoing(self.source)
+        assert list(found.tensors) == list(fresh.tensors)
+        for ours, theirs in zip(found.tensors.values(), fresh.tensors.values(), strict=True):
+            assert ours is theirs or (ours.dtype is theirs.dtype and torch.equal(ours, theirs))
+        assert found.extra == fresh.extra
+        assert self.outcome(found) == self.outcome(fresh)
+        return found
+
+    def outcome(self, named: NamedWeights) -> str | bytes:
+        """Return the bytes that are sent, or the error."""
+        self.slot.zero_()
+        try:
+            named.require_agreed(self.schema, more=False)
+        except SchemaMismatchError as error:
+            return str(error)
+        (payload,) = self.encoder.encode(named.in_order(self.schema.names), lambda _: self.slot)
+        return payload.numpy().tobytes()
+
+    def settle(self) -> NamedWeights:
+        """Read until nothing is left to remember."""
+        self.read()
+        self.read()
+        named = self.read()
+        assert named.fixed is not None
+        return named
+
+
+@pytest.fixture(params=MODES)
+def reads(request: pytest.FixtureRequest) -> Reads:
+    return Reads(Model(), request.param)
+
+
+@pytest.mark.parametrize("change", [*CHANGES, *CALLS.values()], ids=[*(c.__name__ for c in CHANGES), *CALLS])
+def test_a_change_is_seen(reads: Reads, change: Callable[[Model], Any]) -> None:
+    reads.settle()
+    change(reads.source)
+    for _ in range(4):
+        reads.read()
+        other_values(reads.source)
+        reads.read()
+
+
+def test_a_broken_module(reads: Reads) -> None:
+    reads.settle()
+    del first(reads.source).drop.__dict__["_buffers"]
+    with pytest.raises(AttributeError, match="_buffers"):
+        reads.read()
+
+
+def test_an_unchanged_module_is_not_searched_again(reads: Reads) -> None:
+    named = reads.settle()
+    other_values(reads.source)
+    again = reads.read()
+    assert again.tensors is named.tensors
+    assert again.fixed is named.fixed
+    replaced(reads.source)
+    assert reads.read().tensors is not named.tensors
+    assert reads.settle().tensors is not named.tensors  # it is known again
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "replacement"),
+    [
+        (Model, "get_extra_state", lambda model: "other"),
+        (nn.Linear, "get_extra_state", lambda module: "new"),
+        (Model, "state_dict", own_state_dict),
+        (nn.LayerNorm, "_save_to_state_dict", lambda *_: None),
+        (Model, "named_parameters", lambda model, **_: iter([("own", nn.Parameter(torch.ones(3)))])),
+        (Layer, "named_modules", lambda module, memo, prefix, duplicates: [(prefix, module)]),
+        (nn.Linear, "_parameters", {}),
+    ],
+)
+def test_a_class_that_changes(
+    reads: Reads, monkeypatch: pytest.MonkeyPatch, kind: type, method: str, replacement: Any
+) -> None:
+    reads.settle()
+    monkeypatch.setattr(kind, method, replacement, raising=False)
+    for _ in range(3):
+        reads.read()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_module_with_a_way_of_its_own(mode: str) -> None:
+    model = Sharded()
+    reads = Reads(model, mode)
+    for _ in range(4):
+        other_values(model)
+        reads.read()
+    replaced(model)
+    reads.read()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_inside_torch_compile(mode: str) -> None:
+    wrapper = torch.compile(Model(), backend="eager")
+    reads = Reads(wrapper, mode)
+    for _ in range(4):
+        reads.read()
+    replaced(wrapper._orig_mod)
+    reads.read()
+    wrapper._orig_mod = Model()
+    for _ in range(4):
+        reads.read()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sources_that_are_no_modules(mode: str) -> None:
+    model = Model()
+    for source in (
+        dict(model.state_dict()),
+        TensorDict.from_module(model).data,
+        lambda: model,
+        lambda: dict(model.state_dict(keep_vars=True)),
+    ):
+        reads = Reads(source, mode)
+        reads.settle()
+        other_memory(model)
+        reads.read()
+        other_values(model)
+        reads.read()
+
+
+class Wrapped(torch.Tensor):
+    """A kind of tensor that may not mean what is in its memory."""
+
+
+def test_a_tensor_of_another_kind() -> None:
+    tensors: dict[str, torch.Tensor] = dict(Model().state_dict())
+    reads = Reads(tensors, "tensordict")
+    reads.settle()
+    name = "head.weight"
+    tensors[name] = tensors[name].as_subclass(Wrapped)
+    assert reads.read().fixed is None
+
+
+def test_a_buffer_called_like_extra_state() -> None:
+    model = Model()
+    model.head.register_buffer("_extra_state", torch.ones(1))
+    reads = Reads(model, "state_dict")
+    for _ in range(4):
+        assert "head._extra_state" in reads.read().extra
+
+
+def test_the_source_changes_from_call_to_call() -> None:
+    models = [Model(), Model()]
+    reads = Reads(lambda: models[0], "tensordict")
+    reads.settle()
+    for _ in range(4):
+        models.reverse()
+        reads.read()
+
+
+def test_the_choice_of_names_changes(reads: Reads) -> None:
+    reads.settle()
+    names = list(reads.strategy.named(reads.source).tensors)
+    for chosen in (frozenset(names[:300]), frozenset(names[1:301]), None):
+        for _ in range(3):
+            found = reads.repeated.outgoing(reads.source, chosen)
+            assert list(found.tensors) == [name for name in names if chosen is None or name in chosen]
+
+
+def test_no_model_is_kept_alive_that_is_read_once() -> None:
+    repeated = RepeatedRead(WeightStrategy())
+    ended = [False]
+
+    class Ending(Model):
+        def __del__(self) -> None:
+            ended[0] = True
+
+    model = Ending()
+    repeated.outgoing(model, None)
+    del model
+    assert ended[0]
+
+
+def test_large_tensors_are_not_kept_alive() -> None:
+    model = nn.ParameterList(nn.Parameter(torch.zeros(2048)) for _ in range(300))
+    repeated = RepeatedRead(WeightStrategy())
+    for _ in range(4):
+        assert repeated.outgoing(model, None).fixed is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_workers_get_what_changed(mode: str) -> None:
+    model = Model()
+    scheme = MemoryWeightSyncScheme(strategy=mode, timeout=20.0, connect_timeout=30.0)
+    scheme.init_on_sender(model=model, num_workers=1)
+    with WorkerProcesses(scheme, "thread") as workers:
+        workers.hire(0, Model())
+        workers.connect()
+
+        def update(seed: int) -> None:
+            scramble(model, seed)
+            scheme.send()
+            expected = fingerprint(copy.deepcopy(model).float(), scheme.strategy)
+            assert workers.workers[0].call("fingerprint") == expected
+
+        for seed in range(4):
+            update(seed)
+        for change in (
+            replaced,
+            other_memory,
+            transposed,
+            loaded,
+            extra_state,
+            replaced_dict,
+            Model.bfloat16,
+        ):
+            change(model)
+            for seed in range(3):
+                update(seed)
+        removed_parameter(model)
+        with pytest.raises(SchemaMismatchError, match=r"layers\.0\.up\.bias"):
+            scheme.send()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int16, torch.bool])
+def test_all_bits_arrive(dtype: torch.dtype) -> None:
+    """Sizes with and without whole words, more than one call takes, ties, empty tensors and scalars."""
+    shapes = [(64,), (8, 8), (4,), (5,), (0,), (), (3, 4), (12,)] * 60 + [(5, 8)] * 400
+    tensors = {str(i): torch.randn(shape).mul(100).to(dtype) for i, shape in enumerate(shapes)}
+    tensors["7"] = tensors["tied"] = tensors["0"]
+    reads = Reads(tensors, "tensordict")
+    assert isinstance(reads.schema, WeightSchema)
+    for _ in range(3):
+        reads.settle()
+        for value in tensors.values():
+            value.copy_(torch.randn(value.shape).mul(100))

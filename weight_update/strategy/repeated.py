@@ -1,0 +1,203 @@
+"""Reading the same source again and again: work for each tensor is done when something has changed."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from weight_update.strategy.named_weights import (
+    ExtractAs,
+    NamedWeights,
+    WeightReader,
+    extra_owners,
+    named_parts,
+)
+from weight_update.wire.fixed import FixedTensors, are_many
+
+_ADDRESS = torch.Tensor.data_ptr
+_STRIDED = {torch.strided}
+_LAYOUT = operator.attrgetter("layout")
+
+
+class RepeatedRead:
+    """Reads one source at each update, and notices whether more than its values have changed.
+
+    Every read checks everything that its result depends on. A second read of the same module finds the
+    tensors without asking each submodule for them, and tensors that are where they were need no other check.
+    """
+
+    def __init__(self, strategy: WeightReader) -> None:
+        self._strategy = strategy
+        self._module: weakref.ref[nn.Module] | None = None  # the module that was read last
+        self._structure: ModuleStructure | None = None
+        self._chosen: frozenset[str] | None = None
+        self._tensors: dict[str, torch.Tensor] = {}  # those of the structure
+        self._addresses: list[int] = []  # of the tensors that were read last
+        self._fixed: FixedTensors | None = None
+
+    def outgoing(self, source: Any, chosen: frozenset[str] | None) -> NamedWeights:
+        """Return the result of :meth:`WeightReader.outgoing`.
+
+        Raises:
+            UnsupportedSourceError: as :meth:`WeightReader.outgoing`.
+        """
+        if self._strategy.convert is not None:
+            return self._strategy.outgoing(source, chosen)
+        while callable(source) and not isinstance(source, nn.Module | TensorDictBase | Mapping):
+            source = source()
+        named = self._again(source, chosen) or self._anew(source, chosen)
+        self._find_fixed(named)
+        return named
+
+    def _again(self, source: Any, chosen: frozenset[str] | None) -> NamedWeights | None:
+        """Return the weights of the module that was read last, if its structure is the same."""
+        structure = self._structure
+        if structure is None or structure.module is not source or chosen is not self._chosen:
+            return None
+        if not structure.unchanged():
+            return None
+        extra = {name: part.get_extra_state() for name, part in structure.extra_owners.items()}
+        return NamedWeights(self._tensors, extra)
+
+    def _anew(self, source: Any, chosen: frozenset[str] | None) -> NamedWeights:
+        last = None if self._module is None else self._module()
+        self._module = self._structure = None
+        self._tensors = {}
+        structure = None
+        if isinstance(source, nn.Module):
+            self._module = weakref.ref(source)
+            if source is last:  # a module that is read once is not kept alive
+                structure = ModuleStructure.of(source, self._strategy.extract_as)
+        named = self._strategy.outgoing(source, chosen)  # after its structure: nothing in between is missed
+        if structure is not None and structure.extra_owners.keys() == named.extra.keys():
+            self._fixed = FixedTensors.of(named.tensors)
+            if self._fixed is not None:
+                self._structure, self._chosen, self._tensors = structure, chosen, named.tensors
+        return named
+
+    def _find_fixed(self, named: NamedWeights) -> None:
+        """Enter the fixed tensors into ``named``, if they are those of the last read."""
+        tensors = named.tensors
+        if self._fixed is not None and self._fixed.unchanged(tensors):
+            named.fixed = self._fixed
+            return
+        self._fixed = None
+        before, self._addresses = self._addresses, []
+        if are_many(tensors) and set(map(_LAYOUT, tensors.values())) == _STRIDED:
+            self._addresses = list(map(_ADDRESS, tensors.values()))
+            if self._addresses == before:
+                named.fixed = self._fixed = FixedTensors.of(tensors)
+
+
+_DICTS = ("_parameters", "_buffers", "_modules")
+_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
+_METHODS: dict[ExtractAs, tuple[str, ...]] = {
+    "tensordict": ("named_modules", "named_parameters", "named_buffers", "_named_members"),
+    "state_dict": ("named_modules", "state_dict", "_save_to_state_dict"),
+}
+"""Methods that find the weights; a module with one of its own is read anew each time."""
+
+_Part = tuple[
+    nn.Module, type[nn.Module], dict[str, Any], dict[str, Any], dict[str, Any], int, int, int, set[str]
+]
+
+
+class ModuleStructure:
+    """Everything that the names and tensors of a module depend on, as it was when this object was made.
+
+    These are the submodules with their classes, and the identity and contents of their dicts of parameters,
+    buffers and submodules. For a state dict, also hooks, and the names of buffers that are not persistent.
+
+    Attributes:
+        module: the module.
+        extra_owners: submodules that have extra state, by the name of the state.
+    """
+
+    def __init__(self, module: nn.Module, extract_as: ExtractAs) -> None:
+        self.module = module
+        self.extra_owners = extra_owners(module)
+        self._as_state_dict, self._methods = extract_as == "state_dict", _METHODS[extract_as]
+        self._parts = [_described(part) for _, part in named_parts(module)]
+        self._extra_of = {part[1]: part[1].get_extra_state for part in self._parts}
+        self._dicts = [held for part in self._parts for held in part[2:5] if held]
+        self._keys = list(chain.from_iterable(self._dicts))
+        self._values = list(chain.from_iterable(map(dict.values, self._dicts)))
+
+    @classmethod
+    def of(cls, module: nn.Module, extract_as: ExtractAs) -> ModuleStructure | None:
+        """Return the structure; None if the module does not find its weights as torch's modules do."""
+        try:
+            structure = cls(module, extract_as)
+        except KeyError:  # a class keeps its dicts elsewhere
+            return None
+        plain = all(type(held) in (dict, OrderedDict) for part in structure._parts for held in part[2:5])
+        return structure if plain and structure.unchanged() else None
+
+    def unchanged(self) -> bool:
+        """Return whether everything is as it was, and torch's own methods find the weights."""
+        own = vars(self.module)
+        if any(name in own for name in self._methods) or not all(map(self._finds_as_torch, self._extra_of)):
+            return False
+        try:
+            if not self._same_parts() or (self._as_state_dict and not self._same_state_dicts()):
+                return False
+        except KeyError:  # an attribute of a submodule was deleted
+            return False
+        # the dicts have the sizes that they had, so no entry has gone from the end of one to the next
+        return list(chain.from_iterable(self._dicts)) == self._keys and all(
+            map(operator.is_, chain.from_iterable(map(dict.values, self._dicts)), self._values)
+        )
+
+    def _same_parts(self) -> bool:
+        # One plain loop reads the memory of each submodule once, and so is faster than several calls of map.
+        for part, kind, parameters, buffers, modules, n_parameters, n_buffers, n_modules, _ in self._parts:
+            own = part.__dict__
+            if (
+                type(part) is not kind
+                or own["_parameters"] is not parameters
+                or own["_buffers"] is not buffers
+                or own["_modules"] is not modules
+                or len(parameters) != n_parameters
+                or len(buffers) != n_buffers
+                or len(modules) != n_modules
+                or "named_modules" in own
+            ):
+                return False
+        return True
+
+    def _same_state_dicts(self) -> bool:
+        for part, *_, transient in self._parts:
+            own = part.__dict__
+            if (
+                own["_non_persistent_buffers_set"] != transient
+                or own["_state_dict_hooks"]
+                or own["_state_dict_pre_hooks"]
+                or "state_dict" in own
+                or "_save_to_state_dict" in own
+            ):
+                return False
+        return True
+
+    def _finds_as_torch(self, kind: type[nn.Module]) -> bool:
+        """Return whether a class finds weights in torch's way, and extra state in the way it did before."""
+        return (
+            kind.get_extra_state is self._extra_of[kind]
+            and getattr(kind, "__getattribute__") is object.__getattribute__  # noqa: B009 - mypy sees two types
+            and all(getattr(kind, name) is getattr(nn.Module, name) for name in self._methods)
+            and not any(hasattr(kind, name) for name in (*_DICTS, *_HOOKS, "_non_persistent_buffers_set"))
+        )
+
+
+def _described(part: nn.Module) -> _Part:
+    own = vars(part)
+    dicts = own["_parameters"], own["_buffers"], own["_modules"]
+    parameters, buffers, modules = map(len, dicts)
+    return part, type(part), *dicts, parameters, buffers, modules, set(own["_non_persistent_buffers_set"])

@@ -1,0 +1,87 @@
+"""Tensors that keep their memory from one update to the next, so that little is done for each of them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+MANY = 256
+"""Number of tensors from which it pays to know that they are as before."""
+
+_SMALL = 4096  # bytes of a tensor, on average: larger ones take longer to copy than to look at
+_LARGE = 64 << 20  # bytes of all tensors
+_WORD = torch.int64
+_PLAIN = {torch.Tensor, nn.Parameter}
+_DTYPE, _NBYTES = operator.attrgetter("dtype"), operator.attrgetter("nbytes")
+
+
+class FixedTensors(tuple[torch.Tensor, ...]):
+    """Tensors by name in CPU memory, of which only the values have changed since this object was made.
+
+    The object keeps their memory alive, so it exists only for many small tensors, 64 MB at most. Its owner
+    asks :meth:`unchanged` before each use, and drops it if the answer is False.
+
+    Attributes:
+        names: names of the tensors, in order.
+        words: the memory of each tensor as 1-D int64; None where it is no whole number of words.
+        memo: results that others derive from the tensors, by keys of their own.
+    """
+
+    names: tuple[str, ...]
+    words: list[torch.Tensor | None]
+    memo: dict[Any, Any]
+    _views: list[torch.Tensor]
+    _dtypes: list[torch.dtype]
+
+    @classmethod
+    def of(cls, named: Mapping[str, torch.Tensor]) -> FixedTensors | None:
+        """Return the tensors, or None if they are few, large, not contiguous or not plain CPU memory."""
+        tensors = list(named.values())
+        if not are_many(named) or not all(map(_suits, tensors)):
+            return None
+        if sum(map(_NBYTES, tensors)) > min(_LARGE, len(tensors) * _SMALL):
+            return None
+        self = cls(tensors)
+        self.names, self.memo = tuple(named), {}
+        with torch.inference_mode(False):
+            self._views = list(map(torch.Tensor.detach, tensors))
+            self.words = list(map(_words_of, self._views))
+        self._dtypes = list(map(_DTYPE, tensors))
+        return self
+
+    def unchanged(self, named: Mapping[str, torch.Tensor]) -> bool:
+        """Return whether ``named`` has the same names in the same order, for the same views of memory."""
+        tensors = named.values()
+        return (
+            tuple(named) == self.names
+            and set(map(type, tensors)) <= _PLAIN
+            # The same storage, offset, shape and strides. The views keep the storage, so that no other one
+            # takes its place. Torch resolves the bit for negation into other memory first.
+            and all(map(torch.Tensor.is_set_to, tensors, self._views))
+            and list(map(_DTYPE, tensors)) == self._dtypes
+        )
+
+
+def are_many(named: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether these are so many plain tensors that it pays to look for a :class:`FixedTensors`."""
+    return len(named) >= MANY and set(map(type, named.values())) <= _PLAIN
+
+
+def _suits(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_complex()  # the bit for conjugation would have to be looked at
+        and not tensor.is_neg()
+        and tensor.is_contiguous()
+    )
+
+
+def _words_of(view: torch.Tensor) -> torch.Tensor | None:
+    start, size = view.storage_offset() * view.itemsize, _WORD.itemsize
+    return None if start % size or view.nbytes % size else view.view(-1).view(_WORD)
