@@ -282,3 +282,11 @@ def test_switched_off_by_the_environment() -> None:
         check=True,
     )
     assert done.stdout == "None\n"
+
+
+@pytest.mark.skipif(kernels.library is None, reason="the compiled inner loops are not built here")
+def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout may hold one that an earlier version has built."""
+    assert kernels._load() is not None
+    monkeypatch.setattr(kernels, "_VERSION", 0)
+    assert kernels._load() is None

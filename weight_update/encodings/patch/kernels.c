@@ -154,6 +154,7 @@ FAST(u16, __mmask32, epi16)
 FAST(u32, __mmask16, epi32)
 FAST(u64, __mmask8, epi64)
 
+int wu_version = 2;  /* of the functions here; kernels.py uses no other, as may be left from an earlier build */
 int wu_portable = 0; /* tests set it, to take the other branch of scan() */
 
 static int has_avx512(void)

@@ -25,7 +25,7 @@ INTEGER: dict[int, np.dtype[Any]] = {int(kind[1]): np.dtype(kind) for kind in ("
 TILE = np.dtype([("new", "u8"), ("old", "u8"), ("n", "i8"), ("at", "i8"), ("most", "i8"), ("found", "i8")])
 """Elements to compare: their addresses, number and first position; see :meth:`GapBuffer.scan`."""
 
-_NAME = "_kernels"
+_NAME, _VERSION = "_kernels", 2
 _SLACK = 64  # bytes behind the results of a scan
 
 
@@ -36,10 +36,20 @@ def _load() -> ctypes.CDLL | None:
         path = Path(__file__).with_name(_NAME + suffix)
         if path.exists():
             library = ctypes.CDLL(str(path))
+            if not _is_current(library):
+                return None
             for name in ("wu_widen", "wu_index", "wu_plane"):
                 getattr(library, name).restype = ctypes.c_int64
             return library
     return None
+
+
+def _is_current(library: ctypes.CDLL) -> bool:
+    """Return whether ``library`` was built from this version of ``kernels.c``; one in a checkout may be older."""
+    try:
+        return ctypes.c_int.in_dll(library, "wu_version").value == _VERSION
+    except ValueError:  # it has no such name
+        return False
 
 
 library: ctypes.CDLL | None = _load()
