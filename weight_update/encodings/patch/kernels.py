@@ -45,7 +45,7 @@ def _load() -> ctypes.CDLL | None:
 
 
 def _is_current(library: ctypes.CDLL) -> bool:
-    """Return whether ``library`` was built from this version of ``kernels.c``; one in a checkout may be older."""
+    """Return whether ``library`` was built from this ``kernels.c``; one in a checkout may be older."""
     try:
         return ctypes.c_int.in_dll(library, "wu_version").value == _VERSION
     except ValueError:  # it has no such name

@@ -159,13 +159,14 @@ def find_sender(
             problem, refused = error, isinstance(error, _NotReachedError) and error.refused
         if refused and again:
             raise LinkClosedError(f"the sender at {address}:{port} is gone ({problem})")
+        if time.monotonic() + _RETRY_SECONDS > deadline and again:
+            raise SyncTimeoutError(f"no way leads to the sender at {address}:{port} now ({problem})")
         if time.monotonic() + _RETRY_SECONDS > deadline:
             hint = "it may not have started, or may have shut down or died; " if refused else ""
-            text = (
-                f"no sender at {address}:{port} within {round(limit, 1):g} s ({problem}); {hint}if it is "
-                "on another machine, give it address= of a network interface that this one can reach"
+            raise LinkClosedError(
+                f"no sender at {address}:{port} within {round(limit, 1):g} s ({problem}); {hint}if it is on "
+                "another machine, give it address= of a network interface that this one can reach"
             )
-            raise SyncTimeoutError(text) if again else LinkClosedError(text)
         time.sleep(_RETRY_SECONDS)
 
 
