@@ -14,18 +14,13 @@
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
 #define HAS_AVX512 1
-#define AVX512 __attribute__((target("avx512f,avx512bw,avx512vbmi,avx512vbmi2,popcnt,lzcnt,bmi")))
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512vbmi,avx512vbmi2,popcnt")))
 #endif
 /* Clones are chosen while the library is loaded, which needs glibc and comes too early for sanitizers. */
 #if defined(HAS_AVX512) && defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__)
 #define CLONES __attribute__((target_clones("default", "avx2", "arch=skylake-avx512")))
 #else
 #define CLONES
-#endif
-#ifdef __GNUC__
-#define PREFETCH_TO_WRITE(address) __builtin_prefetch(address, 1)
-#else
-#define PREFETCH_TO_WRITE(address) ((void)(address))
 #endif
 
 typedef uint8_t u8;
@@ -160,7 +155,7 @@ int wu_portable = 0; /* tests set it, to take the other branch of scan() */
 static int has_avx512(void)
 {
     return !wu_portable && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") &&
-           __builtin_cpu_supports("avx512bw");
+           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("popcnt");
 }
 #else
 static int has_avx512(void) { return 0; }
@@ -322,22 +317,17 @@ static inline int read_positions(int size, reader *from, int64_t *positions, int
                          int64_t count, int relative)                                                  \
     {                                                                                                  \
         enum { BLOCK = 64 };                                                                           \
-        int64_t positions[2][BLOCK], done = 0;                                                         \
+        int64_t at[BLOCK], done = 0;                                                                   \
         reader from = {units, n, 0, 0, limit};                                                         \
-        int now = read_positions(size, &from, positions[0], BLOCK);                                    \
-        for (int turn = 0; now > 0; turn ^= 1) {                                                       \
-            int ahead = read_positions(size, &from, positions[turn ^ 1], BLOCK);                       \
-            const int64_t *soon = positions[turn ^ 1], *at = positions[turn];                          \
-            int far = ahead > 0 && soon[ahead - 1] - soon[0] >= 16 * ahead; /* else the processor does it */ \
-            for (int k = 0; k < ahead && far; k++)                                                     \
-                PREFETCH_TO_WRITE(to + soon[k]);                                                       \
-            if (now > count - done)                                                                    \
+        int found;                                                                                     \
+        while ((found = read_positions(size, &from, at, BLOCK)) > 0) {                                 \
+            if (found > count - done)                                                                  \
                 return -1;                                                                             \
-            for (int k = 0; k < now; k++)                                                              \
+            for (int k = 0; k < found; k++)                                                            \
                 to[at[k]] = (T)(values[done + k] + (relative ? to[at[k]] : 0));                        \
-            done += now, now = ahead;                                                                  \
+            done += found;                                                                             \
         }                                                                                              \
-        return now == 0 && done == count ? 0 : -1;                                                     \
+        return found == 0 && done == count ? 0 : -1;                                                   \
     }
 
 APPLY(u8)
