@@ -258,6 +258,11 @@ class Processes:
         scheme.init_on_sender(model=model, num_workers=count, ctx=self._ctx)
         return connect_all(scheme, [self.start(scheme, idx, make_model) for idx in range(count)])
 
+    def forget(self, remote: Remote) -> None:
+        """End a worker, and keep nothing of it."""
+        self._remotes.remove(remote)
+        remote.close()
+
     def close(self) -> None:
         for remote in self._remotes:
             remote.close()

@@ -86,7 +86,7 @@ class Training:
         """Make a worker leave, and wait until the trainer has noticed."""
         worker.call(leave)
         assert eventually(lambda: worker.idx not in self.scheme.worker_versions)
-        worker.kill()
+        self.procs.forget(worker)
 
     def goes_on(self) -> None:
         """Check that updates arrive, and that workers join on this host and on others."""
@@ -296,7 +296,7 @@ def fuzz_store(training: Training, seconds: float) -> tuple[int, int]:
     """
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
-    before = training.connections()
+    before, descriptors = training.connections(), len(os.listdir("/proc/self/fd"))
     vandal = Vandal(training, seed)
     deadline = time.monotonic() + seconds
     idx = 10
@@ -313,6 +313,7 @@ def fuzz_store(training: Training, seconds: float) -> tuple[int, int]:
         vandal.end()
     assert training.connections() == before, "a connection broke"
     training.goes_on()
+    assert eventually(lambda: len(os.listdir("/proc/self/fd")) < descriptors + 20), "descriptors leak"
     return vandal.done, idx - 10
 
 
