@@ -19,6 +19,7 @@ exclude_patterns = [
     "_build",
     "tables",
     "benchmark_cluster.rst",
+    "benchmark_hosts.rst",
     "benchmark_links.rst",
     "benchmark_results.rst",
     "benchmark_patch.rst",

@@ -14,6 +14,10 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 MEGABYTES, WORKERS = "1000", "4"
+_RATES = re.compile(
+    r"^\d+ MB to one host over links of several rates\n~+\n\n(.*?\n\n=.*?)(?:\n\n|\Z)",
+    re.MULTILINE | re.DOTALL,
+)
 
 _HEAD = ".. Written by docs/make_tables.py; do not edit.\n\n"
 # Scheme, location, speed ({row} is the median of that row of the benchmarks), elasticity, use.
@@ -122,6 +126,13 @@ def schemes() -> str:
     return _HEAD + list_table(header, rows)
 
 
+def rates() -> str:
+    """Return the table of links of several rates, as the benchmark wrote it; a text if it has not yet."""
+    text = (DOCS / "benchmark_links.rst").read_text(encoding="utf-8")
+    found = _RATES.search(text)
+    return _HEAD + (found[1] if found else "*Not measured yet.*").rstrip() + "\n"
+
+
 def constants(text: str) -> dict[str, list[str]]:
     """Return the lists of requirements in the text of ``setup.py``, by name."""
     tree = ast.parse(text)
@@ -160,5 +171,5 @@ def versions() -> str:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else DOCS / "tables"
-    for make in (schemes, versions):
+    for make in (schemes, versions, rates):
         (folder / f"{make.__name__}.rst").write_text(make(), encoding="utf-8")
