@@ -24,7 +24,7 @@ def rates() -> str:
         "Time of an update over links of several rates: a bar for each encoding, and a line at the time that "
         "the link needs for the bytes.",
     )
-    drawing.text(_LEFT, 20, "Time of an update; the vertical line is the time of the bytes on the link")
+    drawing.text(_LEFT, 20, "Time of an update; the coloured line is the time of the bytes on the link")
     if not rows:
         drawing.text(_LEFT, 44, "not measured yet")
     for decade in _DECADES if rows else ():
@@ -32,9 +32,8 @@ def rates() -> str:
     for number, (rate, encoding, link, taken) in enumerate(rows):
         top = 50 + number * _ROW_HEIGHT
         drawing.text(6, top + 12, f"{rate}/s, {encoding}")
-        kind = "main" if encoding != "bare TCP" else ""
-        drawing.box(_LEFT, top, max(_x(float(taken)) - _LEFT, 1), _BAR, kind=kind)
-        drawing.line(_x(float(link)), top - 3, top + _BAR + 3)
+        drawing.box(_LEFT, top, max(_x(float(taken)) - _LEFT, 1), _BAR)
+        drawing.box(_x(float(link)), top - 2, 1, _BAR + 4, kind="weights")
         drawing.text(_x(float(taken)) + 8, top + 12, f"{float(taken):,.0f} ms")
     return drawing.svg()
 
