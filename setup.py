@@ -59,14 +59,20 @@ TEST = union(
     ],
 )
 
-# Loaded by ctypes. Where there is no C compiler, the package works without it.
-KERNELS = Extension(
-    "weight_update.encodings.patch._kernels",
-    ["weight_update/encodings/patch/kernels.c"],
-    extra_compile_args=["-O3"],
-    py_limited_api=True,
-    optional=True,
-)
+# Loaded by ctypes. Where there is no C compiler, the package works without them.
+LOOPS = [
+    Extension(
+        name,
+        [source],
+        extra_compile_args=["-O3"],
+        py_limited_api=True,
+        optional=True,
+    )
+    for name, source in (
+        ("weight_update.compression._ans", "weight_update/compression/ans.c"),
+        ("weight_update.encodings.patch._kernels", "weight_update/encodings/patch/kernels.c"),
+    )
+]
 
 setup(
     name="weight-update",
@@ -79,7 +85,7 @@ setup(
     license_files=["LICENSE"],
     packages=find_packages(include=["weight_update*", "collectors*"]),
     package_data={"weight_update": ["py.typed"], "collectors": ["py.typed"]},
-    ext_modules=[KERNELS],
+    ext_modules=LOOPS,
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
     python_requires=">=3.10",
     install_requires=["torch>=2.11", "tensordict>=0.14"],

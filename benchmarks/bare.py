@@ -1,9 +1,10 @@
-"""Bytes to another process without a library: one TCP socket, or one gloo process group of two."""
+"""Bytes to other processes without a library: by sockets, gloo, or Ray's object store."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import threading
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -147,3 +149,118 @@ class Bare:
     def close(self) -> None:
         self._end.close()
         self._peer.close()
+
+
+class _RayPeer:
+    """An actor that copies bytes from Ray's object store into its memory, in two places in turn."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(2)]
+
+    def take(self, refs: list[Any]) -> None:
+        """Get the object and copy it; Ray would fetch an argument that is not in a list before the call."""
+        import ray
+
+        self._memory.reverse()
+        np.copyto(self._memory[0].numpy(), ray.get(refs[0]))
+
+    def marks(self) -> tuple[int, int]:
+        """Return the first and the last byte."""
+        return int(self._memory[0][0]), int(self._memory[0][-1])
+
+
+class BareRay:
+    """A sender of bytes through Ray's object store to actors, with the methods of a trainer.
+
+    As connecting a scheme does, making it sends once.
+
+    Args:
+        nbytes: size of a transfer.
+        count: number of actors.
+        address: address of the running Ray.
+    """
+
+    def __init__(self, nbytes: int, count: int, address: str) -> None:
+        import ray
+
+        ray.init(address=address, log_to_driver=False, logging_level="error")
+        self._ray = ray
+        make = ray.remote(_RayPeer).options(num_cpus=0)
+        self._peers = [make.remote(nbytes) for _ in range(count)]
+        self._payload = torch.zeros(nbytes, dtype=torch.uint8).fill_(1)
+        self._updates = 0
+        self.update()
+
+    def update(self) -> float:
+        """Return the seconds of one put with all gets and copies, and check that the bytes arrived."""
+        self._updates = self._updates % 255 + 1
+        self._payload[0] = self._payload[-1] = self._updates
+        start = time.perf_counter()
+        ref = self._ray.put(self._payload.numpy())
+        self._ray.get([peer.take.remote([ref]) for peer in self._peers], timeout=_PATIENCE)
+        seconds = time.perf_counter() - start
+        marks = self._ray.get([peer.marks.remote() for peer in self._peers], timeout=_PATIENCE)
+        if any(mark != (self._updates, self._updates) for mark in marks):
+            raise RuntimeError("the actors have other bytes")
+        return seconds
+
+    def close(self) -> None:
+        self._ray.shutdown()
+
+
+class _Echo:
+    """A process that answers each byte with a byte, as soon as it is woken."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+
+    @staticmethod
+    def _serve(sock: socket.socket) -> None:
+        while sock.recv(1):
+            sock.send(bytes(1))
+
+    def close(self) -> None: ...
+
+
+class Floor:
+    """The least that an update over shared memory can cost, with the methods of a trainer.
+
+    It is one plain copy, and then one wake-up each way: one byte to each of the processes over a Unix socket,
+    and one byte back.
+
+    Args:
+        workers: number of processes.
+        source: returns the tensors to copy; called after the processes were forked.
+    """
+
+    def __init__(self, workers: int, source: Callable[[], list[torch.Tensor]]) -> None:
+        pairs = [socket.socketpair() for _ in range(workers)]
+        self._peers = [Process(_Echo, theirs, start="fork") for _, theirs in pairs]
+        self._socks = {ours.fileno(): ours for ours, _ in pairs}
+        self._poller = select.poll()
+        for (ours, theirs), peer in zip(pairs, self._peers, strict=True):
+            self._poller.register(ours, select.POLLIN)
+            theirs.close()
+            peer.answer()
+        self._source = source()
+        self._target = [torch.zeros_like(one).fill_(1.0) for one in self._source]
+
+    def pids(self) -> tuple[int, ...]:
+        """Return the ids of all processes."""
+        return (os.getpid(), *(peer.pid for peer in self._peers))
+
+    def update(self) -> float:
+        """Return the seconds of the copy and all wake-ups."""
+        start = time.perf_counter()
+        torch._foreach_copy_(self._target, self._source)
+        for sock in self._socks.values():
+            sock.send(bytes(1))
+        waiting = len(self._socks)
+        while waiting:
+            for descriptor, _ in self._poller.poll(_PATIENCE * 1e3):
+                waiting -= len(self._socks[descriptor].recv(1))
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        for peer in self._peers:
+            peer.close()

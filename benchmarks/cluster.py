@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch.multiprocessing as mp
@@ -16,7 +17,7 @@ import torch.multiprocessing as mp
 from benchmarks.compare import Found, Plan, beside, figures_of
 from benchmarks.report import Figure, Table, chosen, machine, numbers, ratio, say, sizes
 from benchmarks.targets import Target, count_workers, target, targets_table
-from benchmarks.trainers import CLUSTER, COPY, Case, rival, trainers
+from benchmarks.trainers import CLUSTER, COPY, RAY_ALONE, Case, rival, trainers
 
 QUICK = "Distributed, 1 MB, one worker, 2 repeats"
 
@@ -50,7 +51,7 @@ def measure_cluster(plan: Plan, cases: Iterable[tuple[float, int, int]], ray: st
         for scheme in plan.schemes:
             megabytes, tensors, workers = case
             say(f"{CLUSTER[scheme]}: {megabytes:g} MB in {tensors} tensors to {workers} workers")
-            # "ray-object-store" is compared with what was measured beside "ray".
+            # The variants of "ray" are compared with what was measured beside "ray".
             alone = "-" in scheme or not plan.beside
             for variant in plan.rounds * ((scheme,) if alone else (scheme, rival(scheme), COPY)):
                 started = [(variant, Case(*case, start="forkserver", ray=_ray_of(variant, ray)))]
@@ -100,6 +101,23 @@ def _targets(plan: Plan, sync: Found, tensors: Found) -> Iterator[Target]:
     if "distributed-sockets" in plan.schemes:
         one, four = (sync.get(("distributed-sockets", 1000.0, 16, hosts)) for hosts in (1, 4))
         yield target("Distributed, a host each, 1 GB, time to 4 hosts / to 1", ratio(four, one))
+    yield from _object_store_targets(plan, sync)
+
+
+def _object_store_targets(plan: Plan, sync: Found) -> Iterator[Target]:
+    if "ray-object-store" in plan.schemes:
+        template = "Ray, object store, {size}, {workers}, of torchrl's time"
+        for megabytes, size in ((1.0, "1 MB"), (100.0, "100 MB"), (1000.0, "1 GB")):
+            for workers in plan.workers:
+                reached = _of_rival(sync, "ray-object-store", (megabytes, 16, workers))
+                yield target(template, reached, size=size, workers=count_workers(workers))
+    if "ray-object-store-apart" in plan.schemes:
+        template = "Ray, object store, a host each, 1 GB, {workers}, of Ray's put and get alone"
+        for workers in plan.workers:
+            ours, bare = (
+                sync.get((variant, 1000.0, 16, workers)) for variant in ("ray-object-store-apart", RAY_ALONE)
+            )
+            yield target(template, ratio(ours, bare), workers=count_workers(workers))
 
 
 def _of_rival(found: Found, scheme: str, case: tuple[float, int, int]) -> float | None:
@@ -151,7 +169,8 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
             sync = measure_cluster(plan, sync_cases(plan), ray)
             yield cluster_table("Across processes: synchronous update, 16 tensors", sync)
         if "tensors" in parts:
-            tensors = measure_cluster(plan, tensors_cases(plan), ray)
+            schemes = tuple(scheme for scheme in plan.schemes if scheme != RAY_ALONE)  # it sends bytes
+            tensors = measure_cluster(replace(plan, schemes=schemes), tensors_cases(plan), ray)
             yield cluster_table("Across processes: many tensors", tensors)
     yield targets_table(_targets(plan, sync, tensors), "Across processes: targets")
 

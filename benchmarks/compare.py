@@ -23,7 +23,7 @@ from benchmarks.report import (
     sizes,
 )
 from benchmarks.targets import Target, count_workers, target, targets_table
-from benchmarks.trainers import COPY, LABELS, Case, Stall, Trainer, rival, trainers
+from benchmarks.trainers import COPY, FLOOR, LABELS, Case, Stall, Trainer, rival, trainers
 
 QUICK = "1 MB, one worker, 2 repeats"
 
@@ -31,6 +31,9 @@ Key = tuple[str, float, int, int]
 """Variant, megabytes, tensors, workers."""
 
 Found = dict[Key, Figure]
+
+_SMALL = 10.0
+"""Megabytes up to which waking the processes takes a large part of an update."""
 
 UNLIMITED = "+fd"
 """Marks a variant that runs without the limit on descriptors, because it cannot run with it."""
@@ -76,7 +79,7 @@ class Plan:
 
     def repeats_for(self, megabytes: float) -> int:
         """Return the number of turns of each variant at this size."""
-        return self.repeats * 10 if megabytes <= 10 else self.repeats
+        return self.repeats * 10 if megabytes <= _SMALL else self.repeats
 
     def variants_of(self, scheme: str) -> tuple[str, ...]:
         """Return our scheme and TorchRL's of the same kind, or ours alone."""
@@ -112,6 +115,8 @@ def measure_sync(plan: Plan) -> Found:
             for scheme in plan.schemes:
                 say(f"sync: {megabytes:g} MB to {workers} workers, {_label(plan, scheme)}")
                 variants = [*plan.variants_of(scheme), *[COPY] * plan.beside]
+                if plan.beside and scheme == "shared" and megabytes <= _SMALL:
+                    variants.append(FLOOR)
                 with trainers([(variant, case) for variant in variants], plan.start_timeout) as live:
                     for trainer, figure in zip(live, figures_of(live, plan), strict=True):
                         name = f"{COPY}-{scheme}" if trainer.variant == COPY else trainer.variant
@@ -137,6 +142,25 @@ def sync_table(found: Found) -> Table:
         ["scheme", "MB", "workers", "ours", "torchrl", "plain copy", "ours/torchrl", "ours/copy"],
         rows,
         names=(0, 1, 2),
+    )
+
+
+def small_table(found: Found) -> Table:
+    """Return a table with one row for each small size and number of workers of SharedMem."""
+    rows: list[list[str | Cell]] = []
+    for variant, *case in found:
+        floor = found.get((FLOOR, *case))
+        if variant == "shared" and floor is not None:
+            ours, theirs = found[(variant, *case)], found.get((rival(variant), *case))
+            shown = [ours.show(1e3), floor.show(1e3), show_ratio(ours, floor), show_ratio(theirs, floor)]
+            rows.append([f"{case[0]:g}", str(case[2]), *shown])
+    return Table(
+        "Small updates of SharedMem, beside the least that they can cost",
+        "Milliseconds, of the same turns as above. *floor*: one plain copy, and then one byte over a Unix "
+        "socket to each of as many processes, and one byte back.",
+        ["MB", "workers", "ours", "floor", "ours/floor", "torchrl/floor"],
+        rows,
+        names=(0, 1),
     )
 
 
@@ -412,6 +436,8 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     if "sync" in parts:
         results.sync = measure_sync(plan)
         yield sync_table(results.sync)
+        if any(key[0] == FLOOR for key in results.sync):
+            yield small_table(results.sync)
     if "tensors" in parts:
         results.tensors = measure_tensors(plan)
         yield tensors_table(results.tensors)
@@ -449,12 +475,27 @@ def _targets(results: Results) -> Iterator[Target]:
             template = "SharedMem, memory at {size} MB, {workers}, of what is allowed"
             workers = count_workers(memory.processes - 1)
             yield target(template, memory.total / memory.allowed, size=size, workers=workers)
-    for count in (1, 2, 4):
+    for count in (1, 2, 4, 8):
+        workers = count_workers(count)
         reached = at("shared", "torchrl-shared", 1.0, count)
-        yield target("SharedMem, 1 MB, {workers}, of torchrl's time", reached, workers=count_workers(count))
+        yield target("SharedMem, 1 MB, {workers}, of torchrl's time", reached, workers=workers)
+        yield target(
+            "SharedMem, 1 MB, {workers}, of the floor", at("shared", FLOOR, 1.0, count), workers=workers
+        )
+    yield from _small(sync)
     reached = at("process", "torchrl-process", 1000.0, 4)
     yield target("MultiProcess, 1 GB, 4 workers, of torchrl's time", reached)
     yield from _many_tensors(results.tensors)
+
+
+def _small(sync: Found) -> Iterator[Target]:
+    """Compare small updates with what they may take, and what one more worker may add."""
+    medians = {key[3]: one.median for key, one in sync.items() if key[:2] == ("shared", 1.0) and one.median}
+    one = medians.get(1)
+    yield target("SharedMem, 1 MB, 1 worker, ms", None if one is None else one * 1e3)
+    fewest, most = min(medians, default=0), max(medians, default=0)
+    growth = (medians[most] - medians[fewest]) / (most - fewest) * 1e3 if most > fewest else None
+    yield target("SharedMem, 1 MB, growth per worker, ms", growth)
 
 
 def _flat(sync: Found) -> float | None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from benchmarks.report import Cell, Figure, Table, machine
-from weight_update.compression import Compression, Lz4Compression, ZstdCompression
+from weight_update.compression import AnsCompression, Compression, Lz4Compression, ZstdCompression
 
 QUICK = "4 MB, one round"
 
@@ -19,6 +19,8 @@ CODECS: dict[str, Compression] = {
     "lz4, one thread": Lz4Compression(threads=1),
     "lz4": Lz4Compression(),
     "lz4, acceleration 8": Lz4Compression(acceleration=8),
+    "ans, one thread": AnsCompression(threads=1),
+    "ans": AnsCompression(),
     "zstd, level -1": ZstdCompression(level=-1),
     "zstd, level 1, one thread": ZstdCompression(level=1, threads=1),
     "zstd, level 1": ZstdCompression(level=1),

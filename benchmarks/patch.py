@@ -72,7 +72,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "coo": {"layout": "coo", "values": "raw"},
     "coo, relative": {"layout": "coo", "values": "relative"},
 }
-COMPRESSIONS = ("none", "lz4", "zstd")
+COMPRESSIONS = ("none", "lz4", "zstd", "ans")
 VALUES: tuple[Literal["raw", "relative"], ...] = ("raw", "relative")
 _RIVALS = {"RLinf": True, "RLinf, no delta": False}
 
@@ -122,7 +122,7 @@ def measure_bytes(update: Update) -> Sizes:
             options = encoding(layout, label).options
             payload = encode_patch(found[options.values].changes, flat, schema, 0, 1, options, allocate)
             sizes.found[layout, label] = payload.numel()
-        if label != "zstd":  # which RLinf does not have
+        if label in ("none", "lz4"):  # RLinf has no other
             for rival, delta in _RIVALS.items():
                 sizes.found[rival, label] = documented_bytes(update, delta, compression)
     return sizes
@@ -136,7 +136,7 @@ def bytes_table(title: str, found: Iterable[Sizes]) -> Table:
         for layout in ("dense", *LAYOUTS, *_RIVALS)
     ]
     note = (
-        "*MB, none*: size of the update without compression, in MB. *none*, *lz4*, *zstd*: bytes per\n"
+        "*MB, none*: size of the update without compression, in MB. *none*, *lz4*, *zstd*, *ans*: bytes per\n"
         "changed element with that compression. This library does not compress dense updates; they are\n"
         "shown compressed for comparison. RLinf's bytes are computed from its documentation, with this\n"
         "library's LZ4 instead of nvCOMP's. If a patch would be larger than 90 % of dense, all weights are\n"
@@ -194,10 +194,15 @@ Variant = tuple[str, str]
 """Layout and compression."""
 
 ALL: tuple[Variant, ...] = tuple((layout, label) for layout in LAYOUTS for label in COMPRESSIONS)
-FEW: tuple[Variant, ...] = (("flat", "none"), ("flat, relative", "none"), ("flat, relative", "zstd"))
+FEW: tuple[Variant, ...] = (
+    ("flat", "none"),
+    ("flat, relative", "none"),
+    ("flat, relative", "zstd"),
+    ("flat, relative", "ans"),
+)
 
-_BUILDING = ("building", "building relative values", "building compressed")  # of FEW, in targets
-_APPLYING = ("applying", "applying", "applying compressed")
+_BUILDING = ("building", "building relative values", *["building compressed"] * 2)  # of FEW, in targets
+_APPLYING = ("applying", "applying", *["applying compressed"] * 2)
 _LINKS = (1, 10, 25, 100)  # Gbit/s
 
 
@@ -379,7 +384,26 @@ def _measure_sync(megabytes: float, turns: int) -> dict[Key, list[Sent]]:
     return found
 
 
+_SMALLEST: Variant = ("flat, relative", "ans")
+
+
+def _size_targets(by_chance: Sizes, trained: Iterable[Sizes]) -> Iterator[Target]:
+    """Yield the targets for the bytes of changes by chance, and of policies in training."""
+    for template, sizes in (
+        ("{variant}: bytes of an element of {update}", by_chance),
+        *(("{variant}: bytes of an element of the {update}", one) for one in trained),
+    ):
+        each = sizes.found[_SMALLEST] / max(sizes.changed, 1)
+        yield target(template, each, variant=", ".join(_SMALLEST), update=sizes.update)
+
+
 def _targets(times: PatchTimes, many: PatchTimes) -> Iterator[Target]:
+    applying = times.figure(("apply", _SMALLEST)).median or 0.0
+    yield target(
+        "seconds to apply a patch of 1 GB of weights: {variant}",
+        applying * 1e9 / times.dense_bytes,
+        variant=", ".join(_SMALLEST),
+    )
     for variant in (FEW[0], FEW[1], ("flat", "zstd"), FEW[2]):
         yield target(f"bytes of a changed element: {', '.join(variant)}", times.bytes_each(variant))
     for variant, building, applying in zip(FEW, _BUILDING, _APPLYING, strict=True):
@@ -409,12 +433,15 @@ def facts(options: argparse.Namespace) -> list[str]:
 def tables(options: argparse.Namespace) -> Iterator[Table]:
     quick = options.quick
     megabytes, turns = options.megabytes or (4.0 if quick else 500.0), options.turns or (2 if quick else 7)
-    yield bytes_table("Bytes: policies in training", _trained(quick))
+    trained = list(_trained(quick))
+    yield bytes_table("Bytes: policies in training", trained)
     old = layered(min(megabytes, _MOST_MEGABYTES))
+    random: dict[tuple[str, float], Sizes] = {}
     for move in MOVES:
         say(f"bytes: changes of {move}")
-        found = (measure_bytes(by_chance(old, fraction, move)) for fraction in _FRACTIONS)
-        yield bytes_table(f"Bytes: changes of {move} by chance", found)
+        found = {fraction: measure_bytes(by_chance(old, fraction, move)) for fraction in _FRACTIONS}
+        yield bytes_table(f"Bytes: changes of {move} by chance", found.values())
+        random |= {(move, fraction): sizes for fraction, sizes in found.items()}
     times = _timed(megabytes, turns)
     yield times_table(megabytes, times.values())
     yield links_table(megabytes, times.values())
@@ -430,7 +457,10 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     yield sent_table(sent_megabytes, note, _measure_sync(sent_megabytes, turns))
     note = "A time meets its limit if neither the ratio of medians nor that of the fastest turns is above it."
     one = times[_TARGET]
-    yield targets_table(_targets(one, times[_MANY]), note=f"{one.update}. {note}")
+    sizes = _size_targets(
+        random["mostly 1 ulp", _TARGET], [one for one in trained if one.update.startswith("transformer")]
+    )
+    yield targets_table([*sizes, *_targets(one, times[_MANY])], note=f"{one.update}. {note}")
 
 
 def _trained(quick: bool) -> Iterator[Sizes]:

@@ -1,7 +1,8 @@
 """A trainer and its workers, of this library or of TorchRL.
 
 A *variant* is what takes part in a comparison: one of our schemes (``"shared"``), TorchRL's of the same kind
-(``"torchrl-shared"``), one plain copy (``"copy"``), or bytes without a library (``"tcp"``, ``"gloo"``).
+(``"torchrl-shared"``), one plain copy (``"copy"``), the least
+that an update can cost (``"floor"``), or bytes without a library (``"tcp"``, ``"gloo"``).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 import torch.multiprocessing as mp
 from tensordict import TensorDictBase
 
-from benchmarks.bare import LOOPBACK, Bare
+from benchmarks.bare import LOOPBACK, Bare, BareRay, Floor
 from benchmarks.network import INTERFACE, Network
 from benchmarks.processes import Failed, Process
 from benchmarks.workers import Actors, ForkedWorkers, Model, Passes, SpawnedWorker, Workers, World, fill, mark
@@ -28,8 +29,11 @@ if TYPE_CHECKING:  # processes of TorchRL do without it
     from weight_update import SyncReport
 
 COPY = "copy"
+FLOOR = "floor"
 BARE = ("tcp", "gloo")
 """Bytes without a library, to one process."""
+RAY_ALONE = "ray-alone"
+"""Bytes through Ray's object store without a library."""
 
 LABELS = {
     "shared": "SharedMem, ours",
@@ -37,6 +41,7 @@ LABELS = {
     "process": "MultiProcess, ours",
     "torchrl-process": "MultiProcess, torchrl",
     COPY: "one plain copy",
+    FLOOR: "a copy and a wake-up each way",
 }
 CLUSTER = {
     "distributed": "Distributed",
@@ -44,8 +49,10 @@ CLUSTER = {
     "rpc": "RPC",
     "ray": "Ray",
     "ray-object-store": "Ray, object store",
+    "ray-object-store-apart": "Ray, object store, a host each",
+    RAY_ALONE: "Ray's put and get alone",
 }
-"""Our schemes that can leave the machine."""
+"""Our schemes that can leave the machine, and Ray without a library."""
 
 _SCHEMES = {
     "shared": ("SharedMemWeightSyncScheme", {"strategy": "tensordict"}),
@@ -55,6 +62,7 @@ _SCHEMES = {
     "rpc": ("RPCWeightSyncScheme", {}),
     "ray": ("RayWeightSyncScheme", {}),
     "ray-object-store": ("RayWeightSyncScheme", {"data": "object_store"}),
+    "ray-object-store-apart": ("RayWeightSyncScheme", {"data": "object_store"}),
 }
 
 
@@ -207,7 +215,7 @@ class _RemoteSender(_Sender):
     def _start(self, variant: str, case: Case) -> Workers | Actors:
         model, kind = (case.megabytes, case.tensors), variant.removeprefix("torchrl-")
         if case.ray is not None:
-            actors = Actors(case.workers, model, case.ray)
+            actors = Actors(case.workers, model, case.ray, apart=variant.endswith("-apart"))
             self.remote_collectors = actors.arguments["remote_collectors"]
             return actors
         if kind == "rpc":
@@ -301,8 +309,13 @@ def _make(variant: str, case: Case) -> Any:
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     if variant == COPY:
         return _Copier(case)
+    if variant == FLOOR:
+        return Floor(case.workers, lambda: list(fill(Model(case.megabytes, case.tensors)).values(True, True)))
     if variant in BARE:
         return Bare(variant, round(case.megabytes * 1e6), case.address, case.enter)
+    if variant == RAY_ALONE:
+        assert case.ray is not None
+        return BareRay(round(case.megabytes * 1e6), case.workers, case.ray)
     return _LocalSender(variant, case) if variant in LABELS else _RemoteSender(variant, case)
 
 

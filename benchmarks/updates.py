@@ -24,8 +24,8 @@ from weight_update.wire.schema import WeightSchema
 
 Weights = dict[str, torch.Tensor]
 
-Move = Literal["1..4 ulp", "random bits"]
-MOVES: tuple[Move, ...] = ("1..4 ulp", "random bits")
+Move = Literal["mostly 1 ulp", "1..4 ulp", "random bits"]
+MOVES: tuple[Move, ...] = ("mostly 1 ulp", "1..4 ulp", "random bits")
 
 _LARGE_MEGABYTES = 50  # from here on matrices are as wide as those of a model of a billion parameters
 
@@ -85,7 +85,8 @@ def by_chance(old: Weights, fraction: float, move: Move) -> Update:
 def change(weights: Weights, fraction: float, move: Move, random: np.random.Generator) -> None:
     """Change elements of bfloat16 ``weights``, each with probability ``fraction``, in place.
 
-    They move by 1 to 4 steps between neighbouring numbers, up or down, or get other bits.
+    They move by 1 to 4 steps between neighbouring numbers, up or down, or get other bits. Of 10 elements that
+    move by "mostly 1 ulp", 9 move by 1 step and the others by 2 to 8, about as AdamW moves weights.
     """
     for value in weights.values():
         bits = value.view(torch.uint16).numpy().reshape(-1)
@@ -93,7 +94,10 @@ def change(weights: Weights, fraction: float, move: Move, random: np.random.Gene
         if move == "random bits":
             bits[places] ^= random.integers(1, 1 << 16, places.size, np.uint16)
         else:
-            steps = random.integers(1, 5, places.size) * random.choice([-1, 1], places.size)
+            steps = random.integers(1, 5, places.size)
+            if move == "mostly 1 ulp":
+                steps = np.where(random.random(places.size) < 0.9, 1, random.integers(2, 9, places.size))
+            steps *= random.choice([-1, 1], places.size)
             bits[places] += steps.astype(np.uint16)  # modulo 2**16
 
 

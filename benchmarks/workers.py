@@ -332,16 +332,19 @@ class Actors:
         count: number of workers.
         model: megabytes and tensors of the model.
         address: address of the running Ray.
+        apart: whether each worker counts as a host of its own.
     """
 
-    def __init__(self, count: int, model: tuple[float, int], address: str) -> None:
+    def __init__(self, count: int, model: tuple[float, int], address: str, apart: bool) -> None:
         import ray
 
         ray.init(address=address, log_to_driver=False, logging_level="error")
         self._ray = ray
-        make = ray.remote(Worker).options(num_cpus=0)
-        self.arguments = {"remote_collectors": [make.remote(idx, *model) for idx in range(count)]}
-        self._actors = self.arguments["remote_collectors"]
+        hosts = [{"WEIGHT_UPDATE_HOST": f"host{idx}"} if apart else {} for idx in range(count)]
+        options = [{"num_cpus": 0, "runtime_env": {"env_vars": host}} for host in hosts]
+        make = ray.remote(Worker)
+        self._actors = [make.options(**options[idx]).remote(idx, *model) for idx in range(count)]
+        self.arguments = {"remote_collectors": self._actors}
 
     def connect(self, scheme: Any) -> tuple[int, ...]:
         """Connect all workers with the initialized sender, and return their process ids."""

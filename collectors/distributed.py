@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from torch import distributed as dist
 from torchrl.collectors.distributed import DEFAULT_SLURM_CONF, RayEvalWorker, submitit_delayed_launcher
 
-from collectors.intervals import Intervals, endless
+from collectors.launched import Intervals, endless
 from collectors.node_programs import STOP, run_ahead, run_on_demand
 from collectors.process_group import ProcessGroupCollector
 from collectors.ray import RayCollector
@@ -62,47 +62,18 @@ class DistributedCollector(Intervals, ProcessGroupCollector, torchrl_distributed
 
     _program = staticmethod(run_on_demand)
 
-    def _begin(self, create_env_fn: Any, policy: Any, **options: Any) -> None:
-        options["weight_sync_schemes"] = {} if options["weight_updater"] is None else None
-        options["total_frames"] = endless(options.get("total_frames", -1))
-        super()._begin(create_env_fn, policy, **options)
-
     def _arguments_of(self, idx: int) -> tuple[dict[str, Any], dict[str, Any]]:
         by_value, arguments = super()._arguments_of(idx)
         return by_value, {**arguments, "sync": self._sync, "verbose": self._VERBOSE}
 
-    def _iterator_dist(self) -> Iterator[TensorDictBase]:
-        collected = batches = 0
-        while collected < self.total_frames:
-            data, workers = self._collect()
-            collected, batches = collected + data.numel(), batches + 1
-            yield self._processed(data)
-            if collected < self.total_frames:
-                self._update_between(batches, workers)
-
-    def _collect(self) -> tuple[TensorDictBase, list[int]]:
-        """Return the next batch and the workers that made it."""
-        if self._sync:
-            if self.update_after_each_batch:
-                self._update_workers()
-            return self._gather(), list(range(self.num_workers))
-        for idx in range(self.num_workers):
-            self._ask(idx)
-        idx = self._next_arrival()
-        if self.update_after_each_batch:
-            self._update_workers([idx])
-        return self._taken(idx), [idx]
-
-    def _ask(self, idx: int) -> None:
-        if idx not in self._arrivals.pending:
-            self._store.set(f"NODE_{idx + 1}_in", b"continue")
-        super()._ask(idx)
+    def _request(self, idx: int) -> None:
+        self._store.set(f"NODE_{idx + 1}_in", b"continue")
+        super()._request(idx)
 
     def _update_between(self, batches: int, workers: list[int]) -> None:
-        """Update workers as ``update_interval`` and ``max_weight_update_interval`` require after a batch."""
         if self.update_interval is not None and batches % self.update_interval == 0:
             self._update_workers(None if self._sync else workers)
-        self._update_stale()
+        super()._update_between(batches, workers)
 
     def _ask_to_end(self) -> None:
         self._store.set("TRAINER_status", b"shutdown")
@@ -152,7 +123,8 @@ class DistributedSyncCollector(ProcessGroupCollector, torchrl_distributed.Distri
         by_value, arguments = super()._arguments_of(idx)
         return by_value, {**arguments, "total_frames": self.total_frames_per_collector}
 
-    def _iterator_dist(self) -> Iterator[TensorDictBase]:
+    def iterator(self) -> Iterator[TensorDictBase]:
+        """Yield batches until ``total_frames`` frames were collected."""
         collected = batches = 0
         while collected < self.total_frames:
             if batches % self.update_interval == 0:
@@ -163,7 +135,7 @@ class DistributedSyncCollector(ProcessGroupCollector, torchrl_distributed.Distri
 
     def _ask_to_end(self) -> None:
         dist.distributed_c10d._get_default_store().set(STOP, "1")
-        for idx in range(self.num_workers if self._arrivals else 0):
+        for idx in range(len(self._batches)):
             self._ask(idx)  # a worker that is about to send a batch must be able to send it
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
+import queue
 import socket
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
 from torchrl.collectors.utils import split_trajectories
 
@@ -24,9 +29,13 @@ class Launched(Remote):
     _ended = True  # until _begin runs
     _scheme_class: type[DistributedWeightSyncScheme] | type[RPCWeightSyncScheme]
     """Class of the scheme of a policy without one."""
+    _join: Callable[..., Any] = staticmethod(torch.cat)
+    """Makes one batch of a list of them, one of each worker."""
 
     def _begin(self, create_env_fn: Any, policy: Any, **options: Any) -> None:
         self._nodes, self._ended, self._in_group, self._owner = Nodes(), False, False, os.getpid()
+        self._pending: set[int] = set()  # workers whose next batch is awaited
+        self._arrived: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._require_alone()
         if options.get("tcp_port") is None and options.get("launcher") == "mp":
             options["tcp_port"] = os.environ.get("TCP_PORT") or free_port()
@@ -46,30 +55,56 @@ class Launched(Remote):
 
     # -- data --------------------------------------------------------------------------------------
 
-    def _await_batch(self) -> tuple[int, Any]:
-        """Wait for a batch, and return what :meth:`_look` found.
+    def _gather(self) -> TensorDictBase:
+        """Return a batch of each worker, as one."""
+        for idx in range(self.num_workers):
+            self._ask(idx)
+        batches = dict(self._take() for _ in range(self.num_workers))
+        found: TensorDictBase = self._join([batches[idx] for idx in sorted(batches)])
+        return found
+
+    def _ask(self, idx: int) -> None:
+        """Have a worker send its next batch, unless this was done before."""
+        if idx not in self._pending:
+            self._pending.add(idx)
+            self._request(idx)
+
+    def _request(self, idx: int) -> None:
+        """Have a worker send its next batch, and put its index and what comes into ``_arrived``."""
+        raise NotImplementedError
+
+    def _take(self) -> tuple[int, TensorDictBase]:
+        """Wait for a batch; return the worker, and the batch with trajectory numbers of this worker alone.
 
         Raises:
-            WorkerError: a worker has ended.
+            WorkerError: a worker has failed or ended.
             SyncTimeoutError: a worker is late.
         """
         self._waits.require_in_time()
         while (found := self._look()) is None:
             self._nodes.require_alive()
             self._waits.require_in_time()
-        self._waits.end(found[0])
-        return found
-
-    def _look(self) -> tuple[int, Any] | None:
-        """Return a worker and what came from it, or None if nothing came for a moment."""
-        raise NotImplementedError
-
-    def _renumbered(self, idx: int, data: TensorDictBase) -> TensorDictBase:
-        """Give a worker's trajectories numbers that no other worker uses."""
+        idx, arrived = found
+        self._waits.end(idx)
+        self._pending.discard(idx)
+        data = self._read(idx, arrived)
         key = ("collector", "traj_ids")
         if key in data.keys(True):
             data.set_(key, data[key] * self.num_workers + idx)
-        return data
+        return idx, data
+
+    def _look(self) -> tuple[int, Any] | None:
+        start = time.monotonic()
+        try:
+            return self._arrived.get(timeout=LOOK_SECONDS)
+        except queue.Empty:
+            return None
+        finally:
+            self._waits.add(time.monotonic() - start, self._pending)
+
+    def _read(self, idx: int, arrived: Any) -> TensorDictBase:
+        """Return the batch of a worker; raise WorkerError if an error has arrived instead."""
+        raise NotImplementedError
 
     def _processed(self, data: TensorDictBase) -> TensorDictBase:
         data = split_trajectories(data) if self.split_trajs else data
@@ -98,3 +133,75 @@ class Launched(Remote):
         """Shut down an unused collector."""
         if not self._ended and self._owner == os.getpid():  # not in a forked child
             self.shutdown()
+
+
+class Intervals(Launched):
+    """A mixin for those of these collectors that TorchRL runs with ``sync=`` and lets update by itself.
+
+    Attributes:
+        max_weight_update_interval: number of batches after which a worker without a new version is updated;
+            -1 for never.
+    """
+
+    max_weight_update_interval: int
+
+    def _begin(self, create_env_fn: Any, policy: Any, **options: Any) -> None:
+        self._unchanged: dict[int, tuple[int | None, int]] = {}  # last version of a worker, batches with it
+        # {}: TorchRL makes a scheme or an updater of its own for None.
+        options["weight_sync_schemes"] = {} if options["weight_updater"] is None else None
+        options["total_frames"] = endless(options.get("total_frames", -1))
+        super()._begin(create_env_fn, policy, **options)
+
+    def iterator(self) -> Iterator[TensorDictBase]:
+        """Yield batches until ``total_frames`` frames were collected."""
+        collected = batches = 0
+        while collected < self.total_frames:
+            data, workers = self._collect()
+            collected, batches = collected + data.numel(), batches + 1
+            yield self._processed(data)
+            if collected < self.total_frames:
+                self._update_between(batches, workers)
+
+    def _collect(self) -> tuple[TensorDictBase, list[int]]:
+        """Return the next batch and the workers that made it."""
+        if self._sync:
+            if self.update_after_each_batch:
+                self._update_workers()
+            return self._gather(), list(range(self.num_workers))
+        for idx in range(self.num_workers):
+            self._ask(idx)
+        idx, data = self._take()
+        if self.update_after_each_batch:
+            self._update_workers([idx])
+        return data, [idx]
+
+    def _update_between(self, batches: int, workers: list[int]) -> None:
+        """Update workers without a new version, after batch number ``batches``, which ``workers`` made."""
+        if self.max_weight_update_interval > -1:
+            stale = [idx for idx in range(self.num_workers) if self._is_stale(idx)]
+            if stale:
+                self._update_workers(stale)
+                self._unchanged.update((idx, (self._version_of(idx), 0)) for idx in stale)
+
+    def _is_stale(self, idx: int) -> bool:
+        """Return whether a worker is due for an update; count the batches since its version changed."""
+        version = self._version_of(idx)
+        before, count = self._unchanged.get(idx, (version, 0))
+        count = count + 1 if version == before else 0
+        self._unchanged[idx] = version, count
+        return bool(count > self.max_weight_update_interval)
+
+    def _version_of(self, idx: int) -> int | None:
+        scheme = self._schemes.get("policy")
+        return None if scheme is None else scheme.worker_versions.get(idx)
+
+    def _update_workers(self, worker_ids: list[int] | None = None) -> Any:
+        if self._legacy_weight_updater:
+            self.update_policy_weights_(worker_ids=worker_ids)
+        else:
+            self._send_all(worker_ids)
+
+
+def endless(total_frames: float) -> float:
+    """Return ``total_frames``, or infinity for a negative number."""
+    return math.inf if total_frames < 0 else total_frames

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import queue
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torchrl.data.utils import CloudpickleWrapper
 from torchrl.envs import EnvBase, EnvCreator
 
 from collectors.closing import close_all
-from collectors.launched import END_SECONDS, LOOK_SECONDS, START_SECONDS, Launched
+from collectors.launched import END_SECONDS, START_SECONDS, Launched
 from collectors.single import Collector
 from weight_update import (
     DistributedWeightSyncScheme,
@@ -36,7 +35,9 @@ class ProcessGroupCollector(Launched):
     """
 
     _scheme_class = DistributedWeightSyncScheme
-    _arrivals: Any = None  # until there is an example batch
+    _join = staticmethod(torch.stack)
+    _threads: Sequence[threading.Thread] = ()  # one for each batch that is awaited
+    _batches: Sequence[TensorDictBase] = ()  # the last one of each worker, once there is an example
     _program: Callable[..., None]
     """Program of a worker; see :mod:`collectors.node_programs`."""
 
@@ -108,7 +109,8 @@ class ProcessGroupCollector(Launched):
     # -- data --------------------------------------------------------------------------------------
 
     def _make_container(self) -> None:
-        self._arrivals = Arrivals(self._example(), self.num_workers)
+        example = self._example()
+        self._batches = [example.clone().lock_() for _ in range(self.num_workers)]
 
     def _example(self) -> TensorDictBase:
         """Return an example batch, collected in this process."""
@@ -138,23 +140,21 @@ class ProcessGroupCollector(Launched):
         finally:
             collector.shutdown()
 
-    def _ask(self, idx: int) -> None:
-        """Start to receive the next batch of a worker, unless this was started before."""
-        self._arrivals.ask(idx)
+    def _request(self, idx: int) -> None:
+        try:
+            parts = self._batches[idx].irecv(src=idx + 1, return_premature=True)
+        except RuntimeError as error:
+            self._arrived.put((idx, error))
+            return
+        waiting = threading.Thread(target=_await, args=(idx, parts, self._arrived), daemon=True)
+        self._threads = [thread for thread in self._threads if thread.is_alive()] + [waiting]
+        waiting.start()
 
-    def _next_arrival(self) -> int:
-        """Wait for a batch and return its worker; raise if a worker ended (WorkerError) or is late."""
-        idx, error = self._await_batch()
-        if error is not None:
+    def _read(self, idx: int, arrived: Any) -> TensorDictBase:
+        if arrived is not None:
             self._nodes.require_joined(idx)
-            raise WorkerError(f"the connection to worker {idx} broke: {error}") from error
-        return idx
-
-    def _look(self) -> tuple[int, Exception | None] | None:
-        start, pending = time.monotonic(), set(self._arrivals.pending)
-        found: tuple[int, Exception | None] | None = self._arrivals.take(LOOK_SECONDS)
-        self._waits.add(time.monotonic() - start, pending)
-        return found
+            raise WorkerError(f"the connection to worker {idx} broke: {arrived}") from arrived
+        return self._batches[idx].clone()
 
     def _send_all(self, worker_ids: Any = None) -> None:
         try:
@@ -163,18 +163,6 @@ class ProcessGroupCollector(Launched):
             for idx in error.failures:
                 self._nodes.require_joined(idx)  # raises the error of the process, which says more
             raise
-
-    def _gather(self) -> TensorDictBase:
-        """Return a batch of each worker, stacked."""
-        for idx in range(self.num_workers):
-            self._ask(idx)
-        while self._arrivals.pending:
-            self._next_arrival()
-        return torch.stack([self._taken(idx) for idx in range(self.num_workers)])
-
-    def _taken(self, idx: int) -> TensorDictBase:
-        """Return a copy of a worker's batch, with trajectory numbers that no other worker uses."""
-        return self._renumbered(idx, self._arrivals.batches[idx].clone())
 
     # -- end ---------------------------------------------------------------------------------------
 
@@ -191,54 +179,11 @@ class ProcessGroupCollector(Launched):
         close_all(self._nodes.kill, self._end_schemes, self._leave_group)
 
     def _leave_group(self) -> None:
-        if self._arrivals is not None:
-            self._arrivals.close(END_SECONDS)
+        for thread in self._threads:
+            thread.join(END_SECONDS)
         in_group, self._in_group = self._in_group, False
         if in_group and dist.is_initialized():
             dist.destroy_process_group()
-
-
-class Arrivals:
-    """A receiver of batches like ``example``, one at a time from each worker; worker 0 has the rank 1.
-
-    Attributes:
-        batches: last batch of each worker.
-        pending: workers whose next batch is awaited.
-    """
-
-    def __init__(self, example: TensorDictBase, num_workers: int) -> None:
-        self.batches = [example.clone().lock_() for _ in range(num_workers)]
-        self.pending: set[int] = set()
-        self._arrived: queue.SimpleQueue[tuple[int, Exception | None]] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
-
-    def ask(self, idx: int) -> None:
-        """Start to receive the next batch of a worker, unless this was started before."""
-        if idx in self.pending:
-            return
-        self.pending.add(idx)
-        try:
-            parts = self.batches[idx].irecv(src=idx + 1, return_premature=True)
-        except RuntimeError as error:
-            self._arrived.put((idx, error))
-            return
-        waiting = threading.Thread(target=_await, args=(idx, parts, self._arrived), daemon=True)
-        self._threads = [thread for thread in self._threads if thread.is_alive()] + [waiting]
-        waiting.start()
-
-    def take(self, timeout: float) -> tuple[int, Exception | None] | None:
-        """Return the worker of the next batch and its error; None if none came in ``timeout`` seconds."""
-        try:
-            idx, error = self._arrived.get(timeout=timeout)
-        except queue.Empty:
-            return None
-        self.pending.discard(idx)
-        return idx, error
-
-    def close(self, timeout: float) -> None:
-        """Wait for the end of all receiving, once the workers have ended."""
-        for thread in self._threads:
-            thread.join(timeout)
 
 
 def _await(idx: int, parts: list[Any], arrived: queue.SimpleQueue[tuple[int, Exception | None]]) -> None:

@@ -33,37 +33,20 @@ class Request:
     several: bool = False
 
     @classmethod
-    def of(
-        cls,
-        policy_or_weights: Any,
-        *,
-        weights: Any,
-        policy: Any,
-        worker_ids: Any,
-        model_id: str | None,
-        weights_dict: Mapping[str, Any] | None,
-        policy_weights: Any,
-    ) -> Request:
-        """Read the arguments of ``update_policy_weights_``.
+    def of(cls, weights: Mapping[str, Any], model_id: str | None, worker_ids: Any) -> Request:
+        """Read the arguments of ``update_policy_weights_``; ``weights`` are those that give weights, by name.
 
         Raises:
             ValueError: the arguments contradict each other.
         """
-        if policy_weights is not None:
+        given = {name: value for name, value in weights.items() if value is not None}
+        if "policy_weights" in given:
             warnings.warn("policy_weights was renamed to policy_or_weights", DeprecationWarning, stacklevel=3)
-        given = {
-            "policy_or_weights": policy_or_weights,
-            "weights": weights,
-            "policy": policy,
-            "weights_dict": weights_dict,
-            "policy_weights": policy_weights,
-        }
-        names = [name for name, value in given.items() if value is not None]
-        if len(names) > 1:
-            raise ValueError(f"give only one of {', '.join(names)}")
+        if len(given) > 1:
+            raise ValueError(f"give only one of {', '.join(given)}")
+        weights_dict = given.pop("weights_dict", None)
         if weights_dict is None:
-            chosen = given[names[0]] if names else None
-            return cls({model_id or "policy": chosen}, worker_ids)
+            return cls({model_id or "policy": next(iter(given.values()), None)}, worker_ids)
         if model_id is not None:
             raise ValueError("model_id and weights_dict cannot be given together")
         if not weights_dict:

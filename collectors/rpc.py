@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,14 +17,13 @@ from torchrl.data.utils import CloudpickleWrapper
 from torchrl.envs import EnvBase, EnvCreator
 
 from collectors.closing import close_all
-from collectors.intervals import Intervals, endless
-from collectors.launched import END_SECONDS, LOOK_SECONDS, START_SECONDS, Launched
+from collectors.launched import END_SECONDS, START_SECONDS, Intervals
 from collectors.rpc_node import join_world, leave, made, make_collector, name_of, run_node, was_in_a_world
 from collectors.torchrl_names import tensorpipe_options
 from weight_update import LifecycleError, RPCWeightSyncScheme, WeightSyncError, WorkerError
 
 
-class RPCCollector(Intervals, Launched, torchrl_distributed.RPCCollector):
+class RPCCollector(Intervals, torchrl_distributed.RPCCollector):
     """TorchRL's ``RPCCollector``, whose workers run our collectors.
 
     It needs no process group: with ``launcher="mp"`` or ``"submitit"`` it makes none, and an existing one is
@@ -45,14 +43,10 @@ class RPCCollector(Intervals, Launched, torchrl_distributed.RPCCollector):
     _scheme_class = RPCWeightSyncScheme
 
     def _begin(self, create_env_fn: Any, policy: Any, **options: Any) -> None:
-        self._pending: set[int] = set()
-        self._arrived: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self.collector_infos: list[Any] = []
         self.collector_rrefs: list[Any] = []
         self._made: list[Any] = []
         self._given_options = options.pop("tensorpipe_options", None) or {}
-        options["total_frames"] = endless(options.get("total_frames", -1))
-        options["weight_sync_schemes"] = {} if options["weight_updater"] is None else None
         super()._begin(create_env_fn, policy, **options)
         self._weight_sync_schemes = self._schemes or None
         self._connect()
@@ -171,55 +165,15 @@ class RPCCollector(Intervals, Launched, torchrl_distributed.RPCCollector):
 
     # -- data --------------------------------------------------------------------------------------
 
-    def iterator(self) -> Iterator[TensorDictBase]:
-        """Yield batches until ``total_frames`` frames were collected."""
-        collected = 0
-        while collected < self.total_frames:
-            data = self._collect_in_step() if self._sync else self._collect_next()
-            collected += data.numel()
-            yield self._processed(data)
-            if collected < self.total_frames:
-                self._update_stale()
+    def _request(self, idx: int) -> None:
+        arrived = self._arrived
+        self.collector_rrefs[idx].rpc_async().next().then(lambda future: arrived.put((idx, future)))
 
-    def _collect_in_step(self) -> TensorDictBase:
-        if self.update_after_each_batch:
-            self._update_workers()
-        for idx in range(self.num_workers):
-            self._ask(idx)
-        batches = dict(self._take() for _ in range(self.num_workers))
-        return torch.cat([batches[idx] for idx in sorted(batches)])
-
-    def _collect_next(self) -> TensorDictBase:
-        for idx in range(self.num_workers):
-            self._ask(idx)
-        idx, data = self._take()
-        if self.update_after_each_batch:
-            self._update_workers([idx])
-        return data
-
-    def _ask(self, idx: int) -> None:
-        """Let a worker collect its next batch, unless it is doing so."""
-        if idx not in self._pending:
-            self._pending.add(idx)
-            arrived = self._arrived
-            self.collector_rrefs[idx].rpc_async().next().then(lambda future: arrived.put((idx, future)))
-
-    def _take(self) -> tuple[int, TensorDictBase]:
-        """Return the next worker and its batch, with trajectory numbers that no other worker uses."""
-        idx, future = self._await_batch()
-        self._pending.discard(idx)
-        if (error := _error_of(future)) is not None:
+    def _read(self, idx: int, arrived: Any) -> TensorDictBase:
+        if (error := _error_of(arrived)) is not None:
             raise WorkerError(f"worker {idx} could not collect: {error}")
-        return idx, self._renumbered(idx, future.value())
-
-    def _look(self) -> tuple[int, Any] | None:
-        start = time.monotonic()
-        try:
-            return self._arrived.get(timeout=LOOK_SECONDS)
-        except queue.Empty:
-            return None
-        finally:
-            self._waits.add(time.monotonic() - start, self._pending)
+        data: TensorDictBase = arrived.value()
+        return data
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the environments of all workers, and return the next seed."""
@@ -246,12 +200,9 @@ class RPCCollector(Intervals, Launched, torchrl_distributed.RPCCollector):
         well = not any(map(_error_of, ends)) and not self._pending
         for info in self.collector_infos if well else ():
             rpc.rpc_async(info, leave)
-        if well and self._all_alive():
+        if well and all(map(self._nodes.alive, range(self.num_workers))):
             rpc.shutdown(graceful=True, timeout=int(END_SECONDS))
             self._nodes.end(lambda: None, END_SECONDS)
-
-    def _all_alive(self) -> bool:
-        return all(map(self._nodes.alive, range(self.num_workers)))
 
     def _give_up(self) -> None:
         self._ended = self._shutdown = True

@@ -32,6 +32,16 @@ __all__ = [
 SUPPORTED = ">=0.14.1,<0.15"
 """The versions of TorchRL that work, as in ``setup.py``."""
 
+_PROCESS_GROUP_HOOKS = (
+    "_frames_per_batch_corrected",
+    "_init_master_dist",
+    "_init_worker_dist_mp",
+    "_init_worker_dist_submitit",
+    "_init_workers",
+    "_make_container",
+    "_policy_to_send",
+)
+
 HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
     ("torchrl.collectors", "Collector"): (
         "_RESERVED_OPTIONS",
@@ -84,28 +94,14 @@ HOOKS: dict[tuple[str, str], tuple[str, ...]] = {
         "push_weights",
     ),
     ("torchrl.collectors.distributed", "DistributedCollector"): (
+        *_PROCESS_GROUP_HOOKS,
         "_VERBOSE",
-        "_frames_per_batch_corrected",
-        "_init_master_dist",
-        "_init_worker_dist_mp",
-        "_init_worker_dist_submitit",
-        "_init_workers",
-        "_iterator_dist",
-        "_make_container",
-        "_policy_to_send",
         "_store",
         "_sync",
         "_weight_sync_schemes",
     ),
     ("torchrl.collectors.distributed", "DistributedSyncCollector"): (
-        "_frames_per_batch_corrected",
-        "_init_master_dist",
-        "_init_worker_dist_mp",
-        "_init_worker_dist_submitit",
-        "_init_workers",
-        "_iterator_dist",
-        "_make_container",
-        "_policy_to_send",
+        *_PROCESS_GROUP_HOOKS,
         "total_frames_per_collector",
     ),
     ("torchrl.collectors.distributed", "RPCCollector"): (

@@ -53,15 +53,14 @@ class Updating(Observed):
             SchemaMismatchError: the weights do not fit; nothing changed.
             SyncFailedError: workers failed, died or were late; the error names them.
         """
-        request = Request.of(
-            policy_or_weights,
-            weights=weights,
-            policy=policy,
-            worker_ids=worker_ids,
-            model_id=model_id,
-            weights_dict=weights_dict,
-            policy_weights=policy_weights,
-        )
+        given = {
+            "policy_or_weights": policy_or_weights,
+            "weights": weights,
+            "policy": policy,
+            "weights_dict": weights_dict,
+            "policy_weights": policy_weights,
+        }
+        request = Request.of(given, model_id, worker_ids)
         return self._update_by_legacy(request) if self._legacy_weight_updater else self._update(request)
 
     def _update(self, request: Request) -> SyncReport | dict[str, SyncReport]:

@@ -203,13 +203,10 @@ class _RemoteUpdater(SchemeUpdater):
     """The base of updaters that have the weights of the trainer."""
 
     policy_weights: Any
+    num_workers: int
 
     def all_worker_ids(self) -> list[int] | None:
-        return list(range(self._count())) or None
-
-    def _count(self) -> int:
-        """Return the number of workers."""
-        raise NotImplementedError
+        return list(range(self.num_workers)) or None
 
     def _get_server_weights(self) -> Any:
         return self.policy_weights
@@ -233,9 +230,6 @@ class DistributedWeightUpdater(_RemoteUpdater):
         super().__init__()
         self._store, self._sync = store, sync
         self.policy_weights, self.num_workers = policy_weights, num_workers
-
-    def _count(self) -> int:
-        return self.num_workers
 
 
 class RPCWeightUpdater(_RemoteUpdater):
@@ -264,9 +258,6 @@ class RPCWeightUpdater(_RemoteUpdater):
         self.collector_rrefs = collector_rrefs
         self.policy_weights, self.num_workers = policy_weights, num_workers
 
-    def _count(self) -> int:
-        return self.num_workers
-
     def push_weights(
         self, policy_or_weights: Any = None, worker_ids: Any = None, *, weights: Any = None
     ) -> SyncReport | None:
@@ -292,8 +283,8 @@ class RayWeightUpdater(_RemoteUpdater):
         self.max_interval = max(0, max_interval)
         self._passed_over: dict[int, int] = {}
 
-    def _count(self) -> int:
-        return len(self.remote_collectors)
+    def all_worker_ids(self) -> list[int] | None:
+        return list(range(len(self.remote_collectors))) or None
 
     def register_collector(self, collector: Any) -> None:
         """Register the collector of this updater, and its actors."""

@@ -145,7 +145,9 @@ def table(reports: list[SyncReport]) -> str:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--encoding", choices=["dense", "bucket", "patch"], default="patch")
-    parser.add_argument("--compression", choices=["none", "lz4", "zstd"], default="none", help="of a patch")
+    parser.add_argument(
+        "--compression", choices=["none", "ans", "lz4", "zstd"], default="none", help="of a patch"
+    )
     parser.add_argument("--values", choices=["raw", "relative"], default="relative", help="of a patch")
     parser.add_argument("--steps", type=int, default=200, help="updates of the workers (%(default)s)")
     parser.add_argument("--warmup", type=int, default=160, help="supervised steps before (%(default)s)")

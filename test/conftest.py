@@ -16,6 +16,7 @@ import interpreters
 import pytest
 import torch
 
+from weight_update.compression import ans
 from weight_update.encodings.patch import kernels
 from weight_update.testing.processes import eventually
 
@@ -87,11 +88,18 @@ def nothing_goes_on_after_a_file() -> Iterator[None]:
     assert not torch.distributed.is_initialized()
 
 
+@pytest.fixture
+def numpy_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a test without the compiled inner loops."""
+    monkeypatch.setattr(kernels, "library", None)
+    monkeypatch.setattr(ans, "library", None)
+
+
 @pytest.fixture(params=["as installed", pytest.param("numpy", marks=pytest.mark.slow)])
-def inner_loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a test with the compiled inner loops of patches, and without."""
+def inner_loops(request: pytest.FixtureRequest) -> None:
+    """Run a test with the compiled inner loops, and without."""
     if request.param == "numpy":
-        monkeypatch.setattr(kernels, "library", None)
+        request.getfixturevalue("numpy_loops")
 
 
 def threads() -> list[str]:

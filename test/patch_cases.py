@@ -43,7 +43,7 @@ ALL_OPTIONS = [
     for layout in ("flat", "coo")
     for delta in (True, False)
     for values in ("raw", "relative")
-    for codec in ("none", "zstd")
+    for codec in ("none", "zstd", "ans")
 ]
 any_options = st.sampled_from(ALL_OPTIONS)
 shapes = st.one_of(

@@ -180,6 +180,7 @@ def test_bytes_of_a_patch_beside_those_of_rlinf(patch_tables):
     )
     assert float(ours["none"]) <= 3.2
     assert float(relative["zstd"]) <= 2.0
+    assert float(relative["ans"]) <= 2.0
     assert float(theirs["none"]) > float(ours["none"])
 
 

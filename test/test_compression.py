@@ -18,6 +18,7 @@ from marks import slow
 from benchmarks.compression import CODECS as MEASURED
 from benchmarks.compression import KINDS, measure, row
 from weight_update.compression import (
+    AnsCompression,
     Compression,
     Lz4Compression,
     NoCompression,
@@ -69,6 +70,17 @@ class TestLz4Accelerated(CompressionContract):
         assert sizes[0] < sizes[1]
 
 
+class TestAnsCompression(CompressionContract):
+    def make_compression(self) -> Compression:
+        return AnsCompression()
+
+
+@pytest.mark.usefixtures("numpy_loops")
+class TestAnsCompressionWithoutCompiledLoops(CompressionContract):
+    def make_compression(self) -> Compression:
+        return AnsCompression()
+
+
 class TestZstdCompression(CompressionContract):
     def make_compression(self) -> Compression:
         return ZstdCompression()
@@ -84,7 +96,7 @@ class TestZstdSmall(CompressionContract):
         return ZstdCompression(level=6)
 
 
-CODECS = [NoCompression, Lz4Compression, ZstdCompression]
+CODECS = [NoCompression, Lz4Compression, ZstdCompression, AnsCompression]
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -142,7 +154,7 @@ def test_layout_is_as_documented() -> None:
 
 def test_a_piece_that_does_not_shrink_stands_as_it_is() -> None:
     noise = torch.randint(256, (MIB + 10,), dtype=torch.uint8)
-    for codec in (Lz4Compression(), ZstdCompression()):
+    for codec in (Lz4Compression(), ZstdCompression(), AnsCompression()):
         packed = codec.compress(noise)
         assert packed.numel() == noise.numel() + 8
         assert torch.equal(packed[8:], noise)
@@ -201,7 +213,7 @@ def test_pack_gives_the_data_back_when_the_sample_misled() -> None:
     assert packed is data
 
 
-@pytest.mark.parametrize("codec", [Lz4Compression, ZstdCompression])
+@pytest.mark.parametrize("codec", [Lz4Compression, ZstdCompression, AnsCompression])
 def test_threads_change_no_byte(codec):
     data = torch.randint(40, (17 * MIB + 1,), dtype=torch.uint8)
     packed = codec(threads=1).compress(data)

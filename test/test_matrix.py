@@ -44,6 +44,7 @@ ENCODINGS: dict[str, Encoding] = {
     "patch": PatchEncoding(),
     "patch, coo": PatchEncoding(layout="coo"),
     "patch, relative, zstd": PatchEncoding(values="relative", compression="zstd"),
+    "patch, ans": PatchEncoding(compression="ans"),
     "patch, lz4": PatchEncoding(compression="lz4", delta_encoding=False, init_sync_bucket_size=512),
 }
 

@@ -109,3 +109,30 @@ def test_a_send_over_torch_distributed_to_the_same_host() -> None:
 def test_a_send_over_torch_distributed_to_another_host() -> None:
     both, _ = count(Apart)
     assert (both,) == told(r"another host, an update of more than 64 KiB passes through (\d+) files")
+
+
+def wake_ups() -> dict[str, int]:
+    """Return how often each thread of this process waited so far, by name."""
+    found = {}
+    for thread in threading.enumerate():
+        status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+        found[thread.name] = int(status.partition("voluntary_ctxt_switches:")[2].split()[0])
+    return found
+
+
+UPDATES = 30
+
+
+def test_a_send_wakes_no_other_thread_of_the_trainer() -> None:
+    with closing(Processes()) as processes:
+        scheme, model = processes.scheme(SharedMemWeightSyncScheme), Stripes(2, NUMEL)
+        processes.launch(scheme, model, lambda: Stripes(2, NUMEL), 2)
+        scheme.send(fill(model, 1))
+        before = wake_ups()
+        for version in range(2, UPDATES):
+            scheme.send(fill(model, version))
+        after = wake_ups()
+    others = [name for name in before if name.startswith("weight_update-worker-")]
+    assert len(others) == 2
+    assert [after[name] - before[name] for name in others] == [0, 0]
+    assert after["MainThread"] - before["MainThread"] < 4 * UPDATES

@@ -16,6 +16,7 @@ from marks import quick_for, slow
 
 from weight_update import (
     ExplorerClient,
+    LifecycleError,
     LinkClosedError,
     NotEnoughMemoryError,
     PatchEncoding,
@@ -44,6 +45,7 @@ from weight_update.testing.chunks import (
 from weight_update.testing.lifecycle import LifecycleTests
 from weight_update.testing.processes import eventually, freeze
 from weight_update.testing.ray_workers import RayWorker
+from weight_update.transports.host_name import this_host
 from weight_update.transports.ray.listener import RayListener
 from weight_update.transports.ray.object_store import ObjectStore
 from weight_update.transports.ray.rendezvous import find_rendezvous, start_rendezvous, stop_rendezvous
@@ -57,12 +59,13 @@ from ray_parts import (  # noqa: E402
     Player,
     Trainer,
     pid_of,
+    slots_of,
     wait_for_more,
     wide,
     writable,
 )
 
-BOTH = pytest.mark.parametrize("data", ["torch", "object_store"])
+ROUTES = pytest.mark.parametrize("data", ["torch", "object_store", "between hosts"], indirect=True)
 pytestmark = pytest.mark.timeout(180)
 
 
@@ -93,21 +96,32 @@ def actor(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.smoke
 @pytest.mark.usefixtures("actor")
 class TestRayTransport(TransportContract):
+    """A worker on the sender's host."""
+
+    host: str | None = None  # of the receiver; None is this one
     actor: Any
 
     def make_ends(self) -> Ends:
         sender = RayTransport()
-        self.listener = RayListener(self.actor, "token", {0: sender}, lambda worker: sender)
+        self.listener = RayListener(self.actor, this_host(), "token", {0: sender}, lambda worker: sender)
         self.listener.start()
         receiver = self.make_successor()
         greet(sender, receiver)
         return sender, receiver
 
     def make_successor(self) -> RayTransport:
-        return RayTransport(lambda _: find_rendezvous("test of transports", None, 10.0))
+        return RayTransport(
+            lambda _: find_rendezvous("test of transports", None, 10.0), token="token", host=self.host
+        )
 
     def teardown_method(self) -> None:
         self.listener.close()
+
+
+class TestRayTransportBetweenHosts(TestRayTransport):
+    """Messages go through the rendezvous actor, and payloads through the object store."""
+
+    host = "elsewhere"
 
 
 @pytest.mark.slow
@@ -132,6 +146,26 @@ class TestObjectStore(SchemeContract, LateJoinerContract):
 
     def make_scheme(self, **options: Any) -> WeightSyncScheme:
         return RayWeightSyncScheme(data="object_store", **options)
+
+
+@pytest.mark.usefixtures("apart")
+class TestObjectStoreBetweenHosts(TestObjectStore):
+    """The workers count as being on other hosts."""
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this process a host of its own; actors have the environment of the cluster."""
+    monkeypatch.setenv("WEIGHT_UPDATE_HOST", "elsewhere")
+
+
+@pytest.fixture
+def data(request: pytest.FixtureRequest) -> str:
+    """Return the scheme's ``data``; "between hosts" is the object store with workers on other hosts."""
+    if request.param != "between hosts":
+        return str(request.param)
+    request.getfixturevalue("apart")
+    return "object_store"
 
 
 class Troupe:
@@ -212,7 +246,7 @@ def is_available(player: Any) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("data", ["torch", "object_store"])
+@ROUTES
 def test_busy_killed_restarted_and_dead_actors(data: str, troupe: Troupe) -> None:
     source = mlp(1)
     scheme = troupe.scheme(data=data)
@@ -271,7 +305,7 @@ def test_connect_does_not_wait_for_the_dead(troupe: Troupe) -> None:
 
 
 @pytest.mark.slow
-@BOTH
+@ROUTES
 def test_a_stopped_actor_is_late_and_catches_up(data: str, troupe: Troupe) -> None:
     scheme, workers = troupe.launch(mlp(1), data=data, timeout=1.0)
     pid = workers[0].call("run", pid_of)
@@ -287,7 +321,7 @@ def test_a_stopped_actor_is_late_and_catches_up(data: str, troupe: Troupe) -> No
 
 
 @pytest.mark.slow
-@BOTH
+@ROUTES
 def test_strangers_and_the_end(data: str, troupe: Troupe) -> None:
     scheme, (worker,) = troupe.launch(mlp(1), mlp(2), data=data)
     other = troupe.scheme(data=data)
@@ -317,7 +351,7 @@ ENCODINGS = {
 
 
 @pytest.mark.parametrize("encoding", quick_for(ENCODINGS, "patch"))
-@pytest.mark.parametrize("data", ["torch", slow("object_store")])
+@pytest.mark.parametrize("data", ["torch", slow("object_store"), slow("between hosts")], indirect=True)
 def test_same_bits_for_every_encoding(data: str, encoding: str, troupe: Troupe) -> None:
     source = wide()
     strategy = WeightStrategy("state_dict", encoding=ENCODINGS[encoding])
@@ -333,8 +367,9 @@ def test_same_bits_for_every_encoding(data: str, encoding: str, troupe: Troupe) 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("apart")
 def test_the_object_store_is_freed(troupe: Troupe) -> None:
-    """50 updates of 20 MB to two workers through a store of 300 MB: one object for each update."""
+    """50 updates of 20 MB to two workers: one object for each, released before the next is put."""
     source = wide()
     scheme, workers = troupe.launch(source, wide(), wide(), data="object_store")
     most = 0
@@ -346,7 +381,7 @@ def test_the_object_store_is_freed(troupe: Troupe) -> None:
     for worker in workers:
         assert worker.call("run", writable)
         assert worker.call("fingerprint") == fingerprint(source)
-    assert most < 90e6
+    assert most < 50e6
     scheme.shutdown()
     assert eventually(lambda: store_bytes() < 10e6, WAIT)
 
@@ -357,7 +392,30 @@ def store_bytes() -> float:
     return total["object_store_memory"] - free["object_store_memory"]
 
 
+def test_workers_on_the_senders_host_read_its_memory(troupe: Troupe) -> None:
+    """Workers on one host need no object in Ray's store, and no memory of their own."""
+    source = wide()
+    scheme, workers = troupe.launch(source, wide(), wide(), data="object_store")
+    for step in range(3):
+        source.weight.data.fill_(step)
+        scheme.send()
+        for worker in workers:
+            assert worker.call("fingerprint") == fingerprint(source)
+    assert not scheme._object_store._refs
+    for worker in workers:
+        assert worker.call("run", slots_of) == 1
+
+
+def test_both_sides_need_one_kind_of_data(troupe: Troupe) -> None:
+    scheme = troupe.scheme(data="object_store")
+    scheme.init_on_sender(model=mlp(1), num_workers=1)
+    other = troupe.scheme(name=scheme.name, token=scheme.token)
+    with pytest.raises(LifecycleError, match="the sender's scheme has data='object_store'"):
+        troupe.hire(other, 0).call("connect", timeout=WAIT)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("apart")
 def test_a_payload_that_the_store_lost_comes_again(troupe: Troupe) -> None:
     source = wide()
     scheme, (worker,) = troupe.launch(source, wide(), data="object_store")
@@ -392,10 +450,12 @@ def test_a_full_store_is_an_error_that_says_what_to_do(monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow  # test_kills.py has trainers that die, with other schemes
-def test_workers_learn_that_their_trainer_died(troupe: Troupe) -> None:
+@pytest.mark.parametrize("environment", [{}, {"WEIGHT_UPDATE_HOST": "elsewhere"}], ids=["here", "elsewhere"])
+def test_workers_learn_that_their_trainer_died(environment: dict[str, str], troupe: Troupe) -> None:
     """The trainer is an actor, too."""
     scheme = troupe.scheme(data="object_store")
-    trainer = ray.remote(Trainer).options(num_cpus=0).remote(scheme)
+    options = {"num_cpus": 0, "runtime_env": {"env_vars": environment}}
+    trainer = ray.remote(Trainer).options(**options).remote(scheme)
     worker = troupe.hire(scheme, 0)
     worker.post("connect")
     ray.get(trainer.connect.remote(), timeout=WAIT)

@@ -66,6 +66,7 @@ from weight_update.synchronizer import (
     TrainerClient,
 )
 from weight_update.transports import (
+    Arrivals,
     Buffer,
     Capabilities,
     DistributedTransport,
@@ -85,6 +86,7 @@ from weight_update.wire.schema import TensorMeta, WeightSchema
 __version__ = "0.1.0"
 
 __all__ = [
+    "Arrivals",
     "BlockingExplorer",
     "BlockingTrainer",
     "BucketEncoding",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from weight_update.text import format_size, plural
 
@@ -71,6 +71,15 @@ class SyncReport:
         if self.changed_fraction == 1.0:
             return sent
         return f"{sent} of {format_size(self.dense_bytes)} ({self.changed_fraction:.2%} changed)"
+
+
+def report_of(fields: Mapping[str, Any]) -> SyncReport:
+    """Return the report with these fields; the indices of workers may be texts, as JSON writes them."""
+    by_worker = {
+        name: {int(idx): value for idx, value in fields[name].items()}
+        for name in ("apply_seconds", "stall_seconds", "failures")
+    }
+    return SyncReport(**{**fields, **by_worker})
 
 
 _WORDS = {

@@ -89,7 +89,7 @@ def busy() -> Iterator[DistributedWeightSyncScheme]:
 @pytest.fixture(autouse=True)
 def all_is_logged(busy: DistributedWeightSyncScheme, monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin a new period of the limit, so that each test sees what it causes."""
-    monkeypatch.setattr(busy._listener._remote, "refusals", Refusals(logging.getLogger("strangers")))
+    monkeypatch.setattr(busy.listener._remote, "refusals", Refusals(logging.getLogger("strangers")))
 
 
 def call(port: int, data: bytes) -> socket.socket:
@@ -104,7 +104,7 @@ def client(scheme: DistributedWeightSyncScheme) -> TCPStore:
 
 
 def sender_of(scheme: DistributedWeightSyncScheme) -> Announcement:
-    return find_sender(scheme.address, scheme.port, scheme._token, 10.0)
+    return find_sender(scheme.address, scheme.port, scheme.token, 10.0)
 
 
 def ports_of(scheme: DistributedWeightSyncScheme) -> dict[str, int]:
@@ -192,7 +192,7 @@ def knowing(scheme: DistributedWeightSyncScheme, context: str | None = None) -> 
     """Return a connection to the TCP listener whose handshake has succeeded."""
     sender = sender_of(scheme)
     return call_sender(
-        scheme.address, sender.port, scheme._token, context or f"sender {sender.name}", deadline_of(10.0)
+        scheme.address, sender.port, scheme.token, context or f"sender {sender.name}", deadline_of(10.0)
     )
 
 
@@ -221,7 +221,7 @@ def test_a_request_that_is_none(busy, caplog: pytest.LogCaptureFixture, body: by
             assert len(body) > MAX_JSON_BYTES  # it is not read
         assert ends(signed.stream.sock)
         assert eventually(lambda: "refused a connection: " in caplog.text, 5.0)
-    assert busy._token not in caplog.text
+    assert busy.token not in caplog.text
     assert "Traceback" not in caplog.text, caplog.text
     assert flows_on(busy)
 
@@ -285,7 +285,7 @@ def test_a_caller_with_another_token(busy, caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.WARNING), pytest.raises(JoinRefusedError, match="wrong token"):
         call_sender("127.0.0.1", sender.port, "0" * 32, f"sender {sender.name}", deadline_of(10.0))
     assert eventually(lambda: "refused a connection: wrong token" in caplog.text, 5.0)
-    assert busy._token not in caplog.text
+    assert busy.token not in caplog.text
     assert flows_on(busy)
 
 
@@ -323,7 +323,7 @@ def test_what_a_worker_said_is_not_heard_twice(
         worker.result()
         scheme.send(fill(model, 1))
         assert len(tap.heard) == 2  # for frames, and for payloads
-        assert not any(scheme._token.encode() in said for said in tap.heard)
+        assert not any(scheme.token.encode() in said for said in tap.heard)
         with caplog.at_level(logging.WARNING):
             for said in [bytes(said) for said in tap.heard]:
                 with closing(call(tap.to, said)) as stranger:
@@ -401,6 +401,6 @@ def test_a_store_gives_no_secret_away(busy) -> None:
     stranger = client(busy)
     (key,) = stranger.list_keys()
     value = stranger.get(key.removeprefix("/"))
-    assert busy._token not in key
-    assert busy._token.encode() not in value
+    assert busy.token not in key
+    assert busy.token.encode() not in value
     assert flows_on(busy)

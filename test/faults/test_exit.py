@@ -62,7 +62,7 @@ if __name__ == "__main__":
 LATE = """
 import threading, time, weakref
 from weight_update import DistributedWeightSyncScheme
-from weight_update.transports.distributed.store import leave_in_order
+from weight_update.threads import leave_in_order
 
 told = threading.Event()
 
@@ -74,6 +74,40 @@ def leave():
 thread = threading.Thread(target=leave, daemon=True)
 leave_in_order(thread)
 thread.start()
+scheme = DistributedWeightSyncScheme()
+weakref.finalize(scheme, told.set)  # as shutdown() ends the threads of a scheme
+"""
+RELAY = """
+import threading, time, weakref
+from weight_update import DistributedWeightSyncScheme
+from weight_update.transports.distributed.relay.host_relay import HostRelay
+
+told = threading.Event()
+
+def connect():
+    told.wait()
+    time.sleep(0.3)
+    raise OSError
+
+relay = HostRelay(connect, "", None, lambda reason: print("left in order", flush=True))
+scheme = DistributedWeightSyncScheme()
+weakref.finalize(scheme, told.set)  # as shutdown() ends the threads of a scheme
+"""
+OUTBOX = """
+import threading, time, weakref
+from weight_update import DistributedWeightSyncScheme
+from weight_update.sender.workers import Outbox
+
+told, changed = threading.Event(), threading.Condition()
+
+def job():
+    told.wait()
+    time.sleep(0.3)
+    print("left in order", flush=True)
+
+outbox = Outbox(0, changed)
+outbox.put(job)
+outbox.close()
 scheme = DistributedWeightSyncScheme()
 weakref.finalize(scheme, told.set)  # as shutdown() ends the threads of a scheme
 """
@@ -131,7 +165,8 @@ def test_exits_at_once(kind: type, how: str, tmp_path: Path) -> None:
     assert list(temporary.iterdir()) == []
 
 
-def test_exit_waits_for_threads_that_the_end_of_a_scheme_ends() -> None:
-    """A thread that returns from gloo while the interpreter ends would abort the process."""
-    done = run_python("-c", LATE)
+@pytest.mark.parametrize("program", [LATE, RELAY, OUTBOX], ids=["any", "relay", "outbox"])
+def test_exit_waits_for_threads_that_the_end_of_a_scheme_ends(program: str) -> None:
+    """A thread that returns from PyTorch's C++ while the interpreter ends would abort the process."""
+    done = run_python("-c", program)
     assert (done.returncode, done.stdout) == (0, "left in order\n"), done.stderr

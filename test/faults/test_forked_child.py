@@ -24,7 +24,7 @@ def make() -> Stripes:
 def open_as_trainer(me: Worker) -> dict[str, object]:
     me.scheme = DistributedWeightSyncScheme(timeout=WAIT)
     me.scheme.init_on_sender(model=me.model, num_workers=1)
-    return {"port": me.scheme.port, "token": me.scheme._token}
+    return {"port": me.scheme.port, "token": me.scheme.token}
 
 
 def send_once(me: Worker) -> None:

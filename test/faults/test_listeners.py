@@ -73,7 +73,7 @@ class Trainer(Host):
         nn.init.constant_(model.weight, 7.0)
         self.scheme.init_on_sender(model=model, num_workers=1)
         threading.Thread(target=self.scheme.connect, daemon=True).start()
-        return self.scheme._address, self.scheme._token
+        return self.scheme.address, self.scheme.token
 
     def connect(self) -> socket.socket:
         stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

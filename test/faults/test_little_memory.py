@@ -215,9 +215,7 @@ def test_no_memory_to_join_again(
     scheme = procs.scheme(SharedMemWeightSyncScheme, timeout=20.0, strategy=WeightStrategy(**options))
     model, mine = half_a_megabyte(), half_a_megabyte()
     scheme.init_on_sender(model=model, num_workers=1)
-    receiver = SharedMemWeightSyncScheme(
-        strategy=scheme.strategy, address=scheme.address, token=scheme._token
-    )
+    receiver = SharedMemWeightSyncScheme(strategy=scheme.strategy, address=scheme.address, token=scheme.token)
     receiver.init_on_receiver(model=mine, worker_idx=0)
     joining = threading.Thread(target=receiver.connect)
     joining.start()

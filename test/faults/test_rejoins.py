@@ -135,7 +135,7 @@ def test_a_late_error_of_what_a_worker_says_does_not_end_its_next_connection(
         return recv_chunk(timeout, allocate)
 
     monkeypatch.setattr(pair.link, "recv_chunk", fail)
-    pair.scheme.send(fill(pair.model, 1))
+    pair.scheme.send_async(fill(pair.model, 1))  # send() would read the answer by itself
     assert eventually(lambda: pair.joins == 1, 10.0)
     assert pair.sends(2)
     assert pair.joins == 1

@@ -104,7 +104,7 @@ JOINS = ["nothing", "a join request", "half a frame", "no HELLO"]
 
 def join_and_die(scheme: DistributedWeightSyncScheme, where: str, says: str) -> None:
     """Join as a process that knows the token, and die before the first frame is complete, or is a HELLO."""
-    sender = find_sender(scheme.address, scheme.port, scheme._token, 5.0)
+    sender = find_sender(scheme.address, scheme.port, scheme.token, 5.0)
     deadline = deadline_of(5.0)
     schema = next(state.schema for state in scheme._sender.table if state.idx == 1)
     header = {"token": "", "worker": 1, "pid": 99_999, "version": None, "schema": schema.to_header()}
@@ -120,11 +120,11 @@ def join_and_die(scheme: DistributedWeightSyncScheme, where: str, says: str) -> 
         sock = socket.socket(socket.AF_UNIX)
         sock.connect(address)
         with closing(SocketStream(sock)) as stream:
-            prove_token(stream, scheme._token, f"shared memory {address}", deadline)
+            prove_token(stream, scheme.token, f"shared memory {address}", deadline)
             stream.send(said, deadline)
         return
     with closing(
-        call(scheme.address, sender.port, scheme._token, f"sender {sender.name}", deadline)
+        call(scheme.address, sender.port, scheme.token, f"sender {sender.name}", deadline)
     ) as signed:
         if says != "nothing":
             signed.send_json({"do": "join", "name": "a name", "host": "another"}, 5.0)
@@ -138,9 +138,9 @@ def test_a_worker_that_dies_while_it_joins_replaces_nobody(
     procs: Processes, where: str, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     scheme, model, workers = start_pair("distributed", procs)
-    scheme._listener.refusals.clear()
+    scheme.listener.refusals.clear()
     join_and_die(scheme, where, says)
-    assert eventually(lambda: list(scheme._listener.refusals), 5.0)
+    assert eventually(lambda: list(scheme.listener.refusals), 5.0)
     rejoined = f"worker 1 (process {workers[1].pid}) joined"
     with caplog.at_level(logging.INFO, "weight_update"):
         next(state for state in scheme._sender.table if state.idx == 1).link.disconnect()

@@ -111,7 +111,9 @@ def test_held_workers_do_not_delay_updates(kind, procs: Processes) -> None:
         return version
 
     with ThreadPoolExecutor(1) as pool:
+        newest = 0
         for worker in held:
+            assert worker.call(wait_version, newest, 5.0) == newest  # update() waits for the fast one alone
             worker.call(hold)
             newest = pool.submit(update, 3).result(20.0)
         newest = pool.submit(update, 20).result(20.0)

@@ -68,10 +68,10 @@ def connect_raw(address: str, data: bytes) -> socket.socket:
 
 def prove(scheme: SharedMemWeightSyncScheme, data: bytes, token: str | None = None) -> socket.socket:
     """Connect as a process that knows the token."""
-    sock = connect_raw(scheme._address, b"")
+    sock = connect_raw(scheme.address, b"")
     try:
-        context = f"shared memory {scheme._address}"
-        prove_token(SocketStream(sock), token or scheme._token, context, time.monotonic() + 10.0)
+        context = f"shared memory {scheme.address}"
+        prove_token(SocketStream(sock), token or scheme.token, context, time.monotonic() + 10.0)
         sock.settimeout(10.0)
         sock.sendall(data)
     except BaseException:
@@ -127,7 +127,7 @@ RUBBISH = {
 def test_rubbish_is_refused_and_logged(busy, caplog: pytest.LogCaptureFixture, data: bytes) -> None:
     """Garbage from strangers, and from processes that know the token."""
     scheme, _ = busy
-    for connect in (lambda: connect_raw(scheme._address, data), lambda: prove(scheme, data)):
+    for connect in (lambda: connect_raw(scheme.address, data), lambda: prove(scheme, data)):
         caplog.clear()
         with caplog.at_level(logging.WARNING), closing(connect()) as stranger:
             assert b"WUPD" not in answer(stranger)
@@ -140,7 +140,7 @@ def test_wrong_token_for_a_connected_worker(busy, caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING), pytest.raises(JoinRefusedError, match="wrong token"):
         prove(scheme, hello("0" * 32, 0), token="0" * 32)
     assert eventually(lambda: "refused a connection: wrong token" in caplog.text, 5.0)
-    assert scheme._token not in caplog.text
+    assert scheme.token not in caplog.text
     assert flows_on(scheme)
 
 
@@ -160,15 +160,15 @@ def test_half_a_frame_and_silence(busy) -> None:
         closing(prove(scheme, whole[:10])),
         closing(prove(scheme, whole[:-5])),
         closing(prove(scheme, b"")),
-        closing(connect_raw(scheme._address, b"WUH1")),
-        closing(connect_raw(scheme._address, b"")),
+        closing(connect_raw(scheme.address, b"WUH1")),
+        closing(connect_raw(scheme.address, b"")),
     ):
         assert flows_on(scheme)
 
 
 def test_many_at_once(busy) -> None:
     scheme, _ = busy
-    strangers = [connect_raw(scheme._address, b"x" * n) for n in range(100)]
+    strangers = [connect_raw(scheme.address, b"x" * n) for n in range(100)]
     assert flows_on(scheme)
     for stranger in strangers:
         stranger.close()
@@ -180,7 +180,7 @@ def test_no_pending_connection_outlives_the_scheme(procs: Processes) -> None:
     before = set(threading.enumerate())
     procs.launch(scheme, model, lambda: Stripes(2, 4), 1)
     with (
-        closing(connect_raw(scheme._address, b"WUH1")) as stranger,
+        closing(connect_raw(scheme.address, b"WUH1")) as stranger,
         closing(prove(scheme, b"WUPD")) as silent,
     ):
         assert eventually(lambda: any("join" in thread.name for thread in threading.enumerate()), 5.0)
@@ -206,20 +206,20 @@ def assert_not_taken_over(procs: Processes, user: int) -> None:
     trainer = ctx.Process(target=train, args=(theirs, scheme, model), daemon=True)
     trainer.start()
     theirs.close()
-    scheme._address = ours.recv()  # as if the scheme had been pickled there
+    scheme.address = ours.recv()  # as if the scheme had been pickled there
     worker = procs.start(scheme, 0, lambda: fill(Stripes(2, 4), -1.0))
     worker.call(join)
     freeze(worker.pid)  # it joins again as soon as the trainer is dead
     trainer.kill()
     trainer.join()
-    stranger = ctx.Process(target=take_over, args=(tells, scheme._address, user), daemon=True)
+    stranger = ctx.Process(target=take_over, args=(tells, scheme.address, user), daemon=True)
     stranger.start()
     tells.close()
     try:
         assert told.recv() == "listens"
         worker.signal(signal.SIGCONT)
         heard = told.recv()
-        assert scheme._token.encode() not in heard
+        assert scheme.token.encode() not in heard
         assert worker.call(wait_version, 7, 1.0) == 0
         weights = worker.call(weights_of)
         assert {value for tensor in weights.values() for value in tensor.tolist()} == {5.0}

@@ -125,7 +125,7 @@ def test_join_without_a_way_to_the_sender(procs: HostsProcesses, how: str) -> No
     scheme.init_on_sender(model=model, num_workers=1)
     worker = alone(procs, "one")
     getattr(procs.network, how)("one")
-    where = {"address": scheme.address, "port": scheme.port, "token": scheme._token}
+    where = {"address": scheme.address, "port": scheme.port, "token": scheme.token}
     expected = f"LinkClosedError: no sender at {scheme.address}:{scheme.port} within 1.5 s"
     with within(2.5), pytest.raises(WorkerRaised, match=expected):
         worker.call(join_there, where, 1.5)

@@ -68,7 +68,7 @@ def joining(*receivers: tuple[WeightSyncScheme, int, nn.Module]) -> Iterator[Non
 def test_connect_names_the_refusals_it_saw(kind: type[WeightSyncScheme]) -> None:
     with kind() as scheme:
         scheme.init_on_sender(params_map={0: mlp(1), 1: mlp(2)})
-        token = scheme._token
+        token = scheme.token
         receivers = (
             (receiver_of(scheme, "another"), 0, mlp(3)),
             (receiver_of(scheme, token), 7, mlp(3)),
@@ -86,7 +86,7 @@ def test_connect_names_a_late_joiner_that_does_not_fit(kind: type[WeightSyncSche
     with kind() as scheme:
         scheme.init_on_sender(model=mlp(1), num_workers=1)
         with (
-            joining((receiver_of(scheme, scheme._token), 1, mlp(3)[:1])),
+            joining((receiver_of(scheme, scheme.token), 1, mlp(3)[:1])),
             pytest.raises(SyncTimeoutError, match=r"workers \[0\]") as caught,
         ):
             scheme.connect(timeout=1.0)
@@ -137,7 +137,7 @@ def test_a_slow_log_does_not_hold_the_sender_up(caplog: pytest.LogCaptureFixture
         (state,) = sender.table
         state.joined, state.receiver = True, ReceiverId("former", 1)
         header = {
-            "token": scheme._token,
+            "token": scheme.token,
             "worker": 0,
             "pid": 2,
             "version": None,

@@ -156,6 +156,21 @@ def test_small_steps_take_less_than_two_bytes_compressed() -> None:
     assert bytes_a_change(case, options(values="relative", codec="zstd")) <= 2.0
 
 
+def test_steps_of_mostly_one_ulp_take_little_more_than_their_entropy() -> None:
+    """Positions take 1.01 bytes, and steps 0.22."""
+    dice = np.random.default_rng(0)
+    steps = torch.from_numpy(np.where(dice.random(1 << 19) < 0.9, 1, dice.integers(2, 9, 1 << 19)))
+    signs = torch.from_numpy(dice.choice([-1, 1], 1 << 19))
+    case = bf16_case(1 << 24, 0.01)
+    (part,) = case.changes.sparse
+    relative = (steps * signs)[: len(part)].to(torch.int16)
+    changes = Changes((Sparse.of(2, part.positions, relative, relative=True),))
+    new = case.old.clone()
+    changes.write(new)
+    case = dataclasses.replace(case, changes=changes, new=new)
+    assert bytes_a_change(case, options(values="relative", codec="ans")) <= 1.25
+
+
 def test_small_steps_take_little_more_than_two_bytes_uncompressed() -> None:
     case = bf16_case(1 << 22, 0.01, largest_step=4)
     assert bytes_a_change(case, options(values="relative")) <= 2.2

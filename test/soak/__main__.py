@@ -60,7 +60,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--data", choices=["torch", "object_store"], default="torch", help="of Ray")
     parser.add_argument("--style", default="fully_async", help="of the Synchronizer")
     parser.add_argument("--encoding", choices=["dense", "bucket", "patch"], default="dense")
-    parser.add_argument("--compression", choices=["none", "zstd", "lz4"], default="none", help="of patches")
+    parser.add_argument(
+        "--compression", choices=["none", "ans", "zstd", "lz4"], default="none", help="of patches"
+    )
     parser.add_argument("--peer", choices=["torchrl"], help="run the scheme of another library")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, help="repeats the faults of an earlier soak")

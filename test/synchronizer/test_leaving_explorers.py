@@ -175,7 +175,7 @@ def test_a_process_that_was_stopped_renews_all_leases() -> None:
     changed, missed = threading.Condition(threading.RLock()), list[float]()
     table = SessionTable(changed, 0.5, lambda session, why: missed.append(time.monotonic()))
     with changed:
-        table.add("one", ExplorerState(0), leased=True)
+        table.add("one", ExplorerState(0))
     time.sleep(0.1)
     with changed:
         time.sleep(1.0)  # as if it had been stopped

@@ -3,6 +3,7 @@
 New compressions derive from :class:`Compression` and register a name.
 """
 
+from weight_update.compression.ans import AnsCompression
 from weight_update.compression.base import (
     Compression,
     NoCompression,
@@ -16,6 +17,7 @@ from weight_update.compression.nvcomp_lz4 import NvcompLz4Compression
 from weight_update.compression.zstd import ZstdCompression
 
 __all__ = [
+    "AnsCompression",
     "Compression",
     "Lz4Compression",
     "NoCompression",

@@ -159,5 +159,5 @@ def _promising(compression: Compression, data: torch.Tensor) -> bool:
     if data.numel() < 4 * _SAMPLES * _SAMPLE_BYTES:
         return True
     starts = [last * i // (_SAMPLES - 1) for i in range(_SAMPLES)]
-    sizes = [compression.compress(data[start : start + _SAMPLE_BYTES]).numel() for start in starts]
-    return sum(sizes) <= _WORTHWHILE * _SAMPLES * _SAMPLE_BYTES
+    samples = torch.cat([data[start : start + _SAMPLE_BYTES] for start in starts])
+    return compression.compress(samples).numel() <= _WORTHWHILE * samples.numel()

@@ -34,7 +34,7 @@ _ATTEMPT_SECONDS = 10.0
 """Seconds that one attempt to join again may take."""
 _RETRY_SECONDS = 0.2
 _GOODBYE_SECONDS = 1.0
-_IDLE_SECONDS = 0.05
+_IDLE_SECONDS = 0.01
 _LONGEST = 64 << 10  # characters of an error that a HELLO carries
 
 

@@ -90,6 +90,9 @@ class WeightSyncScheme(SchemeUpdates):
             sender, and :meth:`connect` does not wait for a worker that died.
         group: name shared by schemes whose models one worker holds and that are updated together by
             :func:`~weight_update.send_together`; set by :func:`~weight_update.group_schemes`.
+        token: secret that workers show when they join; it travels with the scheme.
+        listener: listener of a sender, which admits workers; :meth:`open_sender` may set it. ``connect()``
+            starts it, and ``shutdown()`` closes it.
     """
 
     def __init__(
@@ -108,7 +111,7 @@ class WeightSyncScheme(SchemeUpdates):
         self.stable_addresses = stable_addresses
         self.model_id: str | None = None
         self.group: str | None = None
-        self._token = secrets.token_hex(16)
+        self.token: str = secrets.token_hex(16)
         self._reset()
 
     @classmethod
@@ -243,19 +246,11 @@ class WeightSyncScheme(SchemeUpdates):
         """
         self._begin("use one scheme for each model")
         register_with_torchrl(WeightSyncScheme)
-        sources = Sources.of(
-            context=context,
-            model_id=model_id,
-            model=model,
-            weights=weights,
-            params_map=params_map,
-            devices=devices,
-            device_map_fn=device_map_fn,
-            num_workers=num_workers,
-        )
+        given = {"context": context, "model": model, "weights": weights, "params_map": params_map}
+        sources = Sources.of(given, model_id, devices, device_map_fn, num_workers)
         self.model_id, self.context = model_id, context
         side = SenderSide(sources, self.strategy, self.timeout, self.connect_timeout)
-        side.open(self._token, functools.partial(self.open_sender, ctx=ctx), lambda: self._listener)
+        side.open(self.token, functools.partial(self.open_sender, ctx=ctx), lambda: self.listener)
         self._sender_side = side
         if isinstance(side.sender, Sender):
             side.sender.table.observers = self._observers
@@ -386,7 +381,7 @@ class WeightSyncScheme(SchemeUpdates):
             worker=idx,
             strategy=self.strategy,
             gate=shared_gate(self.group),
-            token=self._token,
+            token=self.token,
             stable_addresses=self.stable_addresses,
             timeout=self.timeout,
             observer=self._observer(),

@@ -17,8 +17,8 @@ from weight_update.schemes.collector import first_worker_of
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
 from weight_update.strategy.named_weights import ExtractAs
 from weight_update.strategy.strategy import WeightStrategy
+from weight_update.threads import leave_in_order
 from weight_update.transports.base import TransportBackend
-from weight_update.transports.distributed.store import leave_in_order
 
 _GRACE_SECONDS = 0.2  # beyond the timeout, for the store's own answer
 

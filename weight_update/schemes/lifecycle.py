@@ -31,7 +31,7 @@ class SchemeLifecycle(ABC):
     """
 
     strategy: WeightStrategy
-    _token: str
+    token: str
 
     def _reset(self) -> None:
         """Set every attribute that one process knows and another must not inherit.
@@ -40,7 +40,7 @@ class SchemeLifecycle(ABC):
         """
         self.last_report: SyncReport | None = None
         self.worker_alive: WorkerAlive | None = None
-        self._listener: SenderListener | None = None
+        self.listener: SenderListener | None = None
         self._sender_side: SenderSide | None = None
         self._receiver_side: ReceiverSide | None = None
         self._model: Any = None
@@ -157,25 +157,6 @@ class SchemeLifecycle(ABC):
         if self.initialized_on_receiver:
             raise LifecycleError("add_observer() is for senders")
         return self._observers.add(observer)
-
-    # -- for subclasses ----------------------------------------------------------------------------
-
-    @property
-    def listener(self) -> SenderListener | None:
-        """The listener of a sender, which admits workers; :meth:`WeightSyncScheme.open_sender` may set it.
-
-        ``connect()`` starts it, and ``shutdown()`` closes it.
-        """
-        return self._listener
-
-    @listener.setter
-    def listener(self, listener: SenderListener) -> None:
-        self._listener = listener
-
-    @property
-    def token(self) -> str:
-        """Secret that workers show when they join; it travels with the scheme."""
-        return self._token
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -65,11 +65,11 @@ class MemoryWeightSyncScheme(WeightSyncScheme):
     """
 
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
-        self._listener = _listeners[self._token] = _Listener(self.newcomers())
+        self.listener = _listeners[self.token] = _Listener(self.newcomers())
         return super().open_sender(workers, ctx)
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
-        listener = _listeners.get(self._token)
+        listener = _listeners.get(self.token)
         if listener is None:
             raise LifecycleError(
                 f"no link for worker {worker_idx}: the sender is not in this process, or not initialized"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from weight_update.errors import LifecycleError, SyncFailedError, SyncTimeoutError
+from weight_update.errors import LifecycleError, SyncFailedError
 from weight_update.schemes.base import End
 from weight_update.schemes.remote import RemoteWeightSyncScheme, Whereabouts
 from weight_update.schemes.sender_side import SenderListener, SenderSide
@@ -19,19 +19,19 @@ from weight_update.sender.joining import WorkerAlive
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.distributed.transport import DistributedTransport
+from weight_update.transports.host_name import this_host
 from weight_update.transports.ray.actors import ActorLink, ActorWatch
 from weight_update.transports.ray.listener import RayListener
 from weight_update.transports.ray.object_store import ObjectStore
 from weight_update.transports.ray.rendezvous import (
-    ask,
+    announce,
     find_rendezvous,
+    look_up,
     require_ray,
     start_rendezvous,
     stop_rendezvous,
 )
 from weight_update.transports.ray.transport import RayTransport
-
-_GRACE_SECONDS = 1.0  # beyond the timeout, for the actor's own answer
 
 
 class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
@@ -47,9 +47,10 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
     Args:
         data: ``"torch"``: weights travel as in :class:`DistributedWeightSyncScheme`, so workers on other
             nodes must reach ``address``; they can reach ``ray.util.get_node_ip_address()``.
-            ``"object_store"``: everything travels through Ray, for clusters whose actors cannot open ports to
-            each other. That costs one copy into the store for each update, one transfer to each node, and one
-            copy out of the store for each worker.
+            ``"object_store"``: no port is opened, for clusters whose actors cannot reach each other's ports.
+            Workers on the sender's host map its memory, as with ``"torch"``. To workers on other hosts,
+            everything travels through Ray. That costs one copy into the object store for each update, one
+            transfer to each node, and one copy out of the store for each worker.
         name: name of the actor where both sides meet. Schemes made in different jobs need the same name, the
             same ``namespace`` and the same ``token``.
         namespace: Ray namespace of that actor; None is the namespace of the job.
@@ -97,7 +98,7 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         )
         self.data, self.namespace = data, namespace
         # the whole cluster sees the name, so it must not contain the token
-        self.name: str = name or f"weight_update-{hashlib.sha256(self._token.encode()).hexdigest()[:12]}"
+        self.name: str = name or f"weight_update-{hashlib.sha256(self.token.encode()).hexdigest()[:12]}"
 
     def _reset(self) -> None:
         super()._reset()
@@ -161,42 +162,41 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
                 links = super().open_sender(workers, ctx)
             else:
                 stored = {idx: self._store_link(idx) for idx in workers}
-                self._listener = RayListener(self._rendezvous, self._token, stored, self.newcomers())
+                host = self.host_name() or this_host()
+                self.listener = RayListener(self._rendezvous, host, self.token, stored, self.newcomers())
                 links = dict(stored)
         except BaseException:
             stop_rendezvous(self._rendezvous)
             raise
-        assert self._listener is not None, "a listener was made for either kind of data"
-        self._listener = _ListenerAndActor(self._listener, self._rendezvous)
+        assert self.listener is not None, "a listener was made for either kind of data"
+        self.listener = _ListenerAndActor(self.listener, self._rendezvous)
         return links
 
     def announce(self, where: Whereabouts) -> None:
         """Announce the address of the sender at the actor. The token travels with the scheme, not here."""
         node = require_ray().util.get_node_ip_address()
-        self._rendezvous.announce.remote((where.address, where.port, node))
+        announce(self._rendezvous, "torch", (where.address, where.port, node))
 
     def look_up(self, timeout: float) -> Whereabouts:
         deadline = time.monotonic() + timeout
         actor = find_rendezvous(self.name, self.namespace, timeout)
-        left = max(deadline - time.monotonic(), 0.0)
-        found = ask(actor.look_up.remote(left), left + _GRACE_SECONDS)
-        if found is None:
-            raise SyncTimeoutError(f"no sender announced itself to {self.name!r} in time")
-        address, port, node = found
+        address, port, node = look_up(actor, "torch", max(deadline - time.monotonic(), 0.0))
         here = require_ray().util.get_node_ip_address()
         if address.startswith("127.") and node != here:
             raise LifecycleError(
                 f"the sender on {node} listens on {address}, which cannot be reached from {here}: make the "
                 f"scheme with address={node!r}, or with data='object_store'"
             )
-        return Whereabouts(address, port, self._token)
+        return Whereabouts(address, port, self.token)
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
         if self.data == "torch":
             return super().create_transport(worker_idx=worker_idx, end=end)
         if end == "sender":
             return self._store_link(worker_idx)
-        return RayTransport(self._find_rendezvous)
+        return RayTransport(
+            self._find_rendezvous, token=self.token, host=self.host_name(), directory=self.directory
+        )
 
     def _find_sender(self, timeout: float) -> None:
         if self.data == "torch":
@@ -213,7 +213,7 @@ class RayWeightSyncScheme(RemoteWeightSyncScheme, backend="ray"):
         return link
 
     def _store_link(self, worker_idx: int) -> RayTransport:
-        link = _StoreLink(object_store=self._object_store)
+        link = _StoreLink(object_store=self._object_store, directory=self.directory)
         link.worker, link.watch = worker_idx, self._watch
         return link
 
@@ -229,7 +229,7 @@ class _TorchLink(ActorLink, DistributedTransport):
 
 
 class _StoreLink(ActorLink, RayTransport):
-    """The sender's end of a link through Ray to an actor."""
+    """The sender's end of a link through shared memory or Ray to an actor."""
 
 
 class _ListenerAndActor:

@@ -17,8 +17,8 @@ from weight_update.transports.distributed.rendezvous import SenderStore
 from weight_update.transports.distributed.transport import (
     DistributedListener,
     DistributedTransport,
-    this_host,
 )
+from weight_update.transports.host_name import this_host
 
 _TOKEN = "WEIGHT_UPDATE_TOKEN"
 _HOST = "WEIGHT_UPDATE_HOST"
@@ -97,7 +97,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         self.port: int = port_number(port)
         self.host: str | None = host
         self.directory = directory
-        self._token = token or os.environ.get(_TOKEN) or self._token
+        self.token = token or os.environ.get(_TOKEN) or self.token
 
     def _reset(self) -> None:
         super()._reset()
@@ -126,16 +126,16 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         self.port = store.port
         host = self.host_name() or this_host()
         try:
-            listener = DistributedListener(store, host, self._token, links, self.newcomers())
+            listener = DistributedListener(store, host, self.token, links, self.newcomers())
         except BaseException:
             store.close()
             raise
         try:
-            self.announce(Whereabouts(self.address, self.port, self._token))
+            self.announce(Whereabouts(self.address, self.port, self.token))
         except BaseException:
             listener.close()
             raise
-        self._listener = self._distributed_listener = listener
+        self.listener = self._distributed_listener = listener
         return dict(links)
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
@@ -144,7 +144,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
         return DistributedTransport(
             self.address,
             self.port,
-            token=self._token,
+            token=self.token,
             host=self.host_name(),
             directory=self.directory,
         )
@@ -152,7 +152,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
     def _find_sender(self, timeout: float) -> None:
         if self.port == 0:
             where = self.look_up(timeout)
-            self.address, self.port, self._token = where.address, where.port, where.token
+            self.address, self.port, self.token = where.address, where.port, where.token
 
     @property
     def network_bytes(self) -> int:
@@ -167,7 +167,7 @@ class RemoteWeightSyncScheme(WeightSyncScheme):
     def sender_options(self) -> dict[str, Any]:
         """Return the arguments of the sender's end of any link."""
         return {
-            "token": self._token,
+            "token": self.token,
             "host": self.host_name(),
             "directory": self.directory,
             "backend": self.backend,

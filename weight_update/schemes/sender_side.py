@@ -341,6 +341,10 @@ class SenderSide:
             handle.report.seconds = {"extract": extract, **handle.report.seconds}
         return handle
 
+    def attended(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context for a thread that publishes weights and waits for workers."""
+        return self.sender.attended() if isinstance(self.sender, Sender) else _UNCHANGED
+
     def raise_earlier_error(self, handle: SendHandle) -> None:
         """Raise the first error of an update that nobody waits for; remember ``handle`` as one more."""
         earlier, self._unchecked = self._unchecked[-_REMEMBERED:], [handle]

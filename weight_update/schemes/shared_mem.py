@@ -35,6 +35,9 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, backend="shared"):
         address: value of ``address`` on the sender, for a worker that makes a scheme of its own.
         token: secret that both sides share, with ``address``; None makes one.
 
+    Attributes:
+        address: abstract Unix address that the sender listens on; None before ``init_on_sender``.
+
     Raises:
         ValueError: ``slot_device`` is not a CUDA device, or does not go with the other options. If the
             sender has no such device, ``init_on_sender`` raises this error.
@@ -61,12 +64,12 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, backend="shared"):
             connect_timeout=connect_timeout,
             stable_addresses=stable_addresses,
         )
-        self._token = token or self._token
+        self.token = token or self.token
         self.per_worker_weights = per_worker_weights
         self.directory = directory
         self.slot_device = None if slot_device is None else str(slot_device)
         self._check_slots()
-        self._address: str | None = address
+        self.address: str | None = address
 
     def _check_slots(self) -> None:
         if self.slot_device is None:
@@ -81,28 +84,23 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, backend="shared"):
                 f"encoding {label!r} needs slots in host memory; with slot_device= give 'dense' or 'bucket'"
             )
 
-    @property
-    def address(self) -> str | None:
-        """Abstract Unix address that the sender listens on; None before ``init_on_sender``."""
-        return self._address
-
     def open_sender(self, workers: Sequence[int], ctx: Any) -> dict[int, TransportBackend]:
         if self.slot_device is not None:
             self.slot_device = str(cuda_device(self.slot_device))  # other threads have other current devices
         links = {idx: self._sender_end() for idx in workers}
-        listener = SharedMemListener(self._token, links, self.newcomers())
-        self._listener, self._address = listener, listener.address
+        listener = SharedMemListener(self.token, links, self.newcomers())
+        self.listener, self.address = listener, listener.address
         return dict(links)
 
     def create_transport(self, *, worker_idx: int, end: End) -> TransportBackend:
         if end == "sender":
             return self._sender_end()
-        if self._address is None:
+        if self.address is None:
             raise LifecycleError(
                 "this scheme does not know where its sender is: pass it to the worker after "
                 "init_on_sender(), or give address= (scheme.address of the sender) and the same token="
             )
-        return SharedMemTransport(self._address, token=self._token)
+        return SharedMemTransport(self.address, token=self.token)
 
     def _sender_end(self) -> SharedMemTransport:
         device = None if self.slot_device is None else torch.device(self.slot_device)

@@ -49,36 +49,33 @@ class Sources:
     @classmethod
     def of(
         cls,
-        *,
-        context: Any,
+        sources: Mapping[str, Any],
         model_id: str | None,
-        model: Any,
-        weights: Any,
-        params_map: Mapping[int, Any] | None,
         devices: Sequence[torch.device | str | None] | None,
         device_map_fn: DeviceMap | None,
         num_workers: int | None,
     ) -> Sources:
         """Return the sources that the arguments of ``init_on_sender`` describe.
 
+        ``sources`` are the arguments of which one is given, by name.
+
         Raises:
             ValueError: the arguments contradict each other or are too few; the message says which.
             TypeError: the model of the context is not a module.
         """
-        given = {"context": context, "model": model, "weights": weights, "params_map": params_map}
-        names = [name for name, value in given.items() if value is not None]
-        if len(names) != 1:
+        given = {name: value for name, value in sources.items() if value is not None}
+        if len(given) != 1:
             raise ValueError(
                 "give init_on_sender exactly one of context (with model_id), model, weights or params_map; "
-                f"got {' and '.join(names) or 'none'}"
+                f"got {' and '.join(given) or 'none'}"
             )
-        if params_map is not None:
-            _only(names[0], devices=devices, device_map_fn=device_map_fn, num_workers=num_workers)
-            return cls._of_map(params_map)
-        if context is not None:
-            _only(names[0], devices=devices, device_map_fn=device_map_fn)
-            return cls._of_context(context, model_id, num_workers)
-        source = model if model is not None else weights
+        ((name, source),) = given.items()
+        if name == "params_map":
+            _only(name, devices=devices, device_map_fn=device_map_fn, num_workers=num_workers)
+            return cls._of_map(source)
+        if name == "context":
+            _only(name, devices=devices, device_map_fn=device_map_fn)
+            return cls._of_context(source, model_id, num_workers)
         return cls._of_source(source, devices, device_map_fn, num_workers)
 
     @classmethod

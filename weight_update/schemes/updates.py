@@ -71,9 +71,10 @@ class SchemeUpdates(SchemeLifecycle):
             SyncFailedError: workers failed, died or were late. The error names them; all other workers have
                 the update.
         """
-        handle = self.send_async(weights, worker_ids)
         if self.sync:
-            return handle.wait()
+            with self._require_sender().attended():
+                return self.send_async(weights, worker_ids).wait()
+        handle = self.send_async(weights, worker_ids)
         self._require_sender().raise_earlier_error(handle)
         return handle.report
 

@@ -261,11 +261,16 @@ class AnswerThreads:
         while not self._table.closed and not ended:
             connection: int | None = worker.connections
             try:
-                chunk = worker.link.recv_chunk(_ABSENT_SECONDS if worker.late else None)
-                connection = None
-                if chunk is not None:
-                    self._handle(worker, chunk)
-                    continue
+                timeout = _ABSENT_SECONDS if worker.late else None
+                if (arrivals := worker.link.arrivals) is not None:
+                    arrivals.wait(timeout)
+                    timeout = 0.0
+                with worker.reading:
+                    chunk = worker.link.recv_chunk(timeout)
+                    connection = None
+                    if chunk is not None:
+                        self._handle(worker, chunk)
+                        continue
             except (TransportError, FormatError, TimeoutError, NotEnoughMemoryError) as error:
                 self._delivery.lose(worker, error, connection)
                 ended = not worker.link.capabilities.allows_rejoin
@@ -304,7 +309,7 @@ class AnswerThreads:
                 if worker.window is not None and worker.window.version == header["version"]:
                     worker.window.taken(worker.idx, header["index"])
         elif chunk.kind in (Kind.APPLIED, Kind.FAILED):
-            self._record_result(worker, chunk)
+            self.record_result(worker, chunk)
             self._delivery.update(worker)
         elif chunk.kind is Kind.BEHIND:
             self._delivery.tell_full(worker, header["version"], "its weights were changed")
@@ -324,10 +329,10 @@ class AnswerThreads:
         else:
             raise FormatError(f"unexpected {chunk.kind.name} frame")
 
-    def _record_result(self, worker: WorkerState, chunk: WeightChunk) -> None:
+    def record_result(self, worker: WorkerState, chunk: WeightChunk) -> None:
         """Note that a worker has applied the update in flight, or failed to."""
         header, version = chunk.header, chunk.header["version"]
-        with self._table.changed:
+        with self._table.lock:
             _leave_window(worker, version)
             update = worker.inflight
             if update is None or update.version != version:

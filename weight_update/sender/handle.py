@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import select
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from weight_update.errors import LinkClosedError, SyncFailedError, SyncTimeoutError
+from weight_update.errors import FormatError, LinkClosedError, SyncFailedError, SyncTimeoutError
 from weight_update.report import SyncReport
-from weight_update.sender.workers import WorkerState, WorkerTable
+from weight_update.sender.groups.base import FullGroup
+from weight_update.sender.workers import WorkerState, WorkerTable, WorkerTest
+from weight_update.transports.base import Arrivals
+from weight_update.wire.frames import Kind, WeightChunk
+
+_Paused = tuple[WorkerState, Arrivals]
 
 
 class UpdateOwner(Protocol):
@@ -105,8 +112,6 @@ def failed(version: int, failures: Mapping[int, Exception], report: SyncReport |
     return SyncFailedError(f"version {version} was not applied by:{lines}", failures, report)
 
 
-_Test = Callable[[WorkerState], bool]
-
 Outcome = tuple[bool, dict[int, Exception]]
 """Whether an update is settled, and the errors by worker index that are known by now."""
 
@@ -166,18 +171,22 @@ class Outcomes:
         return self._wait(version, workers, Patience(self.timeout), done, staged)
 
     def _wait(
-        self, version: int, workers: Iterable[int], patience: Patience, done: _Test, good: _Test
+        self, version: int, workers: Iterable[int], patience: Patience, done: WorkerTest, good: WorkerTest
     ) -> dict[int, Exception]:
         """Wait until workers are ``done``; return the errors of those that are not ``good``."""
         states = self.table.known(workers)
-        with self.table.changed:
+        self.read_answers(states, done, patience.deadline)
+        with self.table.lock:
             patience.wait(self.table.changed, states, done)
             bad = [worker for worker in states if not good(worker) and worker.missed]
             return {worker.idx: reason_of(worker, version, patience.timeout) for worker in bad}
 
+    def read_answers(self, states: Sequence[WorkerState], done: WorkerTest, deadline: float) -> None:
+        """Read the answers of workers in this thread, as far as that spares waking others."""
+
     def failures(self, version: int, workers: Sequence[int]) -> dict[int, Exception]:
         """Return the errors known by now of workers that will not apply ``version``, without waiting."""
-        with self.table.changed:
+        with self.table.lock:
             found = {}
             for worker in self.table.known(workers):
                 if version in worker.failures:
@@ -188,7 +197,7 @@ class Outcomes:
 
     def settled(self, version: int, workers: Sequence[int]) -> bool:
         """Return whether each worker has applied ``version`` or a newer one, failed or left."""
-        with self.table.changed:
+        with self.table.lock:
             return all(
                 not worker.joined or worker.reached >= version or worker.failure(version) is not None
                 for worker in self.table.known(workers)
@@ -203,11 +212,121 @@ class Outcomes:
 
     def fill(self, report: SyncReport, workers: Iterable[int]) -> None:
         """Enter the times that workers reported into ``report``."""
-        with self.table.changed:
+        with self.table.lock:
             for worker in self.table.known(workers):
                 if worker.reached >= report.version:
                     report.apply_seconds[worker.idx] = worker.apply_seconds
                     report.stall_seconds[worker.idx] = worker.stall_seconds
+
+
+class AnswerReader:
+    """Reads the answers of workers in the thread that waits for them.
+
+    Waking the thread of each worker, and then the caller, costs more than a small update.
+
+    Args:
+        record: notes that a worker has applied an update; the caller holds the sender's lock.
+    """
+
+    def __init__(self, table: WorkerTable, record: Callable[[WorkerState, WeightChunk], None]) -> None:
+        self._table, self._record = table, record
+        self._attended: dict[int, list[_Paused]] = {}  # by the identifier of the thread
+
+    @contextlib.contextmanager
+    def attended(self) -> Iterator[list[_Paused]]:
+        """Have :meth:`pause` work for the calling thread in this context; yield what it has paused."""
+        me = threading.get_ident()
+        outer = self._attended.get(me)
+        if outer is not None:
+            yield outer
+            return
+        paused = self._attended[me] = []
+        try:
+            yield paused
+        finally:
+            try:
+                self._attended.pop(me, None)
+                _resume_all(paused)
+            finally:
+                _resume_all(paused)  # a signal handler may have raised in the first call
+
+    def pause(self, states: Iterable[WorkerState]) -> None:
+        """Let answers to an update that is about to be sent wait for :meth:`read`, in :meth:`attended`.
+
+        The thread of a worker still notices the end of its connection.
+        """
+        paused = self._attended.get(threading.get_ident())
+        if paused is None:
+            return
+        for worker in states:
+            arrivals = worker.link.arrivals
+            # changes may need memory first that is free only after answers to the update before
+            if arrivals is not None and isinstance(worker.group, FullGroup):
+                paused.append((worker, arrivals))  # first: a signal handler may raise at any time
+                arrivals.pause()
+
+    def read(self, states: Iterable[WorkerState], done: WorkerTest, deadline: float) -> None:
+        """Read what workers answer until they are ``done`` or the deadline has passed.
+
+        Any answer but APPLIED is left to the threads of the workers.
+        """
+        poller, waited_for = select.poll(), dict[int, _Paused]()
+        with self.attended() as paused:
+            for worker in states:
+                arrivals = worker.link.arrivals
+                if arrivals is None or self._is(worker, done):
+                    continue
+                paused.append((worker, arrivals))
+                if worker.reading.acquire(blocking=False) and (descriptor := arrivals.pause()) is not None:
+                    poller.register(descriptor, select.POLLIN)
+                    waited_for[descriptor] = worker, arrivals
+                else:
+                    _resume(worker, arrivals)
+            while waited_for and (left := deadline - time.monotonic()) > 0:
+                for descriptor, _ in poller.poll(left * 1e3):
+                    worker, arrivals = waited_for[descriptor]
+                    if not self._take_applied(worker, arrivals) or self._is(worker, done):
+                        poller.unregister(descriptor)
+                        del waited_for[descriptor]
+                        _resume(worker, arrivals)
+            _resume_all(paused)  # the caller may wait longer, for workers of other links
+
+    def _is(self, worker: WorkerState, done: WorkerTest) -> bool:
+        with self._table.lock:
+            return done(worker)
+
+    def _take_applied(self, worker: WorkerState, arrivals: Arrivals) -> bool:
+        """Act on an APPLIED that arrived, if nothing else has to be done; return whether one did.
+
+        The frame is removed afterwards: if a signal handler raises in between, it is found again.
+        """
+        try:
+            found = arrivals.peek()
+        except FormatError:  # the worker's thread finds it too
+            return False
+        if found is None or found[0].kind is not Kind.APPLIED:
+            return False
+        chunk, nbytes = found
+        with self._table.lock:
+            update, group = worker.inflight, worker.group
+            if update is not None and (group is None or group.target(update.version_id) != update.version):
+                return False  # a newer update is to be sent
+            self._record(worker, chunk)
+        arrivals.skip(nbytes)
+        return True
+
+
+def _resume_all(paused: list[_Paused]) -> None:
+    while paused:
+        _resume(*paused[-1])
+        paused.pop()
+
+
+def _resume(worker: WorkerState, arrivals: Arrivals) -> None:
+    """Have the thread of a worker read again what arrives from it."""
+    arrivals.resume()
+    with contextlib.suppress(RuntimeError):  # another thread has it
+        worker.reading.release()
 
 
 class Patience:
@@ -232,7 +351,7 @@ class Patience:
         self,
         changed: threading.Condition,
         states: Sequence[WorkerState],
-        done: _Test,
+        done: WorkerTest,
         limit: float | None = None,
         stop: Callable[[], bool] = lambda: False,
     ) -> bool:
@@ -249,7 +368,12 @@ class Patience:
                 break
             if stop():
                 return False
-            changed.wait(last - now)
+            try:
+                changed.wait(last - now)
+            except BaseException:  # a signal handler may raise before wait() is ready to take the lock again
+                if not changed._is_owned():  # type: ignore[attr-defined]
+                    changed.acquire()
+                raise
         return True
 
     def _deadline_of(self, worker: WorkerState, now: float) -> float:

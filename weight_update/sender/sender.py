@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 
 from weight_update.encodings import DeltaEncoding
 from weight_update.errors import JoinRefusedError
@@ -15,11 +15,11 @@ from weight_update.report import SyncReport
 from weight_update.sender.buffers import BufferPool
 from weight_update.sender.delivery import AnswerThreads, Delivery
 from weight_update.sender.groups.base import SendGroup, UpdateStats
-from weight_update.sender.handle import Outcomes
+from weight_update.sender.handle import AnswerReader, Outcomes
 from weight_update.sender.joining import Admission, absent, require_weights, wait_for_none, without_weights
 from weight_update.sender.observed import ObservedUpdate
 from weight_update.sender.pipeline import PipelineSender
-from weight_update.sender.workers import GroupAssignment, WorkerState, WorkerTable
+from weight_update.sender.workers import GroupAssignment, WorkerState, WorkerTable, WorkerTest
 from weight_update.strategy.named_weights import NamedWeights
 from weight_update.strategy.strategy import WeightStrategy
 from weight_update.transports.base import TransportBackend
@@ -75,6 +75,7 @@ class Sender(Outcomes):
             self._publishing,
             copies=strategy.encoding.receiver_copies,
         )
+        self._reader = AnswerReader(table, self._answers.record_result)
         for worker in table:
             self._admission.watch(worker)
         try:
@@ -233,7 +234,9 @@ class Sender(Outcomes):
                 return self._pipelines.send(weights, step)
             report = self._stage(weights, commit=commit, group_commit=group_commit)
             start = time.perf_counter()
-            sent = self._delivery.update_all([self.table[idx] for idx in weights])
+            states = [self.table[idx] for idx in weights]
+            self._reader.pause(states)
+            sent = self._delivery.update_all(states)
             report.seconds["send"] = time.perf_counter() - start
             shared: set[int] = set()
             for update in sent:
@@ -243,6 +246,13 @@ class Sender(Outcomes):
                     if self._shares_memory:
                         shared.add(id(chunk.payload))
             return report
+
+    def attended(self) -> AbstractContextManager[object]:
+        """Return a context for a thread that sends an update and waits for it: it reads the answers."""
+        return self._reader.attended()
+
+    def read_answers(self, states: Sequence[WorkerState], done: WorkerTest, deadline: float) -> None:
+        self._reader.read(states, done, deadline)
 
     def follow(self, report: SyncReport, workers: Sequence[int]) -> None:
         """Tell observers of an update once every worker has applied it, failed or left."""

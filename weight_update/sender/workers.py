@@ -17,6 +17,7 @@ from weight_update.sender.groups.base import Borrow, FullGroup, SendGroup
 from weight_update.sender.groups.delta import DeltaGroup
 from weight_update.sender.observers import Observers
 from weight_update.strategy.named_weights import NamedWeights
+from weight_update.threads import leave_in_order
 from weight_update.transports.base import TransportBackend
 from weight_update.transports.shared_memory.slots import may_run
 from weight_update.wire.frames import Step
@@ -36,7 +37,9 @@ class Outbox:
         self._changed = changed
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._left = 0
-        threading.Thread(target=self._run, name=f"weight_update-outbox-{idx}", daemon=True).start()
+        thread = threading.Thread(target=self._run, name=f"weight_update-outbox-{idx}", daemon=True)
+        leave_in_order(thread)
+        thread.start()
 
     @property
     def busy(self) -> bool:
@@ -100,6 +103,7 @@ class WorkerState:
         connections: number of connections admitted; tells an error of one from an error of the next.
         sent_at: time, on the monotonic clock, at which ``inflight`` was set.
         sending: lock of whoever writes to the link.
+        reading: lock of whoever reads from the link, and acts on what was read.
     """
 
     idx: int
@@ -132,6 +136,7 @@ class WorkerState:
     apply_seconds: float = 0.0
     stall_seconds: float = 0.0
     sending: threading.Lock = field(default_factory=threading.Lock)
+    reading: Any = field(default_factory=threading.RLock)
     thread: threading.Thread | None = None
 
     @property
@@ -222,6 +227,9 @@ class WorkerState:
         self.set_update("applied", None)
 
 
+WorkerTest = Callable[[WorkerState], bool]
+
+
 class WorkerTable:
     """All workers of a sender, and the lock and condition to wait for them.
 
@@ -229,7 +237,9 @@ class WorkerTable:
     the handle of an update that it missed.
 
     Attributes:
-        changed: the sender's lock; notified whenever the state of a worker changed.
+        lock: the sender's lock. ``with lock`` is safe where signal handlers raise. ``with changed`` is not,
+            because a handler may run inside the methods of a condition.
+        changed: condition of that lock; notified whenever the state of a worker changed.
         closed: whether the sender was shut down; no worker is admitted from then on.
         version: the newest version that a worker applied; None before.
         observers: functions that are told of changes of workers.
@@ -237,7 +247,8 @@ class WorkerTable:
     """
 
     def __init__(self, states: Iterable[WorkerState]) -> None:
-        self.changed = threading.Condition(threading.RLock())
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self.closed = False
         self.version: int | None = None
         self.observers = Observers()
@@ -274,7 +285,7 @@ class WorkerTable:
     def known(self, workers: Iterable[int]) -> list[WorkerState]:
         """Return the workers of these indices; late joiners that were forgotten are left out."""
         found: list[WorkerState] = []
-        with self.changed:
+        with self.lock:
             for idx in workers:
                 worker = self._states.get(idx) or self._removed.get(idx)
                 if worker is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from weight_update.report import SyncReport
+from weight_update.report import SyncReport, report_of
 from weight_update.sender.handle import Outcome
 from weight_update.sharded.links import Message, error_from_wire
 from weight_update.sharded.ranks import Ranks
@@ -39,21 +39,21 @@ class Follower:
     ) -> SyncReport:
         """Take part until the workers have the first weights, as :meth:`Sender.connect` on the leader."""
         del weights, timeout, alive
-        return _report(self._follow())
+        return report_of(self._follow()["report"])
 
     def publish(
         self, weights: Mapping[int, NamedWeights], *, commit: bool = True, group_commit: str | None = None
     ) -> SyncReport:
         """Take part until an update was sent, as :meth:`Sender.publish` on the leader."""
         del weights, commit, group_commit
-        return _report(self._follow())
+        return report_of(self._follow()["report"])
 
     def wait(self, report: SyncReport, workers: Sequence[int], timeout: float | None) -> dict[int, Exception]:
         """Wait until the leader has waited for workers; return the errors that it found."""
         limit = _PATIENCE * self.timeout if timeout is None else timeout + self.timeout
         with self._ranks.step("wait", lambda _: None, limit):
             message = self._follow()
-        heard = _report(message)
+        heard = report_of(message["report"])
         report.apply_seconds, report.stall_seconds = heard.apply_seconds, heard.stall_seconds
         self._failures[report.version] = failures = _failures(message["failures"])
         for old in list(self._failures)[:-_REMEMBERED]:
@@ -105,13 +105,6 @@ class Follower:
                 self.version, self.serving = last["version"], last["serving"]
                 self.worker_versions = dict(last["workers"])
         return message
-
-
-def _report(message: Message) -> SyncReport:
-    report = SyncReport(**message["report"])
-    report.apply_seconds = {int(idx): seconds for idx, seconds in report.apply_seconds.items()}
-    report.stall_seconds = {int(idx): seconds for idx, seconds in report.stall_seconds.items()}
-    return report
 
 
 def _failures(wire: Message) -> dict[int, Exception]:

@@ -151,7 +151,6 @@ class ClientBase:
             "synced_at": self._synced_at,
             "version": self.version,
             "ticket": self._endpoint(),
-            "leased": True,
         }
 
     def _endpoint(self) -> Endpoint | None:

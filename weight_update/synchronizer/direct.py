@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,6 @@ from weight_update.report import WorkerEvent
 from weight_update.synchronizer.client import ClientBase
 from weight_update.synchronizer.methods import OUTAGES, TrainerMethod
 from weight_update.synchronizer.plan import RunningStatus, SyncStyle
-from weight_update.synchronizer.reports import plain_of
 from weight_update.synchronizer.service import Service, has_ended, outcome_of
 from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.state import ExplorerState
@@ -61,9 +60,12 @@ class DirectTrainer(TrainerMethod):
             outage, failures = error, {id: str(error) for id in ids}
         finally:
             told = {"ids": ids, "failures": failures, "numbers": [one.number for one in transfers]}
-            report = _report_of(transfers, version, failures) if reply["observed"] else None
+            nbytes, report = sum(one.report.wire_bytes for one in transfers), None
+            if transfers and reply["observed"]:
+                changes = {"version": version, "wire_bytes": nbytes, "failures": failures}
+                report = asdict(replace(transfers[0].report, **changes))
             client.ask("met", step=step, version=version, report=report, **told)
-        metrics = {"version": version, "bytes": sum(one.nbytes for one in transfers), "waited": waited}
+        metrics = {"version": version, "bytes": nbytes, "waited": waited}
         sent = set().union(*(one.ids for one in transfers))
         if (outage is not None or failures) and sent <= set(failures):
             why = "; ".join(f"explorer {id}: {text}" for id, text in failures.items())
@@ -83,15 +85,6 @@ class DirectTrainer(TrainerMethod):
                     "step %d: weights were not sent to explorers that did not wait: %s", client.step, error
                 )
         return transfers
-
-
-def _report_of(transfers: list[Transfer], version: int, failures: dict[int, str]) -> Reply | None:
-    """Return the report of a version as plain values, if it was sent."""
-    if not transfers:
-        return None
-    nbytes = sum(one.nbytes for one in transfers)
-    report = replace(transfers[0].report, version=version, wire_bytes=nbytes, failures=failures)
-    return plain_of(report)
 
 
 def _tell_full(trainer: weakref.ref[ClientBase], version: int, event: WorkerEvent) -> None:

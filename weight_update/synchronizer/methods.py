@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
+from dataclasses import asdict
 from typing import Any
 
 from weight_update.errors import SyncFailedError, SyncTimeoutError, TransportError, WeightSyncError
 from weight_update.report import SyncReport
 from weight_update.synchronizer.client import ClientBase
-from weight_update.synchronizer.reports import plain_of
 from weight_update.synchronizer.sessions import Reply
 from weight_update.synchronizer.transfer import Endpoint, Publisher, Subscriber
 from weight_update.transports.shared_memory.unix_stream import deadline_of
@@ -54,7 +54,7 @@ class StoringTrainer(TrainerMethod):
         version = int(reply["version"])
         try:
             report = self.store(client, version, step)
-            plain = plain_of(report) if reply["observed"] else None
+            plain = asdict(report) if reply["observed"] else None
             client.ask("trainer_published", step=step, version=version, report=plain)
         except OUTAGES as error:
             soon = deadline_of(client.grace)  # the synchronizer itself may be gone

@@ -17,28 +17,24 @@ _CLOSE_SECONDS = 10.0
 
 
 class RayHost:
-    """A handle of an actor that serves clients of any machine of the cluster.
+    """A handle of an actor that serves clients of any machine of the cluster; making one starts the actor.
+
+    The synchronizer is the one that ``make`` returns there. Other arguments are those of
+    :meth:`~weight_update.Synchronizer.as_ray_actor`.
 
     Attributes:
         address: ``"ray:<name>"`` or ``"ray:<namespace>/<name>"``, for clients.
     """
 
-    def __init__(self, actor: Any, address: str) -> None:
-        self._actor = actor
-        self.address: str = address
-
-    @classmethod
-    def start(
-        cls, make: Callable[[], Any], name: str, namespace: str | None, options: dict[str, Any]
-    ) -> RayHost:
-        """Start an actor with the synchronizer that ``make`` returns there."""
+    def __init__(
+        self, make: Callable[[], Any], name: str, namespace: str | None, options: dict[str, Any]
+    ) -> None:
         ray = require_ray()
-        settings = {"num_cpus": 0, **options, "max_concurrency": _THREADS, "name": name}
-        if namespace is not None:
-            settings["namespace"] = namespace
-        actor = ray.remote(_Actor).options(**settings).remote(make)
-        ray.get(actor.ready.remote())
-        return cls(actor, f"ray:{name}" if namespace is None else f"ray:{namespace}/{name}")
+        settings = {"num_cpus": 0, **options, "max_concurrency": _THREADS}
+        named = ray.remote(_Actor).options(**settings, name=name, namespace=namespace)
+        self._actor = named.remote(make)
+        ray.get(self._actor.ready.remote())
+        self.address: str = f"ray:{name}" if namespace is None else f"ray:{namespace}/{name}"
 
     def close(self) -> None:
         """End the actor."""
@@ -76,10 +72,7 @@ class RayChannel(Channel):
         namespace, _, self._name = address.removeprefix("ray:").rpartition("/")
         self._namespace = namespace or None
         self._actor: Any = None
-
-    @property
-    def address(self) -> str | None:
-        return str(self._ray.util.get_node_ip_address())
+        self.address = str(self._ray.util.get_node_ip_address())
 
     def call(self, name: str, args: dict[str, Any], timeout: float, longer: float = 0.0) -> Reply:
         last = time.monotonic() + timeout + longer

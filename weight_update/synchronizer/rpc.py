@@ -109,7 +109,16 @@ class Server:
 
 
 class Channel(ABC):
-    """A way to call a synchronizer. Any thread may call at any time."""
+    """A way to call a synchronizer. Any thread may call at any time.
+
+    Attributes:
+        restarts: whether another synchronizer may take the place of one that was closed.
+        address: address of the interface that leads to the synchronizer; None if that is in this process, or
+            was not called yet.
+    """
+
+    restarts: ClassVar[bool] = True
+    address: str | None = None
 
     @abstractmethod
     def call(self, name: str, args: dict[str, Any], timeout: float, longer: float = 0.0) -> Reply:
@@ -124,14 +133,6 @@ class Channel(ABC):
             JoinRefusedError: it has another token.
         """
 
-    restarts: ClassVar[bool] = True
-    """Whether another synchronizer may take the place of one that was closed."""
-
-    @property
-    @abstractmethod
-    def address(self) -> str | None:
-        """Address of the interface that leads to the synchronizer; None if that is in this process."""
-
     def close(self) -> None:  # noqa: B027 - only connections have something to close
         """Close all connections."""
 
@@ -140,7 +141,6 @@ class LocalChannel(Channel):
     """A channel to a synchronizer in this process."""
 
     restarts = False
-    address = None
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -162,11 +162,6 @@ class SocketChannel(Channel):
         self._idle: list[SignedStream] = []
         self._busy: set[SignedStream] = set()
         self._closed = 0  # times
-        self._address: str | None = None
-
-    @property
-    def address(self) -> str | None:
-        return self._address
 
     def call(self, name: str, args: dict[str, Any], timeout: float, longer: float = 0.0) -> Reply:
         deadline, closed = time.monotonic() + timeout, self._closed
@@ -216,7 +211,7 @@ class SocketChannel(Channel):
                 connection = connect(self._host, self._port, self._token, timeout)
             except SyncTimeoutError as error:
                 raise LinkClosedError(str(error)) from None
-            self._address = connection.local_address
+            self.address = connection.local_address
         with self._lock:
             self._busy.add(connection)
         return connection

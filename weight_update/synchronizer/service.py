@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from weight_update.errors import WeightSyncError
-from weight_update.report import WorkerEvent
+from weight_update.report import WorkerEvent, report_of
 from weight_update.synchronizer.plan import RunningStatus, SyncPlan, SyncStyle
-from weight_update.synchronizer.reports import report_of
 from weight_update.synchronizer.sessions import Closed, Refused, Reply, Session, SessionManager, VersionFile
 from weight_update.synchronizer.state import ExplorerState, MemberState, TrainerState
 from weight_update.synchronizer.transfer import UPDATES_REMEMBERED, Endpoint, key_of

@@ -41,22 +41,20 @@ class Session:
 
     Attributes:
         member: its trainer or explorer in the state machine.
-        leased: whether the client counts as gone when it is not heard of.
         linked: key of the publisher that the explorer is connected to; None for none.
         seen: time on the monotonic clock when the client was last heard of.
     """
 
     member: MemberState
-    leased: bool = False
     linked: str | None = None
     seen: float = field(default_factory=time.monotonic)
 
 
 class SessionTable:
-    """The sessions by name, and the leases of clients that must be heard of.
+    """The sessions by name, and the leases of clients.
 
-    A leased client that is not heard of for ``lease`` seconds counts as gone: ``on_lapsed`` is called with
-    the name of its session and the reason. All methods are called with the lock ``changed`` held.
+    A client that is not heard of for ``lease`` seconds (None: for ever) counts as gone: ``on_lapsed`` is
+    called with the name of its session and the reason. All methods are called with the lock ``changed`` held.
     """
 
     def __init__(
@@ -72,10 +70,10 @@ class SessionTable:
     def __contains__(self, name: str) -> bool:
         return name in self._sessions
 
-    def add(self, name: str, member: MemberState, leased: bool) -> None:
+    def add(self, name: str, member: MemberState) -> None:
         """Add the session of a client that has come."""
-        self._sessions[name] = Session(member, leased=leased and self.lease is not None)
-        if self._leased() and not self._watching and self.lease is not None:
+        self._sessions[name] = Session(member)
+        if self.lease is not None and not self._watching:
             self._watching = True
             args = (self.lease,)
             threading.Thread(target=self._watch, args=args, name="weight_update-lease", daemon=True).start()
@@ -122,13 +120,10 @@ class SessionTable:
         """Return the names of all sessions."""
         return list(self._sessions)
 
-    def _leased(self) -> dict[str, Session]:
-        return {name: session for name, session in self._sessions.items() if session.leased}
-
     def _watch(self, lease: float) -> None:
-        """Sleep until the first lease would end, as a thread, while any client is leased."""
+        """Sleep until the first lease would end, as a thread, while there are clients."""
         with self._changed:
-            while not self.closed and (sessions := self._leased()):
+            while not self.closed and (sessions := dict(self._sessions)):
                 now = time.monotonic()
                 for name, session in sessions.items():
                     if now - session.seen >= lease:
@@ -138,7 +133,7 @@ class SessionTable:
                 pause = max(first + lease - now, 0.01)
                 self._changed.wait(pause)
                 if time.monotonic() > now + pause + lease / 2:  # stopped, this process could hear no one
-                    for session in self._leased().values():
+                    for session in self._sessions.values():
                         session.seen = time.monotonic()
             self._watching = False
 
@@ -182,7 +177,6 @@ class SessionManager:
         synced_at: int | None = None,
         version: int | None = None,
         ticket: Endpoint | None = None,
-        leased: bool = False,
     ) -> Reply:
         """Let a client in, perhaps again.
 
@@ -194,7 +188,6 @@ class SessionManager:
             synced_at: step of the last synchronization.
             version: explorer: version in force there; trainer: newest version that it knows of.
             ticket: trainer: endpoint of its publisher, if it has one.
-            leased: whether the client must be heard of, because nothing else tells that it lives.
         """
         with self.changed:
             self.table.require_not_replaced(session)
@@ -203,18 +196,18 @@ class SessionManager:
                     self._take_endpoint(ticket, step)
             elif role == "trainer":
                 self.table.replace(self.machine.trainer)
-                self.table.add(session, self._admit_trainer(step, synced_at, version), leased)
+                self.table.add(session, self._admit_trainer(step, synced_at, version))
                 self._take_endpoint(ticket, step)
             else:
                 id = self._free_id() if id is None else id
                 self.table.replace(self.machine.explorers.get(id))
                 explorer = self.machine.joined(id, version, step, synced_at)
-                self.table.add(session, explorer, leased)
+                self.table.add(session, explorer)
                 self.observers.tell(WorkerEvent("joined", id, explorer.version))
             return {
                 "id": id,
                 "plan": self.plan.to_json(),
-                "lease": self.table.lease if leased else None,
+                "lease": self.table.lease,
                 "version": self.machine.newest,
                 "step": self.machine.newest_step,
                 "directory": self.directory,

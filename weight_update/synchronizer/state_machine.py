@@ -12,6 +12,8 @@ from collections.abc import Iterable
 
 from weight_update.synchronizer.plan import RunningStatus, SyncStyle
 from weight_update.synchronizer.state import (
+    REQUIRE_SYNC,
+    STOPPED,
     TRAINER_STOPPED,
     ExplorerState,
     State,
@@ -21,7 +23,6 @@ from weight_update.synchronizer.state import (
 )
 
 _STEPS_REMEMBERED = 256
-REQUIRE_SYNC, STOPPED = RunningStatus.REQUIRE_SYNC, RunningStatus.STOPPED
 
 
 class StateMachine(State):

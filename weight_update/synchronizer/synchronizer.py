@@ -180,7 +180,7 @@ class Synchronizer:
         if self._observers.functions:
             raise LifecycleError("a synchronizer in a Ray actor has no observers; remove them, or serve() it")
         make = functools.partial(type(self), self.plan, directory=self._directory, **self._options)
-        host = RayHost.start(make, name, namespace, options)
+        host = RayHost(make, name, namespace, options)
         self._servers.append(host)
         return host
 

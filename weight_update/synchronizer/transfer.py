@@ -20,7 +20,7 @@ from weight_update.errors import (
     UnknownWorkerError,
     WeightSyncError,
 )
-from weight_update.report import Event, SyncReport, WorkerEvent
+from weight_update.report import Event, WorkerEvent
 from weight_update.schemes import DistributedWeightSyncScheme, SharedMemWeightSyncScheme
 from weight_update.sender.handle import SendHandle
 from weight_update.strategy.strategy import WeightStrategy
@@ -44,29 +44,23 @@ class Transfer:
     Attributes:
         ids: ids of the explorers that it was sent to.
         number: number of the update, as the scheme counts.
-        nbytes: number of bytes that were written or sent.
+        report: report of the update, as far as it is known. Its version is the number.
     """
 
     def __init__(self, handle: SendHandle, gone: frozenset[int] = frozenset()) -> None:
         self._handle, self._gone = handle, gone
         self.ids = frozenset(handle.workers) - {_PLACEHOLDER}
-        self.number, self.nbytes = handle.version, handle.report.wire_bytes
-
-    @property
-    def report(self) -> SyncReport:
-        """The report of the update, as far as it is known. Its version is the number."""
-        return self._handle.report
+        self.number, self.report = handle.version, handle.report
 
     def settle(self, ids: Iterable[int]) -> dict[int, str]:
         """Wait until explorers have it in force or have failed; return the reasons of failed ones, by id."""
         wanted = set(ids)
         failures = dict.fromkeys(wanted & self._gone, "it is not connected to the sender")
         try:
-            report = self._handle.of(*(wanted - self._gone)).wait()
+            self._handle.of(*(wanted - self._gone)).wait()
         except SyncFailedError as error:
             failures.update({idx: str(why) for idx, why in error.failures.items()})
-            report = self._handle.report
-        left = {id for id in wanted - set(failures) if id not in report.apply_seconds}
+        left = {id for id in wanted - set(failures) if id not in self.report.apply_seconds}
         return failures | dict.fromkeys(left, "it left before it had applied it")
 
     def failures(self) -> dict[int, str]:

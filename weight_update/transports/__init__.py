@@ -1,6 +1,6 @@
 """Transports: links that move chunks between a sender and one receiver each."""
 
-from weight_update.transports.base import Capabilities, TransportBackend
+from weight_update.transports.base import Arrivals, Capabilities, TransportBackend
 from weight_update.transports.buffer import Buffer
 from weight_update.transports.distributed.transport import DistributedTransport
 from weight_update.transports.join_listener import JoinListener
@@ -12,6 +12,7 @@ from weight_update.transports.rpc import RPCTransport
 from weight_update.transports.shared_memory.transport import SharedMemTransport
 
 __all__ = [
+    "Arrivals",
     "Buffer",
     "Capabilities",
     "DistributedTransport",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -34,6 +35,45 @@ class Capabilities:
     payloads_die_with_sender: bool = False
     pid_is_visible: bool = True
     allows_rejoin: bool = False
+
+
+class Arrivals(Protocol):
+    """The chunks that arrive on one connection, for threads that take turns in waiting for them.
+
+    The thread of a worker waits by :meth:`wait`. Another thread that waits for several workers at once would
+    be woken in vain by it, so it pauses it meanwhile, without waking it.
+    """
+
+    def wait(self, timeout: float | None) -> bool:
+        """Return whether a chunk, or the end, arrived within ``timeout`` seconds.
+
+        Chunks that arrive during a pause are found after it, the end of the connection at once.
+
+        Raises:
+            LinkClosedError: this end was closed.
+        """
+
+    def pause(self) -> int | None:
+        """Let arriving chunks wake the caller alone, until :meth:`resume`; return the descriptor to poll.
+
+        Return None, without a pause, if a part of a chunk was read already, the thread never waited, or this
+        end was closed.
+        """
+
+    def resume(self) -> None:
+        """End the pause, if there is one."""
+
+    def peek(self) -> tuple[WeightChunk, int] | None:
+        """Return the first chunk that arrived during the pause, and its size, and leave it there.
+
+        Return None if there is none, or only ``recv_chunk`` can read it.
+
+        Raises:
+            FormatError: the received bytes are not a chunk.
+        """
+
+    def skip(self, nbytes: int) -> None:
+        """Remove a chunk of this size that :meth:`peek` returned."""
 
 
 class TransportBackend(WeightTransfer):
@@ -84,6 +124,11 @@ class TransportBackend(WeightTransfer):
         """
         if self.on_join_request is not None:
             self.on_join_request(hello)
+
+    @property
+    def arrivals(self) -> Arrivals | None:
+        """Sender's end: the chunks that arrive on the present connection; None to wait in ``recv_chunk``."""
+        return None
 
     @abstractmethod
     def send_chunk(self, chunk: WeightChunk, timeout: float | None = None) -> None:

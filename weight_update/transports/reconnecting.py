@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from typing import Generic, Protocol, TypeVar
 
 from weight_update.errors import (
@@ -117,7 +116,7 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         if self._closed or not self._joins:
             raise LinkClosedError("this end was closed")
         if self._connection is None:
-            with _errors_of_links(but=SHORTAGES):  # then the sender may live
+            with _ErrorsOfLinks(but=SHORTAGES):  # then the sender may live
                 connection = self.connect(timeout)
             self.take_over(connection)
             if self.closed:
@@ -129,7 +128,7 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         if connection is None:
             raise LinkClosedError("the other end is not connected")
         try:
-            with _errors_of_links():
+            with _of_links:
                 connection.send(chunk, timeout)
         except (SyncTimeoutError, LinkClosedError) as error:
             if self._joins or isinstance(error, SyncTimeoutError):
@@ -150,7 +149,7 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
             hello, self._hello = self._hello, None
             return hello
         try:
-            with _errors_of_links():
+            with _of_links:
                 return connection.recv(timeout, allocate)
         except (JoinRefusedError, UnreachableMemoryError):
             raise
@@ -181,7 +180,7 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
         while True:
             left = seconds_left(deadline)
             try:
-                with _errors_of_links():
+                with _of_links:
                     found = self.accept(left)
             except (TransportError, SyncTimeoutError):
                 with self._changed:  # it may fail again at once
@@ -198,16 +197,25 @@ class ReconnectingLink(TransportBackend, Generic[_C]):
                 return connection
 
 
-@contextlib.contextmanager
-def _errors_of_links(but: Container[int] = ()) -> Iterator[None]:
-    """Turn errors of a connection into errors of its link, but for an OSError whose errno is in ``but``."""
-    try:
-        yield
-    except (TransportError, SyncTimeoutError):
-        raise
-    except (OSError, EOFError) as error:
-        if isinstance(error, OSError) and error.errno in but:
-            raise
+class _ErrorsOfLinks:
+    """Turns errors of a connection into errors of its link, but for an OSError whose errno is in ``but``.
+
+    It is a class, because :func:`contextlib.contextmanager` costs three times as much at each frame.
+    """
+
+    def __init__(self, but: Container[int] = ()) -> None:
+        self._but = but
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, OSError | EOFError) or isinstance(error, TransportError | SyncTimeoutError):
+            return
+        if isinstance(error, OSError) and error.errno in self._but:
+            return
         if isinstance(error, TimeoutError | BlockingIOError):
             raise SyncTimeoutError(str(error) or "the other end took too long") from None
         raise LinkClosedError(f"the other end is gone ({error or type(error).__name__})") from None
+
+
+_of_links = _ErrorsOfLinks()

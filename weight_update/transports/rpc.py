@@ -62,6 +62,10 @@ class RPCTransport(DistributedTransport):
             self._call = None
         return outcome
 
+    @property
+    def arrivals(self) -> None:
+        """None: an APPLIED that arrived does not count before the call has returned."""
+
     def close(self) -> None:
         """Close the link; a running call is abandoned."""
         super().close()

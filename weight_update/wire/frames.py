@@ -23,6 +23,7 @@ All integers are little endian.
 from __future__ import annotations
 
 import enum
+import functools
 import hmac
 import json
 import struct
@@ -30,7 +31,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,6 +47,9 @@ _FORMAT = 1
 _HAS_CHECKSUM = 1
 MAX_HEADER_BYTES = 64 << 20
 _MAX_NUMBER = 1 << 63
+_NUMBERS = (int, float)
+_JSON_BLANKS = " \t\r\n"
+_read_json = json.JSONDecoder().raw_decode  # half the time of json.loads, for a short text
 
 
 class Kind(enum.IntEnum):
@@ -65,6 +69,7 @@ class Kind(enum.IntEnum):
     TAKEN = 12  # R -> S: a chunk, but not the last one, has been read; its memory is free again
 
 
+_KINDS: dict[int, Kind] = {kind.value: kind for kind in Kind}
 _REQUIRED: dict[Kind, dict[str, type | tuple[type, ...]]] = {
     Kind.HELLO: {
         "token": str,
@@ -132,8 +137,10 @@ class WeightChunk:
             )
         for name, value in self.header.items():
             expected = fields.get(name) or optional[name]
+            if type(value) is expected and expected not in _NUMBERS:
+                continue
             wrong_bool = isinstance(value, bool) and expected is not bool
-            too_large = isinstance(value, int | float) and not -_MAX_NUMBER <= value < _MAX_NUMBER  # or NaN
+            too_large = isinstance(value, _NUMBERS) and not -_MAX_NUMBER <= value < _MAX_NUMBER  # or NaN
             if wrong_bool or too_large or not isinstance(value, expected):
                 raise FormatError(f"{self.kind.name} frame: {name} is {value!r:.80}")
         if (self.header.get("version") or 0) < 0 or self.header.get("index", 0) < 0:
@@ -159,10 +166,18 @@ class WeightChunk:
 
     def encode_head(self, *, checksum: bool = True) -> bytes:
         """Return prelude and header: everything but the payload."""
-        header = compact_json(dict(self.header)).encode()
-        size = self.payload_bytes
-        covered = checksum and size > 0
-        crc = zlib.crc32(byte_view(self.payload)) if covered and self.payload is not None else 0
+        if not checksum or self.payload_bytes == 0:
+            return self._head_without_checksum
+        assert self.payload is not None
+        return self._head(zlib.crc32(byte_view(self.payload)), covered=True)
+
+    @functools.cached_property
+    def _head_without_checksum(self) -> bytes:
+        """The head, which is the same for all workers that take their payload from shared memory."""
+        return self._head(0, covered=False)
+
+    def _head(self, crc: int, *, covered: bool) -> bytes:
+        header, size = compact_json(dict(self.header)).encode(), self.payload_bytes
         start = _PRELUDE.pack(
             _MAGIC, _FORMAT, self.kind, _HAS_CHECKSUM if covered else 0, len(header), size, 0, 0
         )[:20]
@@ -202,8 +217,7 @@ class WeightChunk:
         return prelude.assemble(header, payload)
 
 
-@dataclass(frozen=True)
-class Prelude:
+class Prelude(NamedTuple):
     """The first 28 bytes of a frame, for transports that read a stream."""
 
     raw: bytes
@@ -225,7 +239,7 @@ class Prelude:
             raise FormatError(f"not a frame: starts with {magic!r}")
         if version != _FORMAT:
             raise FormatError(f"frame format {version} is unknown (this library reads {_FORMAT})")
-        if kind not in Kind._value2member_map_:
+        if kind not in _KINDS:
             raise FormatError(f"unknown frame kind {kind}")
         if flags & ~_HAS_CHECKSUM:
             raise FormatError(f"unknown frame flags {flags:#x}")
@@ -233,7 +247,7 @@ class Prelude:
             raise FormatError("the frame has a payload checksum, but its flags say that there is none")
         if header > MAX_HEADER_BYTES or payload > max_payload:
             raise FormatError(f"frame announces {header} + {payload} bytes, more than is allowed")
-        return cls(raw, Kind(kind), flags, header, payload, head_crc, crc)
+        return cls(raw, _KINDS[kind], flags, header, payload, head_crc, crc)
 
     @contextmanager
     def naming_version(self, header: bytes) -> Iterator[None]:
@@ -241,7 +255,7 @@ class Prelude:
         try:
             yield
         except (NotEnoughMemoryError, UnreachableMemoryError) as error:
-            error.version = replace(self, flags=0).assemble(header, None).header.get("version")
+            error.version = self._replace(flags=0).assemble(header, None).header.get("version")
             raise
 
     def assemble(self, header: bytes, payload: torch.Tensor | None) -> WeightChunk:
@@ -253,9 +267,12 @@ class Prelude:
             if zlib.crc32(data) != self.payload_crc:
                 raise FormatError("the payload's checksum is wrong")
         try:
-            fields = json.loads(header.decode())
+            text = header.decode().strip(_JSON_BLANKS)
+            fields, end = _read_json(text)
         except (ValueError, RecursionError) as error:
             raise FormatError(f"the header is not JSON: {error}") from None
+        if end < len(text):
+            raise FormatError("the header is not one JSON object")
         if not isinstance(fields, dict):
             raise FormatError("the header is not a JSON object")
         return WeightChunk(self.kind, fields, payload)
@@ -332,8 +349,7 @@ def frame_of(
 
 def payloads_of(chunks: Sequence[WeightChunk]) -> list[torch.Tensor]:
     """Return the payloads of the frames of one update, an empty one where a frame has none."""
-    empty = torch.empty(0, dtype=torch.uint8)
-    return [empty if chunk.payload is None else chunk.payload for chunk in chunks]
+    return [fresh_bytes(0) if chunk.payload is None else chunk.payload for chunk in chunks]
 
 
 def extra_of(chunks: Sequence[WeightChunk]) -> dict[str, Any]:

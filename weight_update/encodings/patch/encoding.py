@@ -48,9 +48,9 @@ class PatchEncoding(DeltaEncoding):
         transport_device: device that encodes and compresses a patch: ``"cpu"``, or ``"cuda"`` for the GPU of
             the weights. The bytes are the same, and are sent from CPU memory in both cases.
         delta_encoding: whether to send distances between positions instead of positions.
-        compression: compression of the patch: ``"none"``, ``"lz4"``, ``"zstd"``, ``"nvcomp_lz4"`` (on the
-            GPU) or a :class:`~weight_update.Compression`. Data that would not shrink is sent as
-            it is.
+        compression: compression of the patch: ``"none"``, ``"ans"`` (the fewest bytes), ``"lz4"``,
+            ``"zstd"``, ``"nvcomp_lz4"`` (on the GPU) or a :class:`~weight_update.Compression`. Data that
+            would not shrink is sent as it is.
         init_sync: whether to send receivers their initial weights. If False, they must have the weights
             already; this is checked by digests, and differences are an error.
         init_sync_prefixes: prefixes of the initial weights to send (``"head"`` means ``head`` and

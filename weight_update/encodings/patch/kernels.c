@@ -35,6 +35,8 @@ typedef uint64_t u64;
      : (width) == 4 ? NAME##_u32(__VA_ARGS__)                                                          \
                     : NAME##_u64(__VA_ARGS__))
 
+int wu_version = 2; /* of the functions here; kernels.py uses no other, as may be left from an earlier build */
+
 enum { SLACK = 64 }; /* bytes that scans may write behind the last result */
 
 /* Changes that are found one after the other: gaps in units of 1 byte, and values. */
@@ -149,7 +151,6 @@ FAST(u16, __mmask32, epi16)
 FAST(u32, __mmask16, epi32)
 FAST(u64, __mmask8, epi64)
 
-int wu_version = 2;  /* of the functions here; kernels.py uses no other, as may be left from an earlier build */
 int wu_portable = 0; /* tests set it, to take the other branch of scan() */
 
 static int has_avx512(void)

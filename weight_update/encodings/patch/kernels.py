@@ -1,21 +1,19 @@
 """Compiled inner loops of the patch encoding, from ``kernels.c``.
 
-They exist where a C compiler was at hand when the package was installed. Elsewhere, and with
-``WEIGHT_UPDATE_KERNELS=0`` in the environment, numpy does the same work, which takes several times as long.
-Calls release the interpreter lock.
+Where there are none (see :mod:`weight_update.wire.compiled`), numpy does the same work.
 """
 
 from __future__ import annotations
 
 import ctypes
-import importlib.machinery
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from weight_update.wire.compiled import load
 
 Array = npt.NDArray[Any]
 
@@ -30,26 +28,11 @@ _SLACK = 64  # bytes behind the results of a scan
 
 
 def _load() -> ctypes.CDLL | None:
-    if os.environ.get("WEIGHT_UPDATE_KERNELS") == "0":
-        return None
-    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name(_NAME + suffix)
-        if path.exists():
-            library = ctypes.CDLL(str(path))
-            if not _is_current(library):
-                return None
-            for name in ("wu_widen", "wu_index", "wu_plane"):
-                getattr(library, name).restype = ctypes.c_int64
-            return library
-    return None
-
-
-def _is_current(library: ctypes.CDLL) -> bool:
-    """Return whether ``library`` was built from this ``kernels.c``; one in a checkout may be older."""
-    try:
-        return ctypes.c_int.in_dll(library, "wu_version").value == _VERSION
-    except ValueError:  # it has no such name
-        return False
+    found = load(Path(__file__).parent, _NAME, _VERSION)
+    if found is not None:
+        for name in ("wu_widen", "wu_index", "wu_plane"):
+            getattr(found, name).restype = ctypes.c_int64
+    return found
 
 
 library: ctypes.CDLL | None = _load()

@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from weight_update.errors import FormatError, JoinRefusedError, LinkClosedError, SyncTimeoutError
-from weight_update.transports.distributed.store import TCPStore, disown, leave_in_order, own
+from weight_update.threads import leave_in_order
+from weight_update.transports.distributed.store import TCPStore, disown, own
 from weight_update.transports.handshake import PROOF_BYTES, proof
 from weight_update.transports.shared_memory.unix_stream import close_in_children
 from weight_update.transports.signed_stream import listen

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-import time
-import weakref
 from typing import Any
 
 import torch.distributed as dist
-
-_FAREWELL_SECONDS = 2.0
 
 _dist: Any = dist
 HashStore: Any = _dist.HashStore
@@ -34,24 +29,3 @@ def own(thing: Any) -> Any:
 def disown(thing: Any) -> None:
     """Release ``thing``, in the process that called :meth:`own`; calling it twice is fine."""
     _owned[:] = [one for one in _owned if one is not thing]
-
-
-_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-
-
-def leave_in_order(thread: threading.Thread) -> None:
-    """Make the interpreter's exit wait briefly for ``thread``, which may return from C++ at that moment.
-
-    Otherwise the process would abort.
-    """
-    _threads.add(thread)
-
-
-def _await_threads() -> None:
-    deadline = time.monotonic() + _FAREWELL_SECONDS
-    for thread in [one for one in _threads if one.is_alive()]:
-        thread.join(max(deadline - time.monotonic(), 0.0))
-
-
-# At exit, finalizers run from the newest to the oldest: schemes are shut down first, which ends the threads.
-weakref.finalize(leave_in_order, _await_threads)

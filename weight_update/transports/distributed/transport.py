@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -22,6 +20,7 @@ from weight_update.transports.distributed.connection import (
 )
 from weight_update.transports.distributed.relay.router import Router
 from weight_update.transports.distributed.rendezvous import Announcement, SenderStore, find_sender
+from weight_update.transports.host_name import shares_sockets, this_host
 from weight_update.transports.join_listener import refusal_of
 from weight_update.transports.listener import Listener
 from weight_update.transports.rate_limit import Refusals
@@ -32,21 +31,7 @@ from weight_update.transports.signed_stream import SignedStream, call, dial, lis
 from weight_update.wire.frames import Kind, WeightChunk
 
 _log = logging.getLogger(__name__)
-_ALONE = "/process "
 _PAYLOADS_SECONDS, _RETRY_SECONDS = 20.0, 0.1  # to connect for payloads
-
-
-def this_host() -> str:
-    """Return a name shared exactly by processes that see each other's Unix sockets and open files.
-
-    Where the kernel hides the files of this process from others of its user, as after setuid(), the part from
-    :data:`_ALONE` on belongs to this process alone; its sockets are visible all the same.
-    """
-    spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")]
-    hidden = os.stat("/proc/self/fd").st_uid != os.geteuid()
-    alone = f"{_ALONE}{os.getpid()}" if hidden else ""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return "/".join([boot, *spaces, str(os.geteuid())]) + alone
 
 
 class DistributedTransport(SharedMemTransport):
@@ -92,7 +77,7 @@ class DistributedTransport(SharedMemTransport):
         left = seconds_left(deadline)
         sender = find_sender(address, self._port, self._token, left, again=self._joined)
         self._joined = True
-        if sender.host.partition(_ALONE)[0] == self.host.partition(_ALONE)[0]:
+        if shares_sockets(sender.host, self.host):
             try:
                 return super().join(f"\0{sender.local}", deadline)
             except LinkClosedError as error:

@@ -111,7 +111,7 @@ class RayConnection:
             raise FormatError(f"{data.nbytes} bytes came with a frame of {prelude.payload_bytes}")
         with prelude.naming_version(header):
             payload = (allocate or fresh_bytes)(prelude.payload_bytes)
-        np.copyto(payload.numpy(), data)  # memory mapped by Ray is read-only, and Ray may drop it
+        np.copyto(payload.numpy(), data)  # all processes of a node share the object's memory
         return prelude.assemble(header, payload)
 
     def _fetch(self, ref: Any) -> Any:

@@ -14,7 +14,7 @@ from weight_update.wire.frames import WeightChunk
 class ObjectStore:
     """Payloads of one sender in Ray's object store. Each is put there once, whatever the number of links.
 
-    An object is released when its chunk is garbage-collected.
+    An object is released when its chunk is garbage-collected, or a chunk of a later version is put.
     """
 
     def __init__(self) -> None:
@@ -33,6 +33,7 @@ class ObjectStore:
         with self._lock:
             ref = self._refs.get(chunk)
             if ref is None:
+                self._release_before(chunk)
                 try:
                     ref = self._refs[chunk] = ray.put(chunk.payload.numpy())
                 except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
@@ -42,6 +43,15 @@ class ObjectStore:
                         f"ray.init more object_store_memory, or send less at once ({reason})"
                     ) from None
             return ref
+
+    def _release_before(self, new: WeightChunk) -> None:
+        """Release the objects of earlier versions, so that the store may write ``new`` into their memory.
+
+        New memory takes several times as long. Workers that still read an object keep it.
+        """
+        version = new.header["version"]
+        for chunk in [chunk for chunk in self._refs if chunk.header["version"] < version]:
+            del self._refs[chunk]
 
     def head(self, chunk: WeightChunk, *, checksum: bool) -> bytes:
         """Return the frame of ``chunk`` without its payload; compute the checksum only once."""

@@ -84,7 +84,7 @@ class RendezvousActor:
         self._whereabouts = where
         self._announced.set()
 
-    async def look_up(self, seconds: float) -> Any:
+    async def look_up(self, seconds: float | None) -> Any:
         """Return what was announced, or None if nothing was announced within ``seconds``."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._announced.wait(), seconds)
@@ -212,6 +212,29 @@ def find_rendezvous(name: str, namespace: str | None, timeout: float) -> Any:
                     "(namespace=...)?"
                 ) from None
             time.sleep(_LOOK_SECONDS)  # Ray has no event for the naming of an actor
+
+
+def announce(actor: Any, data: str, where: Any) -> None:
+    """Keep ``where`` at the actor for workers whose scheme has the same ``data``."""
+    actor.announce.remote((data, where))
+
+
+def look_up(actor: Any, data: str, timeout: float | None) -> Any:
+    """Wait for the sender's announcement, and return it.
+
+    Raises:
+        LifecycleError: the sender's scheme has other ``data``.
+        LinkClosedError: the actor or Ray is gone.
+        SyncTimeoutError: there was no announcement within ``timeout`` seconds.
+    """
+    grace = None if timeout is None else timeout + _GRACE_SECONDS  # for the actor's own answer
+    found = ask(actor.look_up.remote(timeout), grace)
+    if found is None:
+        raise SyncTimeoutError("no sender announced itself in time")
+    theirs, where = found
+    if theirs != data:
+        raise LifecycleError(f"the sender's scheme has data={theirs!r}, and this one {data!r}: give both one")
+    return where
 
 
 def running_ray() -> Any:

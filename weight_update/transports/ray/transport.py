@@ -1,45 +1,64 @@
-"""Links through Ray alone: messages through a rendezvous actor, payloads through Ray's object store."""
+"""Links to Ray actors without open ports: shared memory on the sender's host, Ray alone to other hosts."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from weight_update.transports.base import Capabilities
+from weight_update.transports.host_name import shares_sockets, this_host
 from weight_update.transports.ray.connection import RayConnection
 from weight_update.transports.ray.object_store import ObjectStore
-from weight_update.transports.reconnecting import ReconnectingLink
+from weight_update.transports.ray.rendezvous import look_up
+from weight_update.transports.reconnecting import LinkConnection
+from weight_update.transports.shared_memory.transport import SharedMemTransport
+from weight_update.transports.shared_memory.unix_stream import seconds_left
 from weight_update.wire.frames import WeightChunk
 
 
-class RayTransport(ReconnectingLink[RayConnection]):
-    """One end of a link through Ray, for clusters whose actors cannot open ports to each other.
+class RayTransport(SharedMemTransport):
+    """One end of a link to an actor, for clusters whose actors cannot open ports to each other.
 
-    The sender copies each payload once into Ray's object store, whatever the number of workers, and each node
-    fetches it once. A worker copies it out of the store once, because memory mapped by Ray is read-only.
+    A worker on the sender's host connects as a :class:`SharedMemTransport` does, and maps the sender's slots.
+    A worker on another host connects through Ray: messages go through the rendezvous actor, and payloads
+    through Ray's object store. The sender copies each payload into the store once, whatever the number of
+    workers, and each node fetches it once. A worker copies it out of the store, because the processes of a
+    node share the memory of an object: weights that one worker changes would change in all of them.
 
     Args:
         find_actor: returns the handle of the rendezvous actor within the given seconds; called when the link
             is first used. None makes a sender's end, whose connection comes from ``RayListener``.
         object_store: store that payloads are put into, shared by the sender's ends.
+        token: receiver's end: token of the listener.
+        host: name of this host; the default is ``this_host()``; two ends with one name share memory.
+        directory: see :class:`~weight_update.SharedMemWeightSyncScheme`.
     """
 
-    capabilities: Capabilities = Capabilities(send_never_blocks=True, allows_rejoin=True)
-
     def __init__(
-        self, find_actor: Callable[[float | None], Any] | None = None, object_store: ObjectStore | None = None
+        self,
+        find_actor: Callable[[float | None], Any] | None = None,
+        object_store: ObjectStore | None = None,
+        *,
+        token: str = "",
+        host: str | None = None,
+        directory: str | None = None,
     ) -> None:
-        super().__init__(joins=find_actor is not None)
-        self._find_actor = find_actor
+        super().__init__(None if find_actor is None else "", token=token, directory=directory)
+        self.host: str = host or this_host()
         self.object_store: ObjectStore = object_store or ObjectStore()
-        self._actor: Any = None
+        self._find_actor, self._actor = find_actor, None
 
-    def connect(self, timeout: float | None) -> RayConnection:
+    def join(self, address: str, deadline: float | None) -> LinkConnection:
         assert self._find_actor is not None, "a receiver's end"
-        self._actor = self._actor or self._find_actor(timeout)
+        self._actor = self._actor or self._find_actor(seconds_left(deadline))
+        host, local = look_up(self._actor, "object_store", seconds_left(deadline))
+        if shares_sockets(host, self.host):
+            return super().join(local, deadline)
         return RayConnection(self._actor, uuid.uuid4().hex, 1)
 
-    def take_over(self, connection: RayConnection, hello: WeightChunk | None = None) -> None:
-        connection.object_store = self.object_store
+    def take_over(self, connection: LinkConnection, hello: WeightChunk | None = None) -> None:
+        if isinstance(connection, RayConnection):
+            connection.object_store = self.object_store
+            self.capabilities = replace(self.capabilities, pid_is_visible=False)
         super().take_over(connection, hello)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import socket
 import struct
 import uuid
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -24,7 +26,7 @@ from weight_update.errors import (
     SyncTimeoutError,
     TransportError,
 )
-from weight_update.transports.base import Capabilities
+from weight_update.transports.base import Arrivals, Capabilities
 from weight_update.transports.buffer import Allocate, Buffer
 from weight_update.transports.handshake import prove_token
 from weight_update.transports.join_listener import refusal_of
@@ -39,8 +41,13 @@ from weight_update.transports.shared_memory.slots import (
     SlotTable,
     slot_of,
 )
-from weight_update.transports.shared_memory.unix_stream import SocketStream, deadline_of, seconds_left
-from weight_update.wire.frames import Kind, Prelude, WeightChunk
+from weight_update.transports.shared_memory.unix_stream import (
+    SHORTAGES,
+    SocketStream,
+    deadline_of,
+    seconds_left,
+)
+from weight_update.wire.frames import PRELUDE_BYTES, Kind, Prelude, WeightChunk
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 128
@@ -50,9 +57,11 @@ _RECORD = struct.Struct("<32sB")  # key of the slot, kind of the record
 _KNOWN, _FILE, _HANDLE = 0, 1, 2  # a known slot; with a descriptor; with a descriptor and a handle
 _SIZE = struct.Struct("<I")
 _MAX_HANDLE = 1 << 16
+_READ_BYTES, _MOST_BYTES = 1 << 12, 1 << 18  # more than most frames have; of one call
+_ANSWER_BYTES = 1 << 12  # more than an APPLIED has
 
 
-class SlotStream:
+class SlotStream(Arrivals):
     """One connection between two processes of a machine.
 
     The first record of a slot comes with the slot's file descriptor, and with its handle if it is on a GPU.
@@ -77,6 +86,11 @@ class SlotStream:
         self._stream, self._slots, self._token = stream, slots, token
         self._slots.clear()
         self._handed_over: WeakSet[SharedSlot] = WeakSet()
+        self._received = bytearray()  # bytes that were received together with an earlier frame
+        self._descriptors: list[int] = []
+        weakref.finalize(self, _close_all, self._descriptors).atexit = False
+        self._arrivals: select.epoll | None = None
+        self._paused = False
 
     def send(self, chunk: WeightChunk, timeout: float | None) -> None:
         """Send a frame; raise as :meth:`SocketStream.send`."""
@@ -110,9 +124,10 @@ class SlotStream:
             NotEnoughMemoryError: this process has no memory to map the payload.
         """
         del allocate
-        if not self._stream.wait_readable(timeout):
+        if not self._received and not self._stream.wait_readable(timeout):
             return None
-        prelude, header = self._stream.recv_head()
+        prelude = Prelude.decode(self._read(PRELUDE_BYTES))
+        header = self._read(prelude.header_bytes)
         self._asked = None
         payload = None
         if prelude.kind is Kind.FAILED:
@@ -126,10 +141,19 @@ class SlotStream:
         """End the connection and wake threads that wait on it."""
         self._stream.close()
 
+    def _read(self, size: int) -> bytes:
+        """Return the next ``size`` bytes; one call to the system receives several short frames."""
+        while (lacking := size - len(self._received)) > 0:
+            limit = min(max(lacking, _READ_BYTES), _MOST_BYTES)
+            self._received += self._stream.recv_available(limit, self._descriptors)
+        data = bytes(self._received[:size])
+        del self._received[:size]
+        return data
+
     def _receive_payload(self, prelude: Prelude, header: bytes) -> torch.Tensor:
-        raw, fd = self._stream.recv_with_fd(_RECORD.size)
+        name, kind = _RECORD.unpack(self._read(_RECORD.size))
+        fd = self._descriptors.pop(0) if kind != _KNOWN and self._descriptors else None
         try:
-            name, kind = _RECORD.unpack(raw)
             key = name.decode("ascii", "replace")
             handle = self._receive_handle() if kind == _HANDLE else None
             self.received_handle |= handle is not None
@@ -140,10 +164,64 @@ class SlotStream:
                 os.close(fd)
 
     def _receive_handle(self) -> bytes:
-        (length,) = _SIZE.unpack(self._stream.recv(_SIZE.size))
+        (length,) = _SIZE.unpack(self._read(_SIZE.size))
         if length > _MAX_HANDLE:
             raise FormatError(f"the handle of a slot has {length} bytes")
-        return self._stream.recv(length)
+        return self._read(length)
+
+    # -- the sender's end --------------------------------------------------------------------------
+
+    def wait(self, timeout: float | None) -> bool:
+        if self._received:
+            return True
+        try:
+            with self._stream.in_use:
+                if self._arrivals is None:
+                    arrivals = select.epoll()
+                    arrivals.register(self._stream.sock, select.EPOLLIN)
+                    self._arrivals = arrivals
+                arrived = bool(self._arrivals.poll(timeout))
+            with self._stream.in_use:  # raises if this end was closed meanwhile
+                return arrived
+        except OSError as error:
+            if error.errno not in SHORTAGES:
+                raise
+            return self._stream.wait_readable(timeout)
+
+    def pause(self) -> int | None:
+        if self._received or self._arrivals is None:
+            return None
+        if not self._paused:
+            self._paused = True  # first: a signal handler may raise at any time
+            if not self._stream.in_use.begin(self):
+                self._paused = False
+                return None
+            self._arrivals.modify(self._stream.sock, 0)
+        return self._stream.sock.fileno()
+
+    def resume(self) -> None:
+        if self._paused and self._arrivals is not None and self._stream.in_use.begin(self):
+            self._arrivals.modify(self._stream.sock, select.EPOLLIN)
+        self._stream.in_use.end(self)
+        self._paused = False
+
+    def peek(self) -> tuple[WeightChunk, int] | None:
+        data = self._stream.peek(_ANSWER_BYTES)
+        if len(data) < PRELUDE_BYTES:
+            return None
+        prelude = Prelude.decode(data[:PRELUDE_BYTES])
+        size = PRELUDE_BYTES + prelude.header_bytes
+        if prelude.payload_bytes or size > len(data):
+            return None
+        return prelude.assemble(data[PRELUDE_BYTES:size], None), size
+
+    def skip(self, nbytes: int) -> None:
+        self._stream.skip(nbytes)
+
+
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
 
 
 def _first_record(slot: SharedSlot) -> bytes:
@@ -207,6 +285,11 @@ class SharedMemTransport(ReconnectingLink[LinkConnection]):
 
     def release(self, payload: torch.Tensor) -> None:
         self._slots.release(payload)
+
+    @property
+    def arrivals(self) -> Arrivals | None:
+        connection = self._connection
+        return connection if isinstance(connection, SlotStream) and self._hello is None else None
 
     def attach(self, stream: SocketStream, hello: WeightChunk) -> None:
         """Sender's end: take over an authenticated connection whose HELLO, with the token, is ``hello``."""

@@ -70,6 +70,7 @@ class SocketStream:
 
     Attributes:
         vanished: whether it ended because the other machine gave no sign of life.
+        in_use: context for a thread that uses ``sock`` by its number.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -77,7 +78,7 @@ class SocketStream:
         sock.setblocking(False)
         self.sock = sock
         self.vanished: bool = False
-        self._in_use = _InUse(sock)
+        self.in_use = _InUse(sock)
 
     @property
     def peer_pid(self) -> int:
@@ -89,7 +90,7 @@ class SocketStream:
 
     def wait_readable(self, timeout: float | None) -> bool:
         """Return whether bytes, or the end, can be read within ``timeout`` seconds."""
-        with self._in_use:
+        with self.in_use:
             return self._poll(select.POLLIN, timeout)
 
     def send(self, data: bytes | memoryview, deadline: float | None) -> None:
@@ -98,13 +99,17 @@ class SocketStream:
         Raises:
             SyncTimeoutError: the deadline passed before all was sent.
         """
-        view = memoryview(data).cast("B")
-        while view:
-            view = view[self._retry(self._await_room, deadline, self.sock.send, view) :]
+        if not data:
+            return
+        sent = self._retry(self._await_room, deadline, self.sock.send, data)
+        if sent < (data.nbytes if isinstance(data, memoryview) else len(data)):
+            view = memoryview(data).cast("B")[sent:]
+            while view:
+                view = view[self._retry(self._await_room, deadline, self.sock.send, view) :]
 
     def send_now(self, data: bytes | memoryview) -> int:
         """Send the part of ``data`` that the socket takes without a wait; return its number of bytes."""
-        with self._in_use:
+        with self.in_use:
             try:
                 return self.sock.send(data)
             except BlockingIOError:
@@ -144,23 +149,32 @@ class SocketStream:
         sent = self._retry(self._await_room, deadline, socket.send_fds, self.sock, [data], [fd])
         self.send(data[sent:], deadline)
 
-    def recv_with_fd(self, size: int) -> tuple[bytes, int | None]:
-        """Receive a record of ``size`` bytes and the file descriptor sent with it, if any."""
-        data, fds, _, _ = self._retry(self._await_more, None, socket.recv_fds, self.sock, size, 1)
+    def recv_available(self, limit: int, descriptors: list[int]) -> bytes:
+        """Receive at least one byte and at most ``limit``; append file descriptors that come with them.
+
+        No byte that was sent after a descriptor is received together with it (Unix sockets only).
+        """
+        data, fds, _, _ = self._retry(self._await_more, None, socket.recv_fds, self.sock, limit, 1)
+        descriptors += fds
         if not data:
             raise LinkClosedError("the other end is gone")
-        try:
-            return data + self.recv(size - len(data)), (fds[0] if fds else None)
-        except BaseException:
-            for fd in fds:
-                os.close(fd)
-            raise
+        return data
+
+    def peek(self, limit: int) -> bytes:
+        """Return up to ``limit`` bytes that can be received now, and leave them there."""
+        with contextlib.suppress(OSError):
+            return self.sock.recv(limit, socket.MSG_PEEK)
+        return b""
+
+    def skip(self, nbytes: int) -> None:
+        """Remove bytes that :meth:`peek` returned."""
+        self.sock.recv(nbytes)
 
     def close(self) -> None:
         """End the connection and wake threads that wait on it."""
         with contextlib.suppress(OSError):  # it may not be connected any more
             self.sock.shutdown(socket.SHUT_RDWR)
-        self._in_use.close()
+        self.in_use.close()
 
     def _retry(
         self,
@@ -170,7 +184,7 @@ class SocketStream:
         *args: Any,
     ) -> _T:
         """Return the result of ``action``; call ``wait`` before another try where the socket is not ready."""
-        with self._in_use:
+        with self.in_use:
             while True:
                 try:
                     return action(*args)
@@ -206,7 +220,7 @@ class _InUse:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock, self._closed = sock, False
-        self._users: list[None] = []
+        self._users: list[object] = []
 
     def __enter__(self) -> None:
         self._users.append(None)  # before the look at _closed: see close()
@@ -215,7 +229,20 @@ class _InUse:
             raise LinkClosedError("this end was closed")
 
     def __exit__(self, *exc_info: object) -> None:
-        self._users.pop()
+        self.end(None)
+
+    def begin(self, user: object) -> bool:
+        """Begin a use that lasts until :meth:`end`, unless it has begun; return False after close()."""
+        if user not in self._users:
+            self._users.append(user)
+        if self._closed:
+            self.end(user)
+        return not self._closed
+
+    def end(self, user: object) -> None:
+        """End a use, unless it has ended."""
+        if user in self._users:
+            self._users.remove(user)
         if self._closed and not self._users:
             self._sock.close()
 

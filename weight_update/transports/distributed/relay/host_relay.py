@@ -11,6 +11,7 @@ from typing import Any
 
 from weight_update.errors import FormatError, LinkClosedError, NotEnoughMemoryError, TransportError
 from weight_update.progress import Progress
+from weight_update.threads import leave_in_order
 from weight_update.transports.distributed.checksum import CHECKSUM
 from weight_update.transports.distributed.relay.nccl import payload_stream
 from weight_update.transports.distributed.relay.payload_stream import (
@@ -103,6 +104,7 @@ class HostRelay:
         self._listener: Listener | None = None
         self._incoming = _IncomingLink()
         self._thread = threading.Thread(target=self._run, name="weight_update-relay", daemon=True)
+        leave_in_order(self._thread)  # it closes replicas after close()
         self._thread.start()
 
     def close(self) -> None:

@@ -1,0 +1,35 @@
+"""Libraries of compiled loops, which are built from C where there was a compiler at installation.
+
+Elsewhere, and with ``WEIGHT_UPDATE_KERNELS=0`` in the environment, numpy does the same work, which takes
+several times as long. Calls release the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.machinery
+import os
+from pathlib import Path
+
+
+def load(folder: Path, name: str, version: int) -> ctypes.CDLL | None:
+    """Return the library ``name`` of ``folder``; None if there is none, or it was built from other sources.
+
+    A checkout may hold one that an earlier version has built. The library states its version in the int
+    ``wu_version``.
+    """
+    if os.environ.get("WEIGHT_UPDATE_KERNELS") == "0":
+        return None
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        path = folder / (name + suffix)
+        if path.exists():
+            library = ctypes.CDLL(str(path))
+            return library if _version_of(library) == version else None
+    return None
+
+
+def _version_of(library: ctypes.CDLL) -> int | None:
+    try:
+        return ctypes.c_int.in_dll(library, "wu_version").value
+    except ValueError:  # it has no such name
+        return None
