@@ -231,7 +231,7 @@ def test_no_memory_to_join_again(
     with receiver:
         with monkeypatch.context() as patch:
             patch.setattr(*step, fail)
-            state.link.disconnect()
+            receiver._receiver.link.disconnect()
             assert failed.wait(5.0)
             assert eventually(lambda: not state.joined, 5.0)
         assert eventually(lambda: state.joined, 5.0), receiver._receiver.error
