@@ -215,6 +215,7 @@ def test_threads_write_no_broken_line(terminal: Terminal) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+    wait_until(lambda: terminal.text.endswith("\r"))  # no half of a line was read
     assert terminal.frames
     assert all(frame.startswith("transfer ") and frame.count("transfer") == 1 for frame in terminal.frames)
 

@@ -123,8 +123,9 @@ def test_held_workers_do_not_delay_updates(kind, procs: Processes) -> None:
         assert [worker.call(wait_version, newest, 5.0) for worker in held] == [newest] * 4
         pool.submit(update, 20).result(20.0)
 
-        def trimmed() -> bool:  # slots that slow workers release after an update are closed in the next
-            update(1)
+        def trimmed() -> bool:  # slots that slow workers release after an update are closed by later ones
+            newest = update(1)
+            assert [worker.call(wait_version, newest, 5.0) for worker in held] == [newest] * 4
             return slot_bytes() <= 4 * 8 * 1024 * 4
 
         assert pool.submit(eventually, trimmed).result(20.0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import faulthandler
+import gc
 import io
 import logging
 import multiprocessing
@@ -250,6 +251,7 @@ def loads(data: bytes) -> Any:
 
 
 def _main(pipe: Connection, make: Callable[..., Any], *args: Any) -> None:
+    gc.freeze()  # garbage of a parent that used gloo ends a forked child that collects it
     torch.set_num_threads(1)  # a forked child hangs in parallel regions if its parent ever used one
     faulthandler.register(signal.SIGUSR2, file=2)
     _serve(pipe, make, *args)
