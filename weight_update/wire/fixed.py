@@ -14,7 +14,6 @@ MANY = 256
 
 _SMALL = 4096  # bytes of a tensor, on average: larger ones take longer to copy than to look at
 _LARGE = 64 << 20  # bytes of all tensors
-_WORD = torch.int64
 _PLAIN = {torch.Tensor, nn.Parameter}
 _DTYPE, _NBYTES = operator.attrgetter("dtype"), operator.attrgetter("nbytes")
 
@@ -27,12 +26,10 @@ class FixedTensors(tuple[torch.Tensor, ...]):
 
     Attributes:
         names: names of the tensors, in order.
-        words: the memory of each tensor as 1-D int64; None where it is no whole number of words.
         memo: results that others derive from the tensors, by keys of their own.
     """
 
     names: tuple[str, ...]
-    words: list[torch.Tensor | None]
     memo: dict[Any, Any]
     _views: list[torch.Tensor]
     _dtypes: list[torch.dtype]
@@ -49,7 +46,6 @@ class FixedTensors(tuple[torch.Tensor, ...]):
         self.names, self.memo = tuple(named), {}
         with torch.inference_mode(False):
             self._views = list(map(torch.Tensor.detach, tensors))
-            self.words = list(map(_words_of, self._views))
         self._dtypes = list(map(_DTYPE, tensors))
         return self
 
@@ -80,8 +76,3 @@ def _suits(tensor: torch.Tensor) -> bool:
         and not tensor.is_neg()
         and tensor.is_contiguous()
     )
-
-
-def _words_of(view: torch.Tensor) -> torch.Tensor | None:
-    start, size = view.storage_offset() * view.itemsize, _WORD.itemsize
-    return None if start % size or view.nbytes % size else view.view(-1).view(_WORD)
