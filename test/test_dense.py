@@ -146,7 +146,12 @@ def test_fixed_tensors_whose_storage_has_moved() -> None:
     payload_of(encoder, tensors)
     tensors[0].untyped_storage().resize_(1 << 20)
     tensors[0].fill_(3.0)
-    assert payload_of(encoder, tensors) == payload_of(encoder, list(tensors))
+    named = dict(zip(tensors.names, tensors, strict=True))
+    assert not tensors.unchanged(named)
+    again = FixedTensors.of(named)
+    assert again is not None
+    assert again.unchanged(named)
+    assert payload_of(encoder, again) == payload_of(encoder, list(tensors))
 
 
 def test_fixed_tensors_of_other_sizes() -> None:

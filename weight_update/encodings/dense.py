@@ -83,7 +83,8 @@ class _DenseEncoder(Encoder):
             views, own = self._cache.views(flat), self._own
             with torch.inference_mode():  # faster than no_grad for many small tensors
                 copy_all([views[at] for at in left], [tensors[own[at]] for at in left], self._schema.nbytes)
-            await_stream(flat)
+            if flat.is_cuda:
+                await_stream(flat)
         return [flat]
 
     def _gather(self, flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
@@ -97,12 +98,10 @@ class _DenseEncoder(Encoder):
                 tensors[i].dtype is self._schema.dtypes[i] and tensors[i].shape == self._schema.shapes[i]
                 for i in small
             )
-            tensors.memo[key] = [tensors[i] for i in small] if same else None
-        small = tensors.memo[key]
-        if small is None:
+            tensors.memo[key] = np.array([tensors.addresses[i] for i in small], np.uint64) if same else None
+        addresses = tensors.memo[key]
+        if addresses is None:
             return False
-        # The addresses are not kept: a storage may be resized.
-        addresses = np.fromiter(map(torch.Tensor.data_ptr, small), np.uint64, len(small))
         kernels.gather(addresses, self._places, flat.numpy())
         return True
 

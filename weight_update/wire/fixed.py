@@ -26,10 +26,12 @@ class FixedTensors(tuple[torch.Tensor, ...]):
 
     Attributes:
         names: names of the tensors, in order.
+        addresses: addresses of their first bytes.
         memo: results that others derive from the tensors, by keys of their own.
     """
 
     names: tuple[str, ...]
+    addresses: list[int]
     memo: dict[Any, Any]
     _views: list[torch.Tensor]
     _dtypes: list[torch.dtype]
@@ -43,7 +45,7 @@ class FixedTensors(tuple[torch.Tensor, ...]):
         if sum(map(_NBYTES, tensors)) > min(_LARGE, len(tensors) * _SMALL):
             return None
         self = cls(tensors)
-        self.names, self.memo = tuple(named), {}
+        self.names, self.addresses, self.memo = tuple(named), list(map(torch.Tensor.data_ptr, tensors)), {}
         with torch.inference_mode(False):
             self._views = list(map(torch.Tensor.detach, tensors))
         self._dtypes = list(map(_DTYPE, tensors))
@@ -51,15 +53,16 @@ class FixedTensors(tuple[torch.Tensor, ...]):
 
     def unchanged(self, named: Mapping[str, torch.Tensor]) -> bool:
         """Return whether ``named`` has the same names in the same order, for the same views of memory."""
-        tensors = named.values()
-        return (
-            tuple(named) == self.names
-            and set(map(type, tensors)) <= _PLAIN
+        if tuple(named) != self.names or not set(map(type, named.values())) <= _PLAIN:
+            return False
+        # One plain loop reads the memory of each tensor once, and so is faster than several calls of map.
+        before = zip(named.values(), self._views, self._dtypes, self.addresses, strict=True)
+        for tensor, view, dtype, address in before:
             # The same storage, offset, shape and strides. The views keep the storage, so that no other one
-            # takes its place. Torch resolves the bit for negation into other memory first.
-            and all(map(torch.Tensor.is_set_to, tensors, self._views))
-            and list(map(_DTYPE, tensors)) == self._dtypes
-        )
+            # takes its place; it may have moved. Torch resolves the bit for negation into other memory first.
+            if not tensor.is_set_to(view) or tensor.dtype is not dtype or tensor.data_ptr() != address:
+                return False
+        return True
 
 
 def are_many(named: Mapping[str, torch.Tensor]) -> bool:
