@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
-from benchmarks.processes import Failed, Process, in_turns
+from benchmarks.memory import Memory, measure_memory, memory_table
+from benchmarks.processes import in_turns
 from benchmarks.report import (
     Cell,
     Figure,
@@ -295,103 +294,6 @@ def stall_table(found: StallFigures, megabytes: float) -> Table:
     )
 
 
-_UPDATES = 5
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Proportional set sizes, in bytes.
-
-    Attributes:
-        variant: our scheme or TorchRL's.
-        model: size of the model.
-        processes: number of processes, sender and workers.
-        total: of all of them; None if one failed.
-        base: of one process that has imported torch and tensordict and does nothing.
-        failure: why there is no total.
-    """
-
-    variant: str
-    model: float
-    processes: int
-    total: int | None
-    base: int
-    failure: str | None = None
-
-    @property
-    def allowed(self) -> float:
-        """Three model sizes and 300 MB for each process."""
-        return 3 * self.model + 300e6 * self.processes
-
-
-def pss(pid: int) -> int:
-    """Return the proportional set size of a process in bytes: private pages and its share of shared pages."""
-    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    found = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
-    assert found is not None, text
-    return int(found[1]) * 1024
-
-
-def measure_memory(plan: Plan) -> list[Memory]:
-    """Measure the largest size and number of workers after several updates, one variant after the other."""
-    base = _bare_process()
-    found = []
-    workers = max(plan.workers)
-    for variant in (variant for scheme in plan.schemes for variant in plan.variants_of(scheme)):
-        say(f"memory: {plan.largest:g} MB, {workers} workers, {LABELS[variant]}")
-        with trainers([(variant, Case(plan.largest, 16, workers))], plan.start_timeout) as (trainer,):
-            total, failure = None, None
-            try:
-                for _ in range(_UPDATES):
-                    trainer.ask("update", timeout=plan.timeout)
-                total = sum(pss(pid) for pid in trainer.ask("pids", timeout=plan.timeout))
-            except Failed as error:
-                failure = str(error)
-        found.append(Memory(variant, plan.largest * 1e6, workers + 1, total, base, failure))
-    return found
-
-
-class _Bare:
-    """An object whose process has imported torch and tensordict, and does nothing."""
-
-    def __init__(self) -> None:
-        import tensordict  # noqa: F401
-        import torch  # noqa: F401
-
-    def close(self) -> None: ...
-
-
-def _bare_process() -> int:
-    bare = Process(_Bare)
-    bare.answer()
-    size = pss(bare.pid)
-    bare.close()
-    return size
-
-
-def memory_table(found: list[Memory]) -> Table:
-    """Return a table with one row for each variant."""
-    rows: list[list[str | Cell]] = []
-    for memory in found:
-        beyond, within = "-", "-"
-        if memory.total is not None:
-            beyond = f"{(memory.total - memory.processes * memory.base) / memory.model:.2f}"
-            within = "yes" if memory.total <= memory.allowed else "no"
-        total = Figure(() if memory.total is None else (memory.total,), memory.failure).cell(1e-6, 0)
-        allowed = f"{memory.allowed / 1e6:.0f}"
-        rows.append([LABELS[memory.variant], str(memory.processes), total, beyond, within, allowed])
-    return Table(
-        f"Memory of all processes, {found[0].model / 1e6:g} MB in 16 tensors",
-        f"MB, PSS of sender and workers after {_UPDATES} updates. One process with torch and tensordict "
-        f"imported has {found[0].base / 1e6:.0f} MB. *models beyond base*: *total* without these "
-        f"{found[0].base / 1e6:.0f} MB of each process, divided by the size of the model. *within*: whether "
-        "*total* is at most *allowed*, which is 3 model sizes and 300 MB per process.",
-        ["scheme", "processes", "total", "models beyond base", "within", "allowed"],
-        rows,
-        names=(0, 1),
-    )
-
-
 PARTS = ("sync", "tensors", "stall", "memory")
 _MANY = 5000  # tensors for which a target is set
 
@@ -447,7 +349,10 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
         results.stall = measure_stall(plan)
         yield stall_table(results.stall, plan.largest)
     if "memory" in parts:
-        results.memory = measure_memory(plan)
+        variants = [variant for scheme in plan.schemes for variant in plan.variants_of(scheme)]
+        case, seconds = Case(plan.largest, 16, max(plan.workers)), plan.timeout
+        memory = measure_memory(variants, case, timeout=seconds, start_timeout=plan.start_timeout)
+        results.memory = list(memory)
         yield memory_table(results.memory)
     yield targets_table(_targets(results))
 

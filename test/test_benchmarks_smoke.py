@@ -18,7 +18,7 @@ from benchmarks import against, gpu, links
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.against import Comparison, order_of
 from benchmarks.network import why_not
-from benchmarks.patch import documented_bytes
+from benchmarks.patch_bytes import documented_bytes
 from benchmarks.processes import Failed, Process, in_turns
 from benchmarks.report import Figure, Table, Unable, publish
 from benchmarks.targets import target, targets_table

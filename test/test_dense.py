@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from weight_update import DenseEncoding
+from weight_update.encodings import Encoder
+from weight_update.encodings.patch import kernels
 from weight_update.testing import random_bits
+from weight_update.wire.fixed import FixedTensors
 from weight_update.wire.schema import WeightSchema
 
 DTYPES = (
@@ -100,3 +103,60 @@ def test_a_buffer_that_comes_back() -> None:
         (payload,) = encoder.encode(tensors, lambda nbytes: buffer)
         assert list(map(bits, DenseEncoding.decoder(schema).decode([payload]))) == list(map(bits, tensors))
         tensors = [tensor + 1 for tensor in tensors]
+
+
+SHAPES = [(64,), (8, 8), (5,), (), (0, 3), (3, 7), (2, 1, 4)] * 60 + [(40_000,), (33,)]
+
+
+def fixed(dtype: torch.dtype) -> FixedTensors:
+    """Return tensors of all kinds of sizes, two of them tied, in memory that starts at any byte."""
+    tensors = {str(number): tensor for number, tensor in enumerate(some(dtype, SHAPES))}
+    tensors["part"] = random_bits((21,), dtype, 1)[1:20]
+    tensors["tied"] = tensors["1"]
+    made = FixedTensors.of(tensors)
+    assert made is not None
+    return made
+
+
+def payload_of(encoder: Encoder, tensors: Sequence[torch.Tensor]) -> bytes:
+    """Return the bytes of a payload, in memory that something else was in before."""
+    (payload,) = encoder.encode(tensors, lambda nbytes: torch.full((nbytes,), 77, dtype=torch.uint8))
+    return payload.numpy().tobytes()
+
+
+@pytest.mark.parametrize("dtype", [one for one in DTYPES if not one.is_complex], ids=str)
+def test_fixed_tensors_have_the_same_payload(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the compiled function and with it, and where it may not be used; gaps are left as they were."""
+    tensors = fixed(dtype)
+    schema = schema_of(tensors)
+    for agreed in (schema, schema.with_dtype(torch.float16)):
+        encoder = DenseEncoding().encoder(agreed)
+        for _ in range(2):
+            compiled = payload_of(encoder, tensors)
+            with monkeypatch.context() as patched:
+                patched.setattr(kernels, "library", None)
+                assert payload_of(encoder, tensors) == compiled
+            assert payload_of(encoder, list(tensors)) == compiled
+            tensors[0].view(torch.uint8).bitwise_xor_(1)
+
+
+def test_fixed_tensors_whose_storage_has_moved() -> None:
+    tensors = fixed(torch.float32)
+    encoder = DenseEncoding().encoder(schema_of(tensors))
+    payload_of(encoder, tensors)
+    tensors[0].untyped_storage().resize_(1 << 20)
+    tensors[0].fill_(3.0)
+    named = dict(zip(tensors.names, tensors, strict=True))
+    assert not tensors.unchanged(named)
+    again = FixedTensors.of(named)
+    assert again is not None
+    assert again.unchanged(named)
+    assert payload_of(encoder, again) == payload_of(encoder, list(tensors))
+
+
+def test_fixed_tensors_of_other_sizes() -> None:
+    """No byte outside the tensors is read."""
+    tensors = fixed(torch.float32)
+    encoder = DenseEncoding().encoder(schema_of([*tensors[:-1], torch.empty(1 << 20)]))
+    with pytest.raises(RuntimeError, match="size"):
+        payload_of(encoder, tensors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -168,6 +169,18 @@ def test_sources_that_are_no_modules(mode: str) -> None:
         reads.read()
         other_values(model)
         reads.read()
+
+
+def test_an_ordered_dict_whose_entries_are_moved(reads: Reads) -> None:
+    """Exchange two tensors so that the order of the keys, and that of the values in memory, stay the same."""
+    left = first(reads.source).left
+    held = OrderedDict(left._parameters)
+    left._parameters = held
+    reads.settle()
+    a, b = held.pop("a"), held["b"]
+    held["b"], held["a"] = a, b
+    held.move_to_end("b")
+    reads.read()
 
 
 class Wrapped(torch.Tensor):

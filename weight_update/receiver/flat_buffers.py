@@ -10,6 +10,7 @@ import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from weight_update.encodings import Delta
@@ -20,7 +21,6 @@ from weight_update.strategy.binding import Binding, count_writes
 from weight_update.wire.memory import digest
 from weight_update.wire.schema import WeightSchema
 
-_WORD = torch.int64
 _MANY = 256  # tensors
 _SMALL = 4096  # bytes; pointing a tensor at other memory takes as long as copying a few thousand bytes
 _WRITES = operator.attrgetter("_version")
@@ -57,7 +57,7 @@ class FlatBuffer(Storage):
         if not binding.points or count < _MANY or not 0 < schema.nbytes <= _SMALL * count:
             return False
         tensors = binding.tensors(schema.names)
-        return schema.nbytes % _WORD.itemsize == 0 and all(
+        return all(
             (tensor.is_cpu or tensor.is_meta) and tensor.dtype == dtype
             for tensor, dtype in zip(tensors, schema.dtypes, strict=True)
         )
@@ -88,13 +88,11 @@ class FlatBuffer(Storage):
             update.storage, update.values = Storage(self.schema), ready
 
     def switch(self, update: StagedUpdate, target: Target) -> None:
-        # Copy in parts for which torch starts no threads: those hang in forked processes.
-        to, of = (torch.split(one.view(_WORD), SERIAL) for one in (self._flat, update.payloads[0]))
-        torch._foreach_copy_(to, of)
         inside, self._inside = self._inside, []
-        if inside:
-            count_writes(inside)
-        else:
+        count_writes(inside)  # before the copy, because begin() left them in the processor's caches
+        # Unlike torch, numpy starts no threads, which hang in forked processes.
+        np.copyto(self._flat.numpy(), update.payloads[0].numpy())
+        if not inside:
             self._binding.switch(self.schema.names, self.values)
             self._places = _places_of(self.values)  # the buffer moves with the model, as into shared memory
         update.used_up, update.payloads, update.values = update.payloads, [], self.values

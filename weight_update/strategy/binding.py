@@ -43,7 +43,9 @@ class Binding:
         self._parts = list(_parts(destination))
         self._owners = _owners(destination)
         self._submodules = list(chain.from_iterable(map(dict.values, self._owners)))
-        self._asked: tuple[tuple[str, ...], list[tuple[Callable[[str], Any], str]]] = (), []
+        plain = {type(owner).get for owner, _ in self._places.values()} <= {dict.get}
+        self._look_up: Callable[[Any, str], Any] = dict.get if plain else _look_up
+        self._asked: tuple[tuple[str, ...], list[Any], list[str]] = (), [], []  # names, owners and keys
         self._find_devices()
         self._extra_owners = extra_owners(destination) if isinstance(destination, nn.Module) else {}
 
@@ -78,8 +80,9 @@ class Binding:
     def tensors(self, names: tuple[str, ...]) -> list[torch.Tensor]:
         """Return the tensors of the destination as they are now."""
         if names is not self._asked[0]:  # forward passes may be waiting, so do little for each tensor
-            self._asked = names, [(owner.get, key) for owner, key in map(self._places.__getitem__, names)]
-        targets = [get(key) for get, key in self._asked[1]]
+            places = [self._places[name] for name in names]
+            self._asked = names, [owner for owner, _ in places], [key for _, key in places]
+        targets = list(map(self._look_up, *self._asked[1:]))
         if all(issubclass(kind, torch.Tensor) for kind in set(map(type, targets))):
             return targets
         return [self._get(name) for name in names]  # raises, with the name
@@ -248,6 +251,10 @@ def count_writes(targets: Sequence[torch.Tensor]) -> None:
         torch.autograd.graph.increment_version(targets)
     except RuntimeError:  # inference tensors have no count, and no backward pass needs them
         torch.autograd.graph.increment_version([one for one in targets if not one.is_inference()])
+
+
+def _look_up(owner: Any, key: str) -> Any:
+    return owner.get(key)
 
 
 def _owners(node: Any) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections import OrderedDict
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any
@@ -138,7 +137,7 @@ class ModuleStructure:
             structure = cls(module, extract_as)
         except KeyError:  # a class keeps its dicts elsewhere
             return None
-        plain = all(type(held) in (dict, OrderedDict) for part in structure._parts for held in part[2:5])
+        plain = all(type(held) is dict for part in structure._parts for held in part[2:5])
         return structure if plain and structure.unchanged() else None
 
     def unchanged(self) -> bool:
@@ -147,7 +146,7 @@ class ModuleStructure:
         if any(name in own for name in self._methods) or not all(map(self._finds_as_torch, self._extra_of)):
             return False
         try:
-            if not self._same_parts() or (self._as_state_dict and not self._same_state_dicts()):
+            if not self._same_parts():
                 return False
         except KeyError:  # an attribute of a submodule was deleted
             return False
@@ -158,7 +157,9 @@ class ModuleStructure:
 
     def _same_parts(self) -> bool:
         # One plain loop reads the memory of each submodule once, and so is faster than several calls of map.
-        for part, kind, parameters, buffers, modules, n_parameters, n_buffers, n_modules, _ in self._parts:
+        as_state_dict = self._as_state_dict
+        for one in self._parts:
+            part, kind, parameters, buffers, modules, n_parameters, n_buffers, n_modules, transient = one
             own = part.__dict__
             if (
                 type(part) is not kind
@@ -171,12 +172,7 @@ class ModuleStructure:
                 or "named_modules" in own
             ):
                 return False
-        return True
-
-    def _same_state_dicts(self) -> bool:
-        for part, *_, transient in self._parts:
-            own = part.__dict__
-            if (
+            if as_state_dict and (
                 own["_non_persistent_buffers_set"] != transient
                 or own["_state_dict_hooks"]
                 or own["_state_dict_pre_hooks"]

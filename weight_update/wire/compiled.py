@@ -1,7 +1,7 @@
 """Libraries of compiled loops, which are built from C where there was a compiler at installation.
 
-Elsewhere, and with ``WEIGHT_UPDATE_KERNELS=0`` in the environment, numpy does the same work, which takes
-several times as long. Calls release the interpreter lock.
+Elsewhere, and with ``WEIGHT_UPDATE_KERNELS=0`` in the environment, numpy or torch does the same work, which
+takes several times as long. Calls release the interpreter lock.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ MANY = 256
 
 _SMALL = 4096  # bytes of a tensor, on average: larger ones take longer to copy than to look at
 _LARGE = 64 << 20  # bytes of all tensors
-_WORD = torch.int64
 _PLAIN = {torch.Tensor, nn.Parameter}
 _DTYPE, _NBYTES = operator.attrgetter("dtype"), operator.attrgetter("nbytes")
 
@@ -27,12 +26,12 @@ class FixedTensors(tuple[torch.Tensor, ...]):
 
     Attributes:
         names: names of the tensors, in order.
-        words: the memory of each tensor as 1-D int64; None where it is no whole number of words.
+        addresses: addresses of their first bytes.
         memo: results that others derive from the tensors, by keys of their own.
     """
 
     names: tuple[str, ...]
-    words: list[torch.Tensor | None]
+    addresses: list[int]
     memo: dict[Any, Any]
     _views: list[torch.Tensor]
     _dtypes: list[torch.dtype]
@@ -46,24 +45,24 @@ class FixedTensors(tuple[torch.Tensor, ...]):
         if sum(map(_NBYTES, tensors)) > min(_LARGE, len(tensors) * _SMALL):
             return None
         self = cls(tensors)
-        self.names, self.memo = tuple(named), {}
+        self.names, self.addresses, self.memo = tuple(named), list(map(torch.Tensor.data_ptr, tensors)), {}
         with torch.inference_mode(False):
             self._views = list(map(torch.Tensor.detach, tensors))
-            self.words = list(map(_words_of, self._views))
         self._dtypes = list(map(_DTYPE, tensors))
         return self
 
     def unchanged(self, named: Mapping[str, torch.Tensor]) -> bool:
         """Return whether ``named`` has the same names in the same order, for the same views of memory."""
-        tensors = named.values()
-        return (
-            tuple(named) == self.names
-            and set(map(type, tensors)) <= _PLAIN
+        if tuple(named) != self.names or not set(map(type, named.values())) <= _PLAIN:
+            return False
+        # One plain loop reads the memory of each tensor once, and so is faster than several calls of map.
+        before = zip(named.values(), self._views, self._dtypes, self.addresses, strict=True)
+        for tensor, view, dtype, address in before:
             # The same storage, offset, shape and strides. The views keep the storage, so that no other one
-            # takes its place. Torch resolves the bit for negation into other memory first.
-            and all(map(torch.Tensor.is_set_to, tensors, self._views))
-            and list(map(_DTYPE, tensors)) == self._dtypes
-        )
+            # takes its place; it may have moved. Torch resolves the bit for negation into other memory first.
+            if not tensor.is_set_to(view) or tensor.dtype is not dtype or tensor.data_ptr() != address:
+                return False
+        return True
 
 
 def are_many(named: Mapping[str, torch.Tensor]) -> bool:
@@ -80,8 +79,3 @@ def _suits(tensor: torch.Tensor) -> bool:
         and not tensor.is_neg()
         and tensor.is_contiguous()
     )
-
-
-def _words_of(view: torch.Tensor) -> torch.Tensor | None:
-    start, size = view.storage_offset() * view.itemsize, _WORD.itemsize
-    return None if start % size or view.nbytes % size else view.view(-1).view(_WORD)
