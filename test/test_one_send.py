@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -128,6 +129,7 @@ def test_a_send_wakes_no_other_thread_of_the_trainer() -> None:
         scheme, model = processes.scheme(SharedMemWeightSyncScheme), Stripes(2, NUMEL)
         processes.launch(scheme, model, lambda: Stripes(2, NUMEL), 2)
         scheme.send(fill(model, 1))
+        time.sleep(0.5)  # threads that were woken earlier wait again
         before = wake_ups()
         for version in range(2, UPDATES):
             scheme.send(fill(model, version))
