@@ -53,7 +53,7 @@ _SCHEMES = [
     (
         "RayWeightSyncScheme",
         "Ray actors on any nodes",
-        "{Ray}; through the object store, {Ray, object store}",
+        "{Ray}; through the object store to a host for each worker, {Ray, object store, a host each}",
         "workers join late; actors that Ray restarts join again",
         "Ray clusters",
     ),
