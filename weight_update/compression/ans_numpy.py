@@ -118,9 +118,8 @@ def _decode(pairs: Sequence[tuple[Bytes, Bytes]]) -> bool:
     words = [one[4 * LANES :].view("<u2") for one in rest]
     ends = np.cumsum([len(one) for one in words])
     places = ends - [len(one) for one in words]
-    every = np.concatenate([*words, np.zeros(1, "<u2")]).astype(
-        np.int64
-    )  # one more, for places behind the end
+    behind = np.zeros(1, "<u2")  # for places behind the end
+    every = np.concatenate([*words, behind]).astype(np.int64)
     rows, length = np.arange(len(pairs))[:, None], len(pairs[0][1])
     for at in range(0, length, LANES):
         lanes = min(LANES, length - at)

@@ -53,16 +53,16 @@ class FixedTensors(tuple[torch.Tensor, ...]):
 
     def unchanged(self, named: Mapping[str, torch.Tensor]) -> bool:
         """Return whether ``named`` has the same names in the same order, for the same views of memory."""
-        if tuple(named) != self.names or not set(map(type, named.values())) <= _PLAIN:
-            return False
-        # One plain loop reads the memory of each tensor once, and so is faster than several calls of map.
-        before = zip(named.values(), self._views, self._dtypes, self.addresses, strict=True)
-        for tensor, view, dtype, address in before:
+        tensors = named.values()
+        return (
+            tuple(named) == self.names
+            and set(map(type, tensors)) <= _PLAIN
             # The same storage, offset, shape and strides. The views keep the storage, so that no other one
             # takes its place; it may have moved. Torch resolves the bit for negation into other memory first.
-            if not tensor.is_set_to(view) or tensor.dtype is not dtype or tensor.data_ptr() != address:
-                return False
-        return True
+            and all(map(torch.Tensor.is_set_to, tensors, self._views))
+            and list(map(torch.Tensor.data_ptr, tensors)) == self.addresses
+            and list(map(_DTYPE, tensors)) == self._dtypes
+        )
 
 
 def are_many(named: Mapping[str, torch.Tensor]) -> bool:
