@@ -33,7 +33,7 @@ DOCS_READY := $(VENV)/.ready-docs
 
 setup: $(READY)
 
-$(READY): setup.py constraints.txt weight_update/compression/ans.c weight_update/encodings/patch/kernels.c
+$(READY): setup.py constraints.txt $(wildcard weight_update/*/*.c weight_update/*/*/*.c)
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) -e ".[test,lz4,zstd,ray]"
 	touch $@

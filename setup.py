@@ -70,6 +70,7 @@ LOOPS = [
     )
     for name, source in (
         ("weight_update.compression._ans", "weight_update/compression/ans.c"),
+        ("weight_update.encodings._copying", "weight_update/encodings/copying.c"),
         ("weight_update.encodings.patch._kernels", "weight_update/encodings/patch/kernels.c"),
     )
 ]

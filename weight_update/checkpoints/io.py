@@ -14,7 +14,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from weight_update.encodings.patch.threads import in_threads, threads_for
+from weight_update.encodings.threads import in_threads, threads_for
 from weight_update.errors import NotEnoughSpaceError
 from weight_update.progress import Progress
 

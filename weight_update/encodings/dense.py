@@ -10,17 +10,13 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from weight_update.encodings import copying
 from weight_update.encodings.base import Decoder, Encoder, Lend, WholeEncoding, register_encoding
-from weight_update.encodings.patch import kernels
-from weight_update.encodings.patch.diff_cpu import SERIAL
+from weight_update.encodings.copying import copy_tensors
 from weight_update.errors import FormatError
-from weight_update.progress import Progress
 from weight_update.wire.fixed import FixedTensors
 from weight_update.wire.memory import await_stream
 from weight_update.wire.schema import WeightSchema
-
-_LARGE = 256 << 20  # bytes that take tens of milliseconds to copy
-_BATCHES = 64
 
 
 class ViewCache:
@@ -70,53 +66,35 @@ class _DenseEncoder(Encoder):
         self._own = [i for i in schema.distinct if schema.tensors[i].nbytes]
         metas = [schema.tensors[i] for i in self._own]
         self._cache = ViewCache(WeightSchema(tuple(metas), schema.nbytes))
-        # Torch copies larger ones with several threads.
-        self._small = [at for at, one in enumerate(metas) if one.nbytes < SERIAL * one.dtype.itemsize]
-        self._large = sorted({*range(len(metas))}.difference(self._small))
-        places = [(metas[at].offset, metas[at].nbytes) for at in self._small]
-        self._places = np.array(places, np.int64).reshape(-1, 2)
+        self._offsets = np.array([one.offset for one in metas], np.uint64)
+        self._sizes = np.array([one.nbytes for one in metas], np.int64)
 
     def encode(self, tensors: Sequence[torch.Tensor], lend: Lend) -> list[torch.Tensor]:
         flat = lend(self._schema.nbytes)
-        left = self._large if self._gather(flat, tensors) else range(len(self._own))
-        if left:
-            views, own = self._cache.views(flat), self._own
-            with torch.inference_mode():  # faster than no_grad for many small tensors
-                copy_all([views[at] for at in left], [tensors[own[at]] for at in left], self._schema.nbytes)
+        if not self._gather(flat, tensors):
+            copy_tensors(self._cache.views(flat), [tensors[i] for i in self._own], "encoding weights")
             if flat.is_cuda:
                 await_stream(flat)
         return [flat]
 
     def _gather(self, flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
-        """Copy the bytes of small tensors; return False, and copy none, if that needs more than a copy."""
-        if kernels.library is None or not isinstance(tensors, FixedTensors) or not flat.is_cpu:
+        """Copy many small tensors; return False, and copy none, if that needs more than a copy."""
+        if copying.library is None or not isinstance(tensors, FixedTensors) or not flat.is_cpu:
             return False
         key = "gathered", self._schema.digest
         if key not in tensors.memo:
-            small = [self._own[at] for at in self._small]
             same = all(
                 tensors[i].dtype is self._schema.dtypes[i] and tensors[i].shape == self._schema.shapes[i]
-                for i in small
+                for i in self._own
             )
-            tensors.memo[key] = np.array([tensors.addresses[i] for i in small], np.uint64) if same else None
+            tensors.memo[key] = (
+                np.array([tensors.addresses[i] for i in self._own], np.uint64) if same else None
+            )
         addresses = tensors.memo[key]
         if addresses is None:
             return False
-        kernels.gather(addresses, self._places, flat.numpy())
+        copying.gather(flat.data_ptr() + self._offsets, addresses, self._sizes)
         return True
-
-
-def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor], nbytes: int) -> None:
-    """Copy tensors, at most ``nbytes`` in all; many bytes in batches, so that their progress can be shown."""
-    if nbytes < _LARGE:
-        torch._foreach_copy_(targets, sources)
-        return
-    step = -(-len(targets) // _BATCHES)
-    with Progress("encoding weights", sum(target.nbytes for target in targets)) as progress:
-        for start in range(0, len(targets), step):
-            batch = targets[start : start + step]
-            torch._foreach_copy_(batch, sources[start : start + step])
-            progress.advance(sum(target.nbytes for target in batch))
 
 
 class _DenseDecoder(Decoder):

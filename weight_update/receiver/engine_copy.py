@@ -8,10 +8,11 @@ import numpy as np
 import torch
 
 from weight_update.encodings import Delta
+from weight_update.encodings.copying import copy_tensors
 from weight_update.encodings.patch.changes import BITS, Array
-from weight_update.encodings.patch.threads import in_threads, threads_for
+from weight_update.encodings.threads import in_threads, threads_for
 from weight_update.engines.base import WeightChange
-from weight_update.receiver.flat_buffers import OwnCopy, copy_all
+from weight_update.receiver.flat_buffers import OwnCopy
 from weight_update.receiver.targets import EngineTarget, StagedUpdate, Target
 from weight_update.strategy.binding import Binding
 from weight_update.wire.schema import WeightSchema
@@ -94,7 +95,7 @@ class DoubleBuffer(OwnCopy):
         if spare is None:
             flat = self._allocate()
             spare = flat, self.schema.views(flat)
-            copy_all(spare[1], self.values)
+            copy_tensors(spare[1], self.values, "applying weights", serial=True)
         else:
             self._catch_up(spare[0])
         return spare

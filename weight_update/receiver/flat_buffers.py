@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from weight_update.encodings import Delta
-from weight_update.encodings.patch.diff_cpu import SERIAL
+from weight_update.encodings.copying import copy_tensors
 from weight_update.errors import SchemaMismatchError
 from weight_update.receiver.targets import StagedUpdate, Storage, Target
 from weight_update.strategy.binding import Binding, count_writes
@@ -145,7 +145,7 @@ class OwnCopy(Storage):
         if whole is None or self._device.type != "cpu":
             flat = self._allocate()
             views = self.schema.views(flat)
-            copy_all(views, update.values)
+            copy_tensors(views, update.values, "applying weights", serial=True)
         else:
             flat, views = whole, list(update.values)
         self._next, update.values = (flat, views), list(views)
@@ -191,7 +191,7 @@ class OwnCopy(Storage):
             )
         flat = self._allocate()
         views = self.schema.views(flat)
-        copy_all(views, [tensors[name].detach() for name in names])
+        copy_tensors(views, [tensors[name].detach() for name in names], "comparing weights", serial=True)
         different = tuple(
             f"{name}: differs from the sender's"
             for name, view, expected in zip(names, views, digests, strict=True)
@@ -281,15 +281,3 @@ def _state_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
 def _writes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return how often torch has seen each tensor written to; inference tensors have no count."""
     return list(map(_WRITES, itertools.filterfalse(torch.Tensor.is_inference, tensors)))
-
-
-def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy in parts for which torch starts no threads: those hang in forked processes."""
-    to: list[torch.Tensor] = []
-    of: list[torch.Tensor] = []
-    for target, source in zip(targets, sources, strict=True):
-        size = max(target.numel(), 1) if target.is_cuda else SERIAL
-        to.extend(torch.split(target.view(-1), size))
-        of.extend(torch.split(source.reshape(-1), size))
-    if to:
-        torch._foreach_copy_(to, of)

@@ -40,7 +40,7 @@ class FixedTensors(tuple[torch.Tensor, ...]):
     def of(cls, named: Mapping[str, torch.Tensor]) -> FixedTensors | None:
         """Return the tensors, or None if they are few, large, not contiguous or not plain CPU memory."""
         tensors = list(named.values())
-        if not are_many(named) or not all(map(_suits, tensors)):
+        if not are_many(named) or not all(map(is_plain, tensors)):
             return None
         if sum(map(_NBYTES, tensors)) > min(_LARGE, len(tensors) * _SMALL):
             return None
@@ -70,7 +70,8 @@ def are_many(named: Mapping[str, torch.Tensor]) -> bool:
     return len(named) >= MANY and set(map(type, named.values())) <= _PLAIN
 
 
-def _suits(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether the values of a tensor are those of its bytes, one after the other in CPU memory."""
     return (
         tensor.is_cpu
         and tensor.layout is torch.strided

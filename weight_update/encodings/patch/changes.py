@@ -13,7 +13,7 @@ import torch
 
 from weight_update.encodings.patch import kernels
 from weight_update.encodings.patch.gaps import Gaps
-from weight_update.encodings.patch.threads import in_threads, threads_for
+from weight_update.encodings.threads import in_threads, threads_for
 from weight_update.errors import FormatError
 from weight_update.wire.schema import TensorMeta, WeightSchema
 

@@ -16,12 +16,13 @@ import torch
 from numpy.typing import NDArray
 
 from weight_update.encodings.base import Difference
+from weight_update.encodings.copying import SERIAL
 from weight_update.encodings.patch import kernels
 from weight_update.encodings.patch.changes import ByteRange, Changes, GapSegment, Segment, Sparse
 from weight_update.encodings.patch.diff_numpy import Bytes, differences
 from weight_update.encodings.patch.gaps import Gaps
-from weight_update.encodings.patch.threads import in_threads
 from weight_update.encodings.patch.tiles import Tile, cut, flattened
+from weight_update.encodings.threads import in_threads
 from weight_update.wire.schema import WeightSchema
 
 TILE = 2 << 20
@@ -35,9 +36,6 @@ LARGE = 64 << 10
 
 LITTLE = 16 << 20
 """Bytes below which one thread is faster than two."""
-
-SERIAL = 32736
-"""Elements that torch copies on one thread; whole vectors, because a remainder converts NaNs differently."""
 
 
 @dataclass(frozen=True, eq=False)

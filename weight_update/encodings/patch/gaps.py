@@ -15,7 +15,7 @@ import torch
 
 from weight_update.encodings.patch import kernels
 from weight_update.encodings.patch.arrays import UNSIGNED, Array
-from weight_update.encodings.patch.threads import in_threads, threads_for
+from weight_update.encodings.threads import in_threads, threads_for
 from weight_update.errors import FormatError
 
 UNITS = (1, 2, 4)

@@ -35,7 +35,7 @@ typedef uint64_t u64;
      : (width) == 4 ? NAME##_u32(__VA_ARGS__)                                                          \
                     : NAME##_u64(__VA_ARGS__))
 
-int wu_version = 3; /* of the functions here; kernels.py uses no other, as may be left from an earlier build */
+int wu_version = 4; /* of the functions here; kernels.py uses no other, as may be left from an earlier build */
 
 enum { SLACK = 64 }; /* bytes that scans may write behind the last result */
 
@@ -429,13 +429,6 @@ STEPS(u64)
 void wu_steps(int width, const u8 *const *planes, int64_t n, void *out)
 {
     BY_WIDTH(width, steps, planes, n, out);
-}
-
-/* Copy `n` pieces of memory; the offset in `out` and the bytes of each are its place. */
-void wu_gather(const u64 *addresses, const int64_t (*places)[2], int64_t n, u8 *out)
-{
-    for (int64_t i = 0; i < n; i++)
-        memcpy(out + places[i][0], (const void *)(uintptr_t)addresses[i], (size_t)places[i][1]);
 }
 
 /* An empty module, so that tools that import every module of a package can import this one. */

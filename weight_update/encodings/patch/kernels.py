@@ -23,7 +23,7 @@ INTEGER: dict[int, np.dtype[Any]] = {int(kind[1]): np.dtype(kind) for kind in ("
 TILE = np.dtype([("new", "u8"), ("old", "u8"), ("n", "i8"), ("at", "i8"), ("most", "i8"), ("found", "i8")])
 """Elements to compare: their addresses, number and first position; see :meth:`GapBuffer.scan`."""
 
-_NAME, _VERSION = "_kernels", 3
+_NAME, _VERSION = "_kernels", 4
 _SLACK = 64  # bytes behind the results of a scan
 
 
@@ -172,15 +172,6 @@ def steps_of(planes: Sequence[Array | None], out: Array) -> None:
     addresses = [None if one is None else one.ctypes.data for one in planes]
     pointers = (ctypes.c_void_p * len(planes))(*addresses)
     library.wu_steps(out.itemsize, pointers, _number(len(out)), _at(out))
-
-
-def gather(addresses: Array, places: Array, out: Array) -> None:
-    """Copy pieces of memory, which start at ``addresses`` (uint64), into the bytes of ``out`` (uint8).
-
-    ``places`` (int64 of shape [pieces, 2]) has the offset in ``out`` and the number of bytes of each piece.
-    """
-    assert library is not None
-    library.wu_gather(_at(addresses), _at(places), _number(len(addresses)), _at(out))
 
 
 _number = ctypes.c_int64

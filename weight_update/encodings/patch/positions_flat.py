@@ -16,7 +16,7 @@ from weight_update.encodings.patch.gaps import (
     most_units,
     split_units,
 )
-from weight_update.encodings.patch.threads import in_threads, threads_for
+from weight_update.encodings.threads import in_threads, threads_for
 from weight_update.errors import FormatError
 
 _CACHED = 1 << 17  # elements at a time, so that intermediate results stay in the cache

@@ -9,7 +9,7 @@ import numpy as np
 from weight_update.encodings.patch import kernels
 from weight_update.encodings.patch.arrays import UNSIGNED, Array, ArrayReader, ArrayWriter
 from weight_update.encodings.patch.gaps import UNITS, join_units, most_units, split_units
-from weight_update.encodings.patch.threads import in_threads, threads_for
+from weight_update.encodings.threads import in_threads, threads_for
 from weight_update.errors import FormatError
 
 _NONE = np.empty(0, np.uint8)
