@@ -14,6 +14,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 
 from weight_update.encodings.base import Decoder, Encoder, Lend, WholeEncoding, register_encoding
+from weight_update.encodings.copying import copy_tensors
 from weight_update.encodings.dense import ViewCache
 from weight_update.errors import FormatError
 from weight_update.progress import Progress
@@ -310,8 +311,8 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
     if target.is_cuda or source.is_cuda:
         target.copy_(source)
         await_stream(target)
-    else:  # not torch: its threads hang in forked processes
-        target.numpy()[:] = source.numpy()
+    else:
+        copy_tensors([target], [source], "copying a bucket", serial=True)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,10 @@ _Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 SERIAL = 32736
 """Elements that torch copies on one thread; whole vectors, because a remainder converts NaNs differently."""
 
-_LARGE = 8 << 20  # bytes of which caches keep little
+_LARGE = (
+    256 << 20
+)  # bytes; torch's threads, which may still spin after a step of the trainer, copy fewer sooner
+_LARGE_FOR_ONE = 8 << 20  # bytes that one thread of torch copies later than the compiled loop
 _EACH = 32 << 10  # bytes of a tensor, on average; looking at smaller ones takes longer than is gained
 _PIECE = 8 << 20  # bytes for one thread at a time
 _BATCHES = 64  # between which progress is noted
@@ -48,7 +51,8 @@ def copy_tensors(
         serial: whether torch is to start no threads, which hang in forked processes.
     """
     pairs, total = list(zip(targets, sources, strict=True)), sum(target.nbytes for target in targets)
-    if total < _LARGE:
+    alone = serial or torch.get_num_threads() == 1
+    if total < (_LARGE_FOR_ONE if alone else _LARGE):
         _copy_by_torch(pairs, serial)
         return
     with Progress(title, total) as progress:

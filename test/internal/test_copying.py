@@ -1,0 +1,99 @@
+"""Copies of tensors: the same bits by the compiled loop and by torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from weight_update.encodings import copying
+from weight_update.encodings.copying import copy_tensors
+
+needs_library = pytest.mark.skipif(copying.library is None, reason="there was no compiler at installation")
+
+
+@pytest.fixture(params=[pytest.param(True, marks=needs_library), False], ids=["compiled", "torch"])
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Copy everything as if it were large, with or without the compiled loop."""
+    for name in ("_LARGE", "_LARGE_FOR_ONE", "_EACH"):
+        monkeypatch.setattr(copying, name, 0)
+    monkeypatch.setattr(copying, "_PIECE", 1000)  # pieces end within tensors, and hold several
+    if not request.param:
+        monkeypatch.setattr(copying, "library", None)
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("serial", [False, True])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_bits(compiled: bool, threads: int, serial: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    generator = torch.Generator().manual_seed(5)
+    sizes = [0, 1, 15, 16, 63, 64, 65, 333, 1000, 2000, 4097, 10_000]
+    shifts = [(0, 0), (1, 0), (0, 1), (3, 5), (15, 17), (8, 8)]  # of the targets and sources, from 64 bytes
+    for to_shift, from_shift in shifts:
+        targets, sources, memory = [], [], []
+        for size in sizes:
+            flat = torch.full((size + 192,), 0xA5, dtype=torch.uint8)
+            first = -flat.data_ptr() % 64 + to_shift
+            memory.append((flat, first, size))
+            targets.append(flat[first : first + size])
+            random = torch.randint(0, 256, (size + 64,), generator=generator, dtype=torch.uint8)
+            sources.append(random[from_shift : from_shift + size])
+        copy_tensors(targets, sources, "test", serial=serial)
+        for (flat, first, size), source in zip(memory, sources, strict=True):
+            assert torch.equal(flat[first : first + size], source)
+            assert (flat[:first] == 0xA5).all(), "nothing before the target is written"
+            assert (flat[first + size :] == 0xA5).all(), "nothing behind the target is written"
+
+
+def test_tensors_that_need_more_than_a_copy(compiled: bool) -> None:
+    base = torch.randn(40, 50)
+    sources = [
+        base.t(),
+        base.double(),
+        torch.randn(30, 20).requires_grad_(),
+        torch.randn(7, dtype=torch.complex64).conj(),
+        torch.complex(base, base).imag.neg(),
+        torch.nn.Parameter(base.clone()),
+        torch.tensor(3.0),
+    ]
+    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.complex64, torch.float32, torch.float32]
+    targets = [torch.empty(s.shape, dtype=d) for s, d in zip(sources, [*dtypes, torch.float32], strict=True)]
+    copy_tensors(targets, sources, "test")
+    for target, source in zip(targets, sources, strict=True):
+        assert torch.equal(target, source.detach().to(target.dtype))
+
+
+@pytest.mark.usefixtures("compiled")
+def test_nan_payloads_and_signed_zeros() -> None:
+    bits = torch.tensor([0x7F800001, 0x7FC12345, -0x80000000, -0x3FFFFF], dtype=torch.int32).repeat(100)
+    target = torch.empty(400)
+    copy_tensors([target], [bits.view(torch.float32)], "test")
+    assert torch.equal(target.view(torch.int32), bits)
+
+
+@needs_library
+def test_gather() -> None:
+    sources = [np.arange(n, dtype=np.uint8) for n in (5, 1, 300)]
+    out = np.zeros(400, np.uint8)
+    offsets, sizes = np.array([10, 0, 64], np.uint64), np.array([5, 1, 300], np.int64)
+    addresses = np.array([one.ctypes.data for one in sources], np.uint64)
+    copying.gather(out.ctypes.data + offsets, addresses, sizes)
+    expected = np.zeros(400, np.uint8)
+    for offset, source in zip((10, 0, 64), sources, strict=True):
+        expected[offset : offset + len(source)] = source
+    assert np.array_equal(out, expected)
+
+
+@needs_library
+@pytest.mark.usefixtures("compiled")
+def test_plain_tensors_are_not_copied_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "_foreach_copy_", None)
+    sources = [torch.randn(10), torch.nn.Parameter(torch.randn(3, 4)), torch.randn(5, 2)[2:]]
+    targets = [torch.empty_like(source) for source in sources]
+    if copying.library is None:
+        with pytest.raises(TypeError):
+            copy_tensors(targets, sources, "test")
+    else:
+        copy_tensors(targets, sources, "test")
+        assert all(map(torch.equal, targets, sources))
