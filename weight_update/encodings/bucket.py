@@ -307,10 +307,12 @@ class Joiner:
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy 1-D uint8 tensors of one size, and wait until they are copied."""
+    """Copy 1-D uint8 tensors of one size, and wait until they are copied; they may overlap."""
     if target.is_cuda or source.is_cuda:
         target.copy_(source)
         await_stream(target)
+    elif target.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
+        target.numpy()[:] = source.numpy()
     else:
         copy_tensors([target], [source], "copying a bucket", serial=True)
 

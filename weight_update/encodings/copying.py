@@ -48,17 +48,17 @@ def copy_tensors(
         targets: tensors to write into, which overlap no others.
         sources: one tensor of the same shape for each target.
         title: text for the progress, see :class:`~weight_update.progress.Progress`.
-        serial: whether torch is to start no threads, which hang in forked processes.
+        serial: whether to use one thread; those of torch hang in forked processes.
     """
     pairs, total = list(zip(targets, sources, strict=True)), sum(target.nbytes for target in targets)
-    alone = serial or torch.get_num_threads() == 1
-    if total < (_LARGE_FOR_ONE if alone else _LARGE):
+    threads = 1 if serial else torch.get_num_threads()
+    if total < (_LARGE if threads > 1 else _LARGE_FOR_ONE):
         _copy_by_torch(pairs, serial)
         return
     with Progress(title, total) as progress:
         if library is not None and total >= _EACH * len(pairs):
             suiting = [_suits(*pair) for pair in pairs]
-            _stream([pair for pair, suits in zip(pairs, suiting, strict=True) if suits], progress)
+            _stream([pair for pair, suits in zip(pairs, suiting, strict=True) if suits], threads, progress)
             pairs = [pair for pair, suits in zip(pairs, suiting, strict=True) if not suits]
         step = -(-len(pairs) // _BATCHES)
         for start in range(0, len(pairs), step or 1):
@@ -72,8 +72,8 @@ def _suits(target: torch.Tensor, source: torch.Tensor) -> bool:
     return same and is_plain(source) and is_plain(target)
 
 
-def _stream(pairs: _Pairs, progress: Progress) -> None:
-    """Copy contiguous tensors past the caches, with several threads."""
+def _stream(pairs: _Pairs, threads: int, progress: Progress) -> None:
+    """Copy contiguous tensors past the caches."""
     targets = np.array([target.data_ptr() for target, _ in pairs], np.uint64)
     sources = np.array([source.data_ptr() for _, source in pairs], np.uint64)
     sizes = np.array([target.nbytes for target, _ in pairs], np.int64)
@@ -84,7 +84,7 @@ def _stream(pairs: _Pairs, progress: Progress) -> None:
         _copy(targets, sources, sizes, start, stop, past_caches=True)
         progress.advance(stop - start)
 
-    in_threads(copy, range(0, total, _PIECE), min(torch.get_num_threads(), total // (2 * _PIECE)))
+    in_threads(copy, range(0, total, _PIECE), threads)
 
 
 def _copy_by_torch(pairs: _Pairs, serial: bool) -> None:
