@@ -27,10 +27,9 @@ _Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 SERIAL = 32736
 """Elements that torch copies on one thread; whole vectors, because a remainder converts NaNs differently."""
 
-_LARGE = (
-    256 << 20
-)  # bytes; torch's threads, which may still spin after a step of the trainer, copy fewer sooner
-_LARGE_FOR_ONE = 8 << 20  # bytes that one thread of torch copies later than the compiled loop
+# Bytes from which the compiled loop is faster than several threads of torch, which may still spin after a
+# step of the trainer, and than one.
+_LARGE, _LARGE_FOR_ONE = 256 << 20, 8 << 20
 _EACH = 32 << 10  # bytes of a tensor, on average; looking at smaller ones takes longer than is gained
 _PIECE = 8 << 20  # bytes for one thread at a time
 _BATCHES = 64  # between which progress is noted
