@@ -37,7 +37,7 @@ def checks(peers: Sequence[tuple[str, int]] = ()) -> list[Check]:
     return [
         Check("Python", packages.look_at_python, reinstall),
         *(Check(one, functools.partial(packages.look_at_package, one), reinstall) for one in _PACKAGES),
-        Check("patch encoding", packages.look_at_kernels, packages.KERNELS_CURE),
+        Check("compiled loops", packages.look_at_kernels, packages.KERNELS_CURE),
         Check("memory", memory.look_at_memory, _PROC),
         Check("memory limit", memory.look_at_cgroup, _PROC),
         Check("open files", memory.look_at_descriptors, _PROC),
