@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
 from weight_update.encodings import copying
 from weight_update.encodings.copying import copy_tensors
@@ -62,6 +65,29 @@ def test_tensors_that_need_more_than_a_copy(compiled: bool) -> None:
     copy_tensors(targets, sources, "test")
     for target, source in zip(targets, sources, strict=True):
         assert torch.equal(target, source.detach().to(target.dtype))
+
+
+class Scaled(torch.Tensor):
+    """A tensor without memory of its own, as quantizing libraries have them."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> Scaled:
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)  # type: ignore[attr-defined, no-any-return]
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        whole = [2 * one.values if isinstance(one, Scaled) else one for one in tree_leaves(args)]
+        return func(*tree_unflatten(whole, tree_structure(args)), **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("compiled")
+def test_tensors_without_memory() -> None:
+    target, values = torch.zeros(3, 4), torch.randn(3, 4)
+    copy_tensors([target], [Scaled(values)], "test")
+    assert torch.equal(target, 2 * values)
 
 
 @pytest.mark.usefixtures("compiled")

@@ -19,7 +19,7 @@ import torch
 from weight_update.encodings.threads import in_threads
 from weight_update.progress import Progress
 from weight_update.wire.compiled import load
-from weight_update.wire.fixed import is_plain
+from weight_update.wire.fixed import PLAIN, is_plain
 
 Array = npt.NDArray[Any]
 _Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -68,7 +68,7 @@ def copy_tensors(
 
 def _suits(target: torch.Tensor, source: torch.Tensor) -> bool:
     same = source.dtype is target.dtype and source.shape == target.shape
-    return same and is_plain(source) and is_plain(target)
+    return same and type(source) in PLAIN and is_plain(source) and is_plain(target)
 
 
 def _stream(pairs: _Pairs, threads: int, progress: Progress) -> None:

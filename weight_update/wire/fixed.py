@@ -14,7 +14,9 @@ MANY = 256
 
 _SMALL = 4096  # bytes of a tensor, on average: larger ones take longer to copy than to look at
 _LARGE = 64 << 20  # bytes of all tensors
-_PLAIN = {torch.Tensor, nn.Parameter}
+PLAIN = {torch.Tensor, nn.Parameter}
+"""Classes of tensors whose values are those of their memory."""
+
 _DTYPE, _NBYTES = operator.attrgetter("dtype"), operator.attrgetter("nbytes")
 
 
@@ -56,7 +58,7 @@ class FixedTensors(tuple[torch.Tensor, ...]):
         tensors = named.values()
         return (
             tuple(named) == self.names
-            and set(map(type, tensors)) <= _PLAIN
+            and set(map(type, tensors)) <= PLAIN
             # The same storage, offset, shape and strides. The views keep the storage, so that no other one
             # takes its place; it may have moved. Torch resolves the bit for negation into other memory first.
             and all(map(torch.Tensor.is_set_to, tensors, self._views))
@@ -67,7 +69,7 @@ class FixedTensors(tuple[torch.Tensor, ...]):
 
 def are_many(named: Mapping[str, torch.Tensor]) -> bool:
     """Return whether these are so many plain tensors that it pays to look for a :class:`FixedTensors`."""
-    return len(named) >= MANY and set(map(type, named.values())) <= _PLAIN
+    return len(named) >= MANY and set(map(type, named.values())) <= PLAIN
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
