@@ -22,7 +22,7 @@ from weight_update.encodings.patch.arrays import ArrayReader, ArrayWriter
 from weight_update.encodings.patch.changes import BITS, Changes, Sparse
 from weight_update.encodings.patch.diff_cpu import Scanner
 from weight_update.encodings.patch.format import decode_patch, encode_patch
-from weight_update.encodings.patch.gaps import UNITS, Gaps, cut_units, join_units, merge_gaps, split_units
+from weight_update.encodings.patch.gaps import UNITS, Gaps, cut_units, join_units, merge_gaps
 from weight_update.encodings.patch.values import decode_steps, encode_steps
 from weight_update.errors import FormatError
 from weight_update.testing import random_bits
@@ -125,11 +125,11 @@ def test_units(seed: int, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     segments = random_segments(np.random.default_rng(seed), wide)
     positions = np.concatenate([first + offsets.astype(np.int64) for first, offsets in segments])
     limit = int(positions[-1]) + 1
-    compiled = split_units(segments)
+    compiled = merge_gaps([Gaps.of(*one) for one in segments])
     joined = join_units(np.concatenate(compiled), len(positions), limit)
     assert joined.dtype == (np.int32 if limit < 1 << 31 else np.int64)
     monkeypatch.setattr(kernels, "library", None)
-    plain = split_units(segments)
+    plain = merge_gaps([Gaps.of(*one) for one in segments])
     assert {one.dtype for one in compiled} == {one.dtype for one in plain}
     assert np.concatenate(compiled).tobytes() == np.concatenate(plain).tobytes()
     assert (
@@ -166,9 +166,8 @@ def test_parts_of_units(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gaps_module, "_STEP", 100)
     segments = random_segments(np.random.default_rng(seed), False)
     positions = np.concatenate([first + offsets.astype(np.int64) for first, offsets in segments])
-    units = np.concatenate(split_units(segments))
+    units = np.concatenate(merge_gaps([Gaps.of(*one) for one in segments]))
     parts = cut_units(units, len(positions), int(positions[-1]) + 1)
-    assert parts is not None
     assert np.concatenate([one.first + one.offsets for one in parts]).tolist() == positions.tolist()
     assert all(one.first + one.offsets[-1] == one.last and len(one.offsets) == one.count for one in parts)
     assert np.concatenate(merge_gaps(parts)).tobytes() == units.tobytes()
@@ -177,7 +176,8 @@ def test_parts_of_units(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         (len(positions) + 1, 1 << 40),
         (len(positions), positions[-1]),
     ):
-        assert cut_units(units, count, int(limit)) is None
+        with pytest.raises(FormatError):
+            cut_units(units, count, int(limit))
 
 
 @pytest.mark.parametrize("size", UNITS)
@@ -262,7 +262,7 @@ def test_payloads(fraction: float, values: str, layout: str, monkeypatch: pytest
             patch.setattr(kernels, "library", library)
             scan = Scanner(schema, relative=values == "relative", threads=2).scan(new, snapshot)
             lend = partial(torch.empty, dtype=torch.uint8)
-            payloads.append(encode_patch(scan.changes, snapshot, schema, 0, 1, chosen, lend))
+            payloads.append(encode_patch(scan.changes, schema, 0, 1, chosen, lend))
             written = snapshot.clone()
             decode_patch(payloads[-1], schema).changes.write(written)
             assert torch.equal(written, flat_of(schema, new, snapshot))

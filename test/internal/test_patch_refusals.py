@@ -80,8 +80,7 @@ def small_patch(layout: str = "flat", delta: bool = False) -> tuple[bytearray, W
     schema = WeightSchema.of({"a": torch.empty(8, 2), "b": torch.empty(2).double()})
     part = Sparse.of(4, torch.tensor([1, 6]), torch.tensor([10, 20], dtype=torch.int32))
     replaced = ByteRange(64, torch.arange(8, dtype=torch.uint8))
-    old = torch.zeros(schema.nbytes, dtype=torch.uint8)
-    payload = encode_patch(Changes((part,), (replaced,)), old, schema, 0, 1, options(layout, delta), lend)
+    payload = encode_patch(Changes((part,), (replaced,)), schema, 0, 1, options(layout, delta), lend)
     return bytearray(payload.numpy().tobytes()), schema
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,12 +16,13 @@ from numpy.typing import NDArray
 
 from weight_update.encodings.base import Difference
 from weight_update.encodings.patch import kernels
-from weight_update.encodings.patch.changes import ByteRange, Changes, GapSegment, Segment, Sparse
-from weight_update.encodings.patch.diff_numpy import Bytes, differences
+from weight_update.encodings.patch.changes import ByteRange, Changes, GapSegment, Sparse
 from weight_update.encodings.patch.gaps import Gaps
 from weight_update.encodings.patch.threads import in_threads
 from weight_update.encodings.patch.tiles import Tile, cut, flattened
 from weight_update.wire.schema import WeightSchema
+
+Bytes = NDArray[np.uint8]
 
 TILE = 2 << 20
 """Bytes of a tile: short enough for caches, long enough that threads rarely wait for the interpreter lock."""
@@ -91,11 +91,7 @@ class Scanner:
 
         @torch.no_grad()  # a setting of each thread
         def compare(share: Sequence[_Group]) -> list[_GroupDiff]:
-            compiled = kernels.library is not None
-            return [
-                one.scan(weights, self._relative) if compiled else one.compare(weights, self._relative)
-                for one in share
-            ]
+            return [one.scan(weights, self._relative) for one in share]
 
         done = in_threads(compare, self._shares, len(self._shares))
         groups = [done[i % len(done)][i // len(done)] for i in range(sum(map(len, done)))]
@@ -209,7 +205,7 @@ class _GroupDiff:
     """The differences in a group of tiles, by width."""
 
     changed: int
-    segments: dict[int, Segment | GapSegment]
+    segments: dict[int, GapSegment]
     ranges: list[ByteRange]
 
 
@@ -222,26 +218,8 @@ class _Group:
         self._most = [int(dense_above * tile.elements) for tile in tiles]
         self._widths = sorted({width for tile in tiles for width in tile.widths})
 
-    def compare(self, weights: _Weights, relative: bool) -> _GroupDiff:
-        """Compare all tiles."""
-        changed, ranges = 0, list[ByteRange]()
-        by_width: dict[int, list[tuple[int, NDArray[Any], NDArray[Any]]]] = {}
-        for reader, most in zip(self._readers, self._most, strict=True):
-            new, old = reader.read(weights)
-            found = differences(reader.tile, new, old, relative)
-            here = sum(len(positions) for _, positions, _ in found)
-            changed += here
-            if here > most:
-                ranges += reader.ranges(new)
-                continue
-            for width, positions, values in found:
-                start = (reader.tile.start - self._start) // width
-                by_width.setdefault(width, []).append((start, positions, values))
-        segments = {width: _segment(self._start // width, parts) for width, parts in by_width.items()}
-        return _GroupDiff(changed, dict(segments), ranges)
-
     def scan(self, weights: _Weights, relative: bool) -> _GroupDiff:
-        """Compare all tiles with the compiled loops."""
+        """Compare all tiles."""
         for width in self._widths:
             self._memory.gaps(width).start(self._start // width)
         changed, ranges = 0, list[ByteRange]()
@@ -293,8 +271,8 @@ class _Group:
                 buffer.restore(saved)
         return found
 
-    def _segments(self) -> dict[int, Segment | GapSegment]:
-        segments: dict[int, Segment | GapSegment] = {}
+    def _segments(self) -> dict[int, GapSegment]:
+        segments = {}
         for width in self._widths:
             buffer = self._memory.gaps(width)
             if buffer.found:
@@ -310,19 +288,6 @@ def _in_place(tile: Tile, most: int, weights: _Weights) -> tuple[int, ...]:
     new = weights.addresses[one.entry] + one.first * one.meta.dtype.itemsize
     old = weights.snapshot.ctypes.data + tile.start
     return new, old, tile.nbytes // one.width, tile.start // one.width, most, 0
-
-
-def _segment(first: int, parts: Sequence[tuple[int, NDArray[Any], NDArray[Any]]]) -> Segment:
-    """Join the positions, each counted from the start of its tile, and the values of several tiles."""
-    values = np.concatenate([values for _, _, values in parts])
-    offsets = np.empty(values.shape, np.int32)  # fresh memory costs most here
-    end = 0
-    for start, positions, _ in parts:
-        here = offsets[end : end + len(positions)]
-        here[:] = positions
-        here += start
-        end += len(positions)
-    return Segment(first, torch.from_numpy(offsets), torch.from_numpy(values))
 
 
 def _merge(groups: Sequence[_GroupDiff], relative: bool) -> Changes:

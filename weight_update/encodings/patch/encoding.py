@@ -199,7 +199,7 @@ class PatchTracker(Tracker[Scan]):
         return self._encode(Changes(ranges=tuple(ranges)).to(_CPU), version, version, lend)
 
     def _encode(self, changes: Changes, base: int, version: int, lend: Lend) -> torch.Tensor:
-        return encode_patch(changes, self._flat, self._schema, base, version, self._options.options, lend)
+        return encode_patch(changes, self._schema, base, version, self._options.options, lend)
 
     def advance(self, difference: Scan) -> None:
         self._flushed()

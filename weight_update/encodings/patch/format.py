@@ -19,9 +19,8 @@ import torch
 
 from weight_update.compression import Compression
 from weight_update.encodings.base import Delta, Lend
-from weight_update.encodings.patch import kernels
 from weight_update.encodings.patch.arrays import ALIGNMENT, UNSIGNED, Array, ArrayReader, ArrayWriter
-from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, GapSegment, Segment, Sparse
+from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, GapSegment, Sparse
 from weight_update.encodings.patch.gaps import Gaps
 from weight_update.encodings.patch.positions_coo import Grid, decode_coo, encode_coo
 from weight_update.encodings.patch.positions_flat import decode_flat, encode_flat
@@ -35,7 +34,6 @@ _MAGIC = b"WUPP"
 _FORMAT = 1
 _LAYOUTS = ("flat", "coo")
 _DELTA, _RELATIVE = 1, 2
-_CACHED = 1 << 17  # values at a time, so that intermediate results stay in the cache
 
 
 @dataclass(frozen=True)
@@ -127,27 +125,21 @@ class Patch(Delta):
 
 
 def encode_patch(
-    changes: Changes,
-    snapshot: torch.Tensor,
-    schema: WeightSchema,
-    base: int,
-    version: int,
-    options: PatchOptions,
-    lend: Lend,
+    changes: Changes, schema: WeightSchema, base: int, version: int, options: PatchOptions, lend: Lend
 ) -> torch.Tensor:
     """Write ``changes`` from ``base`` to ``version`` into one payload, 1-D uint8, exactly as long as needed.
 
-    Changes are CPU tensors, and their positions are trusted. ``snapshot`` is the flat buffer of ``schema``
-    before the change; it is read only to convert between raw and relative values. Layout ``"coo"`` raises
-    ValueError for a change that lies in no tensor of its width.
+    Changes are CPU tensors, relative exactly if ``options.values`` is, and their positions are trusted.
+    Layout ``"coo"`` raises ValueError for a change that lies in no tensor of its width.
     """
     out = ArrayWriter(options.compression)
     for part in changes.sparse:
+        assert part.relative == (options.values == "relative")
         if options.layout == "flat":
             encode_flat(out, part, options.delta)
         else:
             encode_coo(out, part.positions.numpy(), Grid.of(schema, part.width), options.delta)
-        _encode_values(out, part, snapshot, options.values)
+        _encode_values(out, part)
     if changes.ranges:
         out.integers(np.array([one.start for one in changes.ranges], np.uint64))
         out.integers(np.array([one.data.numel() for one in changes.ranges], np.uint64))
@@ -165,21 +157,9 @@ def write_patch(
     return out.write(head + b"".join(_SECTION.pack(part.width, len(part)) for part in changes.sparse), lend)
 
 
-def _encode_values(out: ArrayWriter, part: Sparse, snapshot: torch.Tensor, values: str) -> None:
-    kind, relative = UNSIGNED[part.width], values == "relative"
-
-    def bits(one: Segment | GapSegment) -> Array:
-        given = one.values.numpy().view(kind)
-        if part.relative == relative:
-            return given
-        # Positions are trusted, so nothing is clipped: this mode is the fastest.
-        old = np.take(snapshot.numpy().view(kind)[one.first :], one.offsets.numpy(), mode="clip")
-        changed: Array = given - old if relative else given + old
-        return changed
-
-    ready = kernels.library is not None and part.relative == relative
-    arrays = [bits(one) for one in (part.segments if ready else part.split(_CACHED))]
-    if relative:
+def _encode_values(out: ArrayWriter, part: Sparse) -> None:
+    arrays = [one.values.numpy().view(UNSIGNED[part.width]) for one in part.segments]
+    if part.relative:
         encode_steps(out, arrays)
     else:
         out.join(arrays)

@@ -35,7 +35,7 @@ typedef uint64_t u64;
      : (width) == 4 ? NAME##_u32(__VA_ARGS__)                                                          \
                     : NAME##_u64(__VA_ARGS__))
 
-int wu_version = 3; /* of the functions here; kernels.py uses no other, as may be left from an earlier build */
+int wu_version = 4; /* of the functions here; kernels.py uses no other, as may be left from an earlier build */
 
 enum { SLACK = 64 }; /* bytes that scans may write behind the last result */
 
@@ -372,7 +372,7 @@ JOIN(int64_t)
 
 /* Steps are zigzag coded: 0, -1, 1, -2, ... become 0, 1, 2, 3, ... */
 
-/* Write byte k of each zigzag coded step, unless `out` is NULL; return how many of these bytes are not 0. */
+/* Write byte k of each zigzag coded step; return how many of these bytes are not 0. */
 #define PLANE(T)                                                                                       \
     CLONES static int64_t plane_##T(const T *steps, int64_t n, int k, u8 *out)                         \
     {                                                                                                  \
@@ -388,8 +388,7 @@ JOIN(int64_t)
             }                                                                                          \
             for (int j = 0; j < length; j++)                                                           \
                 some += bytes[j] != 0;                                                                 \
-            if (out)                                                                                   \
-                memcpy(out + i, bytes, (size_t)length);                                                \
+            memcpy(out + i, bytes, (size_t)length);                                                    \
             filled += some;                                                                            \
         }                                                                                              \
         return filled;                                                                                 \
