@@ -126,7 +126,7 @@ class _Bench:
         return encode_patch(scan.changes, self.schema, 0, 1, options, self._allocate)
 
     def apply(self, payload: torch.Tensor) -> None:
-        decode_patch(payload, self.schema).changes.write(self.receiver)
+        decode_patch(payload, self.schema).write(self.receiver)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         return self._payload[:nbytes]

@@ -78,7 +78,7 @@ class Case:
     def applied(self, payload: torch.Tensor) -> Patch:
         patch = decode_patch(payload, self.schema)
         flat = self.old.clone()
-        patch.changes.write(flat)
+        patch.write(flat)
         assert torch.equal(flat, self.new)
         return patch
 

@@ -264,7 +264,7 @@ def test_payloads(fraction: float, values: str, layout: str, monkeypatch: pytest
             lend = partial(torch.empty, dtype=torch.uint8)
             payloads.append(encode_patch(scan.changes, schema, 0, 1, chosen, lend))
             written = snapshot.clone()
-            decode_patch(payloads[-1], schema).changes.write(written)
+            decode_patch(payloads[-1], schema).write(written)
             assert torch.equal(written, flat_of(schema, new, snapshot))
     assert torch.equal(*payloads)
 

@@ -28,13 +28,13 @@ def decodes_or_refuses(payload: torch.Tensor, schema: WeightSchema) -> bool:
         patch = decode_patch(payload, schema)
     except FormatError:
         return True
-    for part in patch.changes.sparse:
+    for part in patch.sparse:
         positions = part.positions.numpy()
         assert positions[0] >= 0
         assert positions[-1] < schema.nbytes // part.width
         assert (np.diff(positions) > 0).all()
         assert part.values.shape == part.positions.shape
-    for one in patch.changes.ranges:
+    for one in patch.ranges:
         assert 0 <= one.start <= one.start + one.data.numel() <= schema.nbytes
     return False
 

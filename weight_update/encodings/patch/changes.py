@@ -134,15 +134,16 @@ class Changes:
     ranges: tuple[ByteRange, ...] = ()
 
     def write(self, flat: torch.Tensor) -> None:
-        """Change ``flat`` (8-byte aligned, on the device of the changes) from old to new; trust positions."""
-        for part in self.sparse:
+        """Change ``flat`` (1-D uint8, 8-byte aligned) from old to new; positions are trusted."""
+        here = self.to(flat.device)
+        for part in here.sparse:
             words = flat.view(BITS[part.width])
             if words.is_cuda:
                 positions, values = part.positions, part.values
                 words[positions] = words[positions] + values if part.relative else values
             else:
                 _write_sparse(words.numpy(), part)
-        for one in self.ranges:
+        for one in here.ranges:
             place = flat[one.start : one.start + one.data.numel()]
             if place.is_cuda:
                 place.copy_(one.data)

@@ -211,10 +211,9 @@ class PatchTracker(Tracker[Scan]):
         pool.shutdown(wait=False)  # its thread ends with its only task
 
     def _write(self, changes: Changes) -> None:
-        home = self._flat.device
-        if self._queues is not None and home.type == "cpu":
+        if self._queues is not None and self._flat.is_cpu:
             changes = changes.map(self._queues.bring)
-        changes.to(home).write(self._flat)
+        changes.write(self._flat)
         self._written()
 
     def _written(self) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from weight_update.compression import Compression
-from weight_update.encodings.base import Delta, Lend
+from weight_update.encodings.base import Lend
 from weight_update.encodings.patch.arrays import ALIGNMENT, UNSIGNED, Array, ArrayReader, ArrayWriter
 from weight_update.encodings.patch.changes import BITS, ByteRange, Changes, GapSegment, Sparse
 from weight_update.encodings.patch.gaps import Gaps
@@ -26,7 +26,7 @@ from weight_update.encodings.patch.positions_coo import Grid, decode_coo, encode
 from weight_update.encodings.patch.positions_flat import decode_flat, encode_flat
 from weight_update.encodings.patch.values import decode_steps, encode_steps
 from weight_update.errors import FormatError
-from weight_update.wire.schema import TensorMeta, WeightSchema
+from weight_update.wire.schema import WeightSchema
 
 _HEAD = struct.Struct("<4sBBBBIIqq")
 _SECTION = struct.Struct("<QQ")
@@ -98,30 +98,22 @@ class PatchHead(NamedTuple):
         return cls(_LAYOUTS[layout], delta, relative, ranges, arrays, base, version, sections)
 
 
-@dataclass(eq=False)
-class Patch(Delta):
-    """The content of a payload; its tensors may be views into the payload."""
+@dataclass(frozen=True, eq=False)
+class Patch(Changes):
+    """The content of a payload, which may hold views into it; a :class:`~weight_update.encodings.Delta`.
 
-    base: int
-    version: int
-    changes: Changes
+    Attributes:
+        base: version that it applies to.
+        version: version that it makes.
+    """
 
-    def write(self, flat: torch.Tensor) -> None:
-        self.changes.to(flat.device).write(flat)
-
-    def touched(self, schema: WeightSchema) -> list[int]:
-        return self.changes.touched(schema)
+    base: int = 0
+    version: int = 0
 
     def kept(self) -> Patch:
-        changes = self.changes
-        sparse = tuple(
-            replace(part, segments=tuple(one.kept() for one in part.segments)) for part in changes.sparse
-        )
-        ranges = tuple(replace(one, data=one.data.clone()) for one in changes.ranges)
-        return Patch(self.base, self.version, Changes(sparse, ranges))
-
-    def elements_of(self, meta: TensorMeta) -> torch.Tensor | None:
-        return self.changes.elements_of(meta)
+        sparse = (replace(part, segments=tuple(one.kept() for one in part.segments)) for part in self.sparse)
+        ranges = (replace(one, data=one.data.clone()) for one in self.ranges)
+        return replace(self, sparse=tuple(sparse), ranges=tuple(ranges))
 
 
 def encode_patch(
@@ -181,12 +173,10 @@ def decode_patch(payload: torch.Tensor, schema: WeightSchema) -> Patch:
                 f"a patch changes {items} of {schema.nbytes // width} elements of {width} bytes"
             )
     reader = ArrayReader(payload, head.nbytes, head.arrays)
-    changes = Changes(
-        tuple(_decode_sparse(reader, *section, schema, head) for section in head.sections),
-        _decode_ranges(reader, head.ranges, schema.nbytes),
-    )
+    sparse = tuple(_decode_sparse(reader, *section, schema, head) for section in head.sections)
+    ranges = _decode_ranges(reader, head.ranges, schema.nbytes)
     reader.finish()
-    return Patch(head.base, head.version, changes)
+    return Patch(sparse, ranges, head.base, head.version)
 
 
 def _read_sections(raw: Array, count: int) -> tuple[tuple[int, int], ...]:
