@@ -13,8 +13,8 @@ import torch
 
 from weight_update.encodings.patch import kernels
 from weight_update.encodings.patch.gaps import Gaps
-from weight_update.encodings.patch.threads import in_threads, threads_for
 from weight_update.errors import FormatError
+from weight_update.threads import in_threads, threads_for
 from weight_update.wire.schema import TensorMeta, WeightSchema
 
 Array = npt.NDArray[Any]

@@ -111,6 +111,7 @@ class Patch(Changes):
     version: int = 0
 
     def kept(self) -> Patch:
+        """Return the same patch without views into its payload."""
         sparse = (replace(part, segments=tuple(one.kept() for one in part.segments)) for part in self.sparse)
         ranges = (replace(one, data=one.data.clone()) for one in self.ranges)
         return replace(self, sparse=tuple(sparse), ranges=tuple(ranges))

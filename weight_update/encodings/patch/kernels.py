@@ -24,19 +24,10 @@ INTEGER: dict[int, np.dtype[Any]] = {int(kind[1]): np.dtype(kind) for kind in ("
 TILE = np.dtype([("new", "u8"), ("old", "u8"), ("n", "i8"), ("at", "i8"), ("most", "i8"), ("found", "i8")])
 """Elements to compare: their addresses, number and first position; see :meth:`GapBuffer.scan`."""
 
-_NAME, _VERSION = "_kernels", 4
 _SLACK = 64  # bytes behind the results of a scan
 
 
-def _load() -> ctypes.CDLL | None:
-    found = load(Path(__file__).parent, _NAME, _VERSION)
-    if found is not None:
-        for name in ("wu_widen", "wu_index", "wu_plane"):
-            getattr(found, name).restype = ctypes.c_int64
-    return found
-
-
-library: ctypes.CDLL | None = _load()
+library = load(Path(__file__).parent, "_kernels", 4, ["wu_widen", "wu_index", "wu_plane"])
 """The compiled library; None where there is none."""
 
 

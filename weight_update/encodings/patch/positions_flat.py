@@ -7,8 +7,8 @@ import numpy as np
 from weight_update.encodings.patch.arrays import Array, ArrayReader, ArrayWriter
 from weight_update.encodings.patch.changes import Segment, Sparse
 from weight_update.encodings.patch.gaps import UNITS, Gaps, cut_units, merge_gaps, most_units
-from weight_update.encodings.patch.threads import in_threads, threads_for
 from weight_update.errors import FormatError
+from weight_update.threads import in_threads, threads_for
 
 
 def encode_flat(out: ArrayWriter, part: Sparse, delta: bool) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 from weight_update.encodings.patch import kernels
 from weight_update.encodings.patch.arrays import UNSIGNED, Array, ArrayReader, ArrayWriter
 from weight_update.encodings.patch.gaps import UNITS, Gaps, join_units, merge_gaps, most_units
-from weight_update.encodings.patch.threads import in_threads, threads_for
 from weight_update.errors import FormatError
+from weight_update.threads import in_threads, threads_for
 
 _NONE = np.empty(0, np.uint8)
 _FAST = 32  # steps that are coded in the time of one element of other work
